@@ -1,0 +1,56 @@
+# The newcomer's two commands are `make demo` and `make test`; both prepare .venv on first use.
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-oldest demo test test-oldest lint format bench clean
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+OLDEST := .venv-oldest
+STAMP := $(VENV)/.ready
+OLDEST_STAMP := $(OLDEST)/.ready
+TENSORFLOW := tensorflow-cpu~=2.21.0
+OLDEST_PAIR := tensorflow-cpu~=2.20.0 keras==3.12.0
+
+help: ## Show this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+
+setup: $(STAMP) ## Make .venv with the newest supported TensorFlow and Keras
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "replicast needs Python 3.11 or newer; set PYTHON=/path/to/python3")'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(VENV)/bin/python -m pip install --quiet --editable '.[cpu,demo]' '$(TENSORFLOW)' --group dev
+	@touch $@
+
+setup-oldest: $(OLDEST_STAMP)
+
+$(OLDEST_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(OLDEST)/bin/python -m pip install --quiet --editable '.[cpu,demo]' $(OLDEST_PAIR) --group dev
+	@touch $@
+
+demo: $(STAMP) ## Two local workers train; the screen shows what happens when one of them writes
+	$(VENV)/bin/replicast demo
+
+test: $(STAMP) ## All tests: unit, real workers, faults, golden files
+	$(VENV)/bin/python -m pytest
+
+test-oldest: $(OLDEST_STAMP) ## The worker tests on the oldest supported TensorFlow and Keras
+	$(OLDEST)/bin/python -m pytest tests/workers
+
+lint: $(STAMP) ## ruff and mypy --strict
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(STAMP) ## Let ruff rewrite what it can
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(STAMP) ## Measure, interleaved in one run, and print ratios
+	$(VENV)/bin/python -m pip install --quiet --group bench
+	$(VENV)/bin/python -m benchmarks
+
+clean: ## Remove what the other targets made
+	rm -rf $(VENV) $(OLDEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

@@ -1,0 +1,49 @@
+"""One worker writes, every replica follows.
+
+TensorFlow is loaded when a name that needs it is first used, not when this package is imported: the command
+line and every tool that only reads files work without it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from replicast.errors import ClusterError, JobFailed, NotSupported, ReplicastError
+
+if TYPE_CHECKING:
+    from replicast.strategy import Strategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ClusterError",
+    "JobFailed",
+    "NotSupported",
+    "ReplicastError",
+    "Strategy",
+    "__version__",
+]
+
+_NEEDS_TENSORFLOW = {"Strategy": "replicast.strategy"}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads the names that need TensorFlow on first use."""
+    if name not in _NEEDS_TENSORFLOW:
+        raise AttributeError(f"module 'replicast' has no attribute {name!r}")
+    try:
+        value = getattr(import_module(_NEEDS_TENSORFLOW[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("tensorflow", "keras"):
+            raise
+        raise ImportError(
+            f"replicast.{name} needs {error.name}, which is not installed here. "
+            "Install one of: pip install 'replicast[cpu]' (no GPU), pip install 'replicast[tensorflow]'."
+        ) from error
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

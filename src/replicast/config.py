@@ -1,0 +1,171 @@
+"""The environment, read and checked in one place: who the workers are and what the launcher told us.
+
+`TF_CONFIG` is TensorFlow's own description of a cluster. Kubeflow, Vertex AI, Ray Train and Slurm scripts
+set it, and so does `replicast run`; TensorFlow itself hardly checks it, so we do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from replicast.errors import ClusterError
+
+RUN_DIR = "REPLICAST_RUN_DIR"
+ATTEMPT = "REPLICAST_ATTEMPT"
+LAUNCHED = "REPLICAST_LAUNCHED"
+"""Set by `replicast run` for its workers: their exit codes are watched by a launcher on the same host."""
+
+_EXAMPLE = (
+    'Expected something like {"cluster": {"worker": ["host1:2222", "host2:2222"]}, '
+    '"task": {"type": "worker", "index": 0}}'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Who takes part in the job.
+
+    Attributes:
+        addresses: One `host:port` per worker, in the order of the ranks.
+        rank: Which of them this process is.
+        task_type: The name of this process's job in `TF_CONFIG`: "worker" or "chief".
+        task_index: Its index in that job.
+    """
+
+    addresses: tuple[str, ...]
+    rank: int
+    task_type: str = "worker"
+    task_index: int = 0
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return len(self.addresses)
+
+    def tf_config(self) -> str:
+        """The value of `TF_CONFIG` for this worker, when all are of type "worker"."""
+        return json.dumps(
+            {
+                "cluster": {"worker": list(self.addresses)},
+                "task": {"type": "worker", "index": self.rank},
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What `replicast run` told this worker.
+
+    Attributes:
+        run_dir: The run directory, if there is one.
+        attempt: How often the group was started before.
+        launched: Whether a launcher watches this process.
+    """
+
+    run_dir: Path | None
+    attempt: int
+    launched: bool
+
+
+def read_launch(environ: Mapping[str, str]) -> Launch:
+    """Reads what the launcher set."""
+    run_dir = environ.get(RUN_DIR)
+    attempt = environ.get(ATTEMPT, "0")
+    if not attempt.isdigit():
+        raise ClusterError(f"{ATTEMPT} must be a whole number", received=attempt)
+    return Launch(
+        run_dir=Path(run_dir) if run_dir else None,
+        attempt=int(attempt),
+        launched=environ.get(LAUNCHED) == "1",
+    )
+
+
+def read_cluster(environ: Mapping[str, str]) -> Cluster | None:
+    """Reads and checks `TF_CONFIG`.
+
+    Returns:
+        The cluster, or None when there is no `TF_CONFIG`: a job of one.
+
+    Raises:
+        ClusterError: It is there and cannot be used; the message says which part and what was expected.
+    """
+    text = environ.get("TF_CONFIG", "").strip()
+    if not text:
+        return None
+    try:
+        described = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ClusterError(
+            f"TF_CONFIG is not JSON ({error})", received=_shortened(text), remedy=_EXAMPLE
+        ) from None
+    if not isinstance(described, dict):
+        raise ClusterError("TF_CONFIG is not a JSON object", received=_shortened(text), remedy=_EXAMPLE)
+    jobs = _read_jobs(described)
+    if not jobs:
+        return None
+    return _place(described, jobs)
+
+
+def _read_jobs(described: dict[str, Any]) -> dict[str, list[str]]:
+    cluster = described.get("cluster", {})
+    if not isinstance(cluster, dict):
+        raise ClusterError('TF_CONFIG: "cluster" is not an object', received=cluster, remedy=_EXAMPLE)
+    jobs: dict[str, list[str]] = {}
+    for job, addresses in cluster.items():
+        if not isinstance(addresses, list) or not all(isinstance(a, str) for a in addresses):
+            raise ClusterError(
+                f'TF_CONFIG: "{job}" is not a list of "host:port"', received=addresses, remedy=_EXAMPLE
+            )
+        jobs[job] = addresses
+    if "ps" in jobs:
+        raise ClusterError(
+            "TF_CONFIG describes parameter servers, which MultiWorkerMirroredStrategy does not use",
+            remedy='Leave only "worker" (and "chief") in "cluster"',
+            received=sorted(jobs),
+        )
+    return {job: jobs[job] for job in ("chief", "worker") if jobs.get(job)}
+
+
+def _place(described: dict[str, Any], jobs: dict[str, list[str]]) -> Cluster:
+    addresses = [address for job in jobs.values() for address in job]
+    for address in addresses:
+        host, colon, port = address.rpartition(":")
+        if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
+            raise ClusterError(
+                "TF_CONFIG: an address is not host:port with a port from 1 to 65535", received=repr(address)
+            )
+    duplicates = sorted({address for address in addresses if addresses.count(address) > 1})
+    if duplicates:
+        raise ClusterError(
+            "TF_CONFIG: two workers have the same address",
+            received=", ".join(duplicates),
+            remedy="Every worker needs a host:port of its own",
+        )
+    task = described.get("task")
+    if not isinstance(task, dict) or "type" not in task or "index" not in task:
+        raise ClusterError(
+            'TF_CONFIG: "task" must say who this process is', received=task, remedy=_EXAMPLE
+        )
+    job, index = task["type"], task["index"]
+    if job not in jobs:
+        raise ClusterError(
+            f'TF_CONFIG: task type {job!r} is not in "cluster"', received=f"jobs {sorted(jobs)}"
+        )
+    if isinstance(index, str) and index.isdigit():
+        index = int(index)
+    if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(jobs[job]):
+        raise ClusterError(
+            f'TF_CONFIG: task index out of range: "{job}" has {len(jobs[job])} addresses, '
+            f"so the index must be from 0 to {len(jobs[job]) - 1}",
+            received=task["index"],
+        )
+    rank = index if job == next(iter(jobs)) else len(jobs["chief"]) + index
+    return Cluster(addresses=tuple(addresses), rank=rank, task_type=job, task_index=index)
+
+
+def _shortened(text: str, limit: int = 200) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
