@@ -1,0 +1,17 @@
+"""MultiWorkerMirroredStrategy that Keras 3 can train on.
+
+This package and `replicast.coordination` are the only places that use private TensorFlow or Keras APIs. Each
+use says why in a comment, and `tests/workers/test_private_apis.py` fails on the day one of them changes.
+
+    strategy     the class people use; what Keras asks of a strategy, answered for several workers
+    collectives  how the workers exchange tensors: keys that work inside loops, one sum per step
+    step         one training step of a Keras model: weighted gradients, exact metrics, equal statistics
+    caller       which model is asking, and with which callbacks
+    feeding      each worker's share of every batch, without a transfer per step
+    writing      files that one worker writes for all
+    lifetime     the end of a job: together when all is well, at once when a worker fails
+"""
+
+from replicast.strategy.strategy import Strategy
+
+__all__ = ["Strategy"]

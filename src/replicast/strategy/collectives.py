@@ -1,0 +1,83 @@
+"""How the workers exchange tensors: TensorFlow's collectives, with keys that work inside loops."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+# Private: the launcher that draws the keys, and the class behind MultiWorkerMirroredStrategy, which is the
+# only place to give it other launchers.
+from tensorflow.python.distribute import cross_device_utils
+from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
+
+from replicast.errors import NotSupported
+
+FIRST_KEY = 1_000_000_000
+"""Our keys start far above those that TensorFlow gives out while it creates variables (from 100 on)."""
+
+
+class CountingLauncher(cross_device_utils.CollectiveReplicaLauncher):
+    """Draws each collective's key from a counter variable, in the graph.
+
+    All workers must use the same key for the same collective. TensorFlow draws it in Python when a function
+    is called and feeds it in, which does not reach a function nested in control flow: `steps_per_execution`
+    fails. A key fixed while tracing reaches it, but cannot be used for gathers whose lengths change. A
+    counter that every worker advances in the same order serves both, and costs one local addition.
+    """
+
+    def __init__(self, stock: Any, counter: tf.Variable) -> None:
+        super().__init__(
+            stock._group_key, stock._group_size, stock._collective_keys, stock._device, stock._options
+        )
+        self._counter = counter
+
+    def _next_instance_key(self) -> tf.Tensor:
+        self._counter.assign_add(1, read_value=False)
+        return self._counter.read_value()
+
+
+class ReplicatedExtended(CollectiveAllReduceExtended):
+    """What MultiWorkerMirroredStrategy does behind its public methods, with three changes.
+
+    Collectives count their keys (`CountingLauncher`); an optimizer may run inside `tf.cond`
+    (`_use_merge_call`); and gradients that were summed already are not summed twice (`summed_already`).
+    """
+
+    def __init__(self, container: tf.distribute.Strategy, cluster_resolver: Any, options: Any) -> None:
+        self._summed_already = False
+        super().__init__(container, cluster_resolver, options)
+        if len(self.worker_devices) != 1:
+            raise NotSupported(
+                f"A worker with {len(self.worker_devices)} devices",
+                reason="replicast runs one replica per worker",
+                remedy="Start one worker per device ('replicast run -n N' does it), or let each see one "
+                "with CUDA_VISIBLE_DEVICES",
+            )
+        with tf.init_scope(), tf.device("CPU:0"):
+            self.collectives_started = tf.Variable(FIRST_KEY, dtype=tf.int32, trainable=False)
+        for operations in (self._cross_device_ops, self._host_cross_device_ops):
+            operations._launchers = [
+                CountingLauncher(stock, self.collectives_started) for stock in operations._launchers
+            ]
+
+    def _use_merge_call(self) -> bool:
+        # With one replica per worker there is nothing to merge, and merging is what makes gradient
+        # accumulation and EMA fail: it cannot be done inside tf.cond. TensorFlow's own tests turn it off.
+        return False
+
+    @contextlib.contextmanager
+    def summed_already(self) -> Iterator[None]:
+        """Inside, a sum over replicas returns its argument: the optimizer's own sum would be the second."""
+        before, self._summed_already = self._summed_already, True
+        try:
+            yield
+        finally:
+            self._summed_already = before
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        if self._summed_already:
+            return value
+        return super()._replica_ctx_all_reduce(reduce_op, value, options)
