@@ -2,6 +2,7 @@
 
 ReplicastError
 ├── ClusterError        the job's description is wrong: TF_CONFIG, ports, number of workers
+├── LaunchRefused       `replicast run` starts nothing: no such script, the run directory is in use
 ├── NotSupported        what was asked for cannot work on several workers; the message says what can
 └── JobFailed           another worker failed, left early or did not arrive in time
 
@@ -31,6 +32,18 @@ class ClusterError(ReplicastError):
             parts.append(f"Received: {received}")
         super().__init__(" ".join(parts))
         self.received = received
+        self.remedy = remedy
+
+
+class LaunchRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise LaunchRefused
+    """The launcher starts nothing, because it could not go well.
+
+    Attributes:
+        remedy: What to do about it.
+    """
+
+    def __init__(self, problem: str, *, remedy: str) -> None:
+        super().__init__(f"{problem}. {remedy}.")
         self.remedy = remedy
 
 

@@ -1,0 +1,66 @@
+"""The command line. `main` is its entry point; a command is loaded when it is used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import click
+
+from replicast import __version__
+from replicast.errors import ReplicastError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "run": ("replicast.cli.run:run", "Start the workers of a job on this machine and watch over them."),
+    "demo": ("replicast.cli.demo:demo", "See it work, in under a minute."),
+    "doctor": ("replicast.cli.doctor:doctor", "Check this machine, and say how to fix what is wrong."),
+}
+"""Each command's place and its line in `replicast --help`."""
+
+
+class Refusal(click.ClickException):
+    """An error that people can do something about: one line, no traceback."""
+
+    exit_code = 2
+
+
+class LazyGroup(click.Group):
+    """Loads a command's module only when that command is used, so that help is quick."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The commands in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Loads one command."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name][0].partition(":")
+        command = getattr(import_module(module), name)
+        if not isinstance(command, click.Command):
+            raise TypeError(f"{COMMANDS[cmd_name][0]} is no command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the list of commands without loading any."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command; an error of ours becomes one line and exit code 2."""
+        try:
+            return super().invoke(ctx)
+        except ReplicastError as error:
+            raise Refusal(str(error)) from error
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="replicast")
+def main() -> None:
+    r"""One worker writes, every replica follows: Keras 3 on several workers.
+
+    \b
+    Examples:
+      replicast run -n 2 train.py --epochs 3
+      replicast doctor
+    """

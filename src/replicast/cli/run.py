@@ -1,0 +1,136 @@
+"""`replicast run`: reads the options, refuses what cannot work, and hands the job to the supervisor."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import click
+
+from replicast.cli.program import module_argv, program_name, script_argv
+from replicast.config import read_cluster
+from replicast.supervisor import (
+    Job,
+    Patience,
+    Settings,
+    check_job,
+    hold_ports,
+    make_run_dir,
+    parse_tee,
+    supervise,
+)
+from replicast.supervisor.plan import DEFAULT_PORT
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option(
+    "-n",
+    "--workers",
+    "--nproc",
+    type=int,
+    default=1,
+    metavar="N",
+    show_default=True,
+    help="Workers on this machine.",
+)
+@click.option("-m", "--module", is_flag=True, help="PROGRAM is a module's name, as in python -m.")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="The run directory; made if it is not there. [default: runs/TIME-PROGRAM]",
+)
+@click.option(
+    "--log-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where attempt-K/worker-R.log go. [default: RUN_DIR/logs]",
+)
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="K",
+    show_default=True,
+    help="How often a failed group is started again.",
+)
+@click.option(
+    "--tee",
+    metavar="WHO",
+    help='Workers to show on screen: "all", "none" or 0,2. [default: the first one here]',
+)
+@click.option(
+    "--grace",
+    type=click.FloatRange(min=0),
+    default=Patience().stop_secs,
+    metavar="SECS",
+    show_default=True,
+    help="How long workers may take to end when told to, before they are killed.",
+)
+@click.option("--hosts", metavar="H1,H2", help="All machines of the job, in the same order on each.")
+@click.option(
+    "--node-rank", type=int, default=0, metavar="I", help="The position of this machine in --hosts, from 0."
+)
+@click.option(
+    "--port",
+    type=int,
+    default=DEFAULT_PORT,
+    metavar="P",
+    show_default=True,
+    help="With --hosts: the port of each machine's first worker.",
+)
+@click.argument("program")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(
+    workers: int,
+    module: bool,
+    run_dir: Path | None,
+    log_dir: Path | None,
+    max_restarts: int,
+    tee: str | None,
+    grace: float,
+    hosts: str | None,
+    node_rank: int,
+    port: int,
+    program: str,
+    arguments: tuple[str, ...],
+) -> None:
+    r"""Start the workers of a job on this machine and watch over them.
+
+    Every worker runs PROGRAM with its ARGUMENTS and finds TF_CONFIG, RANK, WORLD_SIZE and LOCAL_RANK in its
+    environment. All output is kept in log files. When a worker fails, the others are stopped, and the first
+    to fail is named. Where TF_CONFIG is already set, this machine runs the one worker it describes.
+
+    \b
+    Examples:
+      replicast run -n 2 train.py --epochs 3
+      replicast run -n 4 --max-restarts 3 --run-dir runs/first train.py
+      replicast run -n 2 --tee all -m my_package.train
+      replicast run -n 2 --hosts gpu1,gpu2 --node-rank 0 train.py     (on gpu2: --node-rank 1)
+
+    Exit code: 0 when all workers ended well; else the first failing worker's, 128 and the signal's number
+    when a signal ended it; 130 after Ctrl-C; 2 when nothing was started.
+    """
+    job = Job(
+        argv=module_argv(program, arguments) if module else script_argv(program, arguments),
+        workers=workers,
+        hosts=tuple(hosts.split(",")) if hosts is not None else (),
+        node_rank=node_rank,
+        port=port,
+        given=read_cluster(os.environ),
+    )
+    check_job(job)
+    shown = parse_tee(tee, job)
+    if job.fixed_ports is not None:
+        hold_ports(job.fixed_ports).release()  # Refused here, before a run directory is made.
+    directory = make_run_dir(run_dir, program=program_name(program, is_module=module), now=datetime.now())
+    settings = Settings(
+        run_dir=directory,
+        log_dir=log_dir.absolute() if log_dir is not None else directory / "logs",
+        tee=shown,
+        max_restarts=max_restarts,
+        patience=Patience(stop_secs=grace),
+    )
+    sys.exit(supervise(job, settings, os.environ))

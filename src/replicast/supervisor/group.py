@@ -1,0 +1,204 @@
+"""All local workers of one attempt: started together, watched together, ended together.
+
+    RUNNING ── a worker fails ──→ SETTLING ── settle_secs ──→ STOPPING ── stop_secs ──→ KILLING
+       └────────── Ctrl-C, SIGTERM ──────────────────────────────↑    second Ctrl-C ───────↑
+
+From every stage the way out is the same: the last worker has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import selectors
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from replicast.supervisor.interruptions import STOP_SIGNALS, Interruptions
+from replicast.supervisor.output import Output
+from replicast.supervisor.plan import WorkerPlan
+from replicast.supervisor.screen import Screen
+from replicast.supervisor.worker import Worker, WorkerExit
+
+
+class Stage(enum.IntEnum):
+    """How far the end of a group has come."""
+
+    RUNNING = 0  # All is well; a worker that ends with exit code 0 changes nothing.
+    SETTLING = 1  # One failed. The others learn of it and may end with their own message.
+    STOPPING = 2  # Those still there were asked to end.
+    KILLING = 3  # Those still there were killed.
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long each stage of the end may last.
+
+    Attributes:
+        settle_secs: How long workers may go on after another one failed.
+        stop_secs: How long they may take to end when asked to.
+        kill_secs: How long the kernel may take to end a killed process, before it is left behind.
+    """
+
+    settle_secs: float = 5.0
+    stop_secs: float = 10.0
+    kill_secs: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEnd:
+    """How a group ended.
+
+    Attributes:
+        exits: How each worker ended, in the order in which they did.
+        first_failure: The worker that failed first, unasked; None when none did.
+        interrupted_by: The signal that ended the group; None when none did.
+        left_behind: Workers that could not even be killed.
+    """
+
+    exits: tuple[WorkerExit, ...]
+    first_failure: WorkerExit | None
+    interrupted_by: signal.Signals | None
+    left_behind: tuple[int, ...] = ()
+
+
+class Group:
+    """The workers of one attempt. Use once; call `run` in the main thread.
+
+    Args:
+        plans: The workers to start.
+        screen: Where people look.
+        tee: The workers whose output goes to the screen.
+        patience: How long the stages of the end may last.
+        interruptions: The signals that end the group.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[WorkerPlan],
+        *,
+        screen: Screen,
+        tee: frozenset[int],
+        patience: Patience,
+        interruptions: Interruptions,
+    ) -> None:
+        self._plans = plans
+        self._screen = screen
+        self._tee = tee
+        self._patience = patience
+        self._interruptions = interruptions
+        self._workers: list[Worker] = []
+        self._exits: dict[int, WorkerExit] = {}
+        self._stage = Stage.RUNNING
+        self._deadline: float | None = None
+        self._first_failure: int | None = None
+        self._interrupted_by: signal.Signals | None = None
+
+    def run(self, environ: Mapping[str, str]) -> GroupEnd:
+        """Starts the workers and returns when none is left; bounded only once one fails or a signal comes."""
+        with contextlib.closing(selectors.DefaultSelector()) as selector:
+            try:
+                self._start(selector, environ)
+                while len(self._exits) < len(self._plans) and not self._gave_up():
+                    self._wait_once(selector)
+            finally:
+                for worker in self._workers:
+                    worker.close(within_secs=self._patience.kill_secs)
+        return self._end()
+
+    def _start(self, selector: selectors.BaseSelector, environ: Mapping[str, str]) -> None:
+        selector.register(self._interruptions, selectors.EVENT_READ)
+        for plan in self._plans:
+            teed = self._screen if plan.rank in self._tee else None
+            live = teed is not None and plan.rank == self._screen.live_rank
+            columns = self._screen.columns_for_live_worker() if live else None
+            output = Output(plan.rank, plan.log, screen=teed, columns=columns)
+            try:
+                worker = Worker(plan, output, environ)
+            except BaseException:
+                output.close()
+                raise
+            self._workers.append(worker)
+            selector.register(worker.end_notice, selectors.EVENT_READ, worker)
+            selector.register(output.reading_end, selectors.EVENT_READ, output)
+
+    def _wait_once(self, selector: selectors.BaseSelector) -> None:
+        remaining = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        ready = [key for key, _ in selector.select(remaining)]
+        for key in ready:
+            source = key.data
+            if isinstance(source, Output):
+                source.pump()
+                if source.at_end:
+                    selector.unregister(key.fileobj)
+            elif isinstance(source, Worker):
+                selector.unregister(key.fileobj)
+                self._take_exit(source)
+            else:
+                self._take_signals()
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self._go_on()
+
+    def _take_exit(self, worker: Worker) -> None:
+        ended = worker.look()
+        if ended is None:
+            return
+        self._exits[ended.rank] = ended
+        if ended.code != 0 and self._stage is Stage.RUNNING:
+            self._first_failure = ended.rank
+            self._enter(Stage.SETTLING, self._patience.settle_secs)
+
+    def _take_signals(self) -> None:
+        for signum in self._interruptions.take():
+            if signum not in STOP_SIGNALS:
+                self._resize()
+            elif self._interrupted_by is None:
+                self._interrupted_by = signum
+                if self._stage < Stage.STOPPING:
+                    self._stop(signum)
+            elif signum is signal.SIGINT:
+                self._kill()
+
+    def _go_on(self) -> None:
+        if self._stage is Stage.SETTLING:
+            self._stop(signal.SIGTERM)
+        elif self._stage is Stage.STOPPING:
+            self._kill()
+
+    def _stop(self, signum: signal.Signals) -> None:
+        self._enter(Stage.STOPPING, self._patience.stop_secs)
+        self._signal_the_rest(signum)
+
+    def _kill(self) -> None:
+        self._enter(Stage.KILLING, self._patience.kill_secs)
+        self._signal_the_rest(signal.SIGKILL)
+
+    def _enter(self, stage: Stage, at_most_secs: float) -> None:
+        self._stage = stage
+        self._deadline = time.monotonic() + at_most_secs
+
+    def _gave_up(self) -> bool:
+        return (
+            self._stage is Stage.KILLING and self._deadline is not None and time.monotonic() >= self._deadline
+        )
+
+    def _signal_the_rest(self, signum: signal.Signals) -> None:
+        for worker in self._workers:
+            if worker.plan.rank not in self._exits:
+                worker.signal_tree(signum)
+
+    def _resize(self) -> None:
+        for worker in self._workers:
+            worker.output.resize(self._screen.columns_for_live_worker())
+
+    def _end(self) -> GroupEnd:
+        tails = {worker.plan.rank: tuple(worker.output.tail) for worker in self._workers}
+        exits = {rank: replace(ended, tail=tails[rank]) for rank, ended in self._exits.items()}
+        return GroupEnd(
+            exits=tuple(exits.values()),
+            first_failure=None if self._first_failure is None else exits[self._first_failure],
+            interrupted_by=self._interrupted_by,
+            left_behind=tuple(rank for rank in tails if rank not in exits),
+        )

@@ -1,0 +1,110 @@
+"""One worker's output on its way: from a pipe or pseudo-terminal into its log and onto the screen."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+import termios
+from collections import deque
+from pathlib import Path
+
+from replicast.supervisor.lines import LineAssembler
+from replicast.supervisor.screen import Screen
+
+TAIL_LINES = 20
+_CHUNK = 65536
+_ROWS = 24
+
+
+class Output:
+    """Receives all that one worker writes, and never stops reading: a full disk must not stop a worker.
+
+    Args:
+        rank: The worker.
+        log: The file that gets every byte.
+        screen: Where its lines are shown; None when only the log gets them.
+        columns: The width of the pseudo-terminal to give the worker; None gives it a pipe.
+
+    Attributes:
+        writing_end: What the worker gets as standard output and error; closed by `hand_over`.
+        reading_end: What to watch and read.
+        tail: The last lines.
+        at_end: Whether the last writer has left.
+        is_terminal: Whether the worker writes to a pseudo-terminal.
+    """
+
+    def __init__(self, rank: int, log: Path, *, screen: Screen | None, columns: int | None) -> None:
+        self._rank = rank
+        self._screen = screen
+        self._assembler = LineAssembler()
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.at_end = False
+        self.is_terminal = columns is not None
+        self._log = log.open("ab", buffering=0)
+        if columns is None:
+            self.reading_end, self.writing_end = os.pipe()
+        else:
+            self.reading_end, self.writing_end = os.openpty()
+            _leave_newlines_alone(self.writing_end)
+            self.resize(columns)
+        os.set_blocking(self.reading_end, False)
+
+    def hand_over(self) -> None:
+        """Closes our copy of the worker's end, once the worker has its own."""
+        os.close(self.writing_end)
+        self.writing_end = -1
+
+    def resize(self, columns: int) -> None:
+        """Tells a worker on a pseudo-terminal how wide it is."""
+        if self.is_terminal:
+            size = struct.pack("HHHH", _ROWS, columns, 0, 0)
+            fcntl.ioctl(self.reading_end, termios.TIOCSWINSZ, size)
+
+    def pump(self) -> bool:
+        """Passes on what there is to read now.
+
+        Returns:
+            False when there is nothing now; `at_end` tells whether more may come.
+        """
+        try:
+            data = os.read(self.reading_end, _CHUNK)
+        except BlockingIOError:
+            return False
+        except OSError:  # A pseudo-terminal whose last writer left.
+            data = b""
+        if not data:
+            self.at_end = True
+            return False
+        self._keep(data)
+        lines = self._assembler.feed(data)
+        self.tail.extend(lines)
+        if self._screen is not None:
+            self._screen.show(self._rank, lines, self._assembler.partial)
+        return True
+
+    def close(self) -> None:
+        """Takes in what the worker still wrote, and closes the files."""
+        while self.pump():
+            pass
+        rest = self._assembler.finish()
+        self.tail.extend(rest)
+        if self._screen is not None:
+            self._screen.show(self._rank, rest)
+        os.close(self.reading_end)
+        if self.writing_end >= 0:
+            self.hand_over()
+        self._log.close()
+
+    def _keep(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):
+            while data:
+                data = data[self._log.write(data) :]
+
+
+def _leave_newlines_alone(terminal: int) -> None:
+    """Switches off the terminal's own rewriting, so that the log holds what the worker wrote."""
+    settings = termios.tcgetattr(terminal)
+    settings[1] &= ~termios.OPOST
+    termios.tcsetattr(terminal, termios.TCSANOW, settings)

@@ -1,0 +1,206 @@
+"""From what the user asked for to one record per local worker. Nothing here starts or touches anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from replicast.config import ATTEMPT, LAUNCHED, RUN_DIR, Cluster
+from replicast.errors import ClusterError
+from replicast.supervisor.machine import CUDA_VISIBLE_DEVICES, Machine, assign_gpus, thread_settings
+
+DEFAULT_PORT = 29500
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is to run, and where.
+
+    Attributes:
+        argv: The program of every worker with its arguments.
+        workers: How many workers run on each host.
+        hosts: All hosts in the order of their ranks; empty when this machine alone takes part.
+        node_rank: Which of the hosts this is.
+        port: On several hosts, the port of each host's first worker; the next ones count up.
+        given: The cluster that an existing `TF_CONFIG` describes. This process is then one worker of it.
+    """
+
+    argv: tuple[str, ...]
+    workers: int = 1
+    hosts: tuple[str, ...] = ()
+    node_rank: int = 0
+    port: int = DEFAULT_PORT
+    given: Cluster | None = None
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of the workers on this machine."""
+        first = self.node_rank * self.workers if self.given is None else self.given.rank
+        return range(first, first + self.workers)
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers on all machines."""
+        return self.workers * max(1, len(self.hosts)) if self.given is None else self.given.size
+
+    @property
+    def fixed_ports(self) -> tuple[int, ...] | None:
+        """The ports that workers on this machine must have; None when any free ones will do."""
+        if self.given is not None:
+            return (int(self.given.addresses[self.given.rank].rpartition(":")[2]),)
+        if self.hosts:
+            return tuple(range(self.port, self.port + self.workers))
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """All that is needed to start one worker.
+
+    Attributes:
+        rank: The worker's number in the job.
+        argv: The program and its arguments.
+        env: What is added to the launcher's own environment.
+        log: The file that gets all of its output.
+    """
+
+    rank: int
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    log: Path
+
+
+def check_job(job: Job) -> None:
+    """Refuses a job that cannot be started.
+
+    Raises:
+        ClusterError: Says which option is wrong and what to do.
+    """
+    if job.workers < 1:
+        raise ClusterError("-n must be at least 1", remedy="Try -n 2", received=job.workers)
+    if job.given is not None and (job.workers > 1 or job.hosts):
+        raise ClusterError(
+            f"TF_CONFIG already describes a cluster of {job.given.size} in which this process is worker "
+            f"{job.given.rank}, so exactly one worker is started here",
+            remedy="Leave out -n and --hosts, or unset TF_CONFIG to start a group of its own",
+            received=f"--hosts {','.join(job.hosts)}" if job.hosts else f"-n {job.workers}",
+        )
+    if job.hosts:
+        _check_hosts(job)
+    elif job.node_rank != 0:
+        raise ClusterError("--node-rank needs --hosts", remedy="For example: --hosts h1,h2 --node-rank 1")
+
+
+def _check_hosts(job: Job) -> None:
+    listed = ",".join(job.hosts)
+    if any(not host or ":" in host or host != host.strip() for host in job.hosts):
+        raise ClusterError(
+            "--hosts must be names or IPv4 addresses separated by commas, without ports",
+            remedy="Give the port of each host's first worker with --port",
+            received=listed,
+        )
+    if len(set(job.hosts)) != len(job.hosts):
+        raise ClusterError(
+            "--hosts names a host twice",
+            remedy="List every host once and use -n for the number of workers on each",
+            received=listed,
+        )
+    if not 0 <= job.node_rank < len(job.hosts):
+        raise ClusterError(
+            f"--node-rank must be from 0 to {len(job.hosts) - 1}: --hosts lists {len(job.hosts)}",
+            remedy="It is the position of this machine in --hosts, counted from 0",
+            received=job.node_rank,
+        )
+    if not 0 < job.port <= 65536 - job.workers:
+        raise ClusterError(
+            f"--port must leave room for {job.workers} ports from 1 to 65535", received=job.port
+        )
+
+
+def parse_tee(text: str | None, job: Job) -> frozenset[int]:
+    """Reads which workers' output goes to the screen: `all`, `none` or ranks such as `0,2`.
+
+    Args:
+        text: The option; None means the first worker of this machine.
+        job: The job whose workers are meant.
+    """
+    if text is None:
+        return frozenset(job.ranks[:1])
+    if text == "all":
+        return frozenset(job.ranks)
+    if text == "none":
+        return frozenset()
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) < job.world_size for part in parts):
+        raise ClusterError(
+            f'--tee must be "all", "none" or workers from 0 to {job.world_size - 1} separated by commas',
+            received=text,
+        )
+    return frozenset(int(part) for part in parts) & frozenset(job.ranks)
+
+
+def plan_addresses(job: Job, ports: Sequence[int]) -> tuple[str, ...]:
+    """The address of every worker in the job.
+
+    Args:
+        job: What is to run.
+        ports: The ports of the workers on this machine.
+    """
+    if job.given is not None:
+        return job.given.addresses
+    if not job.hosts:
+        return tuple(f"{LOOPBACK}:{port}" for port in ports)
+    return tuple(f"{host}:{job.port + local}" for host in job.hosts for local in range(job.workers))
+
+
+def plan_workers(
+    job: Job,
+    *,
+    ports: Sequence[int],
+    attempt: int,
+    run_dir: Path,
+    log_dir: Path,
+    machine: Machine,
+    environ: Mapping[str, str],
+) -> tuple[WorkerPlan, ...]:
+    """Plans every worker on this machine.
+
+    Args:
+        job: What is to run.
+        ports: The ports of the workers on this machine.
+        attempt: How often the group was started before.
+        run_dir: The run directory, absolute.
+        log_dir: Where the attempts' logs go.
+        machine: What the workers share.
+        environ: The launcher's environment; what the user set there is left alone.
+    """
+    addresses = plan_addresses(job, ports)
+    gpus = assign_gpus(machine.gpus, job.workers) if job.given is None else (None,)
+    shared = {
+        "WORLD_SIZE": str(job.world_size),
+        "PYTHONUNBUFFERED": "1",
+        RUN_DIR: str(run_dir),
+        ATTEMPT: str(attempt),
+        LAUNCHED: "1",
+        **thread_settings(machine.cores, job.workers, environ),
+    }
+    plans = []
+    for local_rank, rank in enumerate(job.ranks):
+        env = {**shared, "RANK": str(rank)}
+        if job.given is None:
+            env["TF_CONFIG"] = Cluster(addresses, rank).tf_config()
+        if job.given is None or "LOCAL_RANK" not in environ:
+            env["LOCAL_RANK"] = str(local_rank)
+            env["LOCAL_WORLD_SIZE"] = str(job.workers)
+        gpu = gpus[local_rank]
+        if gpu is not None:
+            env[CUDA_VISIBLE_DEVICES] = gpu
+        plans.append(WorkerPlan(rank=rank, argv=job.argv, env=env, log=log_path(log_dir, attempt, rank)))
+    return tuple(plans)
+
+
+def log_path(log_dir: Path, attempt: int, rank: int) -> Path:
+    """Where the output of one worker in one attempt is kept."""
+    return log_dir / f"attempt-{attempt}" / f"worker-{rank}.log"

@@ -1,0 +1,107 @@
+"""Ports that stay ours from the moment they are chosen until the group has ended.
+
+Choosing a free port, closing it and hoping is a race. We keep each port bound instead, without listening.
+TensorFlow's gRPC server binds with SO_REUSEADDR (and switches SO_REUSEPORT off), and Linux lets a second
+SO_REUSEADDR socket bind and listen as long as the first one does not listen. Nobody who asks the kernel for
+any free port is given one that is held.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from replicast.errors import ClusterError
+
+
+class HeldPorts:
+    """Bound sockets that keep their ports from everybody but our workers. A context manager.
+
+    Attributes:
+        numbers: The ports, in the order in which they were asked for.
+    """
+
+    def __init__(self, sockets: Sequence[socket.socket]) -> None:
+        self._sockets = tuple(sockets)
+        self.numbers = tuple(int(held.getsockname()[1]) for held in sockets)
+
+    def release(self) -> None:
+        """Gives the ports back."""
+        for held in self._sockets:
+            held.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def hold_free_ports(count: int) -> HeldPorts:
+    """Lets the kernel choose free ports and holds them."""
+    return _hold([0] * count)
+
+
+def hold_ports(numbers: Sequence[int]) -> HeldPorts:
+    """Holds the given ports.
+
+    Raises:
+        ClusterError: One of them is in use on this machine.
+    """
+    return _hold(numbers)
+
+
+def _hold(numbers: Sequence[int]) -> HeldPorts:
+    sockets: list[socket.socket] = []
+    try:
+        for number in numbers:
+            sockets.append(_bind(number))
+    except BaseException:
+        for held in sockets:
+            held.close()
+        raise
+    return HeldPorts(sockets)
+
+
+def _bind(number: int) -> socket.socket:
+    try:
+        return _bind_all_interfaces(socket.AF_INET6, number)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise _taken(number) from None
+    try:  # No IPv6 here, or switched off.
+        return _bind_all_interfaces(socket.AF_INET, number)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise _taken(number) from None
+        if error.errno == errno.EACCES:
+            raise ClusterError(
+                f"Port {number} may not be used by this user", remedy="Choose a port above 1023"
+            ) from None
+        raise
+
+
+def _bind_all_interfaces(family: socket.AddressFamily, number: int) -> socket.socket:
+    held = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        held.bind(("", number))
+    except BaseException:
+        held.close()
+        raise
+    return held
+
+
+def _taken(number: int) -> ClusterError:
+    return ClusterError(
+        f"Port {number} is in use on this machine",
+        remedy=f"End the process that listens there (ss -ltnp 'sport = :{number}' shows it), "
+        "or choose another port",
+    )

@@ -1,0 +1,77 @@
+"""What the launcher says about a group that failed: who was first, how, and the end of that worker's log."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import TextIO
+
+from replicast.supervisor.group import GroupEnd
+from replicast.supervisor.worker import WorkerExit
+
+
+def failure_line(failure: WorkerExit) -> str:
+    """One line: which worker, how, after how long, where its log is."""
+    return (
+        f"replicast: worker {failure.rank} failed first: {failure.how} after {duration(failure.ran_secs)}. "
+        f"Log: {short_path(failure.log)}"
+    )
+
+
+def others_line(end: GroupEnd) -> str:
+    """One line on what became of the other workers, or nothing when there are none."""
+    others = sorted(
+        (ended for ended in end.exits if ended != end.first_failure), key=lambda ended: ended.rank
+    )
+    words = [f"worker {ended.rank} {_became(ended)}" for ended in others]
+    words += [f"worker {rank} could not be killed" for rank in end.left_behind]
+    return f"replicast: {', '.join(words)}." if words else ""
+
+
+def restart_line(end: GroupEnd, restart: int, max_restarts: int) -> str:
+    """One line: which restart this is, why, how many are left."""
+    failure = end.first_failure
+    why = f" because worker {failure.rank} failed ({failure.how})" if failure is not None else ""
+    return f"replicast: restart {restart} of {max_restarts}{why}; {max_restarts - restart} left after it"
+
+
+def interruption_line(signum: signal.Signals, end: GroupEnd) -> str:
+    """One line: what stopped the group, and whether all of it is gone."""
+    name = "Ctrl-C" if signum is signal.SIGINT else signum.name
+    left = ", ".join(str(rank) for rank in end.left_behind)
+    rest = f"could not be killed: worker {left}" if left else "no worker is left"
+    return f"replicast: stopped by {name}; {rest}"
+
+
+def print_tail(failure: WorkerExit, stream: TextIO) -> None:
+    """Draws the last lines of the failed worker in a box."""
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
+    console = Console(file=stream)
+    text = Text.from_ansi("\n".join(failure.tail)) if failure.tail else Text("(no output)", style="dim")
+    title = f"worker {failure.rank}: the last {len(failure.tail)} lines" if failure.tail else None
+    console.print(Panel(text, title=title, title_align="left", border_style="red"))
+
+
+def duration(secs: float) -> str:
+    """A duration as people say it."""
+    if secs < 60:
+        return f"{secs:.1f} s"
+    minutes, seconds = divmod(round(secs), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+
+
+def short_path(path: Path) -> str:
+    """The path as seen from here, when it lies below."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def _became(ended: WorkerExit) -> str:
+    if ended.stopped:
+        return "was stopped"
+    return "had ended well" if ended.code == 0 else f"failed after it ({ended.how})"

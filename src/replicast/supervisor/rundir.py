@@ -1,0 +1,90 @@
+"""The run directory from the launcher's side: its default name, its lock, the next attempt's logs."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from replicast.errors import LaunchRefused
+from replicast.supervisor.plan import log_path
+
+RUNS = Path("runs")
+
+
+def make_run_dir(chosen: Path | None, *, program: str, now: datetime) -> Path:
+    """Creates the run directory, the chosen one or a new one under `runs/`.
+
+    Args:
+        chosen: What the user asked for; may exist, a run is continued then.
+        program: The name of the script or module, for the default name.
+        now: When the run starts, for the default name.
+
+    Returns:
+        Its absolute path.
+    """
+    path = chosen if chosen is not None else RUNS / f"{now:%Y%m%d-%H%M%S}-{program}"
+    return _made(path, "--run-dir")
+
+
+def make_attempt_dir(log_dir: Path, attempt: int) -> Path:
+    """Creates the directory of one attempt's logs, and makes sure that files can be written there."""
+    path = _made(log_dir / f"attempt-{attempt}", "--log-dir")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise LaunchRefused(f"{path} is not writable", remedy="Choose another directory with --log-dir")
+    return path
+
+
+def next_attempt(log_dir: Path, ranks: Sequence[int]) -> int:
+    """The first attempt for which none of these workers has a log yet.
+
+    On a file system shared by several hosts, each host's launcher counts its own workers only.
+    """
+    attempt = 0
+    while any(log_path(log_dir, attempt, rank).exists() for rank in ranks):
+        attempt += 1
+    return attempt
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path, first_rank: int) -> Iterator[None]:
+    """Keeps a second launcher off this run directory while entered.
+
+    Args:
+        run_dir: The run directory.
+        first_rank: The first worker of this machine: launchers of one job on several hosts may share a
+            directory, and hold one lock each.
+
+    Raises:
+        LaunchRefused: Another launcher is at work there.
+    """
+    path = run_dir / f"launcher-{first_rank}.lock"
+    with path.open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip()
+            raise LaunchRefused(
+                f"Another `replicast run` (process {holder}) is using {run_dir}"
+                if holder
+                else f"Another `replicast run` is using {run_dir}",
+                remedy="Wait for it to end, stop it, or choose another --run-dir",
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+def _made(path: Path, option: str) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchRefused(
+            f"{path} cannot be created ({error.strerror})", remedy=f"Choose another directory with {option}"
+        ) from None
+    return path.resolve()

@@ -1,0 +1,137 @@
+"""Runs a job: groups of workers, one attempt after the other, until one ends well or no attempt is left."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from replicast.supervisor.group import Group, GroupEnd, Patience
+from replicast.supervisor.interruptions import Interruptions
+from replicast.supervisor.machine import this_machine
+from replicast.supervisor.plan import Job, check_job, plan_workers
+from replicast.supervisor.ports import HeldPorts, hold_free_ports, hold_ports
+from replicast.supervisor.report import (
+    failure_line,
+    interruption_line,
+    others_line,
+    print_tail,
+    restart_line,
+    short_path,
+)
+from replicast.supervisor.rundir import locked, make_attempt_dir, next_attempt
+from replicast.supervisor.screen import Screen, make_screen
+
+_UNKILLABLE = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a job is supervised.
+
+    Attributes:
+        run_dir: The run directory; exists, absolute.
+        log_dir: Where the attempts' logs go.
+        tee: The workers whose output goes to the screen.
+        max_restarts: How often a failed group is started again.
+        patience: How long the stages of a group's end may last.
+    """
+
+    run_dir: Path
+    log_dir: Path
+    tee: frozenset[int]
+    max_restarts: int = 0
+    patience: Patience = field(default_factory=Patience)
+
+
+def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
+    """Runs a job to its end and reports on standard error. Only in the main thread.
+
+    Returns:
+        0 when every worker ended with exit code 0; else the first failing worker's exit code, 128 and the
+        number of the signal when it was killed by one; 130 after Ctrl-C, 143 after SIGTERM.
+
+    Raises:
+        ReplicastError: The job was refused before anything was started.
+    """
+    check_job(job)
+    screen = make_screen(sys.stdout, sys.stderr, tee=settings.tee, environ=environ)
+    with locked(settings.run_dir, job.ranks[0]), Interruptions() as interruptions:
+        first_attempt = next_attempt(settings.log_dir, job.ranks)
+        restarts = 0
+        while True:
+            end = _run_attempt(job, settings, first_attempt + restarts, screen, interruptions, environ)
+            _report(end, screen)
+            if not _may_restart(end) or restarts == settings.max_restarts:
+                return exit_code(end)
+            restarts += 1
+            screen.tell(restart_line(end, restarts, settings.max_restarts))
+
+
+def exit_code(end: GroupEnd) -> int:
+    """The launcher's own exit code."""
+    if end.interrupted_by is not None:
+        return 128 + end.interrupted_by
+    if end.first_failure is not None:
+        return end.first_failure.shell_code
+    return _UNKILLABLE if end.left_behind else 0
+
+
+def _may_restart(end: GroupEnd) -> bool:
+    return end.first_failure is not None and end.interrupted_by is None and not end.left_behind
+
+
+def _run_attempt(
+    job: Job,
+    settings: Settings,
+    attempt: int,
+    screen: Screen,
+    interruptions: Interruptions,
+    environ: Mapping[str, str],
+) -> GroupEnd:
+    attempt_dir = make_attempt_dir(settings.log_dir, attempt)
+    with _hold_ports(job) as ports:
+        plans = plan_workers(
+            job,
+            ports=ports.numbers,
+            attempt=attempt,
+            run_dir=settings.run_dir,
+            log_dir=settings.log_dir,
+            machine=this_machine(environ),
+            environ=environ,
+        )
+        screen.tell(f"replicast: {_who(job)}, attempt {attempt}, logs in {short_path(attempt_dir)}")
+        group = Group(
+            plans,
+            screen=screen,
+            tee=settings.tee,
+            patience=settings.patience,
+            interruptions=interruptions,
+        )
+        return group.run(environ)
+
+
+def _hold_ports(job: Job) -> HeldPorts:
+    fixed = job.fixed_ports
+    return hold_free_ports(job.workers) if fixed is None else hold_ports(fixed)
+
+
+def _who(job: Job) -> str:
+    if job.world_size == 1:
+        return "1 worker"
+    if job.workers == job.world_size:
+        return f"{job.workers} workers"
+    ranks = ", ".join(str(rank) for rank in job.ranks)
+    return f"{'workers' if job.workers > 1 else 'worker'} {ranks} of {job.world_size}"
+
+
+def _report(end: GroupEnd, screen: Screen) -> None:
+    if end.first_failure is not None:
+        print_tail(end.first_failure, sys.stderr)
+        screen.tell(failure_line(end.first_failure))
+        others = others_line(end)
+        if others:
+            screen.tell(others)
+    if end.interrupted_by is not None:
+        screen.tell(interruption_line(end.interrupted_by, end))

@@ -1,0 +1,112 @@
+"""One worker process: how it starts, how it is told to stop with all its children, how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from replicast.supervisor.output import Output
+from replicast.supervisor.plan import WorkerPlan
+
+_BIRTH = Path(__file__).with_name("birth.py")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """How one worker ended.
+
+    Attributes:
+        rank: The worker.
+        code: Its exit code, or minus the number of the signal that ended it.
+        ran_secs: How long it ran.
+        log: The file with all of its output.
+        tail: Its last lines.
+        stopped: Whether the launcher had told it to stop before.
+    """
+
+    rank: int
+    code: int
+    ran_secs: float
+    log: Path
+    tail: tuple[str, ...] = ()
+    stopped: bool = False
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code as shells count: 128 and the number of the signal."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+    @property
+    def how(self) -> str:
+        """How it ended, in words."""
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-self.code).name}"
+        return f"killed by signal {-self.code}"
+
+
+class Worker:
+    """A started worker. It leads a session of its own, so that its whole tree can be signalled.
+
+    The process is reaped only by `close`, at the end of the group: until then its number stays taken, and a
+    signal to its tree cannot reach a stranger.
+
+    Args:
+        plan: What to start.
+        output: Where its output goes.
+        environ: The environment that the plan adds to.
+    """
+
+    def __init__(self, plan: WorkerPlan, output: Output, environ: Mapping[str, str]) -> None:
+        self.plan = plan
+        self.output = output
+        self.stopped = False
+        self._started = time.monotonic()
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_BIRTH), str(os.getpid()), *plan.argv],
+            env={**environ, **plan.env},
+            stdin=subprocess.DEVNULL,
+            stdout=output.writing_end,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        output.hand_over()
+        self.end_notice = os.pidfd_open(self._process.pid)
+        """Becomes readable when the process has ended."""
+
+    def signal_tree(self, signum: signal.Signals) -> None:
+        """Sends a signal to the worker and all its children."""
+        self.stopped = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signum)
+
+    def look(self) -> WorkerExit | None:
+        """How the worker ended, or None while it runs."""
+        status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if status is None:
+            return None
+        code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+        return WorkerExit(
+            rank=self.plan.rank,
+            code=code,
+            ran_secs=time.monotonic() - self._started,
+            log=self.plan.log,
+            stopped=self.stopped,
+        )
+
+    def close(self, *, within_secs: float) -> None:
+        """Kills whatever is left of the tree, reaps the worker and takes in the rest of its output."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=within_secs)
+        os.close(self.end_notice)
+        self.output.close()
