@@ -57,9 +57,9 @@ def assert_equal_on_all(results: Sequence[Any]) -> None:
         raise AssertionError("\n".join(["Worker 0 and others differ.", *sorted(differences)]))
 
 
-def _variables(model_or_variables: Any) -> Iterable[Any]:
+def _variables(model_or_variables: Any) -> list[Any]:
     if not hasattr(model_or_variables, "variables"):
-        return model_or_variables
+        return list(model_or_variables)
     optimizer = getattr(model_or_variables, "optimizer", None)
     of_optimizer = optimizer.variables if optimizer is not None else []
     return [*model_or_variables.variables, *of_optimizer]
@@ -112,7 +112,10 @@ def _difference(name: str, expected: dict[str, Any], found: dict[str, Any]) -> s
     if ours.ndim == 0:
         return f"has {theirs}, worker 0 {ours}"
     unequal = int(np.sum(ours != theirs))
+    if unequal == 0:
+        return "differs in its bytes only: the sign of a zero"
     if ours.dtype.kind not in "fiu":
         return f"differs in {unequal} of {ours.size} elements"
-    furthest = np.max(np.abs(ours.astype(np.float64) - theirs.astype(np.float64)))
+    with np.errstate(invalid="ignore"):  # infinity less infinity
+        furthest = np.max(np.abs(ours.astype(np.float64) - theirs.astype(np.float64)))
     return f"differs in {unequal} of {ours.size} elements, at most by {furthest:.3g}"

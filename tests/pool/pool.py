@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import time
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import wait
@@ -122,11 +123,13 @@ class Pool:
 
     def _run(self, calls: list[Call], deadline_secs: float) -> list[Any]:
         __tracebackhide__ = True
+        messages = [pickle.dumps(call) for call in calls]  # what cannot be sent to all is sent to none
         if not self._workers:
             self._start()
-        for worker, call in zip(self._workers, calls, strict=True):
-            worker.send(call)
-        return self._gather(calls[0].function.__qualname__, deadline_secs)
+        for worker, message in zip(self._workers, messages, strict=True):
+            worker.send(message)
+        function = calls[0].function
+        return self._gather(f"{function.__module__}.{function.__qualname__}", deadline_secs)
 
     def _start(self) -> None:
         __tracebackhide__ = True
@@ -136,21 +139,23 @@ class Pool:
         ports = self._ports.enter_context(held_ports(self.size))
         for rank in range(self.size):
             self._workers.append(WorkerProcess(rank, ports, directory, strategy=self._strategy))
-        self._gather("the start of the pool", START_SECS)
+        self._gather("The start of the pool", START_SECS)
 
     def _gather(self, what: str, deadline_secs: float) -> list[Any]:
         __tracebackhide__ = True
         started = time.monotonic()
         try:
             outcomes = _outcomes(self._workers, deadline_secs, self._grace_secs)
-            if all(isinstance(outcome, Returned) for outcome in outcomes.values()):
-                return [outcomes[rank].value for rank in range(self.size)]
-            message = _report(what, self._workers, outcomes, time.monotonic() - started)
+            values = [outcome.value for outcome in outcomes.values() if isinstance(outcome, Returned)]
+            if len(values) == self.size:
+                return values
+            report = _report(self._workers, outcomes)
         except BaseException:  # Ctrl-C: the workers are in the middle of something
             self.kill()
             raise
         self.kill()
-        raise WorkerFailed(message, outcomes)
+        summary = f"{what} failed on {self.size} workers after {time.monotonic() - started:.1f} s."
+        raise WorkerFailed(f"{summary}\n{report}", outcomes)
 
 
 def _outcomes(workers: list[WorkerProcess], deadline_secs: float, grace_secs: float) -> dict[int, Outcome]:
@@ -171,17 +176,21 @@ def _outcomes(workers: list[WorkerProcess], deadline_secs: float, grace_secs: fl
                 ends = min(ends, time.monotonic() + SETTLE_SECS)
     for worker in waiting:
         outcomes[worker.rank] = Stuck(worker.stacks())
-    return outcomes
+    return dict(sorted(outcomes.items()))
 
 
-def _report(what: str, workers: list[WorkerProcess], outcomes: dict[int, Outcome], secs: float) -> str:
-    sections = [f"{what} failed on {len(workers)} workers after {secs:.1f} s."]
+def _report(workers: list[WorkerProcess], outcomes: dict[int, Outcome]) -> str:
+    sections = []
+    first_to_raise: dict[str, int] = {}
     for worker in workers:
         name = f"--- worker {worker.rank}"
         match outcomes[worker.rank]:
             case Returned():
                 sections.append(f"{name} returned")
+            case Raised(traceback) if traceback in first_to_raise:
+                sections.append(f"{name} raised the same as worker {first_to_raise[traceback]}")
             case Raised(traceback):
+                first_to_raise[traceback] = worker.rank
                 sections.append(f"{name} raised\n{traceback}{_log(worker)}")
             case Died(how):
                 sections.append(f"{name} {how}\n{_log(worker)}")

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tests.pool.messages import PARENT, SOCKET, STACKS, WITH_STRATEGY, Call, Died, Outcome, Raised
+from tests.pool.messages import PARENT, SOCKET, STACKS, WITH_STRATEGY, Died, Outcome, Raised
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOG_LINES_SHOWN = 40
@@ -83,15 +83,15 @@ class WorkerProcess:
             "TF_GRPC_REUSE_PORT": "true",  # the pool holds the port so that nobody else takes it
             "TF_CPP_MIN_LOG_LEVEL": "2",
             "KERAS_BACKEND": "tensorflow",
+            "CUDA_VISIBLE_DEVICES": "-1",
             SOCKET: str(descriptor),
             STACKS: str(self._stacks),
             PARENT: str(os.getpid()),
             WITH_STRATEGY: str(int(strategy)),
         }
 
-    def send(self, call: Call) -> None:
-        """Hands over a call. If the process is gone, `receive` will tell."""
-        message = pickle.dumps(call)
+    def send(self, message: bytes) -> None:
+        """Hands over a pickled call. If the process is gone, `receive` will tell."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send_bytes(message)
 
@@ -105,9 +105,10 @@ class WorkerProcess:
         except (EOFError, ConnectionResetError):
             return Died(self._how_it_ended())
         try:
-            return pickle.loads(message)
+            outcome: Outcome = pickle.loads(message)
         except Exception as error:
-            return Raised(f"The result cannot be read by pytest: {error!r}")
+            return Raised(f"The result cannot be read by pytest: {error!r}\n")
+        return outcome
 
     def stacks(self) -> str:
         """Where each of its threads stands now."""

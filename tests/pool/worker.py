@@ -44,10 +44,6 @@ def build_strategy() -> Any:
     """The strategy that every function on this worker gets, or None for a pool without TensorFlow."""
     if os.environ[WITH_STRATEGY] != "1":
         return None
-    if os.environ.get("REPLICAST_TEST_STRATEGY") == "stock":
-        import tensorflow as tf
-
-        return tf.distribute.MultiWorkerMirroredStrategy()
     import replicast
 
     return replicast.Strategy()
@@ -81,7 +77,6 @@ def run(message: bytes, strategy: Any) -> Outcome:
         return Raised("".join(traceback.format_exception(error)))
     finally:
         sys.stdout.flush()
-        gc.collect()
 
 
 def start_afresh() -> None:
@@ -90,7 +85,7 @@ def start_afresh() -> None:
     import tensorflow as tf
     from tensorflow.python.framework.config import disable_op_determinism  # no public way back
 
-    keras.utils.clear_session()
+    keras.utils.clear_session()  # collects what the last test left
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("float32")
     keras.utils.set_random_seed(1234)
@@ -108,4 +103,6 @@ if __name__ == "__main__":
         channel.send_bytes(pickle.dumps(Raised(traceback.format_exc())))
         raise
     channel.send_bytes(pickle.dumps(Returned(None)))
+    gc.freeze()  # collecting before each call need not look through TensorFlow's own objects again
     serve(channel, kept_until_exit)
+    gc.unfreeze()  # and this process leaves as any script does

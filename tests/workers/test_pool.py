@@ -1,15 +1,24 @@
-"""The pool itself, on real processes: order, failures, hangs and deaths."""
+"""The pool itself, on real processes: order, failures, hangs, deaths, and a clean start for every call."""
 
 from __future__ import annotations
 
+import atexit
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from tests.pool import Pool, WorkerFailed
+from tests.pool.checks import assert_equal_on_all, digest, rank
+from tests.pool.messages import Died, Raised, Returned, Stuck
 
 
 @pytest.fixture(scope="module")
@@ -20,28 +29,40 @@ def bare_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 def own_rank(strategy: None, factor: int = 1) -> int:
-    time.sleep(0.1 * (1 - int(os.environ["RANK"])))  # worker 0 answers last
-    return int(os.environ["RANK"]) * factor
+    time.sleep(0.1 * (1 - rank()))  # worker 0 answers last
+    return rank() * factor
 
 
 def add(strategy: None, left: int, right: int) -> int:
     return left + right
 
 
+def process_id(strategy: None) -> int:
+    return os.getpid()
+
+
+def raise_everywhere(strategy: None) -> None:
+    raise RuntimeError("nobody can")
+
+
 def raise_on_the_last_worker(strategy: None) -> None:
     print("a line for the log")
-    if os.environ["RANK"] == "1":
+    if rank() == 1:
         raise RuntimeError("the last worker cannot")
 
 
-def wait_for_nothing(strategy: None, *, raising: str | None = None) -> None:
-    if os.environ["RANK"] == raising:
+def wait_for_nothing(strategy: None) -> None:
+    threading.Event().wait()
+
+
+def wait_for_a_worker_that_raised(strategy: None) -> None:
+    if rank() == 0:
         raise RuntimeError("one leaves, the other waits")
     threading.Event().wait()
 
 
-def die_on_the_last_worker(strategy: None) -> None:
-    if os.environ["RANK"] == "1":
+def wait_for_a_worker_that_died(strategy: None) -> None:
+    if rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     threading.Event().wait()
 
@@ -50,8 +71,20 @@ def return_what_cannot_travel(strategy: None) -> object:
     return threading.Lock()
 
 
-def process_id(strategy: None) -> int:
-    return os.getpid()
+def leave_badly(strategy: None) -> None:
+    if rank() == 1:
+        atexit.register(os._exit, 3)
+
+
+def refuse_to_leave(strategy: None) -> None:
+    if rank() == 1:
+        atexit.register(threading.Event().wait)
+
+
+def announce_and_wait(strategy: None, directory: Path) -> None:
+    (directory / f"{rank()}.part").write_text(str(os.getpid()))
+    (directory / f"{rank()}.part").rename(directory / f"{rank()}.pid")
+    threading.Event().wait()
 
 
 def test_results_come_back_in_the_order_of_the_ranks(bare_pool: Pool) -> None:
@@ -78,7 +111,15 @@ def test_a_failure_shows_the_traceback_and_the_log_of_the_worker_that_raised(bar
     assert "in raise_on_the_last_worker" in message
     assert "RuntimeError: the last worker cannot" in message
     assert "a line for the log" in message
+    assert failure.value.outcomes[0] == Returned(None)
+    assert isinstance(failure.value.outcomes[1], Raised)
     assert bare_pool.run(own_rank) == [0, 1]
+
+
+def test_a_failure_on_all_workers_is_told_once(bare_pool: Pool) -> None:
+    with pytest.raises(WorkerFailed, match="worker 1 raised the same as worker 0") as failure:
+        bare_pool.run(raise_everywhere)
+    assert str(failure.value).count("RuntimeError: nobody can") == 1
 
 
 def test_a_result_that_cannot_be_pickled_is_a_failure(bare_pool: Pool) -> None:
@@ -89,15 +130,16 @@ def test_a_result_that_cannot_be_pickled_is_a_failure(bare_pool: Pool) -> None:
 def test_a_hang_ends_at_the_deadline_and_says_where_each_worker_stood(bare_pool: Pool) -> None:
     with pytest.raises(WorkerFailed) as failure:
         bare_pool.run(wait_for_nothing, deadline_secs=1)
-    message = str(failure.value)
-    assert message.count("was still running") == 2
-    assert message.count("in wait_for_nothing") == 2
+    for outcome in failure.value.outcomes.values():
+        assert isinstance(outcome, Stuck)
+        assert "in wait_for_nothing" in outcome.stacks
+    assert str(failure.value).count("in wait_for_nothing") == 2
     assert bare_pool.run(own_rank) == [0, 1]
 
 
 def test_a_worker_left_waiting_by_one_that_raised_is_ended_after_the_grace(bare_pool: Pool) -> None:
     with pytest.raises(WorkerFailed) as failure:
-        bare_pool.run(wait_for_nothing, raising="0")
+        bare_pool.run(wait_for_a_worker_that_raised)
     message = str(failure.value)
     assert "RuntimeError: one leaves, the other waits" in message
     assert "worker 1 was still running" in message
@@ -105,6 +147,143 @@ def test_a_worker_left_waiting_by_one_that_raised_is_ended_after_the_grace(bare_
 
 
 def test_a_death_is_reported_with_its_signal(bare_pool: Pool) -> None:
-    with pytest.raises(WorkerFailed, match="worker 1 died of SIGKILL"):
-        bare_pool.run(die_on_the_last_worker)
+    with pytest.raises(WorkerFailed, match="worker 1 died of SIGKILL") as failure:
+        bare_pool.run(wait_for_a_worker_that_died)
+    assert isinstance(failure.value.outcomes[1], Died)
     assert bare_pool.run(own_rank) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("last_deed", "complaint"),
+    [(leave_badly, "worker 1 left with exit code 3"), (refuse_to_leave, "worker 1 did not leave by itself")],
+)
+def test_a_worker_that_does_not_leave_well_fails_the_session(
+    last_deed: Callable[..., None], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.pool.pool.LEAVE_SECS", 2.0)
+    pool = Pool(2, tmp_path, strategy=False)
+    processes = pool.run(process_id)
+    pool.run(last_deed)
+    with pytest.raises(WorkerFailed, match=complaint):
+        pool.stop()
+    assert not any(runs(process) for process in processes)
+
+
+def test_workers_do_not_outlive_pytest(tmp_path: Path) -> None:
+    script = (
+        "import pathlib, sys\n"
+        "from tests.pool import Pool\n"
+        "from tests.workers.test_pool import announce_and_wait\n"
+        "directory = pathlib.Path(sys.argv[1])\n"
+        "Pool(2, directory, strategy=False).run(announce_and_wait, directory)\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)])
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
+    finally:
+        owner.kill()
+        owner.wait()
+    processes = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
+    wait_until(lambda: not any(runs(process) for process in processes))
+
+
+def leave_traces(strategy: Any) -> None:
+    import keras
+    import tensorflow as tf
+
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    keras.config.set_floatx("float64")
+    keras.layers.Dense(1)
+    tf.config.run_functions_eagerly(True)
+    tf.config.experimental.enable_op_determinism()
+
+
+def look_around(strategy: Any) -> dict[str, Any]:
+    import keras
+    import tensorflow as tf
+    from tensorflow.python.framework.config import is_op_determinism_enabled
+
+    return {
+        "policy": keras.config.dtype_policy().name,
+        "floatx": keras.config.floatx(),
+        "layer": keras.layers.Dense(1).name,
+        "eager functions": tf.config.functions_run_eagerly(),
+        "determinism": is_op_determinism_enabled(),
+        "drawn": (float(tf.random.uniform([])), float(np.random.random())),
+    }
+
+
+def test_a_call_finds_nothing_of_the_calls_before(pool2: Pool) -> None:
+    before = pool2.run(look_around)
+    pool2.run(leave_traces)
+    assert_equal_on_all([*before, *pool2.run(look_around)])
+    assert before[0]["policy"] == before[0]["floatx"] == "float32"
+    assert before[0]["layer"] == "dense"
+
+
+def digest_with_one_replica_changed(strategy: Any) -> dict[str, str]:
+    import keras
+
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((3,)), keras.layers.Dense(2), keras.layers.BatchNormalization()]
+        )
+        model.compile("adam", "mse", metrics=["mae"])
+        model.optimizer.build(model.trainable_variables)
+    if rank() == 1:
+        model.layers[0].kernel.assign_add([[1e-3, 0], [0, 0], [0, 0]])
+    return digest(model)
+
+
+def test_the_digest_is_of_the_local_state_and_names_what_differs(pool2: Pool) -> None:
+    digests = pool2.run(digest_with_one_replica_changed)
+    assert {"sequential/dense/bias", "sequential/batch_normalization/moving_mean"} < digests[0].keys()
+    assert {"adam/iteration", "adam/learning_rate", "adam/sequential_dense_kernel_momentum"} < digests[
+        0
+    ].keys()
+    assert not any("mean_absolute_error" in name or "loss" in name for name in digests[0])
+    with pytest.raises(
+        AssertionError, match=r"differ\.\nsequential/dense/kernel: worker 1 has"
+    ) as difference:
+        assert_equal_on_all(digests)
+    assert str(difference.value).count("\n") == 1
+
+
+ZEROS = np.zeros((2, 2), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("found", "difference"),
+    [
+        ({"a": ZEROS}, "b: worker 1 does not have it"),
+        ({"a": ZEROS, "b": 2}, "b: worker 1 has 2, worker 0 1"),
+        ({"a": ZEROS[0], "b": 1}, "a: worker 1 has float32[2], worker 0 float32[2, 2]"),
+        ({"a": ZEROS.astype(float), "b": 1}, "a: worker 1 has float64[2, 2], worker 0 float32[2, 2]"),
+        (
+            {"a": ZEROS + np.float32([[0, 0.5]]), "b": 1},
+            "a: worker 1 differs in 2 of 4 elements, at most by 0.5",
+        ),
+        ({"a": -ZEROS, "b": 1}, "a: worker 1 differs in its bytes only"),
+    ],
+)
+def test_a_difference_is_told_by_name_and_worker(found: dict[str, Any], difference: str) -> None:
+    expected = {"a": ZEROS, "b": 1}
+    assert_equal_on_all([expected, expected])
+    with pytest.raises(AssertionError, match=re.escape(difference)):
+        assert_equal_on_all([expected, found])
+
+
+def runs(process: int) -> bool:
+    """Whether the process is there and no zombie."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until(condition: Callable[[], bool], timeout_secs: float = 20.0) -> None:
+    ends = time.monotonic() + timeout_secs
+    while not condition():
+        assert time.monotonic() < ends, "it did not happen in time"
+        time.sleep(0.05)
