@@ -18,6 +18,9 @@ RUN_DIR = "REPLICAST_RUN_DIR"
 ATTEMPT = "REPLICAST_ATTEMPT"
 LAUNCHED = "REPLICAST_LAUNCHED"
 """Set by `replicast run` for its workers: their exit codes are watched by a launcher on the same host."""
+FAILED_BECAUSE_OF_ANOTHER = 75
+"""The exit code of a worker that ends only because another one failed. Such a worker may well end first, while
+the one that failed still tells the others; the launcher then knows whom to name."""
 
 _EXAMPLE = (
     'Expected something like {"cluster": {"worker": ["host1:2222", "host2:2222"]}, '
@@ -147,9 +150,7 @@ def _place(described: dict[str, Any], jobs: dict[str, list[str]]) -> Cluster:
         )
     task = described.get("task")
     if not isinstance(task, dict) or "type" not in task or "index" not in task:
-        raise ClusterError(
-            'TF_CONFIG: "task" must say who this process is', received=task, remedy=_EXAMPLE
-        )
+        raise ClusterError('TF_CONFIG: "task" must say who this process is', received=task, remedy=_EXAMPLE)
     job, index = task["type"], task["index"]
     if job not in jobs:
         raise ClusterError(

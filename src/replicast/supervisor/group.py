@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from replicast.config import FAILED_BECAUSE_OF_ANOTHER
 from replicast.supervisor.interruptions import STOP_SIGNALS, Interruptions
 from replicast.supervisor.output import Output
 from replicast.supervisor.plan import WorkerPlan
@@ -64,6 +65,17 @@ class GroupEnd:
     left_behind: tuple[int, ...] = ()
 
 
+def first_failure(exits: Sequence[WorkerExit]) -> WorkerExit | None:
+    """The worker to blame: the first to fail by itself, else the first to fail at all.
+
+    Args:
+        exits: How the workers ended, in the order in which they did.
+    """
+    failed = [ended for ended in exits if ended.code != 0 and not ended.stopped]
+    by_itself = [ended for ended in failed if ended.code != FAILED_BECAUSE_OF_ANOTHER]
+    return next(iter(by_itself or failed), None)
+
+
 class Group:
     """The workers of one attempt. Use once; call `run` in the main thread.
 
@@ -93,7 +105,6 @@ class Group:
         self._exits: dict[int, WorkerExit] = {}
         self._stage = Stage.RUNNING
         self._deadline: float | None = None
-        self._first_failure: int | None = None
         self._interrupted_by: signal.Signals | None = None
 
     def run(self, environ: Mapping[str, str]) -> GroupEnd:
@@ -147,7 +158,6 @@ class Group:
             return
         self._exits[ended.rank] = ended
         if ended.code != 0 and self._stage is Stage.RUNNING:
-            self._first_failure = ended.rank
             self._enter(Stage.SETTLING, self._patience.settle_secs)
 
     def _take_signals(self) -> None:
@@ -198,7 +208,7 @@ class Group:
         exits = {rank: replace(ended, tail=tails[rank]) for rank, ended in self._exits.items()}
         return GroupEnd(
             exits=tuple(exits.values()),
-            first_failure=None if self._first_failure is None else exits[self._first_failure],
+            first_failure=first_failure(tuple(exits.values())),
             interrupted_by=self._interrupted_by,
             left_behind=tuple(rank for rank in tails if rank not in exits),
         )

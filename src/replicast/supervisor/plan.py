@@ -12,6 +12,8 @@ from replicast.supervisor.machine import CUDA_VISIBLE_DEVICES, Machine, assign_g
 
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+_NO_GRPC_PROXY = "no_grpc_proxy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +187,7 @@ def plan_workers(
         ATTEMPT: str(attempt),
         LAUNCHED: "1",
         **thread_settings(machine.cores, job.workers, environ),
+        **proxy_settings(addresses, environ),
     }
     plans = []
     for local_rank, rank in enumerate(job.ranks):
@@ -199,6 +202,18 @@ def plan_workers(
             env[CUDA_VISIBLE_DEVICES] = gpu
         plans.append(WorkerPlan(rank=rank, argv=job.argv, env=env, log=log_path(log_dir, attempt, rank)))
     return tuple(plans)
+
+
+def proxy_settings(addresses: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Keeps workers from talking to each other through an HTTP proxy, where they would wait for ever.
+
+    gRPC honours the proxy variables even for 127.0.0.1. The variable set here is read by gRPC alone.
+    """
+    if not any(environ.get(name) for name in _PROXIES):
+        return {}
+    exempt = environ.get(_NO_GRPC_PROXY, environ.get("no_proxy", ""))
+    hosts = dict.fromkeys(address.rpartition(":")[0] for address in addresses)
+    return {_NO_GRPC_PROXY: ",".join([*filter(None, [exempt]), *hosts])}
 
 
 def log_path(log_dir: Path, attempt: int, rank: int) -> Path:
