@@ -19,8 +19,8 @@ ATTEMPT = "REPLICAST_ATTEMPT"
 LAUNCHED = "REPLICAST_LAUNCHED"
 """Set by `replicast run` for its workers: their exit codes are watched by a launcher on the same host."""
 FAILED_BECAUSE_OF_ANOTHER = 75
-"""The exit code of a worker that ends only because another one failed. Such a worker may well end first, while
-the one that failed still tells the others; the launcher then knows whom to name."""
+"""The exit code of a worker that ends only because another one failed. Such a worker may well end first,
+while the one that failed still tells the others; the launcher then knows whom to name."""
 
 _EXAMPLE = (
     'Expected something like {"cluster": {"worker": ["host1:2222", "host2:2222"]}, '

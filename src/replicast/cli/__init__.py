@@ -57,10 +57,10 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="replicast")
 def main() -> None:
-    r"""One worker writes, every replica follows: Keras 3 on several workers.
+    """One worker writes, every replica follows: Keras 3 on several workers.
 
     \b
     Examples:
       replicast run -n 2 train.py --epochs 3
       replicast doctor
-    """
+    """  # noqa: D301 - click wants a real backspace

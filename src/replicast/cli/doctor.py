@@ -22,7 +22,7 @@ _STYLES = {Verdict.GOOD: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "red"}
 @click.command()
 @click.option("--deep", is_flag=True, help="Also start two tiny workers that sum a number; takes seconds.")
 def doctor(deep: bool) -> None:
-    r"""Check this machine, and say how to fix what is wrong.
+    """Check this machine, and say how to fix what is wrong.
 
     \b
     Examples:
@@ -30,7 +30,7 @@ def doctor(deep: bool) -> None:
       replicast doctor --deep
 
     Exit code: 0 when all is well, 1 when something must be fixed first.
-    """
+    """  # noqa: D301 - click wants a real backspace
     checks = all_checks(os.environ)
     if deep:
         checks.append(check_two_workers())

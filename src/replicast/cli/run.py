@@ -97,7 +97,7 @@ def run(
     program: str,
     arguments: tuple[str, ...],
 ) -> None:
-    r"""Start the workers of a job on this machine and watch over them.
+    """Start the workers of a job on this machine and watch over them.
 
     Every worker runs PROGRAM with its ARGUMENTS and finds TF_CONFIG, RANK, WORLD_SIZE and LOCAL_RANK in its
     environment. All output is kept in log files. When a worker fails, the others are stopped, and the first
@@ -112,7 +112,7 @@ def run(
 
     Exit code: 0 when all workers ended well; else the first failing worker's, 128 and the signal's number
     when a signal ended it; 130 after Ctrl-C; 2 when nothing was started.
-    """
+    """  # noqa: D301 - click wants a real backspace
     job = Job(
         argv=module_argv(program, arguments) if module else script_argv(program, arguments),
         workers=workers,

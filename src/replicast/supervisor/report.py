@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -53,7 +54,8 @@ def print_tail(failure: WorkerExit, stream: TextIO) -> None:
     console = Console(file=stream)
     text = Text.from_ansi("\n".join(failure.tail)) if failure.tail else Text("(no output)", style="dim")
     title = f"worker {failure.rank}: the last {len(failure.tail)} lines" if failure.tail else None
-    console.print(Panel(text, title=title, title_align="left", border_style="red"))
+    with contextlib.suppress(OSError):  # The terminal may be gone.
+        console.print(Panel(text, title=title, title_align="left", border_style="red"))
 
 
 def duration(secs: float) -> str:

@@ -1,0 +1,300 @@
+"""`replicast run` with real processes: what it says and leaves behind when workers or the launcher end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+DEADLINE_SECS = 60.0
+
+PREAMBLE = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+rank, attempt = int(os.environ["RANK"]), int(os.environ["REPLICAST_ATTEMPT"])
+
+def note(name, text=""):
+    path = Path(f"{name}-{rank}")
+    path.with_suffix(".new").write_text(str(text))
+    path.with_suffix(".new").rename(path)
+
+def wait_for(*names):
+    while not all(Path(name).exists() for name in names):
+        time.sleep(0.01)
+
+def wait_for_end_of(other):
+    wait_for(f"pid-{other}")
+    stat = Path(f"/proc/{Path(f'pid-{other}').read_text()}/stat")  # Not reaped before the group has ended.
+    while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+
+def for_ever():
+    note("pid", os.getpid())
+    while True:
+        time.sleep(60)
+"""
+
+
+@dataclass
+class Launch:
+    """A running launcher in a directory of its own."""
+
+    process: subprocess.Popen[str]
+    directory: Path
+
+    def pid(self, name: str) -> int:
+        eventually(lambda: (self.directory / name).exists(), f"{name} was never noted")
+        return int((self.directory / name).read_text())
+
+    def finish(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=DEADLINE_SECS)
+        return self.process.returncode, out, err
+
+
+Launcher = Callable[..., Launch]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launcher]:
+    """Starts `replicast run` on a script; whatever is left of it is killed after the test."""
+    started: list[Launch] = []
+
+    def start(script: str, *options: str, workers: int = 2, arguments: tuple[str, ...] = ()) -> Launch:
+        (tmp_path / "train.py").write_text(PREAMBLE + script)
+        command = [sys.executable, "-m", "replicast.cli", "run", "-n", str(workers), *options]
+        environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+        process = subprocess.Popen(
+            [*command, "train.py", *arguments],
+            cwd=tmp_path,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(Launch(process, tmp_path))
+        return started[-1]
+
+    yield start
+    for launched in started:
+        with launched.process:
+            launched.process.kill()
+    for noted in tmp_path.glob("*pid-*"):
+        with contextlib.suppress(ProcessLookupError, ValueError):
+            os.kill(int(noted.read_text()), signal.SIGKILL)
+
+
+def eventually(condition: Callable[[], bool], otherwise: str) -> None:
+    end = time.monotonic() + DEADLINE_SECS
+    while not condition():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie that nobody has reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def gone(*pids: int) -> None:
+    for pid in pids:
+        eventually(lambda pid=pid: not alive(pid), f"process {pid} is still there")  # type: ignore[misc]
+
+
+def test_all_workers_end_well(launch: Launcher) -> None:
+    script = "print('I am', rank, sys.argv[1:])\nprint('on stderr', file=sys.stderr)"
+    launched = launch(script, "--run-dir", "run", arguments=("--run-dir", "mine", "--", "-n", "7"))
+    code, out, err = launched.finish()
+    assert code == 0
+    assert out == "[worker 0] I am 0 ['--run-dir', 'mine', '--', '-n', '7']\n[worker 0] on stderr\n"
+    assert err == "replicast: 2 workers, attempt 0, logs in run/logs/attempt-0\n"
+    log = launched.directory / "run" / "logs" / "attempt-0" / "worker-1.log"
+    assert log.read_text() == "I am 1 ['--run-dir', 'mine', '--', '-n', '7']\non stderr\n"
+
+
+def test_every_worker_is_shown_when_asked(launch: Launcher) -> None:
+    code, out, _ = launch("print('hello')", "--tee", "all", workers=3).finish()
+    assert code == 0
+    assert sorted(out.splitlines()) == [f"[worker {rank}] hello" for rank in range(3)]
+
+
+def test_a_module_runs_as_with_python_m(launch: Launcher) -> None:
+    code, out, _ = launch("print(__name__, __spec__.name)", "-m", "train", "ignored", workers=1).finish()
+    assert (code, out) == (0, "[worker 0] __main__ train\n")
+
+
+def test_a_worker_that_ends_well_early_is_no_failure(launch: Launcher) -> None:
+    script = """
+if rank == 0:
+    note("done"); sys.exit(0)
+wait_for("done-0")
+print("worker 1 went on")
+"""
+    code, out, _ = launch(script, "--tee", "1").finish()
+    assert (code, out) == (0, "[worker 1] worker 1 went on\n")
+
+
+def test_the_first_to_fail_is_named_with_the_end_of_its_log(launch: Launcher) -> None:
+    script = """
+if rank == 1:
+    for line in range(30): print("line", line)
+    note("pid", os.getpid()); raise RuntimeError("the reason")
+wait_for_end_of(1)
+sys.exit(9)
+"""
+    code, _, err = launch(script, "--run-dir", "run").finish()
+    assert code == 1
+    assert "worker 1 failed first: exit code 1 after " in err
+    assert "Log: run/logs/attempt-0/worker-1.log" in err
+    assert "RuntimeError: the reason" in err
+    assert "line 29" in err
+    assert "line 1 " not in err, "only the end of the log is shown"
+    assert "worker 0 failed after it (exit code 9)" in err
+
+
+def test_a_worker_that_fails_because_of_another_is_not_blamed_for_ending_first(launch: Launcher) -> None:
+    script = """
+if rank == 1:
+    note("pid", os.getpid()); sys.exit(75)
+wait_for_end_of(1)
+sys.exit(4)
+"""
+    code, _, err = launch(script).finish()
+    assert code == 4
+    assert "worker 0 failed first: exit code 4" in err
+
+
+def test_the_others_are_stopped_when_they_do_not_end_by_themselves(launch: Launcher) -> None:
+    script = """
+if rank == 1:
+    wait_for("pid-0"); sys.exit(3)
+for_ever()
+"""
+    launched = launch(script)
+    pid = launched.pid("pid-0")
+    code, _, err = launched.finish()
+    assert code == 3
+    assert "worker 0 was stopped" in err
+    gone(pid)
+
+
+@pytest.mark.parametrize(("signum", "expected"), [(signal.SIGKILL, 137), (signal.SIGABRT, 134)])
+def test_a_worker_that_a_signal_killed_gives_its_number(
+    launch: Launcher, signum: signal.Signals, expected: int
+) -> None:
+    launched = launch(f"os.kill(os.getpid(), {int(signum)})", workers=1)
+    code, _, err = launched.finish()
+    assert code == expected
+    assert f"worker 0 failed first: killed by {signum.name}" in err
+
+
+STUBBORN = """
+for signum in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(signum, lambda signum, frame: note("told", signum))
+child = subprocess.Popen([sys.executable, "-c",
+    "import signal, time; [signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)];"
+    "print('ready', flush=True); time.sleep(600)"], stdout=subprocess.PIPE)
+child.stdout.readline()
+note("childpid", child.pid)
+for_ever()
+"""
+
+
+@pytest.mark.parametrize(("signum", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_no_process_is_left_when_the_launcher_is_stopped(
+    launch: Launcher, signum: signal.Signals, expected: int
+) -> None:
+    launched = launch(STUBBORN, "--grace", "0.5")
+    pids = [launched.pid(f"{name}-{rank}") for name in ("pid", "childpid") for rank in (0, 1)]
+    assert all(alive(pid) for pid in pids)
+    launched.process.send_signal(signum)
+    code, _, err = launched.finish()
+    assert code == expected
+    assert "no worker is left" in err
+    assert launched.pid("told-0") == launched.pid("told-1") == signum, "workers get the same signal first"
+    gone(*pids)
+
+
+def test_a_second_ctrl_c_kills_at_once(launch: Launcher) -> None:
+    launched = launch(STUBBORN, "--grace", "3600")
+    pids = [launched.pid(f"{name}-{rank}") for name in ("pid", "childpid") for rank in (0, 1)]
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.pid("told-0") == signal.SIGINT
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.finish()[0] == 130
+    gone(*pids)
+
+
+def test_a_child_that_outlives_its_worker_is_not_left_behind(launch: Launcher) -> None:
+    script = "note('childpid', subprocess.Popen(['sleep', '600']).pid)"
+    launched = launch(script)
+    assert launched.finish()[0] == 0
+    gone(launched.pid("childpid-0"), launched.pid("childpid-1"))
+
+
+def test_no_worker_is_left_when_the_launcher_itself_is_killed(launch: Launcher) -> None:
+    launched = launch("for_ever()")
+    pids = [launched.pid("pid-0"), launched.pid("pid-1")]
+    launched.process.kill()
+    gone(*pids)
+
+
+def test_a_restart_is_a_new_attempt_with_new_ports_and_logs(launch: Launcher) -> None:
+    script = """
+print("attempt", attempt)
+note(f"config{attempt}", os.environ["TF_CONFIG"])
+sys.exit(5 if rank == 1 and attempt < 2 else 0)
+"""
+    launched = launch(script, "--run-dir", "run", "--max-restarts", "3")
+    code, _, err = launched.finish()
+    assert code == 0
+    assert "restart 1 of 3 because worker 1 failed (exit code 5); 2 left after it" in err
+    assert "restart 2 of 3" in err
+    assert "restart 3 of 3" not in err
+    logs = launched.directory / "run" / "logs"
+    assert [(logs / f"attempt-{k}" / "worker-1.log").read_text() for k in range(3)] == [
+        f"attempt {k}\n" for k in range(3)
+    ]
+    assert len({(launched.directory / f"config{k}-1").read_text() for k in range(3)}) == 3
+
+
+def test_when_no_restart_is_left_the_exit_code_is_the_last_failure_s(launch: Launcher) -> None:
+    code, _, err = launch("sys.exit(10 + attempt)", "--max-restarts", "1", workers=1).finish()
+    assert code == 11
+    assert err.count("worker 0 failed first") == 2
+
+
+def test_ctrl_c_is_not_followed_by_a_restart(launch: Launcher) -> None:
+    launched = launch("for_ever()", "--max-restarts", "5")
+    pids = [launched.pid("pid-0"), launched.pid("pid-1")]
+    launched.process.send_signal(signal.SIGINT)
+    code, _, err = launched.finish()
+    assert code == 130
+    assert "restart" not in err
+    gone(*pids)
+
+
+def test_a_run_that_is_continued_keeps_the_older_logs(launch: Launcher) -> None:
+    for attempt in range(2):
+        assert (
+            launch("print(attempt)", "--run-dir", "run", workers=1).finish()[1] == f"[worker 0] {attempt}\n"
+        )
+
+
+def test_a_second_launcher_on_a_run_directory_is_refused(launch: Launcher) -> None:
+    first = launch("for_ever()", "--run-dir", "run")
+    first.pid("pid-0")
+    code, out, err = launch("for_ever()", "--run-dir", "run").finish()
+    assert (code, out) == (2, "")
+    assert err.startswith(f"Error: Another `replicast run` (process {first.process.pid}) is using ")
+    assert first.process.poll() is None

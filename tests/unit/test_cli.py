@@ -1,0 +1,147 @@
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from replicast import __version__
+from replicast.cli import COMMANDS, main
+from replicast.cli.program import find_module, program_name
+
+HEAVY = ("tensorflow", "keras", "numpy", "rich")
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    (tmp_path / "train.py").write_text("raise SystemExit('must not be started')")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("raise SystemExit('must not be imported')")
+    (tmp_path / "package" / "train.py").touch()
+    return tmp_path
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def tf_config(port: int, index: int = 0) -> str:
+    addresses = [f"127.0.0.1:{port}", "127.0.0.1:1"]
+    return json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}})
+
+
+def refused(*arguments: str) -> str:
+    """Runs a command that must be refused with one line, before anything is made or started."""
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert result.output.startswith("Error: ")
+    assert result.output.count("\n") == 1
+    assert not Path("runs").exists()
+    return result.output
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["doctor", "--help"]])
+def test_help_has_an_example_and_loads_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom replicast.cli import main\n"
+        f"try: main({arguments!r}, prog_name='replicast')\n"
+        f"finally: sys.stderr.write(repr([name for name in {HEAVY!r} if name in sys.modules]))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0
+    assert "Examples:\n    replicast " in result.stdout
+    assert result.stderr == "[]"
+
+
+def test_help_lists_every_command() -> None:
+    output = invoke("--help").output
+    for name, (_, summary) in COMMANDS.items():
+        assert name in output
+        assert summary in output
+
+
+def test_the_version_is_the_package_s() -> None:
+    assert invoke("--version").output == f"replicast, version {__version__}\n"
+
+
+def test_an_unknown_command_is_a_usage_error() -> None:
+    result = invoke("fly")
+    assert result.exit_code == 2
+    assert "No such command 'fly'" in result.output
+
+
+@pytest.mark.parametrize("name", ["run", "doctor"])
+def test_commands_load(name: str) -> None:
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    assert command.name == name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["-n", "0", "train.py"], "-n must be at least 1"),
+        (["-n", "2", "missing.py"], "no script 'missing.py'"),
+        (["-n", "2", "-m", "no_such_module"], "no module 'no_such_module'"),
+        (["-n", "2", "-m", "package.missing"], "no module 'package.missing'"),
+        (["-n", "2", "-m", "train.py"], "no module 'train.py'"),
+        (["-n", "2", "-m", "package"], "without a __main__"),
+        (["-n", "2", "--hosts", "a,b", "--node-rank", "2", "train.py"], "--node-rank must be from 0 to 1"),
+        (["-n", "2", "--node-rank", "1", "train.py"], "--node-rank needs --hosts"),
+        (["-n", "2", "--tee", "2", "train.py"], "--tee"),
+        (["-n", "2", "--run-dir", "train.py", "train.py"], "--run-dir"),
+        (["-n", "2", "--run-dir", "r", "--log-dir", "train.py/x", "train.py"], "--log-dir"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(arguments: list[str], expected: str) -> None:
+    assert expected in refused("run", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("value", "arguments", "expected"),
+    [
+        ("{", [], "not JSON"),
+        (tf_config(5, index=2), [], "index out of range"),
+        (tf_config(1), [], "same address"),
+        (tf_config(5), ["-n", "2"], "exactly one worker"),
+        (tf_config(5), ["--hosts", "a,b"], "exactly one worker"),
+    ],
+)
+def test_a_tf_config_that_cannot_be_used_is_refused_in_one_line(
+    value: str, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TF_CONFIG", value)
+    assert expected in refused("run", *arguments, "train.py")
+
+
+def test_a_port_that_is_taken_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("TF_CONFIG", tf_config(port))
+        assert f"Port {port} is in use" in refused("run", "train.py")
+        monkeypatch.delenv("TF_CONFIG")
+        several = ["--hosts", "a,b", "--port", str(port)]
+        assert f"Port {port} is in use" in refused("run", *several, "train.py")
+
+
+def test_modules_are_found_without_importing_their_packages() -> None:
+    assert find_module("package.train") is not None
+    assert find_module("json.tool") is not None
+    assert find_module("json.no_such_module") is None
+    assert find_module("package.train.deeper") is None
+    assert find_module("") is None
+    assert "package" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("program", "is_module", "expected"),
+    [("dir/train.py", False, "train"), ("a.b.train", True, "train"), ("train", True, "train")],
+)
+def test_a_run_is_named_after_its_program(program: str, is_module: bool, expected: str) -> None:
+    assert program_name(program, is_module=is_module) == expected

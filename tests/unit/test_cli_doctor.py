@@ -1,0 +1,154 @@
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from replicast.cli import main
+from replicast.cli.checks import (
+    Verdict,
+    check_address,
+    check_backend,
+    check_cluster,
+    check_free_ports,
+    check_keras,
+    check_machine,
+    check_python,
+    check_shared_memory,
+    check_tensorflow,
+    reachable,
+    release,
+)
+from replicast.supervisor.machine import Machine
+
+GOOD, NOTE, BROKEN = Verdict.GOOD, Verdict.NOTE, Verdict.BROKEN
+
+
+def unknown_name(host: str, port: int) -> str:
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"), [((3, 11, 0), GOOD), ((3, 14, 1), GOOD), ((3, 10, 9), BROKEN)]
+)
+def test_python(version: tuple[int, ...], verdict: Verdict) -> None:
+    assert check_python(version).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("versions", "verdict", "remedy"),
+    [
+        ({"tensorflow": "2.20.0"}, GOOD, ""),
+        ({"tensorflow-cpu": "2.21.1"}, GOOD, ""),
+        ({}, BROKEN, "pip install 'replicast[cpu]'"),
+        ({"tensorflow": "2.19.1"}, BROKEN, "pip install 'tensorflow>=2.20,<2.22'"),
+        ({"tensorflow-cpu": "2.22.0rc0"}, BROKEN, "pip install 'tensorflow-cpu>=2.20,<2.22'"),
+        ({"tensorflow": "2.21.0", "tensorflow-cpu": "2.21.0"}, BROKEN, "pip uninstall"),
+    ],
+)
+def test_tensorflow(versions: dict[str, str], verdict: Verdict, remedy: str) -> None:
+    check = check_tensorflow(versions)
+    assert check.verdict is verdict
+    assert remedy in check.remedy
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"),
+    [("3.12.0", GOOD), ("4.0", GOOD), ("3.11.3", BROKEN), ("2.15.0", BROKEN), (None, BROKEN)],
+)
+def test_keras(version: str | None, verdict: Verdict) -> None:
+    assert check_keras(version).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("variable", "written", "verdict"),
+    [
+        (None, None, GOOD),
+        ("tensorflow", '{"backend": "jax"}', GOOD),
+        ("jax", None, BROKEN),
+        (None, '{"backend": "torch"}', BROKEN),
+        (None, '{"backend": "tensorflow"}', GOOD),
+        (None, "not JSON", GOOD),
+        (None, "[]", GOOD),
+    ],
+)
+def test_the_backend_of_keras(
+    variable: str | None, written: str | None, verdict: Verdict, tmp_path: Path
+) -> None:
+    if written is not None:
+        (tmp_path / "keras.json").write_text(written)
+    environ = {"KERAS_HOME": str(tmp_path)}
+    if variable is not None:
+        environ["KERAS_BACKEND"] = variable
+    check = check_backend(environ)
+    assert check.verdict is verdict
+    assert ("KERAS_BACKEND=tensorflow" in check.remedy) == (verdict is BROKEN)
+
+
+def test_a_broken_tf_config_is_found() -> None:
+    (check,) = check_cluster({"TF_CONFIG": "{"})
+    assert check.verdict is BROKEN
+    assert "not JSON" in check.found
+
+
+def test_own_port_and_the_other_addresses_are_looked_at() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = f"127.0.0.1:{server.getsockname()[1]}"
+        value = {"cluster": {"worker": [taken, "127.0.0.1:1"]}, "task": {"type": "worker", "index": 0}}
+        described, own, other = check_cluster({"TF_CONFIG": json.dumps(value)})
+    assert (described.verdict, own.verdict, other.verdict) == (GOOD, BROKEN, NOTE)
+    assert "choose another port" in own.remedy
+
+
+def test_an_address_that_answers_and_one_that_does_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert check_address(f"127.0.0.1:{server.getsockname()[1]}", reachable).verdict is GOOD
+    assert check_address("127.0.0.1:1", reachable).verdict is NOTE
+    assert check_address("no-such-host:1", unknown_name).verdict is BROKEN
+
+
+def test_free_ports_are_found() -> None:
+    assert check_free_ports().verdict is GOOD
+
+
+@pytest.mark.parametrize(("free_mib", "verdict"), [(4096, GOOD), (64, NOTE)])
+def test_shared_memory(free_mib: int, verdict: Verdict, tmp_path: Path) -> None:
+    assert check_shared_memory(tmp_path, lambda place: free_mib * 2**20).verdict is verdict
+
+
+def test_missing_shared_memory(tmp_path: Path) -> None:
+    assert check_shared_memory(tmp_path / "missing", lambda place: 0).verdict is BROKEN
+
+
+@pytest.mark.parametrize(
+    ("machine", "verdict", "found"),
+    [
+        (Machine(8, ("0", "1")), GOOD, "-n 2 gives each worker one GPU"),
+        (Machine(4), GOOD, "up to -n 4"),
+        (Machine(1), NOTE, "share one core"),
+    ],
+)
+def test_cores_and_gpus(machine: Machine, verdict: Verdict, found: str) -> None:
+    check = check_machine(machine)
+    assert check.verdict is verdict
+    assert found in check.found
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"), [("2.21.0", (2, 21, 0)), ("2.22.0rc1", (2, 22, 0)), ("odd", ())]
+)
+def test_the_numbers_of_a_version(version: str, expected: tuple[int, ...]) -> None:
+    assert release(version) == expected
+
+
+def test_the_command_ends_with_1_and_the_way_out_when_something_is_broken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TF_CONFIG", "{")
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 1
+    assert "✗  TF_CONFIG" in result.output
+    assert "unset TF_CONFIG" in result.output
+    assert result.output.endswith("To be fixed first: TF_CONFIG.\n")

@@ -1,0 +1,101 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from replicast.config import Cluster, read_cluster, read_launch
+from replicast.errors import ClusterError
+
+TWO = ["a:1", "b:2"]
+
+
+def described(cluster: object, task: object = None) -> dict[str, str]:
+    value = {"cluster": cluster} if task is None else {"cluster": cluster, "task": task}
+    return {"TF_CONFIG": json.dumps(value)}
+
+
+def worker(index: object) -> dict[str, object]:
+    return {"type": "worker", "index": index}
+
+
+@pytest.mark.parametrize("environ", [{}, {"TF_CONFIG": ""}, {"TF_CONFIG": "  "}, {"TF_CONFIG": "{}"}])
+def test_no_cluster_is_a_job_of_one(environ: dict[str, str]) -> None:
+    assert read_cluster(environ) is None
+
+
+def test_a_cluster_of_workers_is_read() -> None:
+    cluster = read_cluster(described({"worker": TWO}, worker(1)))
+    assert cluster == Cluster(addresses=("a:1", "b:2"), rank=1, task_type="worker", task_index=1)
+    assert cluster.size == 2
+
+
+def test_an_index_may_be_a_string_as_some_platforms_write_it() -> None:
+    cluster = read_cluster(described({"worker": TWO}, worker("1")))
+    assert cluster is not None
+    assert cluster.rank == 1
+
+
+@pytest.mark.parametrize(
+    ("task", "rank"), [({"type": "chief", "index": 0}, 0), (worker(0), 1), (worker(1), 2)]
+)
+def test_a_chief_is_worker_0(task: object, rank: int) -> None:
+    cluster = read_cluster(described({"worker": TWO, "chief": ["c:3"]}, task))
+    assert cluster is not None
+    assert (cluster.addresses, cluster.rank) == (("c:3", "a:1", "b:2"), rank)
+
+
+def test_what_a_cluster_writes_it_can_read() -> None:
+    cluster = Cluster(addresses=("a:1", "b:2"), rank=1, task_index=1)
+    assert read_cluster({"TF_CONFIG": cluster.tf_config()}) == cluster
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"TF_CONFIG": "{cluster"}, "not JSON"),
+        ({"TF_CONFIG": "[1]"}, "not a JSON object"),
+        (described([1]), '"cluster" is not an object'),
+        (described({"worker": "a:1"}, worker(0)), 'not a list of "host:port"'),
+        (described({"worker": [1, 2]}, worker(0)), 'not a list of "host:port"'),
+        (described({"worker": TWO, "ps": ["p:1"]}, worker(0)), "parameter servers"),
+        (described({"worker": ["a"]}, worker(0)), "host:port"),
+        (described({"worker": ["a:0"]}, worker(0)), "port from 1 to 65535"),
+        (described({"worker": ["a:65536"]}, worker(0)), "port from 1 to 65535"),
+        (described({"worker": ["a:x"]}, worker(0)), "host:port"),
+        (described({"worker": [":5"]}, worker(0)), "host:port"),
+        (described({"worker": ["a:1", "a:1"]}, worker(0)), "same address"),
+        (described({"worker": TWO}), "who this process is"),
+        (described({"worker": TWO}, {"type": "worker"}), "who this process is"),
+        (described({"worker": TWO}, {"type": "evaluator", "index": 0}), "'evaluator' is not in"),
+        (described({"worker": TWO}, worker(2)), "from 0 to 1"),
+        (described({"worker": TWO}, worker(-1)), "from 0 to 1"),
+        (described({"worker": TWO}, worker(True)), "from 0 to 1"),
+        (described({"worker": TWO}, worker("one")), "from 0 to 1"),
+    ],
+)
+def test_a_broken_tf_config_is_refused_by_name(environ: dict[str, str], expected: str) -> None:
+    with pytest.raises(ClusterError) as caught:
+        read_cluster(environ)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_long_broken_tf_config_is_shortened_in_the_message() -> None:
+    with pytest.raises(ClusterError) as caught:
+        read_cluster({"TF_CONFIG": "x" * 5000})
+    assert len(str(caught.value)) < 600
+
+
+def test_what_the_launcher_set_is_read() -> None:
+    launch = read_launch({"REPLICAST_RUN_DIR": "/r", "REPLICAST_ATTEMPT": "3", "REPLICAST_LAUNCHED": "1"})
+    assert (launch.run_dir, launch.attempt, launch.launched) == (Path("/r"), 3, True)
+
+
+def test_without_a_launcher_there_is_no_run_directory() -> None:
+    launch = read_launch({})
+    assert (launch.run_dir, launch.attempt, launch.launched) == (None, 0, False)
+
+
+def test_an_attempt_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ClusterError, match="REPLICAST_ATTEMPT"):
+        read_launch({"REPLICAST_ATTEMPT": "first"})

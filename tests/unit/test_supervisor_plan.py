@@ -1,0 +1,206 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from replicast.config import Cluster
+from replicast.errors import ClusterError
+from replicast.supervisor.machine import Machine, assign_gpus, thread_settings, visible_gpus
+from replicast.supervisor.plan import Job, WorkerPlan, check_job, parse_tee, plan_workers
+
+JOB = Job(argv=("python", "train.py", "--lr", "1"), workers=2)
+GIVEN = Cluster(addresses=("a:1", "b:2", "c:3"), rank=2, task_index=2)
+
+
+def planned(job: Job = JOB, **changes: object) -> tuple[WorkerPlan, ...]:
+    known: dict[str, object] = {
+        "ports": (7001, 7002),
+        "attempt": 0,
+        "run_dir": Path("/run"),
+        "log_dir": Path("/run/logs"),
+        "machine": Machine(cores=8),
+        "environ": {},
+    }
+    return plan_workers(job, **{**known, **changes})  # type: ignore[arg-type]
+
+
+def test_each_local_worker_learns_who_it_is() -> None:
+    first, second = planned()
+    assert (first.rank, second.rank) == (0, 1)
+    assert first.argv == second.argv == JOB.argv
+    assert second.env["RANK"] == second.env["LOCAL_RANK"] == "1"
+    assert second.env["WORLD_SIZE"] == second.env["LOCAL_WORLD_SIZE"] == "2"
+    assert json.loads(second.env["TF_CONFIG"]) == {
+        "cluster": {"worker": ["127.0.0.1:7001", "127.0.0.1:7002"]},
+        "task": {"type": "worker", "index": 1},
+    }
+    assert second.env["PYTHONUNBUFFERED"] == "1"
+
+
+def test_each_worker_learns_run_directory_and_attempt_and_has_its_own_log() -> None:
+    plan = planned(attempt=3)[1]
+    assert plan.env["REPLICAST_RUN_DIR"] == "/run"
+    assert plan.env["REPLICAST_ATTEMPT"] == "3"
+    assert plan.env["REPLICAST_LAUNCHED"] == "1"
+    assert plan.log == Path("/run/logs/attempt-3/worker-1.log")
+
+
+def test_ranks_go_on_from_one_host_to_the_next() -> None:
+    job = replace(JOB, hosts=("h1", "h2", "h3"), node_rank=1, port=4000)
+    plans = planned(job, ports=job.fixed_ports)
+    assert [plan.env["RANK"] for plan in plans] == ["2", "3"]
+    assert [plan.env["LOCAL_RANK"] for plan in plans] == ["0", "1"]
+    assert {plan.env["WORLD_SIZE"] for plan in plans} == {"6"}
+    assert json.loads(plans[1].env["TF_CONFIG"]) == {
+        "cluster": {"worker": ["h1:4000", "h1:4001", "h2:4000", "h2:4001", "h3:4000", "h3:4001"]},
+        "task": {"type": "worker", "index": 3},
+    }
+
+
+def test_a_given_tf_config_is_left_as_it_is() -> None:
+    (plan,) = planned(replace(JOB, workers=1, given=GIVEN), environ={"LOCAL_RANK": "1"})
+    assert "TF_CONFIG" not in plan.env
+    assert "LOCAL_RANK" not in plan.env
+    assert (plan.env["RANK"], plan.env["WORLD_SIZE"]) == ("2", "3")
+    assert plan.log.name == "worker-2.log"
+
+
+@pytest.mark.parametrize(
+    ("job", "ports"),
+    [
+        (JOB, None),
+        (replace(JOB, hosts=("h1", "h2"), port=4000), (4000, 4001)),
+        (replace(JOB, workers=1, given=GIVEN), (3,)),
+    ],
+)
+def test_which_ports_must_be_free(job: Job, ports: tuple[int, ...] | None) -> None:
+    assert job.fixed_ports == ports
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        ({"http_proxy": ""}, None),
+        ({"http_proxy": "p:1"}, "127.0.0.1"),
+        ({"https_proxy": "p:1", "no_proxy": "x,y"}, "x,y,127.0.0.1"),
+        ({"grpc_proxy": "p:1", "no_proxy": "x", "no_grpc_proxy": "z"}, "z,127.0.0.1"),
+    ],
+)
+def test_workers_do_not_talk_to_each_other_through_a_proxy(
+    environ: dict[str, str], expected: str | None
+) -> None:
+    assert planned(environ=environ)[0].env.get("no_grpc_proxy") == expected
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "intra", "inter"),
+    [(8, 2, "4", "4"), (2, 2, "1", "2"), (1, 4, "1", "2"), (7, 2, "3", "3"), (8, 1, None, None)],
+)
+def test_workers_share_the_cores(cores: int, workers: int, intra: str | None, inter: str | None) -> None:
+    settings = thread_settings(cores, workers, {})
+    assert settings.get("TF_NUM_INTRAOP_THREADS") == settings.get("OMP_NUM_THREADS") == intra
+    assert settings.get("TF_NUM_INTEROP_THREADS") == inter
+
+
+def test_thread_counts_that_the_user_set_stay() -> None:
+    assert "OMP_NUM_THREADS" not in planned(environ={"OMP_NUM_THREADS": "3"})[0].env
+
+
+@pytest.mark.parametrize(
+    ("setting", "nodes", "expected"),
+    [
+        (None, [], ()),
+        ("0,1", [], ()),
+        (None, ["nvidia1", "nvidia0", "nvidiactl", "nvidia-uvm", "nvidia10"], ("0", "1", "10")),
+        ("2, 0", ["nvidia0", "nvidia1", "nvidia2"], ("2", "0")),
+        ("", ["nvidia0", "nvidia1"], ()),
+        ("-1", ["nvidia0", "nvidia1"], ()),
+        ("1,-1,0", ["nvidia0", "nvidia1"], ("1",)),
+        ("GPU-a,MIG-b", ["nvidia0"], ("GPU-a", "MIG-b")),
+    ],
+)
+def test_which_gpus_may_be_used(setting: str | None, nodes: list[str], expected: tuple[str, ...]) -> None:
+    assert visible_gpus(setting, nodes) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers", "expected"),
+    [
+        ((), 2, (None, None)),
+        (("0",), 2, (None, None)),
+        (("0", "1"), 2, ("0", "1")),
+        (("0", "1", "2", "3"), 2, ("0", "1")),
+        (("3", "1"), 1, ("3",)),
+        (("0", "1"), 3, ("0", "1", "0")),
+    ],
+)
+def test_each_worker_gets_one_gpu(
+    gpus: tuple[str, ...], workers: int, expected: tuple[str | None, ...]
+) -> None:
+    assert assign_gpus(gpus, workers) == expected
+
+
+def test_the_gpu_reaches_the_worker_only_where_there_are_several() -> None:
+    several = planned(machine=Machine(cores=8, gpus=("4", "5")))
+    assert [plan.env["CUDA_VISIBLE_DEVICES"] for plan in several] == ["4", "5"]
+    assert "CUDA_VISIBLE_DEVICES" not in planned()[0].env
+    given = planned(replace(JOB, workers=1, given=GIVEN), machine=Machine(cores=8, gpus=("4", "5")))
+    assert "CUDA_VISIBLE_DEVICES" not in given[0].env
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        (replace(JOB, workers=0), "-n must be at least 1"),
+        (replace(JOB, workers=-3), "Received: -3"),
+        (replace(JOB, given=GIVEN), "Leave out -n"),
+        (replace(JOB, workers=1, hosts=("h1",), given=GIVEN), "unset TF_CONFIG"),
+        (replace(JOB, node_rank=1), "--node-rank needs --hosts"),
+        (replace(JOB, hosts=("h1", "h2"), node_rank=2), "--node-rank must be from 0 to 1"),
+        (replace(JOB, hosts=("h1", "h2"), node_rank=-1), "--node-rank must be from 0 to 1"),
+        (replace(JOB, hosts=("h1", "h1")), "twice"),
+        (replace(JOB, hosts=("h1", "")), "--hosts must be names"),
+        (replace(JOB, hosts=("h1:5", "h2")), "--port"),
+        (replace(JOB, hosts=("h1", "h2"), port=0), "--port"),
+        (replace(JOB, hosts=("h1", "h2"), port=65535), "--port"),
+    ],
+)
+def test_a_job_that_cannot_run_is_refused(job: Job, expected: str) -> None:
+    with pytest.raises(ClusterError) as caught:
+        check_job(job)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        JOB,
+        replace(JOB, workers=1, given=GIVEN),
+        replace(JOB, hosts=("h1", "h2"), node_rank=1, port=65534),
+    ],
+)
+def test_a_good_job_is_accepted(job: Job) -> None:
+    check_job(job)
+
+
+@pytest.mark.parametrize(
+    ("text", "node_rank", "expected"),
+    [
+        (None, 0, {0}),
+        (None, 1, {2}),
+        ("all", 1, {2, 3}),
+        ("none", 0, set()),
+        ("0,1", 0, {0, 1}),
+        ("0, 3", 1, {3}),
+    ],
+)
+def test_whose_output_is_shown(text: str | None, node_rank: int, expected: set[int]) -> None:
+    assert parse_tee(text, replace(JOB, hosts=("h1", "h2"), node_rank=node_rank)) == expected
+
+
+@pytest.mark.parametrize("text", ["", "2", "0,", "-1", "every"])
+def test_a_worker_that_does_not_exist_cannot_be_shown(text: str) -> None:
+    with pytest.raises(ClusterError, match="--tee"):
+        parse_tee(text, JOB)

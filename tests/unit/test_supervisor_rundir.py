@@ -1,0 +1,109 @@
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from replicast.config import FAILED_BECAUSE_OF_ANOTHER
+from replicast.errors import LaunchRefused
+from replicast.supervisor.group import GroupEnd, first_failure
+from replicast.supervisor.report import duration, failure_line, others_line
+from replicast.supervisor.rundir import locked, make_attempt_dir, make_run_dir, next_attempt
+from replicast.supervisor.supervisor import exit_code
+from replicast.supervisor.worker import WorkerExit
+
+NOON = datetime(2030, 1, 2, 12, 0, 5)
+
+
+def ended(rank: int, code: int, *, stopped: bool = False) -> WorkerExit:
+    return WorkerExit(rank=rank, code=code, ran_secs=2.04, log=Path("/logs/x.log"), stopped=stopped)
+
+
+def test_the_default_run_directory_says_when_and_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = make_run_dir(None, program="train", now=NOON)
+    assert made == tmp_path / "runs" / "20300102-120005-train"
+    assert made.is_dir()
+
+
+def test_a_chosen_run_directory_may_exist(tmp_path: Path) -> None:
+    assert make_run_dir(tmp_path / "a" / "b", program="train", now=NOON) == tmp_path / "a" / "b"
+    assert make_run_dir(tmp_path / "a" / "b", program="train", now=NOON) == tmp_path / "a" / "b"
+
+
+def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchRefused, match="--run-dir"):
+        make_run_dir(tmp_path / "file", program="train", now=NOON)
+
+
+def test_a_log_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchRefused, match="--log-dir"):
+        make_attempt_dir(tmp_path / "file", 0)
+
+
+def test_a_continued_run_never_writes_over_older_logs(tmp_path: Path) -> None:
+    assert next_attempt(tmp_path, range(2)) == 0
+    for attempt in range(2):
+        (make_attempt_dir(tmp_path, attempt) / "worker-1.log").touch()
+    assert next_attempt(tmp_path, range(2)) == 2
+    assert next_attempt(tmp_path, range(2, 4)) == 0, "another host's workers have no logs yet"
+
+
+def test_a_second_launcher_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    with locked(tmp_path, 0):
+        refused = pytest.raises(LaunchRefused, match=r"Another .*process \d+.* choose another --run-dir")
+        with refused, locked(tmp_path, 0):
+            pass
+        with locked(tmp_path, 2):
+            pass
+    with locked(tmp_path, 0):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("exits", "blamed"),
+    [
+        ([ended(0, 0), ended(1, 0)], None),
+        ([ended(0, 0), ended(1, 3)], 1),
+        ([ended(1, 3), ended(0, 4)], 1),
+        ([ended(1, FAILED_BECAUSE_OF_ANOTHER), ended(0, 4)], 0),
+        ([ended(1, FAILED_BECAUSE_OF_ANOTHER), ended(0, -15, stopped=True)], 1),
+        ([ended(1, -15, stopped=True), ended(0, 1)], 0),
+    ],
+)
+def test_the_worker_to_blame_is_the_first_to_fail_by_itself(
+    exits: list[WorkerExit], blamed: int | None
+) -> None:
+    failure = first_failure(exits)
+    assert (None if failure is None else failure.rank) == blamed
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 3), (-9, 137), (-6, 134)])
+def test_the_exit_code_is_that_of_the_first_failure_as_shells_count(code: int, expected: int) -> None:
+    exits = (ended(0, code),)
+    assert exit_code(GroupEnd(exits, first_failure(exits), None)) == expected
+
+
+def test_a_worker_that_could_not_be_killed_is_no_success() -> None:
+    assert exit_code(GroupEnd((), None, None, left_behind=(1,))) == 1
+
+
+def test_the_report_names_worker_cause_duration_and_log() -> None:
+    failed = ended(1, -9)
+    assert failure_line(failed) == (
+        "replicast: worker 1 failed first: killed by SIGKILL after 2.0 s. Log: /logs/x.log"
+    )
+    others = (ended(3, 1), ended(2, 0), failed, ended(0, -15, stopped=True))
+    assert others_line(GroupEnd(others, failed, None)) == (
+        "replicast: worker 0 was stopped, worker 2 had ended well, worker 3 failed after it (exit code 1)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("secs", "expected"), [(0.04, "0.0 s"), (59.0, "59.0 s"), (61.2, "1 min 1 s"), (7260.0, "2 h 1 min")]
+)
+def test_durations_read_as_people_say_them(secs: float, expected: str) -> None:
+    assert duration(secs) == expected
