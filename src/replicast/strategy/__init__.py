@@ -9,6 +9,7 @@ use says why in a comment, and `tests/workers/test_private_apis.py` fails on the
     caller       which model is asking, and with which callbacks
     feeding      each worker's share of every batch, without a transfer per step
     writing      files that one worker writes for all
+    seeds        the same shuffle on every worker
     lifetime     the end of a job: together when all is well, at once when a worker fails
 """
 

@@ -40,10 +40,10 @@ class CountingLauncher(cross_device_utils.CollectiveReplicaLauncher):
 
 
 class ReplicatedExtended(CollectiveAllReduceExtended):
-    """What MultiWorkerMirroredStrategy does behind its public methods, with three changes.
+    """What MultiWorkerMirroredStrategy does behind its public methods, with a few changes.
 
     Collectives count their keys (`CountingLauncher`); an optimizer may run inside `tf.cond`
-    (`_use_merge_call`); and gradients that were summed already are not summed twice (`summed_already`).
+    (`_use_merge_call`, `_create_variable`); and gradients that were summed already are not summed twice (`summed_already`).
     """
 
     def __init__(self, container: tf.distribute.Strategy, cluster_resolver: Any, options: Any) -> None:
@@ -67,6 +67,14 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         # With one replica per worker there is nothing to merge, and merging is what makes gradient
         # accumulation and EMA fail: it cannot be done inside tf.cond. TensorFlow's own tests turn it off.
         return False
+
+    def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        # "Only the first replica's value counts" is written with a merge even when the strategy has none;
+        # optimizers count their steps in such a variable, inside tf.cond when the loss is scaled. With one
+        # replica per worker every replica is the first.
+        if kwargs.get("aggregation") == tf.VariableAggregation.ONLY_FIRST_REPLICA:
+            kwargs["aggregation"] = tf.VariableAggregation.NONE
+        return super()._create_variable(next_creator, **kwargs)
 
     @contextlib.contextmanager
     def summed_already(self) -> Iterator[None]:

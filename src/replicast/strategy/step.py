@@ -70,15 +70,14 @@ class KerasStep:
         present = [g for g in gradients if g is not None]
         if not present:
             return gradients
-        context = tf.distribute.get_replica_context()
         if _sums_its_loss(self._model):
-            reduced = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, present))
-            return [g if g is None else next(reduced) for g in gradients]
+            summed = iter(_all_reduce(present))
+            return [g if g is None else next(summed) for g in gradients]
         weighted = [_times(g, self._rows) for g in present]
-        *summed, rows = context.all_reduce(tf.distribute.ReduceOp.SUM, [*weighted, self._rows])
+        *totals, rows = _all_reduce([*weighted, self._rows])
         share = self._extended._num_replicas_in_sync / rows
-        reduced = iter([_times(g, share) for g in summed])
-        return [g if g is None else next(reduced) for g in gradients]
+        summed = iter([_times(g, share) for g in totals])
+        return [g if g is None else next(summed) for g in gradients]
 
     def _whole_batch(self, logs: Any, watch: _Writes) -> Any:
         states = [v for v in self._model.metrics_variables if watch.wrote(v)]
@@ -90,7 +89,7 @@ class KerasStep:
         local_states = [_local(v) for v in states]
         weighted = [_times(_local(v), self._rows) for v in statistics]
         weighted_logs = [_times(tf.cast(value, tf.float32), self._rows) for value in own.values()]
-        summed = _sum_together([*local_states, *weighted, *weighted_logs, self._rows])
+        summed = _all_reduce([*local_states, *weighted, *weighted_logs, self._rows])
         rows = summed[-1]
         for variable, total in zip(statistics, summed[len(states) :], strict=False):
             variable.assign(_times(total, 1.0 / rows))
@@ -173,7 +172,7 @@ class _Writes:
             tf.reduce_any(tf.not_equal(before, _local(v)))
             for before, v in zip(self._before, self._candidates, strict=True)
         ]
-        flags = _sum_together([tf.cast(tf.stack(changed), tf.float32)])[0]
+        flags = _all_reduce([tf.cast(tf.stack(changed), tf.float32)])[0]
         return {id(v) for v, flag in zip(self._candidates, flags.numpy(), strict=True) if flag}
 
 
@@ -208,17 +207,14 @@ def _times(value: Any, factor: tf.Tensor) -> Any:
     return tf.math.multiply_no_nan(value, tf.cast(factor, value.dtype))
 
 
-def _sum_together(values: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums each of `values` over the workers, in one transfer per dtype."""
+def _all_reduce(values: list[Any]) -> list[Any]:
+    """Sums each of `values` over the workers, the dense ones of a dtype together in one transfer."""
     context = tf.distribute.get_replica_context()
-    summed: dict[int, tf.Tensor] = {}
+    summed: dict[int, Any] = {}
     for dtype in dict.fromkeys(value.dtype for value in values):
         places = [place for place, value in enumerate(values) if value.dtype == dtype]
-        flat = tf.concat([tf.reshape(values[place], [-1]) for place in places], axis=0)
-        total = context.all_reduce(tf.distribute.ReduceOp.SUM, flat)
-        parts = tf.split(total, [tf.size(values[place]) for place in places])
-        for place, part in zip(places, parts, strict=True):
-            summed[place] = tf.reshape(part, tf.shape(values[place]))
+        totals = context.all_reduce(tf.distribute.ReduceOp.SUM, [values[place] for place in places])
+        summed.update(zip(places, totals, strict=True))
     return [summed[place] for place in range(len(values))]
 
 

@@ -2,53 +2,216 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any, Literal
 
 import keras
 import tensorflow as tf
 
+# Private: Keras' views of its inputs, to tell arrays in memory from datasets.
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+
 from replicast.config import read_cluster
+from replicast.coordination import Coordination, MemoryCoordination, ServiceCoordination
+from replicast.errors import ClusterError, NotSupported
+from replicast.strategy import feeding
+from replicast.strategy.caller import KerasCall, keras_call
 from replicast.strategy.collectives import ReplicatedExtended
+from replicast.strategy.lifetime import Lifetime
+from replicast.strategy.seeds import Seeds
 from replicast.strategy.step import Agreed, KerasStep
+from replicast.strategy.writing import Writing, silence
+
+logger = logging.getLogger("replicast")
+
+_OWN_SHARDING = (
+    tf.data.experimental.AutoShardPolicy.OFF,
+    tf.data.experimental.AutoShardPolicy.FILE,
+    tf.data.experimental.AutoShardPolicy.HINT,
+)
 
 
 class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
+    """Synchronous training on several workers, one replica each, for Keras 3 and for own loops.
+
+    The workers are read from `TF_CONFIG`; without it, this is a job of one and the same script runs. Make it
+    before anything else of TensorFlow is used. All workers must make it: it blocks until they have.
+
+    Example:
+        strategy = replicast.Strategy()
+        with strategy.scope():
+            model = build_model()
+            model.compile("adam", "sparse_categorical_crossentropy")
+        model.fit(x, y, batch_size=128)
+
+    `batch_size` is that of the whole job: each worker takes its rows of every batch. Give all workers the
+    same data.
+    """
+
     def __init__(
         self,
         *,
         statistics: Literal["mean", "local"] = "mean",
+        communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
     ) -> None:
+        """Joins the job.
+
+        Args:
+            statistics: What happens to the moving statistics of BatchNormalization and its like, which each
+                worker computes from its own rows. "mean": every step ends with their mean over the workers,
+                so they are equal always. "local": each worker keeps its own, as TensorFlow does by itself.
+            communication_options: As for `tf.distribute.MultiWorkerMirroredStrategy`.
+        """
+        if statistics not in ("mean", "local"):
+            raise ValueError(f'statistics must be "mean" or "local". Received: {statistics!r}')
+        if keras.backend.backend() != "tensorflow":
+            raise ClusterError(
+                "replicast needs Keras on the TensorFlow backend",
+                received=f"backend {keras.backend.backend()!r}",
+                remedy="Set KERAS_BACKEND=tensorflow before keras is imported",
+            )
         cluster = read_cluster(os.environ)
+        self._rank = 0 if cluster is None else cluster.rank
+        self._size = 1 if cluster is None else cluster.size
         extended = ReplicatedExtended(
             self,
             tf.distribute.cluster_resolver.TFConfigClusterResolver(),
-            tf.distribute.experimental.CommunicationOptions(),
+            communication_options or tf.distribute.experimental.CommunicationOptions(),
         )
+        # Not MultiWorkerMirroredStrategy's own constructor: it would make its own `extended`.
         super(tf.distribute.MultiWorkerMirroredStrategy, self).__init__(extended)
-        self.rank = 0 if cluster is None else cluster.rank
-        self.size = 1 if cluster is None else cluster.size
         self._statistics = statistics
+        self._checks = 0
+        self._coordination: Coordination = (
+            ServiceCoordination() if self._size > 1 else MemoryCoordination(MemoryCoordination.Store())
+        )
+        self._seeds = Seeds(self._coordination, self._rank)
+        self._writing = Writing(self._coordination, self._rank)
+        self._lifetime = Lifetime(
+            self._coordination,
+            self._rank,
+            self._size,
+            lambda: int(extended.collectives_started.numpy()),
+        )
+        self._opened = self._lifetime.opened if self._size > 1 else _nothing
+        if self._size > 1:
+            self._lifetime.begin()
+
+    @property
+    def rank(self) -> int:
+        """Which worker this is, from 0 on. Worker 0 coordinates and writes the files."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return self._size
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        """Runs `fn` on this worker's replica; see `tf.distribute.Strategy.run`.
+
+        A step of a Keras model has the outcome of the whole batch: see `replicast.strategy.step`.
+        """
         model = getattr(fn, "__self__", None)
-        if self.size == 1 or not isinstance(model, keras.Model):
+        if self._size == 1 or not isinstance(model, keras.Model):
             return super().run(fn, args, kwargs, options)
+        self._refuse_what_cannot_work(model)
         step = KerasStep(self.extended, model, fn, self._statistics == "mean")
         outputs = super().run(step, args, kwargs, options)
-        return tf.nest.map_structure(Agreed, outputs)
+        return keras.tree.map_structure(Agreed, outputs)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
+        """Reduces over the workers; see `tf.distribute.Strategy.reduce`."""
         if isinstance(value, Agreed):
             return value.value
         return super().reduce(reduce_op, value, axis)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
-        if self.size == 1:
+        """This worker's share of every batch of `dataset`.
+
+        A dataset whose options ask for sharding by file, by hint or not at all is left to TensorFlow.
+        """
+        if isinstance(dataset, feeding.Share):
+            return dataset
+        call = keras_call()
+        if call is not None:
+            self._prepare(call)
+            if isinstance(call.adapter, ArrayDataAdapter) and feeding.can_gather(call.adapter._inputs):
+                return self._array_share(call.adapter)
+        if dataset.options().experimental_distribute.auto_shard_policy in _OWN_SHARDING:
             return super().experimental_distribute_dataset(dataset, options)
-        def take(*b):
-            def sl(t):
-                n = tf.shape(t)[0]
-                return t[n*self.rank//self.size: n*(self.rank+1)//self.size]
-            return tf.nest.map_structure(sl, b)
-        return dataset.map(take).prefetch(2)
+        return self._share(dataset, call)
+
+    def _array_share(self, adapter: ArrayDataAdapter) -> feeding.ArrayShare:
+        return feeding.ArrayShare(
+            adapter._inputs,
+            rank=self._rank,
+            size=self._size,
+            batch_size=adapter.batch_size,
+            shuffle=adapter._shuffle,
+            seed=self._seeds.next(),
+            opened=self._opened,
+        )
+
+    def _share(self, dataset: tf.data.Dataset, call: KerasCall | None) -> feeding.Share:
+        adapter = None if call is None else call.adapter
+        first_batches = getattr(adapter, "_first_batches", None)
+        checked = self._size > 1 and call is not None and call.method == "fit" and isinstance(adapter, TFDatasetAdapter)
+        return feeding.Share(
+            dataset,
+            self._rank,
+            self._size,
+            opened=_nothing if call is None else self._opened,
+            first_batch=first_batches[0] if first_batches else None,
+            check=self._checker() if checked else None,
+        )
+
+    def _prepare(self, call: KerasCall) -> None:
+        self._refuse_what_cannot_work(call.model)
+        self._writing.guard(call.model)
+        if self._rank != 0:
+            silence(call.callbacks)
+
+    def _refuse_what_cannot_work(self, model: keras.Model) -> None:
+        if getattr(model, "jit_compile", False) is True and self.extended._local_device_type == "CPU":
+            raise NotSupported(
+                "jit_compile=True",
+                reason="XLA has no transfers between CPU workers",
+                remedy='Compile the model with jit_compile=False (the default, "auto", does)',
+            )
+        optimizer = getattr(model, "optimizer", None)
+        made_under = getattr(optimizer, "_distribution_strategy", self)
+        if made_under is not self:
+            raise NotSupported(
+                f"An optimizer ({type(optimizer).__name__}) that was made outside strategy.scope()",
+                reason="its variables are not replicated",
+                remedy="Make it inside 'with strategy.scope():', next to the model",
+            )
+
+    def _checker(self) -> Any:
+        """Worker 0 compares every worker's first batch with its own and warns when they differ."""
+        self._checks += 1
+        key = f"replicast/first-batch/{self._checks}"
+
+        def check(digest: str) -> None:
+            self._coordination.put(f"{key}/{self._rank}", digest)
+            if self._rank != 0:
+                return
+            theirs = {w: self._coordination.get(f"{key}/{w}", 60.0) for w in range(1, self._size)}
+            others = [str(w) for w, other in theirs.items() if other not in (None, digest)]
+            if others:
+                logger.warning(
+                    "The workers were given different batches (worker 0 and worker %s differ). Each takes its "
+                    "own rows of its own batch, so some examples may be used twice in an epoch and others not "
+                    "at all. For the same order everywhere call keras.utils.set_random_seed(n) first, or "
+                    "give dataset.shuffle() a seed.",
+                    ", ".join(others),
+                )
+
+        return check
+
+
+def _nothing() -> None:
+    return None

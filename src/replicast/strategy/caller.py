@@ -1,0 +1,70 @@
+"""Which model is asking for its data, and with which callbacks.
+
+Keras hands a strategy a dataset and nothing else: not the model that will train on it, not the callbacks,
+not the arrays behind it. All of these lie in the two frames that called us, and we need them before training
+starts: to refuse what cannot work, to shuffle alike on every worker, to let one worker write the files. So
+this module looks there. It is the one place that does, and it finds nothing (and the caller falls back to
+TensorFlow's own way) when Keras is not the one who calls.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+# Private: the class whose constructor calls `experimental_distribute_dataset`, to recognise its frame.
+from keras.src.trainers.epoch_iterator import EpochIterator
+
+
+@dataclass(frozen=True, slots=True)
+class KerasCall:
+    """A call of `fit`, `evaluate` or `predict` that is about to start.
+
+    Attributes:
+        model: The model it was called on.
+        method: "fit", "evaluate" or "predict".
+        adapter: Keras' view of the input: its type says what the user passed.
+        callbacks: The callbacks as the user passed them (a list, one callback or None).
+    """
+
+    model: keras.Model
+    method: str
+    adapter: Any
+    callbacks: Any
+
+
+def keras_call() -> KerasCall | None:
+    """The Keras call on whose behalf our caller was called, if it is one."""
+    frame = sys._getframe(2)
+    iterator = frame.f_locals.get("self")
+    if frame.f_code.co_name != "__init__" or not isinstance(iterator, EpochIterator):
+        return None
+    outer = frame.f_back
+    model = None if outer is None else outer.f_locals.get("self")
+    if outer is None or not isinstance(model, keras.Model):
+        return None
+    return KerasCall(
+        model=model,
+        method=outer.f_code.co_name,
+        adapter=iterator.data_adapter,
+        callbacks=outer.f_locals.get("callbacks"),
+    )
+
+
+def only_looks_at_shapes() -> bool:
+    """Whether Keras is about to take one batch just to build the model, and throw it away.
+
+    It does so before every `fit` and `evaluate` under a strategy. Taken from the real input, that batch, and
+    whatever was prefetched behind it, would be missing from a generator's data.
+    """
+    frame: Any = sys._getframe(2)
+    for _ in range(4):  # __iter__ < _enumerate_iterator < __next__ < _maybe_symbolic_build
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "_maybe_symbolic_build":
+            return True
+        frame = frame.f_back
+    return False

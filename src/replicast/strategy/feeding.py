@@ -1,0 +1,227 @@
+"""Each worker's share of every batch, without a transfer per step.
+
+TensorFlow's distributed iterator asks all workers before every step whether each still has data; that
+question costs more than a small model's whole step. Here every worker sees the same batches and takes its own
+rows of each: worker r of N gets rows B*r//N to B*(r+1)//N of a batch of B. So each example is used once,
+the last short batch included, and all workers run out at the same step without asking.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import xxhash
+
+from replicast.strategy.caller import only_looks_at_shapes
+
+logger = logging.getLogger("replicast")
+
+PREFETCHED_BATCHES = 2
+
+
+def rows_of_share(rows: Any, rank: int, size: int) -> tuple[Any, Any]:
+    """The first row of a worker's share of `rows` rows, and the row after its last."""
+    return rows * rank // size, rows * (rank + 1) // size
+
+
+class Share(tf.data.Dataset):
+    """One worker's rows of every batch of a dataset.
+
+    A dataset itself, so that it can be given to `fit` and is not divided a second time.
+    """
+
+    def __init__(
+        self,
+        batches: tf.data.Dataset,
+        rank: int,
+        size: int,
+        *,
+        opened: Callable[[], None],
+        first_batch: Any = None,
+        check: Callable[[str], None] | None = None,
+    ) -> None:
+        self._batches = batches
+        self._opened = opened
+        self._first_batch = first_batch
+        if check is not None:
+            batches = _checked(batches, check)
+        if size > 1:
+            batches = batches.map(_taker(rank, size))
+        self._share = batches.prefetch(PREFETCHED_BATCHES)
+        # Private: a dataset is made of its variant tensor; there is no public way to wrap one.
+        super().__init__(self._share._variant_tensor)
+
+    def _inputs(self) -> list[Any]:
+        return [self._share]
+
+    @property
+    def element_spec(self) -> Any:
+        """The types of a share of a batch."""
+        return self._share.element_spec
+
+    def __iter__(self) -> Iterator[Any]:
+        if only_looks_at_shapes():
+            batch = self._first_batch if self._first_batch is not None else _blank(self.element_spec)
+            if batch is not None:
+                return iter([batch])
+        self._opened()
+        return iter(self._share)
+
+
+class ArrayShare:
+    """One worker's rows of every batch of arrays that lie in memory, shuffled alike on every worker.
+
+    Keras shuffles with an operation whose seed differs from worker to worker, so that some examples would be
+    used twice in an epoch and others never; and with a global seed set it repeats the same order in every
+    epoch. The order here depends on the seed, the call of `fit` and the epoch, and a worker gathers only its
+    own rows.
+    """
+
+    def __init__(
+        self,
+        arrays: Any,
+        *,
+        rank: int,
+        size: int,
+        batch_size: int,
+        shuffle: bool | str,
+        seed: tuple[int, ...],
+        opened: Callable[[], None],
+    ) -> None:
+        self._tensors = tf.nest.map_structure(tf.convert_to_tensor, arrays)
+        self._rows = int(tf.nest.flatten(self._tensors)[0].shape[0])
+        self._rank = rank
+        self._size = size
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._opened = opened
+        self._epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        if only_looks_at_shapes():
+            rows = min(self._rows, self._batch_size)
+            return iter([tf.nest.map_structure(lambda tensor: tensor[:rows], self._tensors)])
+        self._opened()
+        order = epoch_order(self._rows, self._batch_size, self._shuffle, (*self._seed, self._epoch))
+        self._epoch += 1
+        return iter(self._dataset(share_of_order(order, self._batch_size, self._rank, self._size)))
+
+    def _dataset(self, mine: np.ndarray[Any, Any]) -> tf.data.Dataset:
+        first, after = rows_of_share(self._batch_size, self._rank, self._size)
+        whole = self._rows // self._batch_size * (after - first)
+        indices = tf.data.Dataset.from_tensor_slices(mine[:whole].reshape(-1, after - first))
+        if self._rows % self._batch_size:
+            indices = indices.concatenate(tf.data.Dataset.from_tensors(mine[whole:]))
+
+        def gather(rows: tf.Tensor) -> Any:
+            return tf.nest.map_structure(lambda tensor: tf.gather(tensor, rows), self._tensors)
+
+        options = tf.data.Options()
+        options.experimental_optimization.apply_default_optimizations = False  # they would copy the arrays
+        return indices.map(gather).with_options(options).prefetch(PREFETCHED_BATCHES)
+
+
+def epoch_order(
+    rows: int, batch_size: int, shuffle: bool | str, seed: tuple[int, ...]
+) -> np.ndarray[Any, Any]:
+    """The order in which one epoch uses the rows: the same on every worker that has the same seed."""
+    random = np.random.default_rng(seed)
+    order = np.arange(rows, dtype=np.int64)
+    if shuffle == "batch":
+        for first in range(0, rows, batch_size):
+            random.shuffle(order[first : first + batch_size])
+    elif shuffle:
+        random.shuffle(order)
+    return order
+
+
+def share_of_order(
+    order: np.ndarray[Any, Any], batch_size: int, rank: int, size: int
+) -> np.ndarray[Any, Any]:
+    """The rows of one worker, batch after batch."""
+    batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+    shares = [batch[slice(*rows_of_share(len(batch), rank, size))] for batch in batches]
+    return np.concatenate(shares) if shares else order
+
+
+def can_gather(arrays: Any) -> bool:
+    """Whether `ArrayShare` can take these: dense arrays only, none left out."""
+    leaves = tf.nest.flatten(arrays)
+    return all(isinstance(leaf, (np.ndarray, tf.Tensor)) and leaf.ndim > 0 for leaf in leaves)
+
+
+def _taker(rank: int, size: int) -> Callable[..., Any]:
+    def rows(component: Any) -> Any:
+        if isinstance(component, tf.RaggedTensor):
+            first, after = rows_of_share(component.nrows(), rank, size)
+            return component[first:after]
+        if isinstance(component, tf.SparseTensor):
+            first, after = rows_of_share(component.dense_shape[0], rank, size)
+            start = tf.concat([[first], tf.zeros_like(component.dense_shape[1:])], axis=0)
+            extent = tf.concat([[after - first], component.dense_shape[1:]], axis=0)
+            return tf.sparse.slice(component, start, extent)
+        if not isinstance(component, tf.Tensor) or component.shape.rank == 0:
+            return component  # an absent part of the batch, or a number that concerns all of it
+        known = component.shape[0] if component.shape.rank is not None else None
+        first, after = rows_of_share(tf.shape(component)[0] if known is None else known, rank, size)
+        return component[first:after]
+
+    def take(*batch: Any) -> Any:
+        share = tf.nest.map_structure(rows, batch)
+        return share if len(batch) > 1 else share[0]
+
+    return take
+
+
+def _blank(spec: Any) -> Any:
+    """A batch of zeros of these types, or None where their shapes leave something open but the rows."""
+    leaves = tf.nest.flatten(spec)
+    for leaf in leaves:
+        if not isinstance(leaf, tf.TensorSpec) or leaf.shape.rank is None:
+            return None
+        if any(length is None for length in leaf.shape[1:]):
+            return None
+    blank = [tf.zeros([length or 2 for length in leaf.shape], leaf.dtype) for leaf in leaves]
+    return tf.nest.pack_sequence_as(spec, blank)
+
+
+def _checked(batches: tf.data.Dataset, check: Callable[[str], None]) -> tf.data.Dataset:
+    """Calls `check` with the digest of the first batch of the first pass, from the pipeline's own thread."""
+    asked = [False]
+
+    def digest_once(*components: np.ndarray[Any, Any]) -> np.int64:
+        if not asked[0]:
+            asked[0] = True
+            check(digest_of_batch(components))
+        return np.int64(0)
+
+    def look(number: tf.Tensor, *batch: Any) -> Any:
+        dense = [leaf for leaf in tf.nest.flatten(batch) if isinstance(leaf, tf.Tensor)]
+        tf.cond(
+            tf.equal(number, 0),
+            lambda: tf.numpy_function(digest_once, dense, tf.int64),
+            lambda: tf.constant(0, tf.int64),
+        )
+        return batch if len(batch) > 1 else batch[0]
+
+    def flat(number: tf.Tensor, element: Any) -> Any:
+        return look(number, *element) if isinstance(element, tuple) else look(number, element)
+
+    return batches.enumerate().map(flat)
+
+
+def digest_of_batch(components: tuple[np.ndarray[Any, Any], ...]) -> str:
+    """A digest of a batch's bytes."""
+    digest = xxhash.xxh3_64()
+    for component in components:
+        data = component if component.dtype != object else np.array(component.tolist(), dtype=bytes)
+        digest.update(np.ascontiguousarray(data).view(np.uint8).data if data.size else b"")
+        digest.update(str(component.shape).encode())
+    return digest.hexdigest()
+
+

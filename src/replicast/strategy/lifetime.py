@@ -1,0 +1,209 @@
+"""The end of a job: together when all is well, at once when a worker fails.
+
+TensorFlow gives a job no end of its own. When worker 0 leaves first, it takes the coordination service with
+it and the others abort; when a worker raises, the others wait in a transfer until a heartbeat is missed; when
+one worker's loop ends a step early, the others wait for ever. So every worker has one thread that watches
+three keys of the coordination service:
+
+    failed      a worker raised: what and where
+    left        a worker reached the end of its script, and after how many transfers
+    turn/K      a worker opened its K-th pass over data, and after how many transfers
+
+Transfers are counted by every worker in the same order. A worker that has started more of them than another
+one had at the end of the same pass waits for something that will never come: that is certain, no time limit
+has to be guessed. In each case the thread aborts the transfer under way, so that the training thread raises.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from replicast.coordination import Coordination
+from replicast.errors import JobFailed
+
+logger = logging.getLogger("replicast")
+
+PREFIX = "replicast/lifetime"
+LOOK_SECS = 0.3
+GRACE_SECS = 10.0
+"""How long a worker that was told to stop may take before its process is ended."""
+REMIND_SECS = 30.0
+
+
+class Lifetime:
+    """Watches over one worker's part in the job.
+
+    The watching thread is started by `begin`, stopped by `leave`, and is a daemon: should it die, the job
+    goes on without its protection, and `opened` says so.
+    """
+
+    def __init__(
+        self,
+        coordination: Coordination,
+        rank: int,
+        size: int,
+        transfers_started: Callable[[], int],
+        end_process: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._coordination = coordination
+        self._rank = rank
+        self._size = size
+        self._transfers_started = transfers_started
+        self._end_process = end_process
+        self._turn = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="replicast-lifetime", daemon=True)
+        self._interrupted = False
+        self.failure: JobFailed | None = None
+
+    def begin(self) -> None:
+        """Starts watching, and makes the process tell the others when it raises or ends."""
+        self._thread.start()
+        previous = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            previous(kind, error, trace)
+            self.failed(error)
+
+        sys.excepthook = hook
+        atexit.register(self.leave)
+
+    def opened(self) -> None:
+        """To be called when Keras opens a pass over its data, in the same order on every worker."""
+        if self.failure is not None:
+            raise self.failure
+        if not self._thread.is_alive():
+            raise JobFailed("The thread that watches over the job has died; its error is above in the log.")
+        position = self._transfers_started()
+        self._turn += 1
+        self._put(f"turn/{self._turn}", {"worker": self._rank, "transfers": position})
+
+    def failed(self, error: BaseException) -> None:
+        """To be called when this worker's script raised: tells the others, the first one to fail wins."""
+        if isinstance(error, KeyboardInterrupt) and self.failure is None:
+            self._interrupted = True
+            return
+        if self.failure is not None:
+            sys.stderr.write(f"replicast: {self.failure}\n")
+            return
+        lines = traceback.format_exception_only(error)
+        said = lines[-1].strip() if lines else type(error).__name__
+        self.failure = JobFailed(f"worker {self._rank} failed first: {said}", worker=self._rank)
+        self._put("failed", {"worker": self._rank, "said": said})
+
+    def leave(self) -> None:
+        """Ends this worker's part. Worker 0, which hosts the coordination service, waits for the others.
+
+        It waits as long as they run and TensorFlow's heartbeats say that they are alive, and says every 30 s
+        for whom; after a failure at most 10 s.
+        """
+        position = self._position_or_none()
+        if position is not None:
+            self._put("left", {"worker": self._rank, "transfers": position})
+        self._put(f"left/{self._rank}", {})
+        if self._rank == 0 and not self._interrupted:
+            self._wait_for_the_others()
+        self._stop.set()
+        self._thread.join(timeout=3 * LOOK_SECS + 1.0)
+        if self.failure is not None:
+            sys.stderr.flush()
+            sys.stdout.flush()
+            self._end_process(1)
+
+    def _wait_for_the_others(self) -> None:
+        waited = 0.0
+        for worker in range(1, self._size):
+            while True:
+                try:
+                    if self._coordination.get(f"{PREFIX}/left/{worker}", 1.0) is not None:
+                        break
+                except JobFailed as error:
+                    self.failure = self.failure or JobFailed(
+                        f"worker {worker} was lost while worker 0 waited for it to finish: {error}",
+                        worker=worker,
+                    )
+                    sys.stderr.write(f"replicast: {self.failure}\n")
+                    return
+                waited += 1.0
+                if self.failure is not None and waited >= GRACE_SECS:
+                    return
+                if waited % REMIND_SECS == 0:
+                    sys.stderr.write(f"replicast: worker 0 waits for worker {worker} to finish\n")
+
+    def _watch(self) -> None:
+        try:
+            while not self._stop.is_set():
+                failure = self._look()
+                if failure is not None:
+                    self._end(failure)
+                    return
+        except JobFailed:
+            return  # the service is gone; the training thread gets TensorFlow's own error
+        except Exception:
+            logger.exception("The thread that watches over the job died")
+
+    def _look(self) -> JobFailed | None:
+        failed = self._get("failed")
+        if failed is not None:
+            if failed["worker"] == self._rank:
+                self._stop.wait(LOOK_SECS)
+                return None
+            return JobFailed(
+                f"worker {failed['worker']} failed first: {failed['said']}", worker=failed["worker"]
+            )
+        turn = self._turn
+        ahead = self._get(f"turn/{turn + 1}")
+        if ahead is not None and self._waits_for_nothing(ahead) and self._turn == turn:
+            return JobFailed(
+                f"worker {ahead['worker']} came to the end of its data, or left its loop, while worker "
+                f"{self._rank} went on to another step. Every worker must be given the same number of batches, "
+                "and a callback must stop all workers or none",
+                worker=ahead["worker"],
+            )
+        left = self._get("left")
+        if left is not None and left["worker"] != self._rank and self._waits_for_nothing(left):
+            return JobFailed(
+                f"worker {left['worker']} reached the end of its script while worker {self._rank} still trains",
+                worker=left["worker"],
+            )
+        return None
+
+    def _waits_for_nothing(self, other: dict[str, Any]) -> bool:
+        position = self._position_or_none()
+        return position is not None and position > int(other["transfers"])
+
+    def _end(self, failure: JobFailed) -> None:
+        """Makes the training thread raise; if it does not within the grace period, ends the process."""
+        self.failure = failure
+        self._coordination.abort(str(failure))
+        self._put("failed", {"worker": self._rank, "said": str(failure)})
+        if not self._stop.wait(GRACE_SECS):
+            sys.stderr.write(f"replicast: {failure}. Worker {self._rank} did not stop by itself\n")
+            sys.stderr.flush()
+            self._end_process(1)
+
+    def _position_or_none(self) -> int | None:
+        try:
+            return self._transfers_started()
+        except Exception:  # TensorFlow is being taken down: there is nothing left to compare
+            logger.debug("the number of transfers cannot be read", exc_info=True)
+            return None
+
+    def _put(self, key: str, value: dict[str, Any]) -> None:
+        try:
+            self._coordination.put(f"{PREFIX}/{key}", json.dumps(value))
+        except JobFailed:
+            logger.debug("could not publish %s", key, exc_info=True)
+
+    def _get(self, key: str) -> dict[str, Any] | None:
+        text = self._coordination.get(f"{PREFIX}/{key}", LOOK_SECS)
+        return None if text is None else dict(json.loads(text))

@@ -1,0 +1,48 @@
+"""Seeds that all workers have in common, so that all shuffle alike."""
+
+from __future__ import annotations
+
+import secrets
+
+# Private: whether the user set a global seed, and when anew: `tf.random` does not tell.
+from tensorflow.python.eager import context
+
+from replicast.coordination import Coordination
+from replicast.errors import JobFailed
+
+AGREE_SECS = 600.0
+
+
+class Seeds:
+    """Gives out one seed per use, the same to every worker that asks equally often.
+
+    They follow from the user's global seed, if there is one, and start again when it is set again; else from
+    a random number of worker 0. Nobody's random generators are touched.
+    """
+
+    def __init__(self, coordination: Coordination, rank: int) -> None:
+        self._coordination = coordination
+        self._rank = rank
+        self._generator: object = None
+        self._random: int | None = None
+        self._uses = 0
+
+    def next(self) -> tuple[int, ...]:
+        """The next seed. Blocks on first use until worker 0 has asked too, at most 600 s."""
+        generator = context.context()._rng
+        if generator is not self._generator:
+            self._generator = generator
+            self._uses = 0
+        self._uses += 1
+        chosen = context.global_seed()
+        return (self._agreed() if chosen is None else int(chosen) & 0xFFFFFFFF, self._uses)
+
+    def _agreed(self) -> int:
+        if self._random is None:
+            if self._rank == 0:
+                self._coordination.put("replicast/seed", str(secrets.randbits(32)))
+            seed = self._coordination.get("replicast/seed", AGREE_SECS)
+            if seed is None:
+                raise JobFailed(f"worker 0 did not give a seed within {AGREE_SECS:.0f} s", worker=0)
+            self._random = int(seed)
+        return self._random

@@ -1,0 +1,79 @@
+"""Stock Keras 3 trainings on real workers: equal replicas, and the numbers of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.pool import Pool
+from tests.pool.checks import assert_equal_on_all
+from tests.workers.recipes import NOISY, RECIPES, trained
+
+ON_THREE = (
+    "sgd_on_arrays",
+    "adam_on_arrays",
+    "batches_that_do_not_divide",
+    "a_last_batch_smaller_than_the_job",
+    "tf_data",
+    "generator",
+    "embedding",
+    "several_steps_per_execution",
+    "clipping_by_global_norm",
+    "metrics_with_state",
+    "custom_train_step",
+    "early_stopping",
+    "evaluate_and_predict",
+)
+NOISY_ON_THREE = ("convolution_with_augmentation_dropout_and_batch_normalization", "mixed_float16")
+
+
+@pytest.fixture(scope="session")
+def one_process(pool1: Pool) -> Any:
+    """What each recipe gives in a job of one, run once."""
+    known: dict[str, Any] = {}
+
+    def result(name: str) -> Any:
+        if name not in known:
+            known[name] = pool1.run(trained, name)[0]
+        return known[name]
+
+    return result
+
+
+def assert_same_numbers(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["history"].keys() == expected["history"].keys()
+    for name, values in expected["history"].items():
+        np.testing.assert_allclose(found["history"][name], values, rtol=2e-4, atol=2e-5, err_msg=name)
+    assert list(found["state"]) == list(expected["state"])
+    for name, value in expected["state"].items():
+        np.testing.assert_allclose(found["state"][name], value, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def assert_replicas_equal(results: list[dict[str, Any]]) -> None:
+    assert_equal_on_all([{"digest": r["digest"], "history": r["history"]} for r in results])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_two_workers_train_to_the_numbers_of_one_process(name: str, pool2: Pool, one_process: Any) -> None:
+    results = pool2.run(trained, name)
+    assert_replicas_equal(results)
+    assert_same_numbers(results[0], one_process(name))
+
+
+@pytest.mark.parametrize("name", ON_THREE)
+def test_three_workers_train_to_the_numbers_of_one_process(name: str, pool3: Pool, one_process: Any) -> None:
+    results = pool3.run(trained, name)
+    assert_replicas_equal(results)
+    assert_same_numbers(results[0], one_process(name))
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_two_workers_stay_equal(name: str, pool2: Pool) -> None:
+    assert_replicas_equal(pool2.run(trained, name))
+
+
+@pytest.mark.parametrize("name", NOISY_ON_THREE)
+def test_three_workers_stay_equal(name: str, pool3: Pool) -> None:
+    assert_replicas_equal(pool3.run(trained, name))
