@@ -27,6 +27,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from replicast.config import FAILED_BECAUSE_OF_ANOTHER
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed
 
@@ -64,6 +65,7 @@ class Lifetime:
         self._thread = threading.Thread(target=self._watch, name="replicast-lifetime", daemon=True)
         self._interrupted = False
         self.failure: JobFailed | None = None
+        """Why the job ended, once it has."""
 
     def begin(self) -> None:
         """Starts watching, and makes the process tell the others when it raises or ends."""
@@ -107,17 +109,17 @@ class Lifetime:
         for whom; after a failure at most 10 s.
         """
         position = self._position_or_none()
-        if position is not None:
+        if position is not None and self.failure is None:
             self._put("left", {"worker": self._rank, "transfers": position})
         self._put(f"left/{self._rank}", {})
         if self._rank == 0 and not self._interrupted:
             self._wait_for_the_others()
         self._stop.set()
         self._thread.join(timeout=3 * LOOK_SECS + 1.0)
-        if self.failure is not None:
+        if self.failure is not None and self.failure.worker != self._rank:
             sys.stderr.flush()
             sys.stdout.flush()
-            self._end_process(1)
+            self._end_process(FAILED_BECAUSE_OF_ANOTHER)
 
     def _wait_for_the_others(self) -> None:
         waited = 0.0
@@ -189,7 +191,7 @@ class Lifetime:
         if not self._stop.wait(GRACE_SECS):
             sys.stderr.write(f"replicast: {failure}. Worker {self._rank} did not stop by itself\n")
             sys.stderr.flush()
-            self._end_process(1)
+            self._end_process(FAILED_BECAUSE_OF_ANOTHER)
 
     def _position_or_none(self) -> int | None:
         try:

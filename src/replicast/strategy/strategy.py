@@ -123,9 +123,14 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         return keras.tree.map_structure(Agreed, outputs)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        """Reduces over the workers; see `tf.distribute.Strategy.reduce`."""
+        """Reduces over the workers; see `tf.distribute.Strategy.reduce`.
+
+        Of a whole batch, which Keras wants averaged just to see its shapes, the local part is returned.
+        """
         if isinstance(value, Agreed):
             return value.value
+        if isinstance(value, (tuple, list, dict)):
+            return keras.tree.map_structure(lambda part: self.experimental_local_results(part)[0], value)
         return super().reduce(reduce_op, value, axis)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
