@@ -49,7 +49,7 @@ format: $(STAMP) ## Let ruff rewrite what it can
 	$(VENV)/bin/ruff format .
 
 bench: $(STAMP) ## Measure, interleaved in one run, and print ratios
-	$(VENV)/bin/python -m pip install --quiet --group bench
+	$(VENV)/bin/python -m pip install --quiet --no-deps --group bench  # tf-keras would bring a second TensorFlow
 	$(VENV)/bin/python -m benchmarks
 
 clean: ## Remove what the other targets made

@@ -57,11 +57,15 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
                 "with CUDA_VISIBLE_DEVICES",
             )
         with tf.init_scope(), tf.device("CPU:0"):
-            self.collectives_started = tf.Variable(FIRST_KEY, dtype=tf.int32, trainable=False)
+            self._keys = tf.Variable(FIRST_KEY, dtype=tf.int32, trainable=False)
         for operations in (self._cross_device_ops, self._host_cross_device_ops):
             operations._launchers = [
-                CountingLauncher(stock, self.collectives_started) for stock in operations._launchers
+                CountingLauncher(stock, self._keys) for stock in operations._launchers
             ]
+
+    def transfers_started(self) -> int:
+        """How many collectives this worker has started; the same on all workers at the same line of code."""
+        return int(self._keys.numpy()) - FIRST_KEY
 
     def _use_merge_call(self) -> bool:
         # With one replica per worker there is nothing to merge, and merging is what makes gradient

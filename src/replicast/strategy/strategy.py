@@ -88,13 +88,8 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             ServiceCoordination() if self._size > 1 else MemoryCoordination(MemoryCoordination.Store())
         )
         self._seeds = Seeds(self._coordination, self._rank)
-        self._writing = Writing(self._coordination, self._rank)
-        self._lifetime = Lifetime(
-            self._coordination,
-            self._rank,
-            self._size,
-            lambda: int(extended.collectives_started.numpy()),
-        )
+        self._writing = Writing(self._coordination, self._rank, extended.transfers_started)
+        self._lifetime = Lifetime(self._coordination, self._rank, self._size, extended.transfers_started)
         self._opened = self._lifetime.opened if self._size > 1 else _nothing
         if self._size > 1:
             self._lifetime.begin()
@@ -187,13 +182,20 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
                 remedy='Compile the model with jit_compile=False (the default, "auto", does)',
             )
         optimizer = getattr(model, "optimizer", None)
-        made_under = getattr(optimizer, "_distribution_strategy", self)
-        if made_under is not self:
-            raise NotSupported(
-                f"An optimizer ({type(optimizer).__name__}) that was made outside strategy.scope()",
-                reason="its variables are not replicated",
-                remedy="Make it inside 'with strategy.scope():', next to the model",
-            )
+        for one in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+            if one is not None and one._distribution_strategy is not self:
+                raise self._outside(f"An optimizer ({type(one).__name__})")
+        for variable in [*model.variables, *model.metrics_variables]:
+            if not isinstance(variable.value, tf.distribute.DistributedValues):
+                raise self._outside(f"A variable ({variable.path})")
+
+    @staticmethod
+    def _outside(what: str) -> NotSupported:
+        return NotSupported(
+            f"{what} that was made outside strategy.scope()",
+            reason="it would not be the same on every worker",
+            remedy="Make it, and compile the model, inside 'with strategy.scope():'",
+        )
 
     def _checker(self) -> Any:
         """Worker 0 compares every worker's first batch with its own and warns when they differ."""

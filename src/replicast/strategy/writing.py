@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,10 @@ from replicast.errors import JobFailed
 
 logger = logging.getLogger("replicast")
 
-ARRIVE_SECS = 60.0
+ARRIVE_SECS = 20.0
+"""How long worker 0 may be behind another worker in coming to the same save."""
+NEXT_SECS = 1.0
+"""How long worker 0 may take from one save to the next, before a worker takes its path for its own."""
 WRITE_SECS = 3600.0
 SAVING_METHODS = ("save", "save_weights", "export")
 
@@ -52,14 +56,16 @@ def _nothing(*_: Any, **__: Any) -> None:
 class Writing:
     """Lets worker 0 do the saving of a model, and the others wait for it.
 
-    The n-th save of one worker is the n-th save of every worker. Worker 0 waits for nobody: a script in which
-    only worker 0 saves works as well.
+    A save is known by the number of transfers between the workers before it, which all count alike, and by
+    its path. Worker 0 waits for nobody: a script in which only worker 0 saves, or each worker to a path of
+    its own, works as well.
     """
 
-    def __init__(self, coordination: Coordination, rank: int) -> None:
+    def __init__(self, coordination: Coordination, rank: int, transfers_started: Callable[[], int]) -> None:
         self._coordination = coordination
         self._rank = rank
-        self._saves = 0
+        self._transfers_started = transfers_started
+        self._looked_at: Counter[int] = Counter()
 
     def guard(self, model: keras.Model) -> None:
         """Makes this model's saving methods safe to call on all workers, once."""
@@ -73,38 +79,46 @@ class Writing:
     def _once(self, save: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(save)
         def once(filepath: Any, *args: Any, **kwargs: Any) -> Any:
-            self._saves += 1
             if self._rank == 0:
-                return self._save(f"replicast/save/{self._saves}", save, filepath, args, kwargs)
-            return self._wait(f"replicast/save/{self._saves}", save, filepath, args, kwargs)
+                return self._announced(str(filepath), lambda: save(filepath, *args, **kwargs))
+            if self._saved_by_worker_0(str(filepath)):
+                return None
+            return save(filepath, *args, **kwargs)
 
         return once
 
-    def _save(self, key: str, save: Callable[..., Any], filepath: Any, args: Any, kwargs: Any) -> Any:
-        self._coordination.put(f"{key}/begun", json.dumps(str(filepath)))
+    def _next_key(self) -> str:
+        transfers = self._transfers_started()
+        self._looked_at[transfers] += 1
+        return f"replicast/save/{transfers}/{self._looked_at[transfers]}"
+
+    def _announced(self, path: str, save: Callable[[], Any]) -> Any:
+        key = self._next_key()
+        self._coordination.put(f"{key}/begun", path)
         try:
-            result = save(filepath, *args, **kwargs)
+            result = save()
         except Exception as error:
             self._coordination.put(f"{key}/done", json.dumps(f"{type(error).__name__}: {error}"))
             raise
         self._coordination.put(f"{key}/done", json.dumps(None))
         return result
 
-    def _wait(self, key: str, save: Callable[..., Any], filepath: Any, args: Any, kwargs: Any) -> Any:
-        begun = self._coordination.get(f"{key}/begun", ARRIVE_SECS)
-        if begun is None or json.loads(begun) != str(filepath):
+    def _saved_by_worker_0(self, path: str) -> bool:
+        """Waits until worker 0 has saved to `path`; False if it saves elsewhere, or not at all."""
+        patience = ARRIVE_SECS
+        while True:
+            key = self._next_key()
+            begun = self._coordination.get(f"{key}/begun", patience)
             if begun is None:
-                logger.warning(
-                    "worker 0 did not save anything within %.0f s; worker %d writes %s itself",
-                    ARRIVE_SECS,
-                    self._rank,
-                    filepath,
-                )
-            return save(filepath, *args, **kwargs)  # a path of this worker's own: no race
-        done = self._coordination.get(f"{key}/done", WRITE_SECS)
-        if done is None:
-            raise JobFailed(f"worker 0 did not finish writing {filepath} in {WRITE_SECS:.0f} s", worker=0)
-        problem = json.loads(done)
-        if problem is not None:
-            raise JobFailed(f"worker 0 could not write {filepath}: {problem}", worker=0)
-        return None
+                self._looked_at[self._transfers_started()] -= 1
+                logger.info("worker 0 does not save %s; worker %d does it itself", path, self._rank)
+                return False
+            done = self._coordination.get(f"{key}/done", WRITE_SECS)
+            if done is None:
+                raise JobFailed(f"worker 0 did not finish writing {begun} in {WRITE_SECS:.0f} s", worker=0)
+            if begun == path:
+                problem = json.loads(done)
+                if problem is not None:
+                    raise JobFailed(f"worker 0 could not write {path}: {problem}", worker=0)
+                return True
+            patience = NEXT_SECS

@@ -1,0 +1,61 @@
+"""`python -m benchmarks`: measures, prints tables and ratios."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import fit
+from benchmarks.report import machine_facts, show, write_json
+
+TABLES = {"fit": fit.measure}
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
+    facts = machine_facts()
+    with progress() as say:
+        results = [TABLES[name](options.rounds, say) for name in options.only or TABLES]
+    show(facts, results, sys.stdout)
+    if options.json is not None:
+        write_json(facts, results, options.json)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "--only", action="append", choices=TABLES, help="this table alone; may be given again"
+    )
+    parser.add_argument("--rounds", type=positive, default=7, help="turns of each contestant (default: 7)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    return parser.parse_args(arguments)
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1. Received: {text}")
+    return number
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """One line that changes on a terminal; one line per message elsewhere. On stderr: stdout is the result."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda message: print(message, file=sys.stderr, flush=True)
+        return
+    with console.status("starting") as status:
+        yield status.update
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,116 @@
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from replicast.digest import digest_array, digest_state
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def test_equal_arrays_have_equal_digests() -> None:
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    assert digest_array(values) == digest_array(values.copy())
+    assert len(digest_array(values)) == 32
+
+
+def test_one_changed_bit_changes_the_digest() -> None:
+    values = np.arange(1000, dtype=np.float32)
+    before = digest_array(values)
+    values.view(np.uint32)[777] ^= 1
+    assert digest_array(values) != before
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, BFLOAT16])
+def test_minus_zero_and_zero_differ(dtype: np.dtype) -> None:
+    zero = np.zeros(3, dtype)
+    assert np.array_equal(zero, -zero)
+    assert digest_array(zero) != digest_array(-zero)
+
+
+def test_nans_with_other_payloads_differ_and_with_the_same_payload_agree() -> None:
+    quiet = np.array([0x7FC00000], np.uint32).view(np.float32)
+    other = np.array([0x7FC00001], np.uint32).view(np.float32)
+    assert np.isnan(quiet).all()
+    assert np.isnan(other).all()
+    assert digest_array(quiet) != digest_array(other)
+    assert digest_array(quiet) == digest_array(quiet.copy())
+
+
+def test_the_same_bytes_as_another_dtype_or_shape_differ() -> None:
+    values = np.arange(12, dtype=np.float32)
+    same_bytes = [values, values.view(np.int32), values.reshape(3, 4), values.reshape(4, 3), values[:, None]]
+    assert len({digest_array(array) for array in same_bytes}) == len(same_bytes)
+
+
+def test_bfloat16_and_float16_of_the_same_bytes_differ() -> None:
+    values = np.arange(8).astype(BFLOAT16)
+    assert digest_array(values) == digest_array(values.copy())
+    assert len({digest_array(values), digest_array(values.view(np.float16)), digest_array(values.view("u2"))}) == 3
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16, np.bool_])
+def test_the_layout_in_memory_does_not_matter(dtype: np.dtype) -> None:
+    values = (np.arange(48).reshape(6, 8) % 5).astype(dtype)
+    for same in (np.asfortranarray(values), np.repeat(values, 2, axis=1)[:, ::2], values[::-1][::-1]):
+        assert digest_array(same) == digest_array(values)
+    assert digest_array(values.T) == digest_array(values.T.copy())
+
+
+def test_the_byte_order_does_not_matter() -> None:
+    values = np.array([1.5, -0.0, np.nan], np.float32)
+    assert digest_array(values.astype(">f4")) == digest_array(values)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int64, np.bool_, BFLOAT16])
+def test_arrays_without_dimensions_and_without_elements_work(dtype: np.dtype) -> None:
+    shapes = [(), (1,), (0,), (0, 3), (3, 0)]
+    assert len({digest_array(np.zeros(shape, dtype)) for shape in shapes}) == len(shapes)
+    assert digest_array(np.zeros((), dtype)) == digest_array(np.zeros((), dtype)[()])
+
+
+def test_read_only_arrays_work() -> None:
+    values = np.arange(5)
+    values.setflags(write=False)
+    assert digest_array(values) == digest_array(np.arange(5))
+
+
+@pytest.mark.parametrize("dtype", [object, [("a", "i1"), ("b", "f8")], "V8"])
+def test_objects_and_records_are_refused(dtype: object) -> None:
+    with pytest.raises(TypeError, match="Received: dtype"):
+        digest_array(np.zeros(2, dtype))  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
+def test_a_row_major_array_is_not_copied(dtype: np.dtype) -> None:
+    values = np.ones((1000, 1000), dtype)
+    tracemalloc.start()
+    digest_array(values)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < values.nbytes / 10
+
+
+def test_a_state_has_one_digest_in_whatever_order_its_names_come() -> None:
+    kernel, bias = np.ones((2, 3), np.float32), np.zeros(3, np.float32)
+    assert digest_state({"kernel": kernel, "bias": bias}) == digest_state({"bias": bias, "kernel": kernel})
+
+
+def test_a_state_differs_when_a_name_a_value_or_their_pairing_does() -> None:
+    ones, zeros = np.ones(3), np.zeros(3)
+    states = [
+        {"a": ones, "b": zeros},
+        {"a": zeros, "b": ones},
+        {"a": ones, "c": zeros},
+        {"a": ones},
+        {"ab": ones},
+        {},
+    ]
+    assert len({digest_state(state) for state in states}) == len(states)
+
+
+def test_digests_stay_what_they_are_from_version_to_version() -> None:
+    assert digest_array(np.arange(4, dtype=np.float32)) == "62113c3c0de444b40ae18917c34b5369"
+    assert digest_array(np.array(1.5, BFLOAT16)) == "592be1533d2bfb376a167e118f2f63a5"
+    assert digest_state({"b": np.arange(2, dtype=np.int64), "a": np.zeros((), np.float32)}) == "010cd7fbfcb213719959c02f083be804"

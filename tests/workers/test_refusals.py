@@ -1,0 +1,71 @@
+"""What cannot work is refused at once on every worker, with the way round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import pytest
+
+import replicast
+from tests.pool import Pool
+from tests.workers.recipes import arrays, perceptron
+
+
+def jit_compiled(strategy: Any) -> None:
+    perceptron(strategy, jit_compile=True).fit(*arrays(), verbose=0)
+
+
+def jit_compiled_train_on_batch(strategy: Any) -> None:
+    perceptron(strategy, jit_compile=True).train_on_batch(*arrays())
+
+
+def optimizer_made_outside(strategy: Any) -> None:
+    optimizer = keras.optimizers.Adam()
+    perceptron(strategy, lambda: optimizer).fit(*arrays(), verbose=0)
+
+
+def compiled_outside(strategy: Any) -> None:
+    model = perceptron(strategy)
+    model.compile("adam", "sparse_categorical_crossentropy")
+    model.fit(*arrays(), verbose=0)
+
+
+def float16_optimizer_made_outside(strategy: Any) -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    optimizer = keras.optimizers.Adam()
+    perceptron(strategy, lambda: optimizer).fit(*arrays(), verbose=0)
+
+
+def metric_made_outside(strategy: Any) -> None:
+    metric = keras.metrics.SparseCategoricalAccuracy()
+    perceptron(strategy, metrics=[metric]).fit(*arrays(), verbose=0)
+
+
+def layer_made_outside(strategy: Any) -> None:
+    layer = keras.layers.Dense(16)
+    layer.build((None, 16))
+    perceptron(strategy, extra=(lambda: layer,)).fit(*arrays(), verbose=0)
+
+
+def message_of_refusal(strategy: Any, name: str) -> str:
+    with pytest.raises(replicast.NotSupported) as refusal:
+        globals()[name](strategy)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("jit_compiled", "jit_compile=True is not supported here"),
+        ("jit_compiled_train_on_batch", "Compile the model with jit_compile=False"),
+        ("optimizer_made_outside", "An optimizer (Adam) that was made outside strategy.scope()"),
+        ("float16_optimizer_made_outside", "An optimizer (Adam) that was made outside strategy.scope()"),
+        ("compiled_outside", "inside 'with strategy.scope():'"),
+        ("metric_made_outside", "A variable (sparse_categorical_accuracy/"),
+        ("layer_made_outside", "A variable (dense"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_every_worker(name: str, expected: str, pool2: Pool) -> None:
+    messages = pool2.run(message_of_refusal, name)
+    assert all(expected in message for message in messages), messages

@@ -1,0 +1,138 @@
+"""Files that every worker would write are written by worker 0, whole, and are there when the others go on."""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from tests.pool import Pool
+from tests.pool.checks import assert_equal_on_all, digest
+from tests.workers.recipes import arrays, perceptron
+
+_watched: dict[str, set[str]] = {}
+
+
+def files_opened_to_write(directory: Path) -> set[str]:
+    """From now on, the files below `directory` that this process opens to write."""
+    if not _watched:
+        sys.addaudithook(_note)
+    return _watched.setdefault(str(directory), set())
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    if event != "open" or not isinstance(arguments[0], str):
+        return
+    path, mode, flags = arguments
+    writes = any(letter in mode for letter in "wax+") if mode else bool(flags & (os.O_WRONLY | os.O_RDWR))
+    for directory, files in _watched.items():
+        if writes and path.startswith(directory):
+            files.add(path[len(directory) + 1 :])
+
+
+def trained_with(strategy: Any, directory: Path, callbacks: list[Any], **options: Any) -> tuple[Any, set[str]]:
+    written = files_opened_to_write(directory)
+    model = perceptron(strategy)
+    model.fit(*arrays(), batch_size=30, epochs=3, verbose=0, callbacks=callbacks, **options)
+    return model, written
+
+
+def checkpoints(strategy: Any, directory: Path) -> dict[str, Any]:
+    saved = keras.callbacks.ModelCheckpoint(directory / "{epoch}.keras")
+    weights = keras.callbacks.ModelCheckpoint(
+        directory / "best.weights.h5", save_weights_only=True, save_best_only=True, monitor="loss"
+    )
+    model, written = trained_with(strategy, directory, [saved, weights])
+    loaded = keras.models.load_model(directory / "3.keras")  # on the very next line, on every worker
+    predictions = loaded.predict(arrays()[0], verbose=0)
+    return {"written": sorted(written), "digest": digest(model), "predictions": predictions}
+
+
+def test_model_checkpoint_is_written_by_worker_0_alone(pool3: Pool, tmp_path: Path) -> None:
+    results = pool3.run(checkpoints, tmp_path)
+    assert_equal_on_all([{k: r[k] for k in ("digest", "predictions")} for r in results])
+    assert {"1.keras", "2.keras", "3.keras"} <= set(results[0]["written"])
+    assert results[1]["written"] == results[2]["written"] == []
+
+
+def logs(strategy: Any, directory: Path) -> list[str]:
+    callbacks = [
+        keras.callbacks.CSVLogger(directory / "log.csv", append=True),
+        keras.callbacks.TensorBoard(directory / "board"),
+    ]
+    return sorted(trained_with(strategy, directory, callbacks)[1])
+
+
+def test_logs_have_one_line_per_epoch_and_one_writer(pool2: Pool, tmp_path: Path) -> None:
+    by_worker = pool2.run(logs, tmp_path)
+    with (tmp_path / "log.csv").open() as file:
+        assert [row["epoch"] for row in csv.DictReader(file)] == ["0", "1", "2"]
+    assert len(list((tmp_path / "board").rglob("events*"))) == 1
+    assert "log.csv" in by_worker[0]
+    assert by_worker[1] == []
+
+
+def saved_by_the_script(strategy: Any, directory: Path) -> dict[str, Any]:
+    model, written = trained_with(strategy, directory, [])
+    model.save(directory / "model.keras")
+    again = keras.models.load_model(directory / "model.keras")
+    model.save_weights(directory / "model.weights.h5")
+    model.load_weights(directory / "model.weights.h5")
+    model.export(directory / "exported", verbose=False)
+    own = directory / f"worker-{strategy.rank}.weights.h5"
+    model.save_weights(own)
+    if strategy.rank == 0:
+        model.save(directory / "only-worker-0.keras")
+    same = np.array_equal(again.get_weights()[0], model.get_weights()[0])
+    return {"same": same, "exported": (directory / "exported").is_dir(), "own": own.exists(), "written": written}
+
+
+def test_a_script_that_saves_on_every_worker_writes_once(pool2: Pool, tmp_path: Path) -> None:
+    results = pool2.run(saved_by_the_script, tmp_path)
+    assert all(result["same"] and result["exported"] and result["own"] for result in results)
+    assert (tmp_path / "only-worker-0.keras").exists()
+    assert results[1]["written"] <= {"worker-1.weights.h5"}
+
+
+def saved_where_it_cannot_be(strategy: Any, directory: Path) -> str:
+    model = perceptron(strategy)
+    model.fit(*arrays(), verbose=0)
+    with pytest.raises(Exception) as error:  # noqa: PT011 - worker 0 and the others raise different ones
+        model.save(directory / "no such folder" / "model.keras")
+    return str(error.value)
+
+
+def test_a_save_that_fails_on_worker_0_fails_on_all(pool2: Pool, tmp_path: Path) -> None:
+    _, of_second = pool2.run(saved_where_it_cannot_be, tmp_path)
+    assert "worker 0 could not write" in of_second
+    assert "no such folder" in of_second
+
+
+class StopAfterTwo(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            raise InterruptedError("as if the job was ended here")
+
+
+def interrupted_and_resumed(strategy: Any, directory: Path) -> dict[str, Any]:
+    backup = keras.callbacks.BackupAndRestore(directory / "backup", delete_checkpoint=True)
+    with pytest.raises(InterruptedError):
+        trained_with(strategy, directory, [backup, StopAfterTwo()])
+    model = perceptron(strategy)
+    again = keras.callbacks.BackupAndRestore(directory / "backup", delete_checkpoint=True)
+    history = model.fit(*arrays(), batch_size=30, epochs=3, verbose=0, callbacks=[again])
+    return {"epochs": history.epoch, "digest": digest(model), "iterations": int(model.optimizer.iterations.numpy())}
+
+
+def test_backup_and_restore_goes_on_where_it_was_on_every_worker(pool2: Pool, tmp_path: Path) -> None:
+    results = pool2.run(interrupted_and_resumed, tmp_path)
+    assert_equal_on_all(results)
+    assert results[0]["iterations"] == 15
+    assert results[0]["epochs"] == [2]
+    assert not (tmp_path / "backup").exists()
