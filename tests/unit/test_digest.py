@@ -47,7 +47,10 @@ def test_the_same_bytes_as_another_dtype_or_shape_differ() -> None:
 def test_bfloat16_and_float16_of_the_same_bytes_differ() -> None:
     values = np.arange(8).astype(BFLOAT16)
     assert digest_array(values) == digest_array(values.copy())
-    assert len({digest_array(values), digest_array(values.view(np.float16)), digest_array(values.view("u2"))}) == 3
+    assert (
+        len({digest_array(values), digest_array(values.view(np.float16)), digest_array(values.view("u2"))})
+        == 3
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16, np.bool_])
@@ -113,4 +116,7 @@ def test_a_state_differs_when_a_name_a_value_or_their_pairing_does() -> None:
 def test_digests_stay_what_they_are_from_version_to_version() -> None:
     assert digest_array(np.arange(4, dtype=np.float32)) == "62113c3c0de444b40ae18917c34b5369"
     assert digest_array(np.array(1.5, BFLOAT16)) == "592be1533d2bfb376a167e118f2f63a5"
-    assert digest_state({"b": np.arange(2, dtype=np.int64), "a": np.zeros((), np.float32)}) == "010cd7fbfcb213719959c02f083be804"
+    assert (
+        digest_state({"b": np.arange(2, dtype=np.int64), "a": np.zeros((), np.float32)})
+        == "010cd7fbfcb213719959c02f083be804"
+    )
