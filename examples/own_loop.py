@@ -1,7 +1,7 @@
 """The same training with a loop of its own instead of `fit`.
 
-    python examples/own_loop.py                  one process
-    replicast run -n 2 examples/own_loop.py      two workers on this machine
+python examples/own_loop.py                  one process
+replicast run -n 2 examples/own_loop.py      two workers on this machine
 """
 
 import keras

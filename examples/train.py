@@ -1,7 +1,7 @@
 """Train a small classifier of handwritten digits: stock Keras 3, and one line that is special.
 
-    python examples/train.py                     one process
-    replicast run -n 2 examples/train.py         two workers on this machine
+python examples/train.py                     one process
+replicast run -n 2 examples/train.py         two workers on this machine
 """
 
 import keras
