@@ -45,7 +45,7 @@ def positive(text: str) -> int:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """One line that changes on a terminal; one line per message elsewhere. On stderr: stdout is the result."""
+    """One changing line on a terminal, a line per message elsewhere; on stderr, as stdout is the result."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda message: print(message, file=sys.stderr, flush=True)

@@ -100,8 +100,8 @@ def measure(rounds: int, say: Say) -> Result:
             Ratio.of("stock tf_keras fit / replicast fit", rows[TF_KERAS], rows[ARRAYS], "at least", 2.0),
         ),
         notes=(
-            "Contestants take turns in every round; a ratio is the median of the rounds' ratios (lowest to highest).",
-            f"fit includes what an epoch of {STEPS} steps costs beside its steps. The own loops keep no metrics.",
+            "Contestants take turns in every round. A ratio: median of the rounds' ratios, and range.",
+            f"fit includes what an epoch of {STEPS} steps costs beside its steps; own loops keep no metrics.",
         ),
     )
 
