@@ -41,7 +41,7 @@ def digest_state(state: Mapping[str, npt.NDArray[Any]]) -> str:
     return hasher.hexdigest()
 
 
-def _bytes_of(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
     if not array.dtype.isnative:
         array = array.byteswap().view(array.dtype.newbyteorder())
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
