@@ -1,0 +1,83 @@
+"""Follows the workers' notes while they play, moves the bar, and shows each act when it is complete."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+
+from replicast.demo.acts import WORKERS, Act
+from replicast.demo.notes import Moment, Note, NoteReader, notes_path
+from replicast.demo.screen import Bar, print_heading, print_text
+
+LOOK_SECS = 0.05
+
+
+class Audience:
+    """Watches in a thread of its own while entered, because the supervisor needs the main one.
+
+    Attributes:
+        problems: What did not happen as the acts claim, so far.
+    """
+
+    def __init__(self, acts: Sequence[Act], notes_dir: Path, bar: Bar, console: Console) -> None:
+        self.problems: list[str] = []
+        self._acts = acts
+        self._bar = bar
+        self._console = console
+        self._readers = [NoteReader(notes_path(notes_dir, worker)) for worker in range(WORKERS)]
+        self._replicas: dict[str, dict[int, Moment]] = {}
+        self._expected = [(act, moment) for act in acts for moment in act.moments]
+        self._workers_ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="replicast-demo-audience", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._workers_ended.set()
+        self._thread.join()
+
+    @property
+    def missing(self) -> list[str]:
+        """The moments that were never reached by all workers."""
+        return [moment for _, moment in self._expected]
+
+    def look(self) -> None:
+        """Takes in what is new."""
+        for reader in self._readers:
+            for note in reader.new():
+                self._take(note)
+        while self._expected and len(self._replicas.get(self._expected[0][1], ())) == WORKERS:
+            self._reach(*self._expected.pop(0))
+
+    def _watch(self) -> None:
+        try:
+            while not self._workers_ended.wait(LOOK_SECS):
+                self.look()
+            self.look()
+        except OSError as error:  # The screen or the run directory is gone; the workers end by themselves.
+            self.problems.append(f"the notes could not be followed: {error}")
+
+    def _take(self, note: Note) -> None:
+        if isinstance(note, Moment):
+            self._replicas.setdefault(note.name, {})[note.worker] = note
+        else:
+            self._bar.show(note)
+
+    def _reach(self, act: Act, moment: str) -> None:
+        if moment == act.moments[0]:
+            print_heading(act.title, self._console)
+        print_text(act.tell(moment), self._console)
+        if moment == act.moments[-1]:
+            replicas = {
+                name: [self._replicas[name][worker] for worker in range(WORKERS)] for name in act.moments
+            }
+            self.problems += act.show(replicas, self._console)

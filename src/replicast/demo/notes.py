@@ -1,0 +1,84 @@
+"""What a worker of the demo tells the runner: one JSON object per line, in a file of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Worker 0 is at work.
+
+    Attributes:
+        doing: What, in a few words.
+        done: How many training steps of the whole demo are behind it.
+        loss: The mean loss of the epoch so far, over all workers.
+    """
+
+    doing: str
+    done: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One worker's replica at one moment of an act.
+
+    Attributes:
+        name: The moment, as the table names it.
+        worker: Whose replica.
+        weights_sum: The sum of all weights.
+        digest: The digest of all weights.
+    """
+
+    name: str
+    worker: int
+    weights_sum: float
+    digest: str
+
+
+Note = Progress | Moment
+_KINDS: dict[str, type[Progress] | type[Moment]] = {"progress": Progress, "moment": Moment}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+def notes_path(directory: Path, worker: int) -> Path:
+    """The file of one worker's notes."""
+    return directory / f"worker-{worker}.jsonl"
+
+
+class NoteWriter:
+    """Writes a worker's notes, each at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, note: Note) -> None:
+        """Adds one note."""
+        line = {"kind": _NAMES[type(note)], **dataclasses.asdict(note)}
+        self._file.write(json.dumps(line) + "\n")
+
+
+class NoteReader:
+    """Reads a worker's notes while they are being written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new(self) -> Iterator[Note]:
+        """The notes that were finished since the last call; none while the file is not there."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            finished, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(finished) + len(newline)
+        for line in finished.splitlines():
+            fields = json.loads(line)
+            yield _KINDS[fields.pop("kind")](**fields)
