@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +55,13 @@ class NoteWriter:
     """Writes a worker's notes, each at once."""
 
     def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
+        self._path = path
 
     def write(self, note: Note) -> None:
         """Adds one note."""
         line = {"kind": _NAMES[type(note)], **dataclasses.asdict(note)}
-        self._file.write(json.dumps(line) + "\n")
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 class NoteReader:

@@ -1,0 +1,91 @@
+"""`replicast demo` as people start it: real workers, real numbers, and a clean end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+DEADLINE_SECS = 60.0
+COMMAND = [sys.executable, "-m", "replicast.cli", "demo", "--run-dir"]
+ROW = re.compile(
+    r"^after (.+?) +(\S+) +([0-9a-f]{8}) +(\S+) +([0-9a-f]{8}) +(yes|NO) *$",
+    re.MULTILINE,
+)
+
+
+def environment() -> dict[str, str]:
+    unwanted = ("TF_CONFIG", "FORCE_COLOR", "COLUMNS", "NO_COLOR")
+    return {name: value for name, value in os.environ.items() if name not in unwanted}
+
+
+def test_the_demo_shows_equal_different_and_still_different_replicas(tmp_path: Path) -> None:
+    began = time.monotonic()
+    demo = subprocess.run(
+        [*COMMAND, str(tmp_path)], env=environment(), capture_output=True, text=True, timeout=DEADLINE_SECS
+    )
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    assert time.monotonic() - began < DEADLINE_SECS
+    assert demo.stderr == ""
+    assert all(character.isprintable() or character == "\n" for character in demo.stdout)
+    assert max(len(line) for line in demo.stdout.splitlines()) <= 80
+
+    rows = [row.groups() for row in ROW.finditer(demo.stdout)]
+    assert [(row[0], row[-1]) for row in rows] == [
+        ("training", "yes"),
+        ("worker 0 assigned", "NO"),
+        ("50 more steps", "NO"),
+    ]
+    trained, assigned, continued = ([float(row[1]), float(row[3])] for row in rows)
+    assert trained[0] == trained[1] == assigned[1]
+    assert abs((assigned[0] - assigned[1]) - (continued[0] - continued[1])) < 0.01
+    for _, _, digest_0, _, digest_1, equal in rows:
+        assert (digest_0 == digest_1) == (equal == "yes")
+    assert continued[1] != trained[1]
+
+    assert str(tmp_path) in demo.stdout.replace("\n", "")
+    assert all((tmp_path / "logs" / "attempt-0" / f"worker-{rank}.log").exists() for rank in range(2))
+    (notes,) = tmp_path.glob("demo-*/worker-0.jsonl")
+    losses = [note["loss"] for note in map(json.loads, notes.read_text().splitlines()) if "loss" in note]
+    assert len(losses) == 250
+    assert losses[199] < losses[0] / 5
+
+
+def test_an_interrupt_ends_the_demo_and_its_workers_without_a_traceback(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [*COMMAND, str(tmp_path)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as demo:
+        log = tmp_path / "logs" / "attempt-0" / "worker-1.log"
+        end = time.monotonic() + DEADLINE_SECS
+        while not log.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        demo.send_signal(signal.SIGINT)
+        shown, errors = demo.communicate(timeout=DEADLINE_SECS)
+    assert demo.returncode == 130
+    assert shown.endswith("stopped by Ctrl-C; no worker is left\n")
+    assert errors == ""
+
+
+def test_when_the_workers_fail_the_demo_shows_why_and_fails(tmp_path: Path) -> None:
+    (tmp_path / "keras.py").write_text("raise RuntimeError('broken on purpose')")
+    demo = subprocess.run(
+        [*COMMAND, str(tmp_path / "run")],
+        env={**environment(), "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECS,
+    )
+    assert demo.returncode == 1
+    assert "RuntimeError: broken on purpose" in demo.stderr
+    assert "Not as it should be: the workers ended with exit code 1." in demo.stdout
+    assert "equal?" not in demo.stdout

@@ -1,0 +1,75 @@
+"""The examples as people start them: alone, on two workers and on three."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DEADLINE_SECS = 120.0
+DIGEST = re.compile(r"^digest of the weights: ([0-9a-f]{32})$", re.MULTILINE)
+SPECIAL_LINE = "strategy = replicast.Strategy()"
+STOCK_LINE = "import tensorflow as tf; strategy = tf.distribute.get_strategy()"
+
+
+def run(command: list[str], directory: Path) -> str:
+    unwanted = ("TF_CONFIG", "FORCE_COLOR")
+    environ = {name: value for name, value in os.environ.items() if name not in unwanted}
+    ended = subprocess.run(
+        [sys.executable, *command],
+        cwd=directory,
+        env={**environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECS,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def digests_of_workers(script: Path, workers: int, directory: Path) -> list[str]:
+    """Runs a script on so many workers and returns the digest that each printed, from its log."""
+    run(["-m", "replicast.cli", "run", "-n", str(workers), "--run-dir", "run", str(script)], directory)
+    logs = directory / "run" / "logs" / "attempt-0"
+    found = [DIGEST.findall((logs / f"worker-{rank}.log").read_text()) for rank in range(workers)]
+    assert [len(digests) for digests in found] == [1] * workers
+    return [digests[0] for digests in found]
+
+
+def accuracy(printed: str) -> float:
+    found = re.search(r"accuracy on digits it has not seen: (\S+)", printed)
+    assert found is not None, printed
+    return float(found[1])
+
+
+def test_the_training_script_runs_alone(tmp_path: Path) -> None:
+    printed = run([str(EXAMPLES / "train.py")], tmp_path)
+    assert len(DIGEST.findall(printed)) == 1
+    assert accuracy(printed) > 0.75
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_same_script_ends_with_equal_weights_on_several_workers(workers: int, tmp_path: Path) -> None:
+    assert len(set(digests_of_workers(EXAMPLES / "train.py", workers, tmp_path))) == 1
+
+
+def test_the_script_is_stock_keras_but_for_one_line(tmp_path: Path) -> None:
+    script = (EXAMPLES / "train.py").read_text()
+    assert script.count(SPECIAL_LINE) == 1
+    stock = tmp_path / "stock.py"
+    stock.write_text(script.replace(SPECIAL_LINE, STOCK_LINE).replace("import replicast\n", ""))
+    printed = run([str(stock)], tmp_path)
+    assert accuracy(printed) > 0.75
+
+
+def test_a_loop_of_its_own_ends_with_equal_weights_on_two_workers(tmp_path: Path) -> None:
+    assert len(set(digests_of_workers(EXAMPLES / "own_loop.py", 2, tmp_path))) == 1
+
+
+def test_the_slurm_script_is_valid_shell() -> None:
+    subprocess.run(["bash", "-n", str(EXAMPLES / "slurm.sh")], check=True)
