@@ -10,7 +10,6 @@ use says why in a comment, and `tests/workers/test_private_apis.py` fails on the
     feeding      each worker's share of every batch, without a transfer per step
     writing      files that one worker writes for all
     seeds        the same shuffle on every worker
-    lifetime     the end of a job: together when all is well, at once when a worker fails
 """
 
 from replicast.strategy.strategy import Strategy

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -15,8 +16,13 @@ from tensorflow.python.distribute.collective_all_reduce_strategy import Collecti
 
 from replicast.errors import NotSupported
 
-FIRST_KEY = 1_000_000_000
-"""Our keys start far above those that TensorFlow gives out while it creates variables (from 100 on)."""
+FIRST_KEY = 500_000_000
+FIRST_KEY_BETWEEN_STEPS = 100_000_000
+"""Both are far above the keys that TensorFlow gives out while it creates variables, from 100 on.
+
+A transfer between steps has a key of another range than one inside a step: should one worker be still in its
+loop when another one has left it, the two wait for each other, which is noticed, and never mix their values.
+"""
 
 
 class CountingLauncher(cross_device_utils.CollectiveReplicaLauncher):
@@ -25,18 +31,33 @@ class CountingLauncher(cross_device_utils.CollectiveReplicaLauncher):
     All workers must use the same key for the same collective. TensorFlow draws it in Python when a function
     is called and feeds it in, which does not reach a function nested in control flow: `steps_per_execution`
     fails. A key fixed while tracing reaches it, but cannot be used for gathers whose lengths change. A
-    counter that every worker advances in the same order serves both, and costs one local addition.
+    counter that every worker advances in the same order serves both, and costs one local addition. Outside
+    of graphs, Python counts. A key is drawn when the tensor to transfer is there: a step that finds no data
+    left must not count as a transfer.
     """
 
-    def __init__(self, stock: Any, counter: tf.Variable) -> None:
+    def __init__(self, stock: Any, owner: ReplicatedExtended) -> None:
         super().__init__(
             stock._group_key, stock._group_size, stock._collective_keys, stock._device, stock._options
         )
-        self._counter = counter
+        self._owner = owner
+        self._tensor: Any = None
+
+    def all_reduce(self, input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in TensorFlow."""
+        self._tensor = input_tensor
+        return super().all_reduce(input_tensor, *args, **kwargs)
+
+    def _all_gather(self, input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        self._tensor = input_tensor
+        return super()._all_gather(input_tensor, *args, **kwargs)
 
     def _next_instance_key(self) -> tf.Tensor:
-        self._counter.assign_add(1, read_value=False)
-        return self._counter.read_value()
+        if tf.executing_eagerly():
+            return tf.constant(FIRST_KEY_BETWEEN_STEPS + self._owner.next_turn(), tf.int32)
+        with tf.control_dependencies([self._tensor]):
+            self._owner.keys.assign_add(1, read_value=False)
+            return self._owner.keys.read_value()
 
 
 class ReplicatedExtended(CollectiveAllReduceExtended):
@@ -57,15 +78,17 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
                 "with CUDA_VISIBLE_DEVICES",
             )
         with tf.init_scope(), tf.device("CPU:0"):
-            self._keys = tf.Variable(FIRST_KEY, dtype=tf.int32, trainable=False)
+            self.keys = tf.Variable(FIRST_KEY, dtype=tf.int32, trainable=False)
+        self.next_turn: Callable[[], int] = itertools.count(1).__next__
+        """Called before each transfer outside of a graph; gives its number."""
         for operations in (self._cross_device_ops, self._host_cross_device_ops):
             operations._launchers = [
-                CountingLauncher(stock, self._keys) for stock in operations._launchers
+                CountingLauncher(stock, self) for stock in operations._launchers
             ]
 
     def transfers_started(self) -> int:
-        """How many collectives this worker has started; the same on all workers at the same line of code."""
-        return int(self._keys.numpy()) - FIRST_KEY
+        """How many transfers this worker has started inside steps: the same on all workers between steps."""
+        return int(self.keys.numpy()) - FIRST_KEY
 
     def _use_merge_call(self) -> bool:
         # With one replica per worker there is nothing to merge, and merging is what makes gradient

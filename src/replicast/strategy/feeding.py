@@ -40,7 +40,7 @@ class Share(tf.data.Dataset):
         rank: int,
         size: int,
         *,
-        opened: Callable[[], None],
+        opened: Callable[[], int],
         first_batch: Any = None,
         check: Callable[[str], None] | None = None,
     ) -> None:
@@ -90,7 +90,7 @@ class ArrayShare:
         batch_size: int,
         shuffle: bool | str,
         seed: tuple[int, ...],
-        opened: Callable[[], None],
+        opened: Callable[[], int],
     ) -> None:
         self._tensors = tf.nest.map_structure(tf.convert_to_tensor, arrays)
         self._rows = int(tf.nest.flatten(self._tensors)[0].shape[0])

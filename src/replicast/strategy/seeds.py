@@ -23,13 +23,13 @@ class Seeds:
     def __init__(self, coordination: Coordination, rank: int) -> None:
         self._coordination = coordination
         self._rank = rank
-        self._generator: object = None
+        self._generator: object = self  # of no context
         self._random: int | None = None
         self._uses = 0
 
     def next(self) -> tuple[int, ...]:
         """The next seed. Blocks on first use until worker 0 has asked too, at most 600 s."""
-        generator = context.context()._rng
+        generator = getattr(context.context(), "_rng", None)  # absent until a seed is set
         if generator is not self._generator:
             self._generator = generator
             self._uses = 0

@@ -16,10 +16,10 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from replicast.config import read_cluster
 from replicast.coordination import Coordination, MemoryCoordination, ServiceCoordination
 from replicast.errors import ClusterError, NotSupported
+from replicast.lifetime import Lifetime
 from replicast.strategy import feeding
 from replicast.strategy.caller import KerasCall, keras_call
 from replicast.strategy.collectives import ReplicatedExtended
-from replicast.strategy.lifetime import Lifetime
 from replicast.strategy.seeds import Seeds
 from replicast.strategy.step import Agreed, KerasStep
 from replicast.strategy.writing import Writing, silence
@@ -88,11 +88,11 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             ServiceCoordination() if self._size > 1 else MemoryCoordination(MemoryCoordination.Store())
         )
         self._seeds = Seeds(self._coordination, self._rank)
-        self._writing = Writing(self._coordination, self._rank, extended.transfers_started)
         self._lifetime = Lifetime(self._coordination, self._rank, self._size, extended.transfers_started)
-        self._opened = self._lifetime.opened if self._size > 1 else _nothing
+        self._writing = Writing(self._coordination, self._rank, self._lifetime.position)
         if self._size > 1:
             self._lifetime.begin()
+            extended.next_turn = self._lifetime.turn
 
     @property
     def rank(self) -> int:
@@ -152,7 +152,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             batch_size=adapter.batch_size,
             shuffle=adapter._shuffle,
             seed=self._seeds.next(),
-            opened=self._opened,
+            opened=self.extended.next_turn,
         )
 
     def _share(self, dataset: tf.data.Dataset, call: KerasCall | None) -> feeding.Share:
@@ -163,7 +163,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             dataset,
             self._rank,
             self._size,
-            opened=_nothing if call is None else self._opened,
+            opened=_nothing if call is None else self.extended.next_turn,
             first_batch=first_batches[0] if first_batches else None,
             check=self._checker() if checked else None,
         )
@@ -220,5 +220,5 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         return check
 
 
-def _nothing() -> None:
-    return None
+def _nothing() -> int:
+    return 0

@@ -56,16 +56,15 @@ def _nothing(*_: Any, **__: Any) -> None:
 class Writing:
     """Lets worker 0 do the saving of a model, and the others wait for it.
 
-    A save is known by the number of transfers between the workers before it, which all count alike, and by
-    its path. Worker 0 waits for nobody: a script in which only worker 0 saves, or each worker to a path of
+    A save is known by where in the script it is (`Lifetime.position`) and by its path. Worker 0 waits for nobody: a script in which only worker 0 saves, or each worker to a path of
     its own, works as well.
     """
 
-    def __init__(self, coordination: Coordination, rank: int, transfers_started: Callable[[], int]) -> None:
+    def __init__(self, coordination: Coordination, rank: int, position: Callable[[], str]) -> None:
         self._coordination = coordination
         self._rank = rank
-        self._transfers_started = transfers_started
-        self._looked_at: Counter[int] = Counter()
+        self._position = position
+        self._looked_at: Counter[str] = Counter()
 
     def guard(self, model: keras.Model) -> None:
         """Makes this model's saving methods safe to call on all workers, once."""
@@ -88,9 +87,9 @@ class Writing:
         return once
 
     def _next_key(self) -> str:
-        transfers = self._transfers_started()
-        self._looked_at[transfers] += 1
-        return f"replicast/save/{transfers}/{self._looked_at[transfers]}"
+        position = self._position()
+        self._looked_at[position] += 1
+        return f"replicast/save/{position}/{self._looked_at[position]}"
 
     def _announced(self, path: str, save: Callable[[], Any]) -> Any:
         key = self._next_key()
@@ -110,7 +109,7 @@ class Writing:
             key = self._next_key()
             begun = self._coordination.get(f"{key}/begun", patience)
             if begun is None:
-                self._looked_at[self._transfers_started()] -= 1
+                self._looked_at[self._position()] -= 1
                 logger.info("worker 0 does not save %s; worker %d does it itself", path, self._rank)
                 return False
             done = self._coordination.get(f"{key}/done", WRITE_SECS)

@@ -7,11 +7,12 @@ three keys of the coordination service:
 
     failed      a worker raised: what and where
     left        a worker reached the end of its script, and after how many transfers
-    turn/K      a worker opened its K-th pass over data, and after how many transfers
+    turn/K      a worker came to its K-th turn, and after how many transfers
 
-Transfers are counted by every worker in the same order. A worker that has started more of them than another
-one had at the end of the same pass waits for something that will never come: that is certain, no time limit
-has to be guessed. In each case the thread aborts the transfer under way, so that the training thread raises.
+A turn is what all workers do between steps, in the same order: open a pass over the data, exchange metrics at
+the end of it. Transfers inside steps are counted by every worker alike. A worker that has started more of
+them than another one had at its next turn waits for something that will never come: that is certain, no time
+limit has to be guessed. In each case the thread aborts the transfer under way, so that the training thread raises.
 """
 
 from __future__ import annotations
@@ -64,12 +65,14 @@ class Lifetime:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="replicast-lifetime", daemon=True)
         self._interrupted = False
+        self.looks = 0
+        """How often the thread has looked at all keys."""
         self.failure: JobFailed | None = None
         """Why the job ended, once it has."""
 
     def begin(self) -> None:
         """Starts watching, and makes the process tell the others when it raises or ends."""
-        self._thread.start()
+        self.watch()
         previous = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -79,15 +82,28 @@ class Lifetime:
         sys.excepthook = hook
         atexit.register(self.leave)
 
-    def opened(self) -> None:
-        """To be called when Keras opens a pass over its data, in the same order on every worker."""
+    def watch(self) -> None:
+        """Starts the watching thread."""
+        self._thread.start()
+
+    def watching(self) -> bool:
+        """Whether the watching thread is alive."""
+        return self._thread.is_alive()
+
+    def turn(self) -> int:
+        """To be called by all workers in the same order, between steps; gives the number of the turn."""
         if self.failure is not None:
             raise self.failure
-        if not self._thread.is_alive():
+        if not self.watching():
             raise JobFailed("The thread that watches over the job has died; its error is above in the log.")
-        position = self._transfers_started()
+        transfers = self._transfers_started()
         self._turn += 1
-        self._put(f"turn/{self._turn}", {"worker": self._rank, "transfers": position})
+        self._put(f"turn/{self._turn}", {"worker": self._rank, "transfers": transfers})
+        return self._turn
+
+    def position(self) -> str:
+        """Where in the script this worker is: the same text on every worker at the same line."""
+        return f"{self._transfers_started()}-{self._turn}"
 
     def failed(self, error: BaseException) -> None:
         """To be called when this worker's script raised: tells the others, the first one to fail wins."""
@@ -110,7 +126,7 @@ class Lifetime:
         """
         position = self._position_or_none()
         if position is not None and self.failure is None:
-            self._put("left", {"worker": self._rank, "transfers": position})
+            self._put("left", {"worker": self._rank, "transfers": position, "turn": self._turn})
         self._put(f"left/{self._rank}", {})
         if self._rank == 0 and not self._interrupted:
             self._wait_for_the_others()
@@ -145,6 +161,7 @@ class Lifetime:
         try:
             while not self._stop.is_set():
                 failure = self._look()
+                self.looks += 1
                 if failure is not None:
                     self._end(failure)
                     return
@@ -172,7 +189,9 @@ class Lifetime:
                 worker=ahead["worker"],
             )
         left = self._get("left")
-        if left is not None and left["worker"] != self._rank and self._waits_for_nothing(left):
+        if left is None or left["worker"] == self._rank:
+            return None
+        if self._turn > left["turn"] or self._waits_for_nothing(left):
             return JobFailed(
                 f"worker {left['worker']} reached the end of its script while worker {self._rank} still trains",
                 worker=left["worker"],

@@ -1,0 +1,126 @@
+"""How a job ends on real workers: cleanly on all, or at once on all with the first error named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+DEADLINE_SECS = 60
+
+HEAD = """
+import sys, numpy as np, keras, tensorflow as tf, replicast
+strategy = replicast.Strategy()
+rank = strategy.rank
+with strategy.scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.ones((64, 3), "float32")
+y = np.ones((64, 1), "float32")
+"""
+
+
+def run(tmp_path: Path, body: str, workers: int = 2) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Runs a script under the launcher; what it said, and each worker's log."""
+    script = tmp_path / "script.py"
+    script.write_text(HEAD + textwrap.dedent(body))
+    command = [sys.executable, "-m", "replicast.cli", "run", "-n", str(workers), "--run-dir", str(tmp_path / "run")]
+    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
+    done = subprocess.run(
+        [*command, str(script)], capture_output=True, text=True, timeout=DEADLINE_SECS, env=environ, check=False
+    )
+    logs = [
+        (tmp_path / "run" / "logs" / "attempt-0" / f"worker-{rank}.log").read_text() for rank in range(workers)
+    ]
+    return done, logs
+
+
+def test_a_job_ends_with_0_everywhere_when_worker_0_is_the_first_to_finish(tmp_path: Path) -> None:
+    done, logs = run(
+        tmp_path,
+        """
+        model.fit(x, y, verbose=0)
+        if rank > 0:
+            import time
+            time.sleep(2)  # worker 0 reaches its end first, and hosts what the others still need
+            print("still here", flush=True)
+        """,
+        workers=3,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all("still here" in log for log in logs[1:])
+
+
+def test_a_script_that_ends_early_on_all_workers_ends_with_0(tmp_path: Path) -> None:
+    done, _ = run(tmp_path, "model.fit(x, y, verbose=0); sys.exit()")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_worker_that_raised_is_named_and_all_end(tmp_path: Path, failing: int) -> None:
+    done, logs = run(
+        tmp_path,
+        f"""
+        class Fault(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if batch == 3 and rank == {failing}:
+                    raise ValueError("no such column")
+        model.fit(x, y, batch_size=2, verbose=0, callbacks=[Fault()])
+        """,
+    )
+    assert done.returncode == 1
+    assert f"worker {failing}" in done.stderr.replace("\n", " ")
+    assert "no such column" in done.stderr
+    assert "ValueError: no such column" in logs[failing]
+    assert f"worker {failing} failed first: ValueError: no such column" in logs[1 - failing]
+
+
+def test_a_worker_that_leaves_in_the_middle_ends_the_others_with_the_reason(tmp_path: Path) -> None:
+    done, logs = run(
+        tmp_path,
+        """
+        class Fault(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if batch == 3 and rank == 0:
+                    sys.exit(0)
+        model.fit(x, y, batch_size=2, verbose=0, callbacks=[Fault()])
+        """,
+    )
+    assert done.returncode != 0
+    assert "worker 0 reached the end of its script while worker 1 still trains" in logs[1]
+
+
+@pytest.mark.parametrize("fewer", [0, 1])
+def test_workers_with_different_numbers_of_batches_end_with_the_reason(tmp_path: Path, fewer: int) -> None:
+    done, logs = run(
+        tmp_path,
+        f"""
+        def batches():
+            for _ in range(5 if rank == {fewer} else 9):
+                yield x[:8], y[:8]
+        model.fit(batches(), verbose=0)
+        model.fit(x, y, verbose=0)
+        """,
+    )
+    assert done.returncode != 0
+    assert "Every worker must be given the same number of batches" in logs[1 - fewer] + logs[fewer]
+
+
+def test_a_callback_that_stops_one_worker_only_ends_with_the_reason(tmp_path: Path) -> None:
+    done, logs = run(
+        tmp_path,
+        """
+        class Stop(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                self.model.stop_training = batch == 2 and rank == 1
+        model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[Stop()])
+        """,
+    )
+    assert done.returncode != 0
+    assert "worker 1 came to the end of its data, or left its loop" in logs[0] or (
+        "worker 1 reached the end of its script" in logs[0]
+    )

@@ -1,0 +1,145 @@
+"""The end of a job, with threads as workers and the coordination's twin in memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from replicast.config import FAILED_BECAUSE_OF_ANOTHER
+from replicast.coordination import MemoryCoordination
+from replicast.errors import JobFailed
+from replicast.lifetime import GRACE_SECS, Lifetime
+
+DEADLINE_SECS = 20.0
+
+
+class Worker:
+    """A worker whose transfers are counted by hand."""
+
+    def __init__(self, store: MemoryCoordination.Store, rank: int, size: int = 2) -> None:
+        self.coordination = MemoryCoordination(store)
+        self.transfers = 0
+        self.exit_codes: list[int] = []
+        self.lifetime = Lifetime(self.coordination, rank, size, lambda: self.transfers, self.exit_codes.append)
+        self.lifetime.watch()
+
+
+@pytest.fixture
+def workers() -> list[Worker]:
+    store = MemoryCoordination.Store()
+    return [Worker(store, rank) for rank in range(2)]
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + DEADLINE_SECS
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.01)
+
+
+def leave_all(workers: list[Worker]) -> None:
+    threads = [threading.Thread(target=worker.lifetime.leave) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_SECS)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_all_leave_and_nobody_fails(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.transfers = 7
+    leave_all(workers)
+    assert [worker.exit_codes for worker in workers] == [[], []]
+
+
+def test_worker_0_leaves_last(workers: list[Worker]) -> None:
+    first = threading.Thread(target=workers[0].lifetime.leave)
+    first.start()
+    first.join(0.5)
+    assert first.is_alive()
+    workers[1].lifetime.leave()
+    first.join(DEADLINE_SECS)
+    assert not first.is_alive()
+
+
+def test_a_failure_reaches_the_others_with_its_first_line(workers: list[Worker]) -> None:
+    workers[1].lifetime.failed(ValueError("no such column"))
+    eventually(lambda: workers[0].coordination.aborted)
+    assert workers[0].coordination.aborted == ["worker 1 failed first: ValueError: no such column"]
+    leave_all(workers)
+    assert workers[0].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
+    assert workers[1].exit_codes == []  # Python's own exit code 1 stays
+
+
+def test_of_two_failures_the_first_is_named(workers: list[Worker]) -> None:
+    workers[1].lifetime.failed(ValueError("the cause"))
+    workers[0].lifetime.failed(RuntimeError("a consequence, a moment later"))
+    eventually(lambda: workers[0].coordination.aborted)
+    assert "the cause" in workers[0].coordination.aborted[0]
+
+
+def test_a_worker_whose_data_ends_early_is_noticed_by_the_one_that_waits(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.lifetime.turn()
+        worker.transfers = 10
+    workers[1].lifetime.turn()  # its data ended after 10 transfers
+    workers[0].transfers = 11  # and this one has started the next step
+    eventually(lambda: workers[0].coordination.aborted)
+    assert "worker 1 came to the end of its data" in workers[0].coordination.aborted[0]
+    assert isinstance(workers[0].lifetime.failure, JobFailed)
+    assert workers[0].lifetime.failure.worker == 1
+
+
+def test_a_worker_that_is_only_slower_is_left_alone(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.lifetime.turn()
+        worker.transfers = 10
+    workers[1].lifetime.turn()
+    looked = workers[0].lifetime.looks
+    eventually(lambda: workers[0].lifetime.looks >= looked + 2)
+    assert workers[0].coordination.aborted == []
+    workers[0].lifetime.turn()
+    leave_all(workers)
+    assert [worker.exit_codes for worker in workers] == [[], []]
+
+
+def test_a_worker_that_leaves_while_another_trains_is_noticed(workers: list[Worker]) -> None:
+    workers[0].transfers = 6
+    workers[1].transfers = 5
+    workers[1].lifetime.leave()
+    eventually(lambda: workers[0].coordination.aborted)
+    assert "worker 1 reached the end of its script" in workers[0].coordination.aborted[0]
+
+
+def test_a_worker_that_leaves_while_another_exchanges_metrics_is_noticed(workers: list[Worker]) -> None:
+    workers[1].lifetime.leave()
+    workers[0].lifetime.turn()
+    eventually(lambda: workers[0].coordination.aborted)
+    assert "worker 1 reached the end of its script" in workers[0].coordination.aborted[0]
+
+
+def test_a_worker_that_does_not_stop_by_itself_is_ended(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicast.lifetime.GRACE_SECS", 0.2)
+    assert GRACE_SECS > 1
+    workers[1].lifetime.failed(ValueError("x"))
+    eventually(lambda: workers[0].exit_codes)
+    assert workers[0].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
+
+
+def test_after_ctrl_c_nobody_is_waited_for(workers: list[Worker]) -> None:
+    workers[0].lifetime.failed(KeyboardInterrupt())
+    workers[0].lifetime.leave()  # worker 1 has not left
+    assert workers[0].exit_codes == []
+
+
+def test_a_dead_watching_thread_is_noticed_at_the_next_pass(workers: list[Worker]) -> None:
+    workers[0].coordination.get = lambda *_: 1 / 0  # type: ignore[method-assign,assignment]
+    eventually(lambda: not workers[0].lifetime.watching())
+    with pytest.raises(JobFailed, match="thread that watches over the job has died"):
+        workers[0].lifetime.turn()
