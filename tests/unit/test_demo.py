@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import json
 import os
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,9 @@ from replicast.demo.act_one import ASSIGNED, CONTINUED, TRAINED, OneWorkerAssign
 from replicast.demo.acts import WORKERS, programme, total_steps
 from replicast.demo.audience import Audience
 from replicast.demo.notes import Moment, Note, NoteReader, NoteWriter, Progress, notes_path
+from replicast.demo.runner import run_demo
 from replicast.demo.screen import WIDEST, make_console, progress_bar
+from replicast.supervisor import Job, Settings
 
 AS_CLAIMED = {TRAINED: "aa", ASSIGNED: "ba", CONTINUED: "dc"}
 """At each moment the digests of worker 0 and worker 1, a letter each."""
@@ -120,6 +125,27 @@ def test_without_a_terminal_the_screen_is_plain_text_of_80_columns(tmp_path: Pat
     assert max(len(line.rstrip()) for line in screen.text.splitlines()) <= 80
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_narrow_screen_that_knows_only_ascii_gets_everything(terminal: bool, tmp_path: Path) -> None:
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    environ = {"TERM": "xterm"}
+    screen = Screen()
+    screen.console = Console(
+        file=file, width=50, highlight=False, force_terminal=terminal, legacy_windows=False, _environ=environ
+    )
+    play(tmp_path, AS_CLAIMED, screen)
+    file.seek(0)
+    text = file.read()
+    assert "NO" in text
+    assert "different for ever" in " ".join(text.split())
+
+
+def test_an_audience_that_fails_is_heard_when_the_workers_have_ended(tmp_path: Path) -> None:
+    notes_path(tmp_path, 0).write_text("no note\n")
+    with pytest.raises(json.JSONDecodeError):
+        play(tmp_path, {}, Screen())
+
+
 def test_a_wide_terminal_is_not_used_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     assert make_console().width == WIDEST
@@ -145,6 +171,38 @@ def test_the_bar_is_as_long_as_the_acts(tmp_path: Path) -> None:
         bar.show(Progress(doing="training", done=steps, loss=0.25))
     assert "training, loss 0.250" in file.getvalue()
     assert "100%" in file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("digests", "workers_code", "expected", "said"),
+    [
+        (AS_CLAIMED, 0, 0, "different for ever"),
+        ({**AS_CLAIMED, CONTINUED: "cc"}, 0, 1, "should still differ after 50 more steps"),
+        ({TRAINED: "aa"}, 0, 1, "the moment 'after worker 0 assigned' never came"),
+        (AS_CLAIMED, 9, 1, "the workers ended with exit code 9"),
+        ({TRAINED: "aa"}, 130, 130, "the launcher's last word"),
+    ],
+)
+def test_the_exit_code_is_0_only_if_what_was_shown_happened(
+    digests: dict[str, str],
+    workers_code: int,
+    expected: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
+        for worker in range(WORKERS):
+            writer = NoteWriter(notes_path(Path(job.argv[-1]), worker))
+            for name, both in digests.items():
+                writer.write(moment(name, worker, both[worker]))
+        sys.stderr.write("the launcher's last word\n")
+        return workers_code
+
+    monkeypatch.setattr("replicast.demo.runner.supervise", supervise)
+    screen = Screen()
+    assert run_demo(programme(), tmp_path, screen.console, {}) == expected
+    assert said in " ".join(screen.text.split())
 
 
 def test_notes_come_back_as_they_were_written_and_only_once(tmp_path: Path) -> None:

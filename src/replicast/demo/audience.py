@@ -32,6 +32,7 @@ class Audience:
         self._readers = [NoteReader(notes_path(notes_dir, worker)) for worker in range(WORKERS)]
         self._replicas: dict[str, dict[int, Moment]] = {}
         self._expected = [(act, moment) for act in acts for moment in act.moments]
+        self._error: BaseException | None = None
         self._workers_ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="replicast-demo-audience", daemon=True)
 
@@ -44,6 +45,8 @@ class Audience:
     ) -> None:
         self._workers_ended.set()
         self._thread.join()
+        if self._error is not None and error is None:
+            raise self._error
 
     @property
     def missing(self) -> list[str]:
@@ -56,15 +59,16 @@ class Audience:
             for note in reader.new():
                 self._take(note)
         while self._expected and len(self._replicas.get(self._expected[0][1], ())) == WORKERS:
-            self._reach(*self._expected.pop(0))
+            self._reach(*self._expected[0])
+            del self._expected[0]
 
     def _watch(self) -> None:
         try:
             while not self._workers_ended.wait(LOOK_SECS):
                 self.look()
             self.look()
-        except OSError as error:  # The screen or the run directory is gone; the workers end by themselves.
-            self.problems.append(f"the notes could not be followed: {error}")
+        except BaseException as error:  # Raised again where it is seen, when the workers have ended.
+            self._error = error
 
     def _take(self, note: Note) -> None:
         if isinstance(note, Moment):

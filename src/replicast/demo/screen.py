@@ -51,11 +51,11 @@ def print_replicas(replicas: Mapping[str, Sequence[Moment]], console: Console) -
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
     table.caption = "digest: computed from every bit of the weights; equal only when every bit is"
     table.caption_justify = "left"
-    table.add_column("\nmoment", no_wrap=True)
+    table.add_column("\nmoment", overflow="fold")
     for replica in next(iter(replicas.values())):
-        table.add_column(f"worker {replica.worker}:\nweights sum", justify="right", no_wrap=True)
-        table.add_column("\ndigest", no_wrap=True)
-    table.add_column("\nequal?", no_wrap=True)
+        table.add_column(f"worker {replica.worker}:\nweights sum", justify="right", overflow="fold")
+        table.add_column("\ndigest", overflow="fold")
+    table.add_column("\nequal?", overflow="fold")
     for moment, workers in replicas.items():
         table.add_row(moment, *_cells(workers))
     console.print(Padding(table, (1, 0)))
@@ -74,7 +74,8 @@ def _cells(workers: Sequence[Moment]) -> list[Text]:
 @contextlib.contextmanager
 def progress_bar(steps: int, starting: str, console: Console) -> Iterator[Bar]:
     """One bar at the bottom of a terminal, gone in the end; elsewhere one line that says what begins."""
-    if not console.is_terminal or console.is_dumb_terminal:
+    animated = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
+    if not animated:
         console.print(starting)
         yield _NoBar()
         return
