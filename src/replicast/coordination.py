@@ -26,7 +26,7 @@ class Coordination(abc.ABC):
 
     @abc.abstractmethod
     def abort(self, message: str) -> None:
-        """Makes every transfer between workers that is under way here, or starts later, fail with `message`."""
+        """Makes every transfer that is under way on this worker, or starts later, fail with `message`."""
 
 
 class ServiceCoordination(Coordination):

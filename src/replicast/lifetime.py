@@ -12,7 +12,7 @@ three keys of the coordination service:
 A turn is what all workers do between steps, in the same order: open a pass over the data, exchange metrics at
 the end of it. Transfers inside steps are counted by every worker alike. A worker that has started more of
 them than another one had at its next turn waits for something that will never come: that is certain, no time
-limit has to be guessed. In each case the thread aborts the transfer under way, so that the training thread raises.
+limit has to be guessed. In each case the thread aborts the transfer under way: the training thread raises.
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ class Lifetime:
         if ahead is not None and self._waits_for_nothing(ahead) and self._turn == turn:
             return JobFailed(
                 f"worker {ahead['worker']} came to the end of its data, or left its loop, while worker "
-                f"{self._rank} went on to another step. Every worker must be given the same number of batches, "
-                "and a callback must stop all workers or none",
+                f"{self._rank} went on to another step. Every worker must be given the same number of "
+                "batches, and a callback must stop all workers or none",
                 worker=ahead["worker"],
             )
         left = self._get("left")
@@ -193,7 +193,8 @@ class Lifetime:
             return None
         if self._turn > left["turn"] or self._waits_for_nothing(left):
             return JobFailed(
-                f"worker {left['worker']} reached the end of its script while worker {self._rank} still trains",
+                f"worker {left['worker']} reached the end of its script while worker {self._rank} "
+                "still trains",
                 worker=left["worker"],
             )
         return None

@@ -28,13 +28,28 @@ def run(tmp_path: Path, body: str, workers: int = 2) -> tuple[subprocess.Complet
     """Runs a script under the launcher; what it said, and each worker's log."""
     script = tmp_path / "script.py"
     script.write_text(HEAD + textwrap.dedent(body))
-    command = [sys.executable, "-m", "replicast.cli", "run", "-n", str(workers), "--run-dir", str(tmp_path / "run")]
+    command = [
+        sys.executable,
+        "-m",
+        "replicast.cli",
+        "run",
+        "-n",
+        str(workers),
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
     environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
     done = subprocess.run(
-        [*command, str(script)], capture_output=True, text=True, timeout=DEADLINE_SECS, env=environ, check=False
+        [*command, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECS,
+        env=environ,
+        check=False,
     )
     logs = [
-        (tmp_path / "run" / "logs" / "attempt-0" / f"worker-{rank}.log").read_text() for rank in range(workers)
+        (tmp_path / "run" / "logs" / "attempt-0" / f"worker-{rank}.log").read_text()
+        for rank in range(workers)
     ]
     return done, logs
 

@@ -23,7 +23,9 @@ class Worker:
         self.coordination = MemoryCoordination(store)
         self.transfers = 0
         self.exit_codes: list[int] = []
-        self.lifetime = Lifetime(self.coordination, rank, size, lambda: self.transfers, self.exit_codes.append)
+        self.lifetime = Lifetime(
+            self.coordination, rank, size, lambda: self.transfers, self.exit_codes.append
+        )
         self.lifetime.watch()
 
 

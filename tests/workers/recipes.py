@@ -1,7 +1,7 @@
 """Small Keras trainings of every kind that people do: each a function of a strategy that returns its history.
 
 Stock Keras code, as one writes it for one process. `RECIPES` are compared with one process, number by number;
-`NOISY` have randomness or statistics that depend on how a batch is divided, so only the replicas are compared.
+`NOISY` have randomness or statistics that depend on how a batch is divided: only the replicas are compared.
 """
 
 from __future__ import annotations
@@ -176,7 +176,9 @@ def sample_weights(strategy: Any) -> Any:
 
 @same_numbers
 def class_weights(strategy: Any) -> Any:
-    return fitted(perceptron(strategy), *arrays(), class_weight={0: 1.0, 1: 3.0, 2: 0.5, 3: 1.0}, batch_size=31)
+    return fitted(
+        perceptron(strategy), *arrays(), class_weight={0: 1.0, 1: 3.0, 2: 0.5, 3: 1.0}, batch_size=31
+    )
 
 
 @same_numbers
@@ -200,7 +202,11 @@ def embedding(strategy: Any) -> Any:
     x, y = arrays()
     words = np.abs((x * 40).astype("int32")) % 100
     with strategy.scope():
-        layers = [keras.layers.Embedding(100, 8), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(4)]
+        layers = [
+            keras.layers.Embedding(100, 8),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(4),
+        ]
         model = keras.Sequential([keras.Input((FEATURES,), dtype="int32"), *layers])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
@@ -257,7 +263,9 @@ def exponential_moving_average(strategy: Any) -> Any:
 
 @same_numbers
 def clipping_by_norm(strategy: Any) -> Any:
-    return fitted(perceptron(strategy, lambda: keras.optimizers.SGD(0.5, clipnorm=0.1)), *arrays(), batch_size=31)
+    return fitted(
+        perceptron(strategy, lambda: keras.optimizers.SGD(0.5, clipnorm=0.1)), *arrays(), batch_size=31
+    )
 
 
 @same_numbers
@@ -292,7 +300,7 @@ def loss_that_is_a_sum(strategy: Any) -> Any:
     with strategy.scope():
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
         model.compile(keras.optimizers.SGD(0.001), loss)
-    model, history = fitted(model, *arrays(), batch_size=30)
+    fitted(model, *arrays(), batch_size=30)
     return model, {}  # Keras multiplies a summed loss by the number of replicas before it reports it
 
 
@@ -353,7 +361,9 @@ def eager_steps(strategy: Any) -> Any:
 @same_numbers
 def early_stopping(strategy: Any) -> Any:
     stop = keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.2, restore_best_weights=True)
-    return fitted(perceptron(strategy), *arrays(), validation_split=0.3, batch_size=31, epochs=9, callbacks=[stop])
+    return fitted(
+        perceptron(strategy), *arrays(), validation_split=0.3, batch_size=31, epochs=9, callbacks=[stop]
+    )
 
 
 @same_numbers
@@ -401,7 +411,9 @@ def convolution_with_augmentation_dropout_and_batch_normalization(strategy: Any)
             keras.layers.Dense(3),
         ]
         model = keras.Sequential([keras.Input((8, 8, 1)), *layers])
-        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+        model.compile(
+            "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"]
+        )
     return fitted(model, images, labels, batch_size=15, validation_split=0.2)
 
 

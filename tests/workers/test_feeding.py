@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -71,16 +73,20 @@ def pieces(rows: np.ndarray) -> Any:
         yield rows[first : first + 9], rows[first : first + 9]
 
 
+def joined(lists: Iterable[list[int]]) -> list[int]:
+    return [*itertools.chain.from_iterable(lists)]
+
+
 KINDS = ("arrays", "arrays in order", "dataset", "dataset of unknown length", "shuffled sequence")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_example_is_used_once_per_epoch(kind: str, pool2: Pool) -> None:
-    assert sorted(sum(pool2.run(rows_seen, kind), [])) == sorted([*range(47)] * 2)
+    assert sorted(joined(pool2.run(rows_seen, kind))) == sorted([*range(47)] * 2)
 
 
 def test_every_example_of_a_generator_is_used_once(pool3: Pool) -> None:
-    assert sorted(sum(pool3.run(rows_seen, "generator"), [])) == [*range(47)]
+    assert sorted(joined(pool3.run(rows_seen, "generator"))) == [*range(47)]
 
 
 def unseeded_rows(strategy: Any) -> list[int]:
@@ -89,7 +95,7 @@ def unseeded_rows(strategy: Any) -> list[int]:
 
 
 def test_arrays_are_shuffled_alike_on_all_workers_without_a_seed(pool3: Pool) -> None:
-    assert sorted(sum(pool3.run(unseeded_rows), [])) == sorted([*range(47)] * 2)
+    assert sorted(joined(pool3.run(unseeded_rows))) == sorted([*range(47)] * 2)
 
 
 def order_of_epochs(strategy: Any) -> list[list[int]]:
@@ -198,7 +204,7 @@ def distributed_by_hand(strategy: Any) -> list[int]:
 
 
 def test_a_dataset_distributed_by_hand_is_not_divided_twice(pool2: Pool) -> None:
-    assert sorted(sum(pool2.run(distributed_by_hand), [])) == [*range(47)]
+    assert sorted(joined(pool2.run(distributed_by_hand))) == [*range(47)]
 
 
 def sparse_and_ragged(strategy: Any) -> dict[str, Any]:
@@ -215,7 +221,7 @@ def sparse_and_ragged(strategy: Any) -> dict[str, Any]:
 
 def test_ragged_and_sparse_parts_are_divided_like_the_rest(pool3: Pool) -> None:
     results = pool3.run(sparse_and_ragged)
-    assert sorted(sum((r["row"] for r in results), [])) == [*range(10)]
+    assert sorted(joined(r["row"] for r in results)) == [*range(10)]
     for result in results:
         assert result["sparse"] == result["row"]
         assert [len(row) for row in result["ragged"]] == [1 + row % 3 for row in result["row"]]

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from tests.pool import Pool, WorkerFailed
 from tests.pool.checks import assert_equal_on_all, digest, rank
 from tests.pool.messages import Died, Raised, Returned, Stuck

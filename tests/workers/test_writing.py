@@ -36,7 +36,9 @@ def _note(event: str, arguments: tuple[Any, ...]) -> None:
             files.add(path[len(directory) + 1 :])
 
 
-def trained_with(strategy: Any, directory: Path, callbacks: list[Any], **options: Any) -> tuple[Any, set[str]]:
+def trained_with(
+    strategy: Any, directory: Path, callbacks: list[Any], **options: Any
+) -> tuple[Any, set[str]]:
     written = files_opened_to_write(directory)
     model = perceptron(strategy)
     model.fit(*arrays(), batch_size=30, epochs=3, verbose=0, callbacks=callbacks, **options)
@@ -90,7 +92,12 @@ def saved_by_the_script(strategy: Any, directory: Path) -> dict[str, Any]:
     if strategy.rank == 0:
         model.save(directory / "only-worker-0.keras")
     same = np.array_equal(again.get_weights()[0], model.get_weights()[0])
-    return {"same": same, "exported": (directory / "exported").is_dir(), "own": own.exists(), "written": written}
+    return {
+        "same": same,
+        "exported": (directory / "exported").is_dir(),
+        "own": own.exists(),
+        "written": written,
+    }
 
 
 def test_a_script_that_saves_on_every_worker_writes_once(pool2: Pool, tmp_path: Path) -> None:
@@ -127,7 +134,11 @@ def interrupted_and_resumed(strategy: Any, directory: Path) -> dict[str, Any]:
     model = perceptron(strategy)
     again = keras.callbacks.BackupAndRestore(directory / "backup", delete_checkpoint=True)
     history = model.fit(*arrays(), batch_size=30, epochs=3, verbose=0, callbacks=[again])
-    return {"epochs": history.epoch, "digest": digest(model), "iterations": int(model.optimizer.iterations.numpy())}
+    return {
+        "epochs": history.epoch,
+        "digest": digest(model),
+        "iterations": int(model.optimizer.iterations.numpy()),
+    }
 
 
 def test_backup_and_restore_goes_on_where_it_was_on_every_worker(pool2: Pool, tmp_path: Path) -> None:

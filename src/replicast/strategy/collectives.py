@@ -64,7 +64,8 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
     """What MultiWorkerMirroredStrategy does behind its public methods, with a few changes.
 
     Collectives count their keys (`CountingLauncher`); an optimizer may run inside `tf.cond`
-    (`_use_merge_call`, `_create_variable`); and gradients that were summed already are not summed twice (`summed_already`).
+    (`_use_merge_call`, `_create_variable`); and gradients that were summed already are not summed twice
+    (`summed_already`).
     """
 
     def __init__(self, container: tf.distribute.Strategy, cluster_resolver: Any, options: Any) -> None:
@@ -82,9 +83,7 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         self.next_turn: Callable[[], int] = itertools.count(1).__next__
         """Called before each transfer outside of a graph; gives its number."""
         for operations in (self._cross_device_ops, self._host_cross_device_ops):
-            operations._launchers = [
-                CountingLauncher(stock, self) for stock in operations._launchers
-            ]
+            operations._launchers = [CountingLauncher(stock, self) for stock in operations._launchers]
 
     def transfers_started(self) -> int:
         """How many transfers this worker has started inside steps: the same on all workers between steps."""

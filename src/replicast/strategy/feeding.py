@@ -223,5 +223,3 @@ def digest_of_batch(components: tuple[np.ndarray[Any, Any], ...]) -> str:
         digest.update(np.ascontiguousarray(data).view(np.uint8).data if data.size else b"")
         digest.update(str(component.shape).encode())
     return digest.hexdigest()
-
-

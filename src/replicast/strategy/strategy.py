@@ -158,7 +158,12 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
     def _share(self, dataset: tf.data.Dataset, call: KerasCall | None) -> feeding.Share:
         adapter = None if call is None else call.adapter
         first_batches = getattr(adapter, "_first_batches", None)
-        checked = self._size > 1 and call is not None and call.method == "fit" and isinstance(adapter, TFDatasetAdapter)
+        checked = (
+            self._size > 1
+            and call is not None
+            and call.method == "fit"
+            and isinstance(adapter, TFDatasetAdapter)
+        )
         return feeding.Share(
             dataset,
             self._rank,
@@ -210,10 +215,10 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             others = [str(w) for w, other in theirs.items() if other not in (None, digest)]
             if others:
                 logger.warning(
-                    "The workers were given different batches (worker 0 and worker %s differ). Each takes its "
-                    "own rows of its own batch, so some examples may be used twice in an epoch and others not "
-                    "at all. For the same order everywhere call keras.utils.set_random_seed(n) first, or "
-                    "give dataset.shuffle() a seed.",
+                    "The workers were given different batches (worker 0 and worker %s differ). Each takes "
+                    "its own rows of its own batch, so some examples may be used twice in an epoch and "
+                    "others not at all. For the same order everywhere call keras.utils.set_random_seed(n) "
+                    "first, or give dataset.shuffle() a seed.",
                     ", ".join(others),
                 )
 

@@ -56,8 +56,8 @@ def _nothing(*_: Any, **__: Any) -> None:
 class Writing:
     """Lets worker 0 do the saving of a model, and the others wait for it.
 
-    A save is known by where in the script it is (`Lifetime.position`) and by its path. Worker 0 waits for nobody: a script in which only worker 0 saves, or each worker to a path of
-    its own, works as well.
+    A save is known by where in the script it is (`Lifetime.position`) and by its path. Worker 0 waits for
+    nobody: a script in which only worker 0 saves, or each worker to a path of its own, works as well.
     """
 
     def __init__(self, coordination: Coordination, rank: int, position: Callable[[], str]) -> None:

@@ -1,0 +1,137 @@
+"""Every private API of TensorFlow and Keras that we rest on: these fail, by name, on the day one changes."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.pool import Pool
+from tests.workers.recipes import arrays, perceptron
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_coordination_service_calls() -> None:
+    from tensorflow.python.eager import context
+
+    kind = context.Context
+    assert parameters(kind.set_config_key_value) == ["self", "key", "value"]
+    assert parameters(kind.get_config_key_value) == ["self", "key", "timeout_in_ms"]
+    assert parameters(kind.abort_collective_ops) == ["self", "code", "message"]
+    assert parameters(context.global_seed) == []
+
+
+def test_the_launcher_draws_its_keys_where_we_give_ours() -> None:
+    from tensorflow.python.distribute import cross_device_ops, cross_device_utils
+
+    launcher = cross_device_utils.CollectiveReplicaLauncher
+    fields = ["self", "group_key", "group_size", "collective_keys", "device", "options"]
+    assert parameters(launcher.__init__) == fields
+    source = inspect.getsource(launcher)
+    assert source.count("self._next_instance_key()") == 2, "a collective that draws its key elsewhere"
+    assert "_launchers" in inspect.getsource(cross_device_ops.CollectiveAllReduce.__init__)
+
+
+def test_the_class_behind_the_strategy_has_the_methods_that_we_replace() -> None:
+    from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
+
+    assert parameters(CollectiveAllReduceExtended._use_merge_call) == ["self"]
+    reduce = CollectiveAllReduceExtended._replica_ctx_all_reduce
+    assert parameters(reduce) == ["self", "reduce_op", "value", "options"]
+    assert parameters(CollectiveAllReduceExtended._create_variable) == ["self", "next_creator", "kwargs"]
+    created = parameters(CollectiveAllReduceExtended.__init__)
+    assert created[:4] == ["self", "container_strategy", "cluster_resolver", "communication_options"]
+
+
+def test_a_variable_that_is_written_is_told_from_one_that_is_read() -> None:
+    from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
+
+    read, written = tf.Variable(1.0), tf.Variable(1.0)
+
+    @tf.function
+    def both() -> None:
+        written.assign(read + 1.0)
+
+    writes = [
+        get_read_write_resource_inputs(op)[1] for op in both.get_concrete_function().graph.get_operations()
+    ]
+    assert sum(len(handles) for handles in writes) == 1
+
+
+def test_keras_gives_a_step_of_a_model_to_the_strategy_as_its_own_method() -> None:
+    source = inspect.getsource(keras.Model._make_function)
+    assert "self.distribute_strategy.run(step_function, args=(data,))" in source
+    assert "self._make_function(self.train_step)" in inspect.getsource(keras.Model.make_train_function)
+
+
+def test_keras_fields_of_arrays_and_generators() -> None:
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+    from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+
+    adapter = ArrayDataAdapter(np.zeros((5, 2)), np.zeros(5), batch_size=2, shuffle="batch")
+    assert (adapter._shuffle, adapter.batch_size) == ("batch", 2)
+    assert [part.shape for part in adapter._inputs] == [(5, 2), (5,)]
+    generator = GeneratorDataAdapter(iter([(np.zeros((3, 2)),)]))
+    assert generator._first_batches[0][0].shape == (3, 2)
+
+
+class Spy(keras.callbacks.Callback):
+    pass
+
+
+def calls_seen(strategy: Any) -> list[Any]:
+    from replicast.strategy import strategy as module
+
+    seen: list[Any] = []
+    original = module.keras_call
+
+    def looking() -> Any:
+        # One frame more than usual lies between us and Keras.
+        import sys
+
+        frame = sys._getframe(2)
+        seen.append((frame.f_code.co_name, frame.f_back.f_code.co_name))
+        return None
+
+    module.keras_call = looking
+    try:
+        model = perceptron(strategy)
+        model.fit(*arrays(), verbose=0, validation_split=0.5, callbacks=[Spy()])
+        model.evaluate(*arrays(), verbose=0)
+        model.predict(arrays()[0], verbose=0)
+    finally:
+        module.keras_call = original
+    return seen
+
+
+def test_keras_asks_for_its_data_from_where_we_look(pool1: Pool) -> None:
+    asked = pool1.run(calls_seen)[0]
+    assert asked == [("__init__", name) for name in ("fit", "fit", "evaluate", "predict")]
+
+
+def callbacks_found(strategy: Any) -> list[Any]:
+    found: list[Any] = []
+    prepare = strategy._prepare
+
+    def noted(call: Any) -> None:
+        found.append(
+            (call.method, type(call.adapter).__name__, [type(c).__name__ for c in call.callbacks or []])
+        )
+        prepare(call)
+
+    strategy._prepare = noted
+    try:
+        perceptron(strategy).fit(*arrays(), verbose=0, callbacks=[Spy()])
+    finally:
+        del strategy._prepare
+    return found
+
+
+def test_the_callbacks_are_found_before_keras_calls_any(pool1: Pool) -> None:
+    assert pool1.run(callbacks_found)[0] == [("fit", "ArrayDataAdapter", ["Spy"])]
