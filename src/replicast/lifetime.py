@@ -110,13 +110,20 @@ class Lifetime:
         if isinstance(error, KeyboardInterrupt) and self.failure is None:
             self._interrupted = True
             return
-        if self.failure is not None:
+        if self.failure is None:
+            lines = traceback.format_exception_only(error)
+            said = lines[-1].strip() if lines else type(error).__name__
+            self._put("failed", {"worker": self._rank, "said": said})
+            self.failure = self._first_failure() or _first(self._rank, said)
+        if self.failure.worker != self._rank:
             sys.stderr.write(f"replicast: {self.failure}\n")
-            return
-        lines = traceback.format_exception_only(error)
-        said = lines[-1].strip() if lines else type(error).__name__
-        self.failure = JobFailed(f"worker {self._rank} failed first: {said}", worker=self._rank)
-        self._put("failed", {"worker": self._rank, "said": said})
+
+    def _first_failure(self) -> JobFailed | None:
+        try:
+            failed = self._get("failed")
+        except JobFailed:
+            return None
+        return None if failed is None else _first(failed["worker"], failed["said"])
 
     def leave(self) -> None:
         """Ends this worker's part. Worker 0, which hosts the coordination service, waits for the others.
@@ -125,6 +132,11 @@ class Lifetime:
         for whom; after a failure at most 10 s.
         """
         position = self._position_or_none()
+        if self.failure is None and not self._interrupted and position == 0 and self._turn == 0:
+            sys.stderr.write(
+                f"replicast: worker {self._rank} exchanged nothing with the other workers: each trained for "
+                "itself. Build and compile the model inside 'with strategy.scope():'\n"
+            )
         if position is not None and self.failure is None:
             self._put("left", {"worker": self._rank, "transfers": position, "turn": self._turn})
         self._put(f"left/{self._rank}", {})
@@ -176,9 +188,7 @@ class Lifetime:
             if failed["worker"] == self._rank:
                 self._stop.wait(LOOK_SECS)
                 return None
-            return JobFailed(
-                f"worker {failed['worker']} failed first: {failed['said']}", worker=failed["worker"]
-            )
+            return _first(failed["worker"], failed["said"])
         turn = self._turn
         ahead = self._get(f"turn/{turn + 1}")
         if ahead is not None and self._waits_for_nothing(ahead) and self._turn == turn:
@@ -229,3 +239,7 @@ class Lifetime:
     def _get(self, key: str) -> dict[str, Any] | None:
         text = self._coordination.get(f"{PREFIX}/{key}", LOOK_SECS)
         return None if text is None else dict(json.loads(text))
+
+
+def _first(worker: int, said: str) -> JobFailed:
+    return JobFailed(f"worker {worker} failed first: {said}", worker=worker)

@@ -80,8 +80,17 @@ def test_a_failure_reaches_the_others_with_its_first_line(workers: list[Worker])
 def test_of_two_failures_the_first_is_named(workers: list[Worker]) -> None:
     workers[1].lifetime.failed(ValueError("the cause"))
     workers[0].lifetime.failed(RuntimeError("a consequence, a moment later"))
-    eventually(lambda: workers[0].coordination.aborted)
-    assert "the cause" in workers[0].coordination.aborted[0]
+    assert workers[0].lifetime.failure is not None
+    assert "worker 1 failed first: ValueError: the cause" in str(workers[0].lifetime.failure)
+    leave_all(workers)
+    assert workers[0].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
+
+
+def test_workers_that_exchanged_nothing_are_told_why(
+    workers: list[Worker], capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave_all(workers)
+    assert capsys.readouterr().err.count("Build and compile the model inside") == 2
 
 
 def test_a_worker_whose_data_ends_early_is_noticed_by_the_one_that_waits(workers: list[Worker]) -> None:
