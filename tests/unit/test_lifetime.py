@@ -30,7 +30,8 @@ class Worker:
 
 
 @pytest.fixture
-def workers() -> list[Worker]:
+def workers(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
+    monkeypatch.setattr("replicast.lifetime.LOOK_SECS", 0.02)
     store = MemoryCoordination.Store()
     return [Worker(store, rank) for rank in range(2)]
 
