@@ -31,7 +31,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", choices=TABLES, help="this table alone; may be given again"
     )
-    parser.add_argument("--rounds", type=positive, default=7, help="turns of each contestant (default: 7)")
+    parser.add_argument("--rounds", type=positive, default=5, help="turns of each contestant (default: 5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     return parser.parse_args(arguments)
 

@@ -12,7 +12,7 @@ from benchmarks.report import Ratio, Result, Row
 from benchmarks.workers import Crew, Failed, Ready
 
 WORKERS = 2
-STEPS = 100
+STEPS = 200
 PATIENCE_SECS = 60.0
 BUDGET_SECS = 150.0
 """No round begins after this: a busy machine gives fewer rounds, not a longer wait."""
