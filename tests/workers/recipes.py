@@ -353,6 +353,40 @@ def custom_train_step(strategy: Any) -> Any:
     return fitted(model, *arrays(), batch_size=50)
 
 
+class TwoOptimizers(keras.Model):
+    """As a GAN: a train_step that trains its halves with an optimizer each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower, self.upper = keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(CLASSES)
+
+    def compile(self, lower: Any, upper: Any, **options: Any) -> None:
+        super().compile(**options)
+        self.lower_optimizer, self.upper_optimizer = lower, upper
+
+    def call(self, x: Any) -> Any:
+        return self.upper(self.lower(x))
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        for optimizer, layer in ((self.lower_optimizer, self.lower), (self.upper_optimizer, self.upper)):
+            gradients = tape.gradient(loss, layer.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, layer.trainable_variables, strict=True))
+        return {"norm": tf.reduce_mean(tf.abs(self(x)))}
+
+
+@same_numbers
+def two_optimizers(strategy: Any) -> Any:
+    with strategy.scope():
+        model = TwoOptimizers()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        optimizers = keras.optimizers.SGD(0.1, global_clipnorm=0.05), keras.optimizers.Adam(0.01)
+        model.compile(*optimizers, loss=loss)
+    return fitted(model, *arrays(), batch_size=31, epochs=1)
+
+
 @same_numbers
 def eager_steps(strategy: Any) -> Any:
     return fitted(perceptron(strategy, run_eagerly=True), *arrays(), batch_size=75)

@@ -57,7 +57,10 @@ class KerasStep:
         """Runs the step on this worker's share and returns what it returned, for the whole batch."""
         self._rows = _rows_of(data) / ROWS_UNIT
         watch = _Writes(self._written_candidates())
-        with watch, summing_optimizer(self._model, self._sum_gradients, self._extended):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(watch)
+            for optimizer in optimizers_of(self._model):
+                stack.enter_context(summing_first(optimizer, self._sum_gradients, self._extended))
             logs = self._function(data)
         return self._whole_batch(logs, watch)
 
@@ -101,21 +104,25 @@ class KerasStep:
         return _replaced(logs, results)
 
 
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """The model's optimizer, and those of a custom `train_step` that has several, as a GAN does."""
+    held = [getattr(model, "optimizer", None), *vars(model).values()]
+    return list({id(o): o for o in held if isinstance(o, keras.optimizers.Optimizer)}.values())
+
+
 @contextlib.contextmanager
-def summing_optimizer(
-    model: keras.Model, sum_gradients: Callable[[list[Any]], list[Any]], extended: ReplicatedExtended
+def summing_first(
+    optimizer: keras.optimizers.Optimizer,
+    sum_gradients: Callable[[list[Any]], list[Any]],
+    extended: ReplicatedExtended,
 ) -> Iterator[None]:
-    """Inside, the model's optimizer sums gradients over the workers before it looks at them.
+    """Inside, the optimizer sums gradients over the workers before it looks at them.
 
     Keras clips, accumulates and decides about float16 overflow on a worker's own gradients and sums last:
     workers then clip differently, and with float16 one of them skips the step while the others wait for it.
     Keras has no hook in between, so for the time of the step this one optimizer object, never its class,
     has an `apply` that sums first.
     """
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None:
-        yield
-        return
     apply = optimizer.apply
 
     def sum_and_apply(grads: Any, trainable_variables: Any = None) -> Any:

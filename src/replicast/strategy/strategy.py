@@ -21,7 +21,7 @@ from replicast.strategy import feeding
 from replicast.strategy.caller import KerasCall, keras_call
 from replicast.strategy.collectives import ReplicatedExtended
 from replicast.strategy.seeds import Seeds
-from replicast.strategy.step import Agreed, KerasStep
+from replicast.strategy.step import Agreed, KerasStep, optimizers_of
 from replicast.strategy.writing import Writing, silence
 
 logger = logging.getLogger("replicast")
@@ -186,10 +186,10 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
                 reason="XLA has no transfers between CPU workers",
                 remedy='Compile the model with jit_compile=False (the default, "auto", does)',
             )
-        optimizer = getattr(model, "optimizer", None)
-        for one in (optimizer, getattr(optimizer, "inner_optimizer", None)):
-            if one is not None and one._distribution_strategy is not self:
-                raise self._outside(f"An optimizer ({type(one).__name__})")
+        for optimizer in optimizers_of(model):
+            for one in (optimizer, getattr(optimizer, "inner_optimizer", optimizer)):
+                if one._distribution_strategy is not self:
+                    raise self._outside(f"An optimizer ({type(one).__name__})")
         for variable in [*model.variables, *model.metrics_variables]:
             if not isinstance(variable.value, tf.distribute.DistributedValues):
                 raise self._outside(f"A variable ({variable.path})")
