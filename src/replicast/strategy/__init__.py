@@ -4,8 +4,9 @@ This package and `replicast.coordination` are the only places that use private T
 use says why in a comment, and `tests/workers/test_private_apis.py` fails on the day one of them changes.
 
     strategy     the class people use; what Keras asks of a strategy, answered for several workers
-    collectives  how the workers exchange tensors: keys that work inside loops, one sum per step
+    collectives  how the workers exchange tensors: keys that work inside loops
     step         one training step of a Keras model: weighted gradients, exact metrics, equal statistics
+    writes       which variables a step writes
     caller       which model is asking, and with which callbacks
     feeding      each worker's share of every batch, without a transfer per step
     writing      files that one worker writes for all

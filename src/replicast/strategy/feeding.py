@@ -123,7 +123,9 @@ class ArrayShare:
 
         options = tf.data.Options()
         options.experimental_optimization.apply_default_optimizations = False  # they would copy the arrays
-        return indices.map(gather).with_options(options).prefetch(PREFETCHED_BATCHES)
+        options.autotune.enabled = False  # there is nothing to tune, and it costs a thread
+        options.threading.private_threadpool_size = 1
+        return indices.map(gather).prefetch(PREFETCHED_BATCHES).with_options(options)
 
 
 def epoch_order(

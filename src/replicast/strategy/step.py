@@ -5,10 +5,12 @@ its own gradients, reports the mean of the workers' metrics, and lets each worke
 statistics. Here, what happens inside one step on each of N workers, worker r having n_r rows:
 
     forward, backward           Keras, on this worker's rows
-    gradients                   sum over r of n_r * g_r, divided by the sum of n_r   (one transfer)
-    clip, scale, apply          Keras, on the same summed gradients everywhere
-    metric states, statistics   summed over the workers                              (one transfer)
-    what the step returns       computed by Keras from the summed states
+    one transfer                sums over r: n_r * g_r, what r added to metrics' states, n_r * statistics
+    clip, scale, apply          Keras, on the same gradients everywhere
+    what the step returns       computed by Keras from the metrics' states, which are now those of the job
+
+A `train_step` of one's own may look at the weights it has just changed, so its gradients are transferred at
+the moment it applies them, and the rest in a second transfer.
 """
 
 from __future__ import annotations
@@ -20,10 +22,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# Private: TensorFlow's own answer to "which variables does this operation write?"; there is no public one.
-from tensorflow.python.framework import auto_control_deps_utils
-
 from replicast.strategy.collectives import ReplicatedExtended
+from replicast.strategy.writes import Writes, component, local
 
 ROWS_UNIT = 1024.0
 """Rows are counted in units of 1024, so that a gradient times its rows stays in the range of float16."""
@@ -51,57 +51,125 @@ class KerasStep:
         self._model = model
         self._function = function
         self._average_statistics = average
+        self._applies_last = _is_stock(model)
         self._rows = tf.constant(0.0)
+        self._kept: list[tuple[Callable[..., Any], list[Any], Any]] = []
 
     def __call__(self, data: Any) -> Any:
         """Runs the step on this worker's share and returns what it returned, for the whole batch."""
+        return waiting_for_data(self._run)(data)
+
+    def _run(self, data: Any) -> Any:
         self._rows = _rows_of(data) / ROWS_UNIT
-        watch = _Writes(self._written_candidates())
+        metrics = list(self._model.metrics_variables)
+        before = [local(v) for v in metrics]
+        watch = Writes([*metrics, *_possible_statistics(self._model)])
         with contextlib.ExitStack() as stack:
             stack.enter_context(watch)
             for optimizer in optimizers_of(self._model):
-                stack.enter_context(summing_first(optimizer, self._sum_gradients, self._extended))
+                stack.enter_context(applying_with(optimizer, self._apply))
             logs = self._function(data)
-        return self._whole_batch(logs, watch)
+        added = [(v, value, local(v)) for v, value in zip(metrics, before, strict=True) if watch.wrote(v)]
+        statistics = [v for v in watch.written()[len(added) :] if self._average_statistics]
+        return self._whole_batch(logs, added, statistics)
 
-    def _written_candidates(self) -> list[keras.Variable]:
-        statistics = [v for v in self._model.non_trainable_variables if v.dtype in _FLOATS]
-        return [*self._model.metrics_variables, *statistics]
+    def _apply(self, apply: Callable[..., Any], gradients: list[Any], variables: Any) -> None:
+        """What the model's optimizers do when they are asked to apply gradients."""
+        if self._applies_last:
+            self._kept.append((apply, gradients, variables))
+            return
+        transfer = Transfer()
+        summed = transfer.add(self._weighted(gradients))
+        rows = transfer.add([self._rows])
+        transfer.send()
+        self._apply_summed(apply, gradients, summed(), rows()[0], variables)
 
-    def _sum_gradients(self, gradients: list[Any]) -> list[Any]:
-        """Sums over the workers, each example counting the same however the batch was divided."""
+    def _weighted(self, gradients: list[Any]) -> list[Any]:
         present = [g for g in gradients if g is not None]
-        if not present:
-            return gradients
-        if _sums_its_loss(self._model):
-            summed = iter(_all_reduce(present))
-            return [g if g is None else next(summed) for g in gradients]
-        weighted = [_times(g, self._rows) for g in present]
-        *totals, rows = _all_reduce([*weighted, self._rows])
-        share = self._extended._num_replicas_in_sync / rows
-        summed = iter([_times(g, share) for g in totals])
-        return [g if g is None else next(summed) for g in gradients]
+        return present if _sums_its_loss(self._model) else [_times(g, self._rows) for g in present]
 
-    def _whole_batch(self, logs: Any, watch: _Writes) -> Any:
-        states = [v for v in self._model.metrics_variables if watch.wrote(v)]
-        metric_ids = {id(v) for v in self._model.metrics_variables}
-        statistics = []
-        if self._average_statistics:
-            statistics = [v for v in watch.written() if id(v) not in metric_ids]
-        own = _own_values(self._model, logs, states)
-        local_states = [_local(v) for v in states]
-        weighted = [_times(_local(v), self._rows) for v in statistics]
-        weighted_logs = [_times(tf.cast(value, tf.float32), self._rows) for value in own.values()]
-        summed = _all_reduce([*local_states, *weighted, *weighted_logs, self._rows])
-        rows = summed[-1]
-        for variable, total in zip(statistics, summed[len(states) :], strict=False):
+    def _apply_summed(
+        self, apply: Callable[..., Any], gradients: list[Any], summed: list[Any], rows: Any, variables: Any
+    ) -> None:
+        """Applies the sum over the workers, each example counting the same however the batch was divided."""
+        if not _sums_its_loss(self._model):
+            share = self._extended._num_replicas_in_sync / rows
+            summed = [_times(g, share) for g in summed]
+        each = iter(summed)
+        with self._extended.summed_already():
+            apply([g if g is None else next(each) for g in gradients], variables)
+
+    def _whole_batch(self, logs: Any, added: list[Any], statistics: list[keras.Variable]) -> Any:
+        own = _own_values(self._model, logs, [variable for variable, _, _ in added])
+        transfer = Transfer()
+        gradients = [transfer.add(self._weighted(kept)) for _, kept, _ in self._kept]
+        states = transfer.add([_difference(before, after) for _, before, after in added])
+        totals = transfer.add([_times(local(v), self._rows) for v in statistics])
+        weighted_logs = transfer.add([_times(tf.cast(v, tf.float32), self._rows) for v in own.values()])
+        all_rows = transfer.add([self._rows])
+        transfer.send()
+        rows = all_rows()[0]
+        for (apply, kept, variables), summed in zip(self._kept, gradients, strict=True):
+            self._apply_summed(apply, kept, summed(), rows, variables)
+        for (variable, before, _), total in zip(added, states(), strict=True):
+            component(variable).assign(before + total)
+            mark_whole(variable)
+        for variable, total in zip(statistics, totals(), strict=True):
             variable.assign(_times(total, 1.0 / rows))
-        with keras.StatelessScope(state_mapping=list(zip(states, summed, strict=False))):
-            results = _flat(self._model.get_metrics_result())
-        results.update(
-            zip(own, (total / rows for total in summed[len(states) + len(statistics) : -1]), strict=True)
-        )
+        results = _flat(self._model.get_metrics_result())
+        results.update(zip(own, (total / rows for total in weighted_logs()), strict=True))
         return _replaced(logs, results)
+
+
+def waiting_for_data(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same step, none of whose operations runs before its data is there.
+
+    The step that finds no data left fails, but whatever in it does not depend on the data may have run: Keras
+    then counts the rows of a batch that was not there, if their number is known when it traces.
+    """
+
+    def waiting(data: Any) -> Any:
+        leaves = [x for x in tf.nest.flatten(data, expand_composites=True) if isinstance(x, tf.Tensor)]
+        with tf.control_dependencies([] if tf.executing_eagerly() else leaves[:1]):
+            return step(data)
+
+    return waiting
+
+
+class Transfer:
+    """Values that are summed over the workers together: one collective for all dense ones of a dtype."""
+
+    def __init__(self) -> None:
+        self._values: list[Any] = []
+        self._summed: list[Any] = []
+
+    def add(self, values: list[Any]) -> Callable[[], list[Any]]:
+        """Takes values along; what is returned gives their sums after `send`."""
+        first, after = len(self._values), len(self._values) + len(values)
+        self._values += values
+        return lambda: self._summed[first:after]
+
+    def send(self) -> None:
+        """Blocks until every worker has sent the same kinds of values."""
+        context = tf.distribute.get_replica_context()
+        summed: dict[int, Any] = {}
+        for dtype in dict.fromkeys(value.dtype for value in self._values):
+            places = [place for place, value in enumerate(self._values) if value.dtype == dtype]
+            totals = context.all_reduce(tf.distribute.ReduceOp.SUM, [self._values[p] for p in places])
+            summed.update(zip(places, totals, strict=True))
+        self._summed = [summed[place] for place in range(len(self._values))]
+
+
+def mark_whole(variable: keras.Variable) -> None:
+    """Notes that a metric's variable holds the state of the whole job between steps, on every worker."""
+    variable.value._replicast_whole = True
+
+
+def whole_value(value: Any) -> tf.Tensor | None:
+    """The value of a variable that holds the state of the whole job, or None if this is no such variable."""
+    # Not by getattr: a distributed variable would look for the name in its value, which is what is asked for.
+    marked = getattr(value, "__dict__", {}).get("_replicast_whole", False)
+    return value.values[0].read_value() if marked else None
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
@@ -111,12 +179,10 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 
 @contextlib.contextmanager
-def summing_first(
-    optimizer: keras.optimizers.Optimizer,
-    sum_gradients: Callable[[list[Any]], list[Any]],
-    extended: ReplicatedExtended,
+def applying_with(
+    optimizer: keras.optimizers.Optimizer, act: Callable[[Callable[..., Any], list[Any], Any], None]
 ) -> Iterator[None]:
-    """Inside, the optimizer sums gradients over the workers before it looks at them.
+    """Inside, the optimizer's `apply` calls `act` with its own `apply`, the gradients and the variables.
 
     Keras clips, accumulates and decides about float16 overflow on a worker's own gradients and sums last:
     workers then clip differently, and with float16 one of them skips the step while the others wait for it.
@@ -125,10 +191,8 @@ def summing_first(
     """
     apply = optimizer.apply
 
-    def sum_and_apply(grads: Any, trainable_variables: Any = None) -> Any:
-        summed = sum_gradients(list(grads))
-        with extended.summed_already():
-            return apply(summed, trainable_variables)
+    def sum_and_apply(grads: Any, trainable_variables: Any = None) -> None:
+        act(apply, list(grads), trainable_variables)
 
     object.__setattr__(optimizer, "apply", sum_and_apply)
     try:
@@ -137,62 +201,17 @@ def summing_first(
         object.__delattr__(optimizer, "apply")
 
 
-class _Writes:
-    """Notices which of some variables are written inside its `with` block."""
-
-    def __init__(self, candidates: list[keras.Variable]) -> None:
-        self._candidates = candidates
-        self._written: set[int] = set()
-        self._before: list[Any] = []
-
-    def __enter__(self) -> _Writes:
-        if tf.executing_eagerly():
-            self._before = [tf.identity(_local(v)) for v in self._candidates]
-        else:
-            self._first = len(tf.compat.v1.get_default_graph().get_operations())
-        return self
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is None:
-            self._written = self._changed_values() if tf.executing_eagerly() else self._written_in_graph()
-
-    def wrote(self, variable: keras.Variable) -> bool:
-        return id(variable) in self._written
-
-    def written(self) -> list[keras.Variable]:
-        return [v for v in self._candidates if id(v) in self._written]
-
-    def _written_in_graph(self) -> set[int]:
-        graph = tf.compat.v1.get_default_graph()
-        outside = {id(inner): id(outer) for outer, inner in graph.captures}
-        handles: set[int] = set()
-        for operation in graph.get_operations()[self._first :]:
-            _, writes = auto_control_deps_utils.get_read_write_resource_inputs(operation)
-            handles.update(outside.get(id(handle), id(handle)) for handle in writes)
-        return {id(v) for v in self._candidates if id(_component(v).handle) in handles}
-
-    def _changed_values(self) -> set[int]:
-        """Eagerly there is no graph to look at: a variable was written if it changed on any worker."""
-        if not self._candidates:
-            return set()
-        changed = [
-            tf.reduce_any(tf.not_equal(before, _local(v)))
-            for before, v in zip(self._before, self._candidates, strict=True)
-        ]
-        flags = _all_reduce([tf.cast(tf.stack(changed), tf.float32)])[0]
-        return {id(v) for v, flag in zip(self._candidates, flags.numpy(), strict=True) if flag}
-
-
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-def _component(variable: keras.Variable) -> tf.Variable:
-    value = variable.value
-    return value.values[0] if isinstance(value, tf.distribute.DistributedValues) else value
+def _is_stock(model: keras.Model) -> bool:
+    """Whether nothing in the step can look at the weights after they were changed."""
+    names = ("train_step", "compute_metrics", "get_metrics_result")
+    return all(getattr(type(model), name) is getattr(keras.Model, name) for name in names)
 
 
-def _local(variable: keras.Variable) -> tf.Tensor:
-    return _component(variable).read_value()
+def _possible_statistics(model: keras.Model) -> list[keras.Variable]:
+    return [v for v in model.non_trainable_variables if v.dtype in _FLOATS]
 
 
 def _rows_of(data: Any) -> tf.Tensor:
@@ -207,22 +226,16 @@ def _rows_of(data: Any) -> tf.Tensor:
     return tf.constant(1.0)
 
 
+def _difference(before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:
+    """What a step added to a state; nothing where infinity stayed infinity."""
+    return tf.where(before == after, tf.zeros_like(after), after - before)
+
+
 def _times(value: Any, factor: tf.Tensor) -> Any:
     """Product in which a worker without rows contributes 0, whatever its NaN says."""
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(_times(value.values, factor), value.indices, value.dense_shape)
     return tf.math.multiply_no_nan(value, tf.cast(factor, value.dtype))
-
-
-def _all_reduce(values: list[Any]) -> list[Any]:
-    """Sums each of `values` over the workers, the dense ones of a dtype together in one transfer."""
-    context = tf.distribute.get_replica_context()
-    summed: dict[int, Any] = {}
-    for dtype in dict.fromkeys(value.dtype for value in values):
-        places = [place for place, value in enumerate(values) if value.dtype == dtype]
-        totals = context.all_reduce(tf.distribute.ReduceOp.SUM, [values[place] for place in places])
-        summed.update(zip(places, totals, strict=True))
-    return [summed[place] for place in range(len(values))]
 
 
 def _sums_its_loss(model: keras.Model) -> bool:

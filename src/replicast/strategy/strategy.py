@@ -21,7 +21,7 @@ from replicast.strategy import feeding
 from replicast.strategy.caller import KerasCall, keras_call
 from replicast.strategy.collectives import ReplicatedExtended
 from replicast.strategy.seeds import Seeds
-from replicast.strategy.step import Agreed, KerasStep, optimizers_of
+from replicast.strategy.step import Agreed, KerasStep, optimizers_of, waiting_for_data, whole_value
 from replicast.strategy.writing import Writing, silence
 
 logger = logging.getLogger("replicast")
@@ -110,8 +110,10 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         A step of a Keras model has the outcome of the whole batch: see `replicast.strategy.step`.
         """
         model = getattr(fn, "__self__", None)
-        if self._size == 1 or not isinstance(model, keras.Model):
+        if not isinstance(model, keras.Model):
             return super().run(fn, args, kwargs, options)
+        if self._size == 1:
+            return super().run(waiting_for_data(fn), args, kwargs, options)
         self._refuse_what_cannot_work(model)
         step = KerasStep(self.extended, model, fn, self._statistics == "mean")
         outputs = super().run(step, args, kwargs, options)
@@ -124,6 +126,9 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         if isinstance(value, Agreed):
             return value.value
+        whole = whole_value(value)
+        if whole is not None:
+            return whole
         if isinstance(value, (tuple, list, dict)):
             return keras.tree.map_structure(lambda part: self.experimental_local_results(part)[0], value)
         return super().reduce(reduce_op, value, axis)

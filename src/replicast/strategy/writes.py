@@ -1,0 +1,75 @@
+"""Which variables a piece of code writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+# Private: TensorFlow's own answer to "which variables does this operation write?"; there is no public one.
+from tensorflow.python.framework import auto_control_deps_utils
+
+
+def component(variable: keras.Variable) -> tf.Variable:
+    """The variable behind a Keras variable on this worker."""
+    value = variable.value
+    return value.values[0] if isinstance(value, tf.distribute.DistributedValues) else value
+
+
+def local(variable: keras.Variable) -> tf.Tensor:
+    """Its value on this worker; never a transfer."""
+    return component(variable).read_value()
+
+
+class Writes:
+    """Notices which of some variables are written inside its `with` block.
+
+    In a graph by looking at the operations that were added; eagerly, where there is no graph, by comparing
+    values, and a variable counts as written if it changed on any worker.
+    """
+
+    def __init__(self, candidates: list[keras.Variable]) -> None:
+        self._candidates = candidates
+        self._written: set[int] = set()
+        self._before: list[Any] = []
+        self._first = 0
+
+    def __enter__(self) -> Writes:
+        if tf.executing_eagerly():
+            self._before = [local(v) for v in self._candidates]
+        else:
+            self._first = len(tf.compat.v1.get_default_graph().get_operations())
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            self._written = self._changed_values() if tf.executing_eagerly() else self._written_in_graph()
+
+    def wrote(self, variable: keras.Variable) -> bool:
+        """Whether this one was written."""
+        return id(variable) in self._written
+
+    def written(self) -> list[keras.Variable]:
+        """Those that were written, in the order of the candidates."""
+        return [v for v in self._candidates if id(v) in self._written]
+
+    def _written_in_graph(self) -> set[int]:
+        graph = tf.compat.v1.get_default_graph()
+        outside = {id(inner): id(outer) for outer, inner in graph.captures}
+        handles: set[int] = set()
+        for operation in graph.get_operations()[self._first :]:
+            _, writes = auto_control_deps_utils.get_read_write_resource_inputs(operation)
+            handles.update(outside.get(id(handle), id(handle)) for handle in writes)
+        return {id(v) for v in self._candidates if id(component(v).handle) in handles}
+
+    def _changed_values(self) -> set[int]:
+        if not self._candidates:
+            return set()
+        changed = [
+            tf.reduce_any(tf.not_equal(before, local(v)))
+            for before, v in zip(self._before, self._candidates, strict=True)
+        ]
+        context = tf.distribute.get_replica_context()
+        flags = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(tf.stack(changed), tf.float32))
+        return {id(v) for v, flag in zip(self._candidates, flags.numpy(), strict=True) if flag}
