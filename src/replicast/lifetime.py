@@ -126,10 +126,11 @@ class Lifetime:
         return None if failed is None else _first(failed["worker"], failed["said"])
 
     def leave(self) -> None:
-        """Ends this worker's part. Worker 0, which hosts the coordination service, waits for the others.
+        """Ends this worker's part when all have come to their end.
 
-        It waits as long as they run and TensorFlow's heartbeats say that they are alive, and says every 30 s
-        for whom; after a failure at most 10 s.
+        Waits for the others as long as they run and TensorFlow's heartbeats say that they are alive; worker 0
+        says every 30 s for whom. A worker that went first would be reported as crashed after 10 s. After a
+        failure only worker 0, which hosts the coordination service, waits, and at most 10 s.
         """
         position = self._position_or_none()
         if self.failure is None and not self._interrupted and position == 0 and self._turn == 0:
@@ -140,7 +141,7 @@ class Lifetime:
         if position is not None and self.failure is None:
             self._put("left", {"worker": self._rank, "transfers": position, "turn": self._turn})
         self._put(f"left/{self._rank}", {})
-        if self._rank == 0 and not self._interrupted:
+        if not self._interrupted and (self._rank == 0 or self.failure is None):
             self._wait_for_the_others()
         self._stop.set()
         self._thread.join(timeout=3 * LOOK_SECS + 1.0)
@@ -151,23 +152,27 @@ class Lifetime:
 
     def _wait_for_the_others(self) -> None:
         waited = 0.0
-        for worker in range(1, self._size):
+        for worker in (w for w in range(self._size) if w != self._rank):
             while True:
                 try:
                     if self._coordination.get(f"{PREFIX}/left/{worker}", 1.0) is not None:
                         break
                 except JobFailed as error:
-                    self.failure = self.failure or JobFailed(
-                        f"worker {worker} was lost while worker 0 waited for it to finish: {error}",
-                        worker=worker,
-                    )
-                    sys.stderr.write(f"replicast: {self.failure}\n")
+                    self._lost(worker, error)
                     return
                 waited += 1.0
-                if self.failure is not None and waited >= GRACE_SECS:
+                if self.failure is not None and (self._rank != 0 or waited >= GRACE_SECS):
                     return
-                if waited % REMIND_SECS == 0:
+                if self._rank == 0 and waited % REMIND_SECS == 0:
                     sys.stderr.write(f"replicast: worker 0 waits for worker {worker} to finish\n")
+
+    def _lost(self, worker: int, error: JobFailed) -> None:
+        """The service is gone while we wait. It goes with worker 0, which goes when all have left."""
+        if self._rank == 0:
+            self.failure = self.failure or JobFailed(
+                f"worker {worker} was lost while worker 0 waited for it to finish: {error}", worker=worker
+            )
+            sys.stderr.write(f"replicast: {self.failure}\n")
 
     def _watch(self) -> None:
         try:

@@ -59,12 +59,13 @@ def test_all_leave_and_nobody_fails(workers: list[Worker]) -> None:
     assert [worker.exit_codes for worker in workers] == [[], []]
 
 
-def test_worker_0_leaves_last(workers: list[Worker]) -> None:
-    first = threading.Thread(target=workers[0].lifetime.leave)
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_worker_that_is_ready_waits_for_the_other(workers: list[Worker], early: int) -> None:
+    first = threading.Thread(target=workers[early].lifetime.leave)
     first.start()
     first.join(0.5)
     assert first.is_alive()
-    workers[1].lifetime.leave()
+    workers[1 - early].lifetime.leave()
     first.join(DEADLINE_SECS)
     assert not first.is_alive()
 
@@ -122,13 +123,13 @@ def test_a_worker_that_is_only_slower_is_left_alone(workers: list[Worker]) -> No
 def test_a_worker_that_leaves_while_another_trains_is_noticed(workers: list[Worker]) -> None:
     workers[0].transfers = 6
     workers[1].transfers = 5
-    workers[1].lifetime.leave()
+    threading.Thread(target=workers[1].lifetime.leave).start()
     eventually(lambda: workers[0].coordination.aborted)
     assert "worker 1 reached the end of its script" in workers[0].coordination.aborted[0]
 
 
 def test_a_worker_that_leaves_while_another_exchanges_metrics_is_noticed(workers: list[Worker]) -> None:
-    workers[1].lifetime.leave()
+    threading.Thread(target=workers[1].lifetime.leave).start()
     workers[0].lifetime.turn()
     eventually(lambda: workers[0].coordination.aborted)
     assert "worker 1 reached the end of its script" in workers[0].coordination.aborted[0]

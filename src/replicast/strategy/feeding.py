@@ -21,6 +21,7 @@ from replicast.strategy.caller import only_looks_at_shapes
 logger = logging.getLogger("replicast")
 
 PREFETCHED_BATCHES = 2
+LARGE_SHARE_BYTES = 1 << 20
 
 
 def rows_of_share(rows: Any, rank: int, size: int) -> tuple[Any, Any]:
@@ -78,7 +79,7 @@ class ArrayShare:
     Keras shuffles with an operation whose seed differs from worker to worker, so that some examples would be
     used twice in an epoch and others never; and with a global seed set it repeats the same order in every
     epoch. The order here depends on the seed, the call of `fit` and the epoch, and a worker gathers only its
-    own rows.
+    own rows: small ones at once, which is cheaper than to hand them from thread to thread, large ones ahead.
     """
 
     def __init__(
@@ -91,9 +92,12 @@ class ArrayShare:
         shuffle: bool | str,
         seed: tuple[int, ...],
         opened: Callable[[], int],
+        in_graph: bool,
     ) -> None:
-        self._tensors = tf.nest.map_structure(tf.convert_to_tensor, arrays)
-        self._rows = int(tf.nest.flatten(self._tensors)[0].shape[0])
+        with tf.device("CPU:0"):
+            self._tensors = tf.nest.map_structure(tf.convert_to_tensor, arrays)
+        leaves = tf.nest.flatten(self._tensors)
+        self._rows = int(leaves[0].shape[0])
         self._rank = rank
         self._size = size
         self._batch_size = batch_size
@@ -101,31 +105,37 @@ class ArrayShare:
         self._seed = seed
         self._opened = opened
         self._epoch = 0
+        bytes_of_row = sum(leaf.dtype.size * int(np.prod(leaf.shape[1:])) for leaf in leaves)
+        self._ahead = in_graph or bytes_of_row * batch_size // size > LARGE_SHARE_BYTES
 
     def __iter__(self) -> Iterator[Any]:
         if only_looks_at_shapes():
             rows = min(self._rows, self._batch_size)
             return iter([tf.nest.map_structure(lambda tensor: tensor[:rows], self._tensors)])
         self._opened()
-        order = epoch_order(self._rows, self._batch_size, self._shuffle, (*self._seed, self._epoch))
+        shares = self._shares(self._epoch)
         self._epoch += 1
-        return iter(self._dataset(share_of_order(order, self._batch_size, self._rank, self._size)))
+        return iter(self._pipeline(shares)) if self._ahead else map(self._gather, shares)
 
-    def _dataset(self, mine: np.ndarray[Any, Any]) -> tf.data.Dataset:
-        first, after = rows_of_share(self._batch_size, self._rank, self._size)
-        whole = self._rows // self._batch_size * (after - first)
-        indices = tf.data.Dataset.from_tensor_slices(mine[:whole].reshape(-1, after - first))
-        if self._rows % self._batch_size:
-            indices = indices.concatenate(tf.data.Dataset.from_tensors(mine[whole:]))
+    def _shares(self, epoch: int) -> Iterator[np.ndarray[Any, Any]]:
+        order = epoch_order(self._rows, self._batch_size, self._shuffle, (*self._seed, epoch))
+        return shares_of_order(order, self._batch_size, self._rank, self._size)
 
-        def gather(rows: tf.Tensor) -> Any:
+    def _gather(self, rows: Any) -> Any:
+        with tf.device("CPU:0"):
             return tf.nest.map_structure(lambda tensor: tf.gather(tensor, rows), self._tensors)
 
+    def _pipeline(self, shares: Iterator[np.ndarray[Any, Any]]) -> tf.data.Dataset:
+        mine = list(shares)
+        last = mine.pop() if self._rows % self._batch_size else None
+        indices = tf.data.Dataset.from_tensor_slices(np.array(mine, np.int64).reshape(len(mine), -1))
+        if last is not None:
+            indices = indices.concatenate(tf.data.Dataset.from_tensors(last))
         options = tf.data.Options()
         options.experimental_optimization.apply_default_optimizations = False  # they would copy the arrays
         options.autotune.enabled = False  # there is nothing to tune, and it costs a thread
         options.threading.private_threadpool_size = 1
-        return indices.map(gather).prefetch(PREFETCHED_BATCHES).with_options(options)
+        return indices.map(self._gather).prefetch(PREFETCHED_BATCHES).with_options(options)
 
 
 def epoch_order(
@@ -142,13 +152,13 @@ def epoch_order(
     return order
 
 
-def share_of_order(
+def shares_of_order(
     order: np.ndarray[Any, Any], batch_size: int, rank: int, size: int
-) -> np.ndarray[Any, Any]:
+) -> Iterator[np.ndarray[Any, Any]]:
     """The rows of one worker, batch after batch."""
-    batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
-    shares = [batch[slice(*rows_of_share(len(batch), rank, size))] for batch in batches]
-    return np.concatenate(shares) if shares else order
+    for first in range(0, len(order), batch_size):
+        batch = order[first : first + batch_size]
+        yield batch[slice(*rows_of_share(len(batch), rank, size))]
 
 
 def can_gather(arrays: Any) -> bool:

@@ -144,12 +144,13 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         if call is not None:
             self._prepare(call)
             if isinstance(call.adapter, ArrayDataAdapter) and feeding.can_gather(call.adapter._inputs):
-                return self._array_share(call.adapter)
+                return self._array_share(call)
         if dataset.options().experimental_distribute.auto_shard_policy in _OWN_SHARDING:
             return super().experimental_distribute_dataset(dataset, options)
         return self._share(dataset, call)
 
-    def _array_share(self, adapter: ArrayDataAdapter) -> feeding.ArrayShare:
+    def _array_share(self, call: KerasCall) -> feeding.ArrayShare:
+        adapter = call.adapter
         return feeding.ArrayShare(
             adapter._inputs,
             rank=self._rank,
@@ -158,6 +159,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             shuffle=adapter._shuffle,
             seed=self._seeds.next(),
             opened=self.extended.next_turn,
+            in_graph=getattr(call.model, "steps_per_execution", 1) > 1,
         )
 
     def _share(self, dataset: tf.data.Dataset, call: KerasCall | None) -> feeding.Share:
