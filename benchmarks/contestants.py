@@ -21,11 +21,13 @@ class Task:
 
     Attributes:
         steps: Steps of one turn.
+        epochs: Epochs of one turn: `fit` is called once for all of them.
         batch: Examples in a step, over all workers.
         features, units, classes: Sizes of the layers.
     """
 
     steps: int
+    epochs: int
     batch: int = 128
     features: int = 784
     units: int = 128
@@ -35,9 +37,9 @@ class Task:
         return f"{self.features}-{self.units}-{self.classes} MLP, Adam, global batch {self.batch}"
 
     def arrays(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """As many examples as one turn needs, the same in every process."""
+        """As many examples as one epoch needs, the same in every process."""
         random = np.random.default_rng(0)
-        rows = self.steps * self.batch
+        rows = self.steps // self.epochs * self.batch
         x = random.standard_normal((rows, self.features), dtype=np.float32)
         return x, random.integers(0, self.classes, rows).astype(np.int32)
 
@@ -99,8 +101,9 @@ def loop_on_the_distributed_iterator(strategy: Any, task: Task) -> Train:
     batches = strategy.experimental_distribute_dataset(_dataset(task))
 
     def train() -> None:
-        for batch in batches:
-            step(batch)
+        for _ in range(task.epochs):
+            for batch in batches:
+                step(batch)
 
     return _counted(train, optimizer, task)
 
@@ -155,13 +158,16 @@ def _compiled(strategy: Any, task: Task, keras: Any) -> Any:
 def _dataset(task: Task) -> Any:
     import tensorflow as tf
 
-    data = tf.data.Dataset.from_tensor_slices(task.arrays())
-    return data.shuffle(task.steps * task.batch, seed=0).batch(task.batch).prefetch(tf.data.AUTOTUNE)
+    x, y = task.arrays()
+    data = tf.data.Dataset.from_tensor_slices((x, y))
+    return data.shuffle(len(x), seed=0).batch(task.batch).prefetch(tf.data.AUTOTUNE)
 
 
 def _fit(strategy: Any, task: Task, model: Any, *data: Any) -> Train:
     arguments = {"batch_size": task.batch} if len(data) > 1 else {}
-    return _counted(lambda: model.fit(*data, epochs=1, verbose=0, **arguments), model.optimizer, task)
+    return _counted(
+        lambda: model.fit(*data, epochs=task.epochs, verbose=0, **arguments), model.optimizer, task
+    )
 
 
 def _own_step(strategy: Any, task: Task) -> tuple[Any, Any]:
