@@ -474,3 +474,16 @@ def mixed_float16(strategy: Any) -> Any:
 @noisy
 def all_float16(strategy: Any) -> Any:
     return with_policy(strategy, "float16")
+
+
+@noisy
+def mixed_float16_that_overflows_on_one_worker_only(strategy: Any) -> Any:
+    """The last rows of each batch are too large for float16: only the last worker sees infinity."""
+    keras.config.set_dtype_policy("mixed_float16")
+    x, y = arrays(120)
+    x[24::30] *= 1e6
+    model = perceptron(strategy, lambda: keras.optimizers.Adam(0.01))
+    fitted(model, x, y, batch_size=30, shuffle=False)
+    scale = float(model.optimizer.dynamic_scale.numpy())
+    assert scale < model.optimizer.initial_scale, "it did not overflow"
+    return model, {"scale": [scale]}  # the loss is NaN, everywhere

@@ -18,7 +18,7 @@ from replicast.coordination import Coordination, MemoryCoordination, ServiceCoor
 from replicast.errors import ClusterError, NotSupported
 from replicast.lifetime import Lifetime
 from replicast.strategy import feeding
-from replicast.strategy.caller import KerasCall, keras_call
+from replicast.strategy.caller import KerasCall, keras_call, only_looks_at_shapes
 from replicast.strategy.collectives import ReplicatedExtended
 from replicast.strategy.seeds import Seeds
 from replicast.strategy.step import Agreed, KerasStep, optimizers_of, waiting_for_data, whole_value
@@ -129,7 +129,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         whole = whole_value(value)
         if whole is not None:
             return whole
-        if isinstance(value, (tuple, list, dict)):
+        if isinstance(value, (tuple, list, dict)) and only_looks_at_shapes():
             return keras.tree.map_structure(lambda part: self.experimental_local_results(part)[0], value)
         return super().reduce(reduce_op, value, axis)
 
@@ -187,7 +187,8 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             silence(call.callbacks)
 
     def _refuse_what_cannot_work(self, model: keras.Model) -> None:
-        if getattr(model, "jit_compile", False) is True and self.extended._local_device_type == "CPU":
+        on_cpus = self._size > 1 and self.extended._local_device_type == "CPU"
+        if getattr(model, "jit_compile", False) is True and on_cpus:
             raise NotSupported(
                 "jit_compile=True",
                 reason="XLA has no transfers between CPU workers",

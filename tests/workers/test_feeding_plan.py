@@ -1,0 +1,55 @@
+"""Who gets which rows: planned by pure functions, tested by tables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from replicast.strategy.feeding import digest_of_batch, epoch_order, rows_of_share, shares_of_order
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "expected"),
+    [
+        (128, 2, [(0, 64), (64, 128)]),
+        (128, 3, [(0, 42), (42, 85), (85, 128)]),
+        (1, 3, [(0, 0), (0, 0), (0, 1)]),
+        (0, 2, [(0, 0), (0, 0)]),
+    ],
+)
+def test_a_batch_is_divided_among_the_workers(rows: int, size: int, expected: list[tuple[int, int]]) -> None:
+    assert [rows_of_share(rows, rank, size) for rank in range(size)] == expected
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("shuffle", [False, True, "batch"])
+def test_together_the_workers_have_every_row_of_each_batch_once(size: int, shuffle: bool | str) -> None:
+    order = epoch_order(47, 9, shuffle, (1, 2))
+    by_worker = [list(shares_of_order(order, 9, rank, size)) for rank in range(size)]
+    batches = [np.concatenate(parts).tolist() for parts in zip(*by_worker, strict=True)]
+    assert [len(batch) for batch in batches] == [9, 9, 9, 9, 9, 2]
+    assert sorted(sum(batches, start=[])) == [*range(47)]  # noqa: RUF017 - six short lists
+
+
+def test_the_order_of_an_epoch_follows_from_its_seed() -> None:
+    orders = [
+        epoch_order(100, 10, True, seed).tolist() for seed in ((1, 1, 0), (1, 1, 0), (1, 1, 1), (2, 1, 0))
+    ]
+    assert orders[0] == orders[1]
+    assert orders[0] != orders[2] != orders[3] != orders[0]
+
+
+def test_shuffling_by_batch_keeps_each_batch_together() -> None:
+    order = epoch_order(20, 5, "batch", (3,))
+    assert [sorted(order[first : first + 5]) for first in range(0, 20, 5)] == np.arange(20).reshape(
+        4, 5
+    ).tolist()
+    assert order.tolist() != [*range(20)]
+
+
+def test_the_digest_of_a_batch_sees_values_and_shapes() -> None:
+    batch = (np.arange(6.0).reshape(2, 3), np.array([b"a", b"bc"], dtype=object))
+    assert digest_of_batch(batch) == digest_of_batch(tuple(part.copy() for part in batch))
+    assert digest_of_batch(batch) != digest_of_batch((batch[0].reshape(3, 2), batch[1]))
+    assert digest_of_batch(batch) != digest_of_batch((batch[0], np.array([b"a", b"bd"], dtype=object)))
+    assert digest_of_batch((np.zeros((0, 3)),)) == digest_of_batch((np.zeros((0, 3)),))
