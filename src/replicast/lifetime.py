@@ -9,8 +9,8 @@ three keys of the coordination service:
     left        a worker reached the end of its script, and after how many transfers
     turn/K      a worker came to its K-th turn, and after how many transfers
 
-A turn is what all workers do between steps, in the same order: open a pass over the data, exchange metrics at
-the end of it. Transfers inside steps are counted by every worker alike. A worker that has started more of
+A turn is what all workers do between steps, in the same order: meet before a pass over the data, exchange
+something outside of a step. Transfers inside steps are counted by every worker alike. A worker that has started more of
 them than another one had at its next turn waits for something that will never come: that is certain, no time
 limit has to be guessed. In each case the thread aborts the transfer under way: the training thread raises.
 """
@@ -100,6 +100,24 @@ class Lifetime:
         self._turn += 1
         self._put(f"turn/{self._turn}", {"worker": self._rank, "transfers": transfers})
         return self._turn
+
+    def meet(self) -> int:
+        """A turn at which all workers wait for each other, so that none goes on while another is elsewhere.
+
+        Blocks as long as the others run, and says every 30 s who is waited for. One that will never come,
+        because it waits for a transfer of this worker's, is noticed by its own watching thread.
+        """
+        turn = self.turn()
+        self._put(f"turn/{turn}/{self._rank}", {})
+        waited = 0.0
+        for worker in (w for w in range(self._size) if w != self._rank):
+            while self._coordination.get(f"{PREFIX}/turn/{turn}/{worker}", 1.0) is None:
+                if self.failure is not None:
+                    raise self.failure
+                waited += 1.0
+                if waited % REMIND_SECS == 0:
+                    logger.warning("worker %d waits for worker %d to open its data", self._rank, worker)
+        return turn
 
     def position(self) -> str:
         """Where in the script this worker is: the same text on every worker at the same line."""

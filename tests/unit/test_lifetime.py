@@ -107,6 +107,31 @@ def test_a_worker_whose_data_ends_early_is_noticed_by_the_one_that_waits(workers
     assert workers[0].lifetime.failure.worker == 1
 
 
+def test_workers_open_their_data_together(workers: list[Worker]) -> None:
+    first = threading.Thread(target=workers[0].lifetime.meet)
+    first.start()
+    first.join(0.5)
+    assert first.is_alive()
+    workers[1].lifetime.meet()
+    first.join(DEADLINE_SECS)
+    assert not first.is_alive()
+
+
+def test_a_worker_that_waits_for_one_that_failed_is_told(workers: list[Worker]) -> None:
+    told: list[JobFailed] = []
+
+    def meet() -> None:
+        with pytest.raises(JobFailed) as failure:
+            workers[0].lifetime.meet()
+        told.append(failure.value)
+
+    first = threading.Thread(target=meet)
+    first.start()
+    workers[1].lifetime.failed(ValueError("no such column"))
+    first.join(DEADLINE_SECS)
+    assert [failure.worker for failure in told] == [1]
+
+
 def test_a_worker_that_is_only_slower_is_left_alone(workers: list[Worker]) -> None:
     for worker in workers:
         worker.lifetime.turn()

@@ -22,13 +22,14 @@ class Seeds:
 
     def __init__(self, coordination: Coordination, rank: int) -> None:
         self._coordination = coordination
-        self._rank = rank
         self._generator: object = self  # of no context
         self._random: int | None = None
         self._uses = 0
+        if rank == 0:  # at once, so that nobody has to wait for worker 0 to come to its first use
+            coordination.put("replicast/seed", str(secrets.randbits(32)))
 
     def next(self) -> tuple[int, ...]:
-        """The next seed. Blocks on first use until worker 0 has asked too, at most 600 s."""
+        """The next seed."""
         generator = getattr(context.context(), "_rng", None)  # absent until a seed is set
         if generator is not self._generator:
             self._generator = generator
@@ -39,8 +40,6 @@ class Seeds:
 
     def _agreed(self) -> int:
         if self._random is None:
-            if self._rank == 0:
-                self._coordination.put("replicast/seed", str(secrets.randbits(32)))
             seed = self._coordination.get("replicast/seed", AGREE_SECS)
             if seed is None:
                 raise JobFailed(f"worker 0 did not give a seed within {AGREE_SECS:.0f} s", worker=0)

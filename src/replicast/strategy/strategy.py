@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any, Literal
 
 import keras
@@ -90,9 +91,11 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._seeds = Seeds(self._coordination, self._rank)
         self._lifetime = Lifetime(self._coordination, self._rank, self._size, extended.transfers_started)
         self._writing = Writing(self._coordination, self._rank, self._lifetime.position)
+        self._opened: Callable[[], int] = _nothing
         if self._size > 1:
             self._lifetime.begin()
             extended.next_turn = self._lifetime.turn
+            self._opened = self._lifetime.meet
 
     @property
     def rank(self) -> int:
@@ -158,7 +161,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             batch_size=adapter.batch_size,
             shuffle=adapter._shuffle,
             seed=self._seeds.next(),
-            opened=self.extended.next_turn,
+            opened=self._opened,
             in_graph=getattr(call.model, "steps_per_execution", 1) > 1,
         )
 
@@ -175,7 +178,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             dataset,
             self._rank,
             self._size,
-            opened=_nothing if call is None else self.extended.next_turn,
+            opened=_nothing if call is None else self._opened,
             first_batch=first_batches[0] if first_batches else None,
             check=self._checker() if checked else None,
         )
