@@ -10,9 +10,10 @@ three keys of the coordination service:
     turn/K      a worker came to its K-th turn, and after how many transfers
 
 A turn is what all workers do between steps, in the same order: meet before a pass over the data, exchange
-something outside of a step. Transfers inside steps are counted by every worker alike. A worker that has started more of
-them than another one had at its next turn waits for something that will never come: that is certain, no time
-limit has to be guessed. In each case the thread aborts the transfer under way: the training thread raises.
+something outside of a step. Transfers inside steps are counted by every worker alike. A worker that has
+started more of them than another one had at its next turn waits for something that will never come: that is
+certain, no time limit has to be guessed. In each case the thread aborts the transfer under way: the training
+thread raises.
 """
 
 from __future__ import annotations
