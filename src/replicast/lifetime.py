@@ -152,11 +152,6 @@ class Lifetime:
         failure only worker 0, which hosts the coordination service, waits, and at most 10 s.
         """
         position = self._position_or_none()
-        if self.failure is None and not self._interrupted and position == 0 and self._turn == 0:
-            sys.stderr.write(
-                f"replicast: worker {self._rank} exchanged nothing with the other workers: each trained for "
-                "itself. Build and compile the model inside 'with strategy.scope():'\n"
-            )
         if position is not None and self.failure is None:
             self._put("left", {"worker": self._rank, "transfers": position, "turn": self._turn})
         self._put(f"left/{self._rank}", {})
@@ -164,6 +159,11 @@ class Lifetime:
             self._wait_for_the_others()
         self._stop.set()
         self._thread.join(timeout=3 * LOOK_SECS + 1.0)
+        if self.failure is None and not self._interrupted and position == 0 and self._turn == 0:
+            sys.stderr.write(
+                f"replicast: worker {self._rank} exchanged nothing with the other workers: if it trained, it "
+                "trained for itself. Build and compile the model inside 'with strategy.scope():'\n"
+            )
         if self.failure is not None and self.failure.worker != self._rank:
             sys.stderr.flush()
             sys.stdout.flush()
@@ -241,7 +241,8 @@ class Lifetime:
         """Makes the training thread raise; if it does not within the grace period, ends the process."""
         self.failure = failure
         self._coordination.abort(str(failure))
-        self._put("failed", {"worker": self._rank, "said": str(failure)})
+        blamed = self._rank if failure.worker is None else failure.worker
+        self._put("failed", {"worker": blamed, "said": str(failure)})
         if not self._stop.wait(GRACE_SECS):
             sys.stderr.write(f"replicast: {failure}. Worker {self._rank} did not stop by itself\n")
             sys.stderr.flush()
@@ -266,4 +267,5 @@ class Lifetime:
 
 
 def _first(worker: int, said: str) -> JobFailed:
-    return JobFailed(f"worker {worker} failed first: {said}", worker=worker)
+    named = said if said.startswith(f"worker {worker} ") else f"worker {worker} failed first: {said}"
+    return JobFailed(named, worker=worker)

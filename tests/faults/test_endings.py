@@ -109,6 +109,19 @@ def test_a_worker_that_leaves_in_the_middle_ends_the_others_with_the_reason(tmp_
     assert "worker 0 reached the end of its script while worker 1 still trains" in logs[1]
 
 
+def test_a_worker_that_leaves_before_the_model_is_made_is_named_with_its_exit_code(tmp_path: Path) -> None:
+    script = tmp_path / "leaves.py"
+    script.write_text(HEAD.replace("rank = strategy.rank", "rank = strategy.rank\nif rank == 1: sys.exit(3)"))
+    command = [sys.executable, "-m", "replicast.cli", "run", "-n", "2", "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run(
+        [*command, str(script)], capture_output=True, text=True, timeout=DEADLINE_SECS, check=False
+    )
+    assert done.returncode == 3
+    assert "worker 1 failed first: exit code 3" in done.stderr
+    log = (tmp_path / "run" / "logs" / "attempt-0" / "worker-0.log").read_text()
+    assert "worker 1 reached the end of its script while worker 0 still trains" in log
+
+
 @pytest.mark.parametrize("fewer", [0, 1])
 def test_workers_with_different_numbers_of_batches_end_with_the_reason(tmp_path: Path, fewer: int) -> None:
     done, logs = run(

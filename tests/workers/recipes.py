@@ -305,6 +305,71 @@ def loss_that_is_a_sum(strategy: Any) -> Any:
 
 
 @same_numbers
+def loss_that_returns_a_number(strategy: Any) -> Any:
+    """Keras divides such a loss by no number of replicas; nor does it count rows."""
+
+    def loss(y: Any, y_pred: Any) -> Any:
+        return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True))
+
+    model = perceptron(strategy)
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(0.1), loss)
+    return fitted(model, *arrays(), batch_size=31)
+
+
+class PlainTrainStep(keras.Model):
+    """A train_step written as for one process: the mean of its own rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(CLASSES)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(y, self(x, training=True), from_logits=True)
+            loss = tf.reduce_mean(losses)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"mean": loss}
+
+
+@same_numbers
+def plain_train_step(strategy: Any) -> Any:
+    with strategy.scope():
+        model = PlainTrainStep()
+        model.compile(keras.optimizers.SGD(0.1))
+    return fitted(model, *arrays(), batch_size=150)
+
+
+@same_numbers
+def convolution_and_residuals_on_fewer_rows_than_workers(strategy: Any) -> Any:
+    """The last batch has one row, the first fit has only one: layers that fail on no rows at all."""
+    images = np.random.default_rng(1).normal(size=(17, 8, 8, 3)).astype("float32")
+    with strategy.scope():
+        inputs = keras.Input((8, 8, 3))
+        x = keras.layers.MaxPooling2D()(keras.layers.Conv2D(4, 3, activation="relu")(inputs))
+        x = keras.layers.Dense(6)(keras.layers.Flatten()(keras.layers.Conv2D(4, 2)(x)))
+        x = keras.layers.Add()([x, keras.layers.Dense(6, activity_regularizer="l2")(x)])
+        model = keras.Model(inputs, keras.layers.Dense(1)(x))
+        model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
+    targets = images.mean(axis=(1, 2, 3))
+    first = model.fit(images[:1], targets[:1], verbose=0).history
+    history = model.fit(images, targets, batch_size=8, shuffle=False, verbose=0).history
+    scores = model.evaluate(images[:1], targets[:1], verbose=0)
+    predictions = [model.predict(images[:n], batch_size=8, verbose=0).tolist() for n in (1, 9, 17)]
+    return model, {
+        **history,
+        "first": first["mae"],
+        "scores": scores[1:],
+        **{f"predictions {place}": rows for place, rows in enumerate(predictions)},
+    }
+
+
+@same_numbers
 def frozen_layer(strategy: Any) -> Any:
     def frozen() -> keras.Layer:
         return keras.layers.Dense(16, trainable=False)

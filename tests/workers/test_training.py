@@ -23,6 +23,8 @@ ON_THREE = (
     "clipping_by_global_norm",
     "metrics_with_state",
     "custom_train_step",
+    "plain_train_step",
+    "convolution_and_residuals_on_fewer_rows_than_workers",
     "early_stopping",
     "evaluate_and_predict",
 )

@@ -54,6 +54,11 @@ def keras_call() -> KerasCall | None:
     )
 
 
+def keras_predicts() -> bool:
+    """Whether our caller was called by `predict`, which gives a strategy a function and not a method."""
+    return sys._getframe(2).f_code.co_name == "one_step_on_data_distributed"
+
+
 def only_looks_at_shapes() -> bool:
     """Whether Keras is about to take one batch just to build the model, and throw it away.
 

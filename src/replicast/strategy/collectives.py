@@ -70,6 +70,9 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
 
     def __init__(self, container: tf.distribute.Strategy, cluster_resolver: Any, options: Any) -> None:
         self._summed_already = False
+        self.alone = False
+        """Whether a step runs that is written as for one process: it sees one replica."""
+        self._variables_created = 0
         super().__init__(container, cluster_resolver, options)
         if len(self.worker_devices) != 1:
             raise NotSupported(
@@ -86,8 +89,11 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
             operations._launchers = [CountingLauncher(stock, self) for stock in operations._launchers]
 
     def transfers_started(self) -> int:
-        """How many transfers this worker has started inside steps: the same on all workers between steps."""
-        return int(self.keys.numpy()) - FIRST_KEY
+        """How many transfers this worker has started inside steps and to create variables.
+
+        The same on all workers at the same line of the script.
+        """
+        return int(self.keys.numpy()) - FIRST_KEY + self._variables_created
 
     def _use_merge_call(self) -> bool:
         # With one replica per worker there is nothing to merge, and merging is what makes gradient
@@ -95,12 +101,22 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         return False
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        self._variables_created += 1  # each is a transfer, of worker 0's initial value
         # "Only the first replica's value counts" is written with a merge even when the strategy has none;
         # optimizers count their steps in such a variable, inside tf.cond when the loss is scaled. With one
         # replica per worker every replica is the first.
         if kwargs.get("aggregation") == tf.VariableAggregation.ONLY_FIRST_REPLICA:
             kwargs["aggregation"] = tf.VariableAggregation.NONE
         return super()._create_variable(next_creator, **kwargs)
+
+    @contextlib.contextmanager
+    def as_if_alone(self) -> Iterator[None]:
+        """Inside, the strategy says that there is one replica."""
+        before, self.alone = self.alone, True
+        try:
+            yield
+        finally:
+            self.alone = before
 
     @contextlib.contextmanager
     def summed_already(self) -> Iterator[None]:

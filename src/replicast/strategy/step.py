@@ -23,6 +23,7 @@ import keras
 import tensorflow as tf
 
 from replicast.strategy.collectives import ReplicatedExtended
+from replicast.strategy.rows import at_least_one_row, rows_of
 from replicast.strategy.writes import Writes, component, local
 
 ROWS_UNIT = 1024.0
@@ -60,7 +61,8 @@ class KerasStep:
         return waiting_for_data(self._run)(data)
 
     def _run(self, data: Any) -> Any:
-        self._rows = _rows_of(data) / ROWS_UNIT
+        rows = rows_of(data)
+        self._rows = tf.cast(rows, tf.float32) / ROWS_UNIT
         metrics = list(self._model.metrics_variables)
         before = [local(v) for v in metrics]
         watch = Writes([*metrics, *_possible_statistics(self._model)])
@@ -68,8 +70,14 @@ class KerasStep:
             stack.enter_context(watch)
             for optimizer in optimizers_of(self._model):
                 stack.enter_context(applying_with(optimizer, self._apply))
-            logs = self._function(data)
-        added = [(v, value, local(v)) for v, value in zip(metrics, before, strict=True) if watch.wrote(v)]
+            if not _sums_its_loss(self._model):
+                stack.enter_context(self._extended.as_if_alone())
+            logs = self._function(at_least_one_row(data))
+        added = [
+            (v, value, tf.where(rows > 0, local(v), value))
+            for v, value in zip(metrics, before, strict=True)
+            if watch.wrote(v)
+        ]
         statistics = [v for v in watch.written()[len(added) :] if self._average_statistics]
         return self._whole_batch(logs, added, statistics)
 
@@ -93,8 +101,7 @@ class KerasStep:
     ) -> None:
         """Applies the sum over the workers, each example counting the same however the batch was divided."""
         if not _sums_its_loss(self._model):
-            share = self._extended._num_replicas_in_sync / rows
-            summed = [_times(g, share) for g in summed]
+            summed = [_times(g, 1.0 / rows) for g in summed]
         each = iter(summed)
         with self._extended.summed_already():
             apply([g if g is None else next(each) for g in gradients], variables)
@@ -212,18 +219,6 @@ def _is_stock(model: keras.Model) -> bool:
 
 def _possible_statistics(model: keras.Model) -> list[keras.Variable]:
     return [v for v in model.non_trainable_variables if v.dtype in _FLOATS]
-
-
-def _rows_of(data: Any) -> tf.Tensor:
-    for leaf in tf.nest.flatten(data, expand_composites=False):
-        shape = getattr(leaf, "shape", None)
-        if shape is None or shape.rank == 0:
-            continue
-        if isinstance(leaf, tf.RaggedTensor):
-            return tf.cast(leaf.nrows(), tf.float32)
-        first = leaf.dense_shape[0] if isinstance(leaf, tf.SparseTensor) else tf.shape(leaf)[0]
-        return tf.cast(first, tf.float32)
-    return tf.constant(1.0)
 
 
 def _difference(before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:

@@ -19,8 +19,9 @@ from replicast.coordination import Coordination, MemoryCoordination, ServiceCoor
 from replicast.errors import ClusterError, NotSupported
 from replicast.lifetime import Lifetime
 from replicast.strategy import feeding
-from replicast.strategy.caller import KerasCall, keras_call, only_looks_at_shapes
+from replicast.strategy.caller import KerasCall, keras_call, keras_predicts, only_looks_at_shapes
 from replicast.strategy.collectives import ReplicatedExtended
+from replicast.strategy.rows import predicting_all_rows
 from replicast.strategy.seeds import Seeds
 from replicast.strategy.step import Agreed, KerasStep, optimizers_of, waiting_for_data, whole_value
 from replicast.strategy.writing import Writing, silence
@@ -107,6 +108,15 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         """The number of workers."""
         return self._size
 
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of workers; inside a step of a Keras model 1, because the step sees to all the rest.
+
+        Keras divides a loss by it, but not every loss: one that a function returns as a number, or that a
+        custom `train_step` computes, would count as often as there are workers.
+        """
+        return 1 if self.extended.alone else int(self.extended._num_replicas_in_sync)
+
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on this worker's replica; see `tf.distribute.Strategy.run`.
 
@@ -114,12 +124,13 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         model = getattr(fn, "__self__", None)
         if not isinstance(model, keras.Model):
-            return super().run(fn, args, kwargs, options)
+            step = predicting_all_rows(fn) if self._size > 1 and keras_predicts() else fn
+            return super().run(step, args, kwargs, options)
         if self._size == 1:
             return super().run(waiting_for_data(fn), args, kwargs, options)
         self._refuse_what_cannot_work(model)
-        step = KerasStep(self.extended, model, fn, self._statistics == "mean")
-        outputs = super().run(step, args, kwargs, options)
+        keras_step = KerasStep(self.extended, model, fn, self._statistics == "mean")
+        outputs = super().run(keras_step, args, kwargs, options)
         return keras.tree.map_structure(Agreed, outputs)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:

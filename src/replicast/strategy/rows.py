@@ -1,0 +1,60 @@
+"""The rows of a share: how many there are, and a stand-in where there are none.
+
+A batch with fewer rows than workers leaves some workers without any. They must take part in the step's
+transfer, but many layers fail on nothing (a convolution), or give NaN (a mean). So such a worker works on one
+row of zeros, which counts for nothing: its weight is 0, and what it adds to metrics is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+
+def rows_of(data: Any) -> tf.Tensor:
+    """The number of rows of a share: the length of its first part that has one."""
+    for leaf in tf.nest.flatten(data):
+        shape = getattr(leaf, "shape", None)
+        if shape is None or len(shape) == 0:
+            continue
+        if isinstance(leaf, tf.RaggedTensor):
+            return tf.cast(leaf.nrows(), tf.int32)
+        if isinstance(leaf, tf.SparseTensor):
+            return tf.cast(leaf.dense_shape[0], tf.int32)
+        return tf.shape(leaf)[0]
+    return tf.constant(1)
+
+
+def at_least_one_row(data: Any) -> Any:
+    """The same share, with a row of zeros where it has none."""
+
+    def filled(leaf: Any) -> Any:
+        if not isinstance(leaf, tf.Tensor) or leaf.shape.rank in (None, 0):
+            return leaf
+        if leaf.shape[0] is not None and leaf.shape[0] > 0:
+            return leaf
+        shape = tf.shape(leaf)
+        missing = tf.concat([[tf.maximum(1 - shape[0], 0)], shape[1:]], axis=0)
+        whole = tf.concat([leaf, tf.zeros(missing, leaf.dtype)], axis=0)
+        whole.set_shape([None if leaf.shape[0] is None else 1, *leaf.shape[1:]])
+        return whole
+
+    return tf.nest.map_structure(filled, data)
+
+
+def predicting_all_rows(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same prediction; of a share without rows, nothing in the right shape."""
+
+    def predict(data: Any) -> Any:
+        rows = rows_of(data)
+
+        def of_the_share(output: Any) -> Any:
+            if not isinstance(output, tf.Tensor) or output.shape.rank in (None, 0):
+                return output
+            return output[: tf.where(rows > 0, tf.shape(output)[0], 0)]
+
+        return tf.nest.map_structure(of_the_share, function(at_least_one_row(data)))
+
+    return predict
