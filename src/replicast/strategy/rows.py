@@ -7,6 +7,7 @@ row of zeros, which counts for nothing: its weight is 0, and what it adds to met
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,9 +37,9 @@ def at_least_one_row(data: Any) -> Any:
         if leaf.shape[0] is not None and leaf.shape[0] > 0:
             return leaf
         shape = tf.shape(leaf)
-        missing = tf.concat([[tf.maximum(1 - shape[0], 0)], shape[1:]], axis=0)
-        whole = tf.concat([leaf, tf.zeros(missing, leaf.dtype)], axis=0)
-        whole.set_shape([None if leaf.shape[0] is None else 1, *leaf.shape[1:]])
+        zeros = functools.partial(tf.zeros, tf.concat([[1], shape[1:]], axis=0), leaf.dtype)
+        whole = zeros() if leaf.shape[0] == 0 else tf.cond(shape[0] > 0, lambda: leaf, zeros)
+        whole.set_shape([1 if leaf.shape[0] == 0 else None, *leaf.shape[1:]])
         return whole
 
     return tf.nest.map_structure(filled, data)
