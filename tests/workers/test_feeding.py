@@ -28,12 +28,13 @@ class Taster(keras.Model):
         return self.dense(x)
 
     def train_step(self, data: Any) -> dict[str, Any]:
-        self.seen += [int(row) for row in data[0].numpy()[:, 0]]
+        # Rows are numbered from 1: a row of zeros stands in for a share without rows, and counts for nothing.
+        self.seen += [int(row) for row in data[0].numpy()[:, 0] if row]
         return super().train_step(data)
 
 
 def rows_seen(strategy: Any, kind: str, epochs: int = 2) -> list[int]:
-    rows = np.arange(47, dtype="float32").reshape(-1, 1)
+    rows = np.arange(1, 48, dtype="float32").reshape(-1, 1)
     with strategy.scope():
         model = Taster()
         model.compile("sgd", "mse", run_eagerly=True)
@@ -82,11 +83,11 @@ KINDS = ("arrays", "arrays in order", "dataset", "dataset of unknown length", "s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_example_is_used_once_per_epoch(kind: str, pool2: Pool) -> None:
-    assert sorted(joined(pool2.run(rows_seen, kind))) == sorted([*range(47)] * 2)
+    assert sorted(joined(pool2.run(rows_seen, kind))) == sorted([*range(1, 48)] * 2)
 
 
 def test_every_example_of_a_generator_is_used_once(pool3: Pool) -> None:
-    assert sorted(joined(pool3.run(rows_seen, "generator"))) == [*range(47)]
+    assert sorted(joined(pool3.run(rows_seen, "generator"))) == [*range(1, 48)]
 
 
 def unseeded_rows(strategy: Any) -> list[int]:
@@ -95,7 +96,7 @@ def unseeded_rows(strategy: Any) -> list[int]:
 
 
 def test_arrays_are_shuffled_alike_on_all_workers_without_a_seed(pool3: Pool) -> None:
-    assert sorted(joined(pool3.run(unseeded_rows))) == sorted([*range(47)] * 2)
+    assert sorted(joined(pool3.run(unseeded_rows))) == sorted([*range(1, 48)] * 2)
 
 
 def order_of_epochs(strategy: Any) -> list[list[int]]:
@@ -197,14 +198,14 @@ def distributed_by_hand(strategy: Any) -> list[int]:
     with strategy.scope():
         model = Taster()
         model.compile("sgd", "mse", run_eagerly=True)
-    rows = np.arange(47, dtype="float32").reshape(-1, 1)
+    rows = np.arange(1, 48, dtype="float32").reshape(-1, 1)
     pairs = tf.data.Dataset.from_tensor_slices((rows, rows)).batch(9)
     model.fit(strategy.experimental_distribute_dataset(pairs), verbose=0)
     return list(model.seen)
 
 
 def test_a_dataset_distributed_by_hand_is_not_divided_twice(pool2: Pool) -> None:
-    assert sorted(joined(pool2.run(distributed_by_hand))) == [*range(47)]
+    assert sorted(joined(pool2.run(distributed_by_hand))) == [*range(1, 48)]
 
 
 def sparse_and_ragged(strategy: Any) -> dict[str, Any]:
