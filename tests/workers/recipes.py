@@ -353,7 +353,7 @@ def convolution_and_residuals_on_fewer_rows_than_workers(strategy: Any) -> Any:
         inputs = keras.Input((8, 8, 3))
         x = keras.layers.MaxPooling2D()(keras.layers.Conv2D(4, 3, activation="relu")(inputs))
         x = keras.layers.Dense(6)(keras.layers.Flatten()(keras.layers.Conv2D(4, 2)(x)))
-        x = keras.layers.Add()([x, keras.layers.Dense(6, activity_regularizer="l2")(x)])
+        x = keras.layers.Add()([x, keras.layers.Dense(6)(x)])
         model = keras.Model(inputs, keras.layers.Dense(1)(x))
         model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
     targets = images.mean(axis=(1, 2, 3))
