@@ -56,12 +56,14 @@ class Lifetime:
         size: int,
         transfers_started: Callable[[], int],
         end_process: Callable[[int], None] = os._exit,
+        trained_alone: Callable[[], bool] = lambda: False,
     ) -> None:
         self._coordination = coordination
         self._rank = rank
         self._size = size
         self._transfers_started = transfers_started
         self._end_process = end_process
+        self._trained_alone = trained_alone
         self._turn = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="replicast-lifetime", daemon=True)
@@ -164,6 +166,8 @@ class Lifetime:
                 f"replicast: worker {self._rank} exchanged nothing with the other workers: if it trained, it "
                 "trained for itself. Build and compile the model inside 'with strategy.scope():'\n"
             )
+            if self._trained_alone():
+                self._end_process(1)
         if self.failure is not None and self.failure.worker != self._rank:
             sys.stderr.flush()
             sys.stdout.flush()

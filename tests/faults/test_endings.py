@@ -24,10 +24,12 @@ y = np.ones((64, 1), "float32")
 """
 
 
-def run(tmp_path: Path, body: str, workers: int = 2) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+def run(
+    tmp_path: Path, body: str, workers: int = 2, head: str = HEAD
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """Runs a script under the launcher; what it said, and each worker's log."""
     script = tmp_path / "script.py"
-    script.write_text(HEAD + textwrap.dedent(body))
+    script.write_text(head + textwrap.dedent(body))
     command = [
         sys.executable,
         "-m",
@@ -110,16 +112,18 @@ def test_a_worker_that_leaves_in_the_middle_ends_the_others_with_the_reason(tmp_
 
 
 def test_a_worker_that_leaves_before_the_model_is_made_is_named_with_its_exit_code(tmp_path: Path) -> None:
-    script = tmp_path / "leaves.py"
-    script.write_text(HEAD.replace("rank = strategy.rank", "rank = strategy.rank\nif rank == 1: sys.exit(3)"))
-    command = [sys.executable, "-m", "replicast.cli", "run", "-n", "2", "--run-dir", str(tmp_path / "run")]
-    done = subprocess.run(
-        [*command, str(script)], capture_output=True, text=True, timeout=DEADLINE_SECS, check=False
-    )
+    leaves = HEAD.replace("rank = strategy.rank", "rank = strategy.rank\nif rank == 1: sys.exit(3)")
+    done, logs = run(tmp_path, "", head=leaves)
     assert done.returncode == 3
     assert "worker 1 failed first: exit code 3" in done.stderr
-    log = (tmp_path / "run" / "logs" / "attempt-0" / "worker-0.log").read_text()
-    assert "worker 1 reached the end of its script while worker 0 still trains" in log
+    assert "worker 1 reached the end of its script while worker 0 still trains" in logs[0]
+
+
+def test_a_model_that_was_made_outside_the_scope_does_not_end_as_if_all_was_well(tmp_path: Path) -> None:
+    outside = HEAD.replace("with strategy.scope():", "if True:")
+    done, logs = run(tmp_path, "model.fit(x, y, verbose=0)", head=outside)
+    assert done.returncode == 1
+    assert all("Build and compile the model inside 'with strategy.scope():'" in log for log in logs)
 
 
 @pytest.mark.parametrize("fewer", [0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable
@@ -90,7 +91,13 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             ServiceCoordination() if self._size > 1 else MemoryCoordination(MemoryCoordination.Store())
         )
         self._seeds = Seeds(self._coordination, self._rank)
-        self._lifetime = Lifetime(self._coordination, self._rank, self._size, extended.transfers_started)
+        self._lifetime = Lifetime(
+            self._coordination,
+            self._rank,
+            self._size,
+            extended.transfers_started,
+            trained_alone=_a_model_was_trained,
+        )
         self._writing = Writing(self._coordination, self._rank, self._lifetime.position)
         self._opened: Callable[[], int] = _nothing
         if self._size > 1:
@@ -245,6 +252,15 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
                 )
 
         return check
+
+
+def _a_model_was_trained() -> bool:
+    """Whether a model has been trained in this process.
+
+    A model that was made outside the scope never comes to the strategy; it can only be found afterwards.
+    """
+    models = [thing for thing in gc.get_objects() if issubclass(type(thing), keras.Model)]
+    return any(int(o.iterations.numpy()) > 0 for model in models for o in optimizers_of(model))
 
 
 def _nothing() -> int:
