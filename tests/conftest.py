@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from tests.pool import Pool
+
+
+@pytest.fixture(autouse=True)
+def no_thread_outlives_its_test() -> Iterator[None]:
+    """A thread that is left behind, and is no daemon, would keep pytest from ever exiting."""
+    before = set(threading.enumerate())
+    yield
+    left = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    for thread in left:
+        thread.join(5.0)
+    assert not any(thread.is_alive() for thread in left), f"threads left behind: {left}"
 
 
 def _shared_pool(size: int, factory: pytest.TempPathFactory) -> Iterator[Pool]:
@@ -35,3 +49,12 @@ def pool3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs the tests of one pool one after the other, those without a pool first."""
     items.sort(key=lambda item: [f"pool{size}" in getattr(item, "fixturenames", ()) for size in (3, 2, 1)])
+
+
+def pytest_unconfigure() -> None:
+    """Ends pytest with a failure although a test left a thread behind: Python would wait for it for ever."""
+    left = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+    if left:
+        sys.stderr.write(f"threads left behind: {left}\n")
+        sys.stderr.flush()
+        os._exit(1)

@@ -148,16 +148,22 @@ def test_a_worker_that_is_only_slower_is_left_alone(workers: list[Worker]) -> No
 def test_a_worker_that_leaves_while_another_trains_is_noticed(workers: list[Worker]) -> None:
     workers[0].transfers = 6
     workers[1].transfers = 5
-    threading.Thread(target=workers[1].lifetime.leave).start()
+    first = threading.Thread(target=workers[1].lifetime.leave)
+    first.start()
     eventually(lambda: workers[0].coordination.aborted)
     assert "worker 1 reached the end of its script" in workers[0].coordination.aborted[0]
+    workers[0].lifetime.leave()
+    first.join(DEADLINE_SECS)
 
 
 def test_a_worker_that_leaves_while_another_exchanges_metrics_is_noticed(workers: list[Worker]) -> None:
-    threading.Thread(target=workers[1].lifetime.leave).start()
+    first = threading.Thread(target=workers[1].lifetime.leave)
+    first.start()
     workers[0].lifetime.turn()
     eventually(lambda: workers[0].coordination.aborted)
     assert "worker 1 reached the end of its script" in workers[0].coordination.aborted[0]
+    workers[0].lifetime.leave()
+    first.join(DEADLINE_SECS)
 
 
 def test_a_worker_that_does_not_stop_by_itself_is_ended(
