@@ -4,12 +4,21 @@ ReplicastError
 ├── ClusterError        the job's description is wrong: TF_CONFIG, ports, number of workers
 ├── LaunchRefused       `replicast run` starts nothing: no such script, the run directory is in use
 ├── NotSupported        what was asked for cannot work on several workers; the message says what can
-└── JobFailed           another worker failed, left early or did not arrive in time
+├── JobFailed           another worker failed, left early or did not arrive in time
+├── UpdateRefused       an update was not accepted; nothing was changed anywhere
+├── UpdateFailed        an update was committed, or may have been, and did not end well
+│   └── ReplicasDiverged    the workers' digests differ
+├── UpdatePending       an update is still on its way; waiting for it cannot end here
+└── FileDamaged         a file of the run directory cannot be trusted
 
 Each carries what it is about as fields, so that code need not read the message.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 
 class ReplicastError(Exception):
@@ -71,3 +80,142 @@ class JobFailed(ReplicastError):  # noqa: N818 - the job failed, not this proces
     def __init__(self, message: str, *, worker: int | None = None) -> None:
         super().__init__(message)
         self.worker = worker
+
+
+class UpdateRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise UpdateRefused
+    """An update was not accepted. Nothing was changed on any worker.
+
+    Attributes:
+        problem: What is wrong, in one sentence.
+        variable: The variable it is about, if it is about one.
+        expected: What would have been accepted.
+        received: What was found instead.
+        worker: The rank of the worker that refused, if it was one of them.
+        remedy: What to do about it.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        variable: str | None = None,
+        expected: str | None = None,
+        received: str | None = None,
+        worker: int | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        labelled = {"Variable": variable, "Worker": worker, "Expected": expected, "Received": received}
+        parts = [problem, *(f"{label}: {value}" for label, value in labelled.items() if value is not None)]
+        if remedy is not None:
+            parts.append(remedy)
+        super().__init__(" ".join(_sentence(part) for part in parts))
+        self.problem = problem
+        self.variable = variable
+        self.expected = expected
+        self.received = received
+        self.worker = worker
+        self.remedy = remedy
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values: a refusal reaches its author in another process."""
+        return {
+            "problem": self.problem,
+            "variable": self.variable,
+            "expected": self.expected,
+            "received": self.received,
+            "worker": self.worker,
+            "remedy": self.remedy,
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> UpdateRefused:
+        """The refusal that `to_json` described. Fields of later versions are ignored."""
+
+        def text(name: str) -> str | None:
+            value = fields.get(name)
+            return None if value is None else str(value)
+
+        worker = fields.get("worker")
+        return cls(
+            str(fields.get("problem", "The update was refused")),
+            variable=text("variable"),
+            expected=text("expected"),
+            received=text("received"),
+            worker=worker if isinstance(worker, int) else None,
+            remedy=text("remedy"),
+        )
+
+
+class UpdateFailed(ReplicastError):  # noqa: N818 - the update failed
+    """An update was committed, or may have been, and did not end well.
+
+    Attributes:
+        update_id: The id of the update.
+        worker: The rank of the worker it failed on, if known.
+        step: The step it was to be applied at, if known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        update_id: str | None = None,
+        worker: int | None = None,
+        step: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.update_id = update_id
+        self.worker = worker
+        self.step = step
+
+
+class ReplicasDiverged(UpdateFailed):
+    """The workers hold different bits where they must be equal.
+
+    Attributes:
+        digests: What each worker reported, by rank.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        digests: Mapping[int, str] | None = None,
+        update_id: str | None = None,
+        worker: int | None = None,
+        step: int | None = None,
+    ) -> None:
+        super().__init__(message, update_id=update_id, worker=worker, step=step)
+        self.digests = dict(digests) if digests is not None else {}
+
+
+class UpdatePending(ReplicastError):  # noqa: N818 - the update is pending, which is no failure
+    """An update is neither through nor refused yet, and waiting here cannot change that.
+
+    Attributes:
+        update_id: The id of the update.
+        stage: How far it has come.
+    """
+
+    def __init__(self, message: str, *, stage: str | None = None, update_id: str | None = None) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.update_id = update_id
+
+
+class FileDamaged(ReplicastError):  # noqa: N818 - reads as a sentence: raise FileDamaged
+    """A file of the run directory is not what was written, or it cannot be known whether it is.
+
+    Attributes:
+        path: The file.
+        problem: What is wrong with it.
+    """
+
+    def __init__(self, path: Path | str, problem: str = "") -> None:
+        super().__init__(f"{path} cannot be trusted: {_sentence(problem)}" if problem else str(path))
+        self.path = Path(path)
+        self.problem = problem
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?", "…")) else f"{text}."
