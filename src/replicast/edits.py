@@ -1,0 +1,201 @@
+"""What one edit means: an operation on one variable, defined to the last bit in numpy.
+
+TensorFlow applies edits on the workers; this module says what must come out. `apply_edit` does the same
+elementwise operations in the same order, each rounded to the variable's dtype, so that the bits are those of
+TensorFlow on a CPU and no matrix library has a say in them. That includes a habit of TensorFlow's: its
+arithmetic takes denormal numbers as zero and returns none, except in float16, where it keeps them.
+
+One thing is left open: sign and payload of a NaN that arithmetic in bfloat16 or float16 produces. TensorFlow
+itself gives one answer in the part of an array that it computes eight at a time and another in the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = npt.NDArray[Any]
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
+INTEGER_DTYPES = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+DTYPES = FLOAT_DTYPES | INTEGER_DTYPES | {"bool"}
+
+
+class Operation(StrEnum):
+    """What an edit does to its variable."""
+
+    ADD = "add"  # variable + value
+    ASSIGN = "assign"  # value, bit for bit
+    SCALE = "scale"  # variable * factor
+    BLEND = "blend"  # variable + (value - variable) * weight
+    ADD_ROWS = "add_rows"  # variable[indices] + rows, the other rows untouched
+    ASSIGN_ROWS = "assign_rows"  # rows at indices, bit for bit, the other rows untouched
+    ADD_LOW_RANK = "add_low_rank"  # variable + a @ b, one rank after the other
+    RESET = "reset"  # every element becomes the factor; made from reset_slots by validation, never by hand
+
+
+# The arrays of each operation, in the order in which they are written, sent and digested.
+ARRAY_NAMES: Mapping[Operation, tuple[str, ...]] = MappingProxyType(
+    {
+        Operation.ADD: ("value",),
+        Operation.ASSIGN: ("value",),
+        Operation.SCALE: (),
+        Operation.BLEND: ("value",),
+        Operation.ADD_ROWS: ("indices", "rows"),
+        Operation.ASSIGN_ROWS: ("indices", "rows"),
+        Operation.ADD_LOW_RANK: ("a", "b"),
+        Operation.RESET: (),
+    }
+)
+HAVE_FACTOR = frozenset({Operation.SCALE, Operation.BLEND, Operation.RESET})
+COPY_BITS = frozenset({Operation.ASSIGN, Operation.ASSIGN_ROWS, Operation.RESET})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Edit:
+    """One operation on one variable.
+
+    Attributes:
+        operation: What to do.
+        variable: The variable's name, as the author wrote it, or in full once validated.
+        arrays: The values, by the names in `ARRAY_NAMES`.
+        factor: The factor of a scale, the weight of a blend, the fill of a reset.
+        loose: The values were Python numbers or lists: their dtype follows the variable.
+    """
+
+    operation: Operation
+    variable: str
+    arrays: Mapping[str, Array] = field(default_factory=dict)
+    factor: float | None = None
+    loose: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arrays", MappingProxyType(dict(self.arrays)))
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+def touched(edit: Edit) -> npt.NDArray[np.int64] | None:
+    """The rows that the edit writes, or None when it writes all of the variable."""
+    if edit.operation not in (Operation.ADD_ROWS, Operation.ASSIGN_ROWS):
+        return None
+    return edit.arrays["indices"].astype(np.int64)
+
+
+def factor_as(factor: float, dtype: npt.DTypeLike) -> Array:
+    """A factor, weight or fill in the variable's dtype, as an array without dimensions."""
+    with np.errstate(all="ignore"):
+        return np.asarray(np.asarray(factor, np.float64).astype(dtype))
+
+
+def apply_edit(edit: Edit, current: Array) -> Array:
+    """What the variable holds after the edit.
+
+    Args:
+        edit: A validated edit: shapes fit, indices are unique and in range, dtypes are the variable's.
+        current: What the variable holds before; left as it is.
+
+    Returns:
+        A new array of the same shape and dtype.
+    """
+    arrays = edit.arrays
+    match edit.operation:
+        case Operation.ADD:
+            return _add(current, arrays["value"])
+        case Operation.ASSIGN:
+            return np.array(arrays["value"], dtype=current.dtype, order="C")
+        case Operation.SCALE:
+            return _multiply(current, factor_as(_factor(edit), current.dtype))
+        case Operation.BLEND:
+            way = _subtract(arrays["value"], current)
+            return _add(current, _multiply(way, factor_as(_factor(edit), current.dtype)))
+        case Operation.ADD_ROWS:
+            return _with_rows(current, arrays["indices"], _add(current[arrays["indices"]], arrays["rows"]))
+        case Operation.ASSIGN_ROWS:
+            return _with_rows(current, arrays["indices"], arrays["rows"])
+        case Operation.ADD_LOW_RANK:
+            a, b = arrays["a"], arrays["b"]
+            result = np.array(current, order="C")
+            for rank in range(a.shape[1]):
+                result = _add(result, _multiply(a[:, rank : rank + 1], b[rank : rank + 1, :]))
+            return result
+        case Operation.RESET:
+            return np.full(current.shape, factor_as(_factor(edit), current.dtype), current.dtype)
+
+
+def _factor(edit: Edit) -> float:
+    if edit.factor is None:
+        raise ValueError(f"A {edit.operation} needs a factor. Received: None, for {edit.variable}")
+    return edit.factor
+
+
+def _with_rows(current: Array, indices: Array, rows: Array) -> Array:
+    result = np.array(current, order="C")
+    result[indices] = rows
+    return result
+
+
+def _add(left: Array, right: Array) -> Array:
+    return _calculate(np.add, left, right)
+
+
+def _subtract(left: Array, right: Array) -> Array:
+    return _calculate(np.subtract, left, right)
+
+
+def _multiply(left: Array, right: Array) -> Array:
+    return _calculate(np.multiply, left, right)
+
+
+def _calculate(operation: np.ufunc, left: Array, right: Array) -> Array:
+    """One elementwise operation as TensorFlow does it: rounded to the dtype, denormals taken as zero."""
+    dtype = left.dtype
+    with np.errstate(all="ignore"):  # Integers wrap, floats overflow to infinity: that is the definition.
+        if dtype == BFLOAT16:
+            # By way of float32, where a denormal bfloat16 is denormal too and is flushed there.
+            wide = _calculate(operation, left.astype(np.float32), right.astype(np.float32))
+            return np.asarray(wide.astype(BFLOAT16))
+        if dtype not in (np.float32, np.float64):
+            return np.asarray(operation(left, right, dtype=dtype))
+        left, right = _flushed(left), _flushed(right)
+        result = np.asarray(operation(left, right, dtype=dtype))
+        if operation is np.multiply:
+            result = _without_rounded_up(result, left, right)
+        return _flushed(result)
+
+
+def _flushed(array: Array) -> Array:
+    """The array with zeros of the same sign for denormal numbers."""
+    return np.where(
+        np.abs(array) < np.finfo(array.dtype).tiny, np.copysign(array.dtype.type(0), array), array
+    )
+
+
+def _without_rounded_up(product: Array, left: Array, right: Array) -> Array:
+    """Zeros where a product is the smallest normal number only because it was rounded as a denormal.
+
+    A processor that flushes denormals rounds as if the exponent had no end, and looks at the size after that:
+    with one more bit of precision, such a product stays below the smallest normal number.
+    """
+    tiny = np.finfo(product.dtype).tiny
+    borderline = np.abs(product) == tiny
+    if not borderline.any():
+        return product
+    left, right = (np.broadcast_to(side, product.shape)[borderline] for side in (left, right))
+    (left_part, left_exponent), (right_part, right_exponent) = np.frexp(left), np.frexp(right)
+    part, exponent = np.frexp(left_part * right_part)
+    too_small = exponent + left_exponent + right_exponent < np.frexp(tiny)[1]
+    kept = product[borderline]
+    product[borderline] = np.where(too_small, np.copysign(product.dtype.type(0), part), kept)
+    return product
