@@ -1,0 +1,145 @@
+"""What crosses workers as bytes: a parcel of arrays, and what every transport promises about it."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+
+from replicast.errors import UpdateRefused
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where one array lies in a parcel.
+
+    Attributes:
+        dtype: The dtype's name, such as "float32" or "bfloat16".
+        shape: Its shape.
+        offset: Its first byte, a multiple of 64.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What the source tells the others, as words, so that they can take the bytes.
+
+    Attributes:
+        id: Unique in the job: letters, digits, and any of "._-".
+        source: The rank of the worker whose arrays these are.
+        nbytes: The size of the whole buffer, padding included.
+        digest: xxh3_128 over the whole buffer, as hexadecimal digits.
+        arrays: The arrays in the order in which they were given.
+    """
+
+    id: str
+    source: int
+    nbytes: int
+    digest: str
+    arrays: tuple[Piece, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values. Short, because it goes to every worker through the coordination service."""
+        return {
+            "id": self.id,
+            "source": self.source,
+            "nbytes": self.nbytes,
+            "digest": self.digest,
+            "arrays": [[piece.dtype, list(piece.shape), piece.offset] for piece in self.arrays],
+        }
+
+    @classmethod
+    def from_json(cls, described: Mapping[str, Any]) -> Parcel:
+        """The parcel that `to_json` described."""
+        return cls(
+            id=described["id"],
+            source=described["source"],
+            nbytes=described["nbytes"],
+            digest=described["digest"],
+            arrays=tuple(Piece(dtype, tuple(shape), offset) for dtype, shape, offset in described["arrays"]),
+        )
+
+
+class Transport(abc.ABC):
+    """Carries parcels from one worker to all. Made on every worker; used from one thread at a time.
+
+    ```
+    source:  publish ──► words to all ──► receive ──► all have it ──► release
+    others:              words arrive ──► receive ──► say so      ──► release
+    ```
+    """
+
+    @abc.abstractmethod
+    def publish(self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]]) -> Parcel:
+        """Makes the arrays ready to be received. Only on the source.
+
+        The arrays are read before it returns and may be changed afterwards.
+
+        Raises:
+            UpdateRefused: There is no room. Nothing is left behind.
+        """
+
+    @abc.abstractmethod
+    def receive(self, parcel: Parcel, timeout_secs: float) -> list[npt.NDArray[Any]]:
+        """Takes the arrays. On every worker, the source included, parcel after parcel in the same order.
+
+        Blocks until the bytes are here, at most `timeout_secs`. The arrays belong to this worker alone: they
+        are writable, writing to one is seen by no other worker, and they stay valid whatever is released or
+        closed afterwards.
+
+        Raises:
+            UpdateRefused: They did not arrive in time, arrived damaged, or found no room here. Nothing is
+                left behind on this worker; the source still has to release the parcel.
+        """
+
+    @abc.abstractmethod
+    def release(self, parcel_id: str) -> None:
+        """Says that this worker needs the parcel no more. Never raises; a second time does nothing.
+
+        The source must do so only when every worker has received the parcel or given it up: its release is
+        what takes the bytes away.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Gives back everything but the arrays that were received. A second time does nothing."""
+
+
+def damaged(parcel: Parcel, received: str, worker: int) -> UpdateRefused:
+    """The refusal of bytes that are not those that the source published."""
+    return UpdateRefused(
+        f"The bytes of parcel {parcel.id!r} from worker {parcel.source} arrived damaged at worker {worker}",
+        expected=f"digest {parcel.digest}",
+        received=f"digest {received}",
+        worker=worker,
+        remedy="Propose it again; if it happens again, check that worker's memory and network",
+    )
+
+
+def not_arrived(parcel: Parcel, timeout_secs: float, worker: int, waited_for: int) -> UpdateRefused:
+    """The refusal of a parcel for which this worker waited in vain."""
+    return UpdateRefused(
+        f"Worker {worker} waited {timeout_secs:g} s for parcel {parcel.id!r} from worker {waited_for}",
+        expected=f"{parcel.nbytes:,} bytes from worker {waited_for}",
+        received="nothing",
+        worker=worker,
+        remedy=f"Look for the reason in worker {waited_for}'s log, then propose it again",
+    )
+
+
+def no_room(needed: int, free: int | None, place: str, worker: int, remedy: str) -> UpdateRefused:
+    """The refusal of a parcel that is larger than what is free."""
+    return UpdateRefused(
+        f"Worker {worker} has no room for the update in {place}",
+        expected=f"{needed:,} bytes free",
+        received="no answer to how much is free" if free is None else f"{free:,} bytes free",
+        worker=worker,
+        remedy=remedy,
+    )

@@ -1,0 +1,118 @@
+"""How arrays lie in one buffer: pure functions from arrays to bytes and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from replicast.transport.base import Parcel, Piece
+
+Bytes = npt.NDArray[np.uint8]
+
+ALIGNMENT = 64
+"""What TensorFlow asks of a buffer that it takes over without a copy."""
+CHUNK_BYTES = 1 << 20
+"""Copied and digested together, while it is in the processor's cache."""
+_PARCEL_ID = re.compile(r"[A-Za-z0-9._-]+")
+
+
+def checked_id(parcel_id: str) -> str:
+    """The id itself, if it can be part of a file's name.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if not _PARCEL_ID.fullmatch(parcel_id) or len(parcel_id) > 200:
+        raise ValueError(
+            "A parcel's id is made of at most 200 letters, digits, dots, hyphens and underscores. "
+            f"Received: {parcel_id!r}"
+        )
+    return parcel_id
+
+
+def lay_out(arrays: Sequence[npt.NDArray[Any]]) -> tuple[tuple[Piece, ...], int]:
+    """Where each array goes, and the size of the buffer: at least 64 bytes, and a multiple of them.
+
+    Raises:
+        TypeError: The elements of an array are Python objects, text or records.
+    """
+    pieces = []
+    end = 0
+    for array in arrays:
+        if array.dtype.hasobject or array.dtype.kind in "SUMm" or array.dtype.name.startswith("void"):
+            raise TypeError(f"Only arrays of numbers can be sent. Received: dtype {array.dtype}")
+        pieces.append(Piece(array.dtype.name, tuple(array.shape), end))
+        end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    return tuple(pieces), max(end, ALIGNMENT)
+
+
+def bytes_of(array: npt.NDArray[Any]) -> Bytes:
+    """The elements in row-major order and this machine's byte order; a view where they lie so already."""
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def write_out(
+    arrays: Sequence[npt.NDArray[Any]],
+    pieces: Sequence[Piece],
+    nbytes: int,
+    write: Callable[[int, Bytes], None],
+) -> str:
+    """Hands the whole buffer to `write`, offset and bytes, from front to back; returns its digest."""
+    hasher = xxhash.xxh3_128()
+    end = 0
+    for array, piece in zip(arrays, pieces, strict=True):
+        if array.nbytes == 0:
+            continue
+        hasher.update(bytes(piece.offset - end))
+        for start, chunk in chunks_of(bytes_of(array)):
+            hasher.update(chunk.data)
+            write(piece.offset + start, chunk)
+        end = piece.offset + array.nbytes
+    hasher.update(bytes(nbytes - end))
+    return hasher.hexdigest()
+
+
+def chunks_of(data: Bytes, size: int = CHUNK_BYTES) -> Iterator[tuple[int, Bytes]]:
+    """The parts of `data`, each with its offset."""
+    for start in range(0, len(data), size):
+        yield start, data[start : start + size]
+
+
+def digest_of(data: Bytes) -> str:
+    """The digest of a whole buffer."""
+    return xxhash.xxh3_128_hexdigest(data.data)
+
+
+def arrays_in(data: Bytes, parcel: Parcel) -> list[npt.NDArray[Any]]:
+    """The arrays of a parcel as views of its buffer, which they keep alive."""
+    return [_view(data, piece) for piece in parcel.arrays]
+
+
+def aligned_buffer(nbytes: int) -> Bytes:
+    """Zeros in private memory, aligned as a parcel's buffer has to be."""
+    raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes]
+
+
+def _view(data: Bytes, piece: Piece) -> npt.NDArray[Any]:
+    dtype = _dtype_named(piece.dtype)
+    size = int(np.prod(piece.shape, dtype=np.int64)) * dtype.itemsize
+    return data[piece.offset : piece.offset + size].view(dtype).reshape(piece.shape)
+
+
+def _dtype_named(name: str) -> np.dtype[Any]:
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes  # bfloat16 and the 8-bit floats, which numpy does not know by itself
+
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return found

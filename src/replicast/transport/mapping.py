@@ -1,0 +1,65 @@
+"""Files mapped into memory, without a file descriptor each and without holding the interpreter's lock.
+
+Python's own `mmap` keeps a descriptor open for as long as the mapping lives. Here a mapping may live as long
+as a variable that was assigned from it, and a model may have more variables than a process descriptors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from typing import Any
+
+import numpy as np
+
+from replicast.transport.layout import Bytes
+
+POPULATE_READ = 22
+"""MADV_POPULATE_READ of Linux 5.14: brings all pages in at once, and copies none of a private mapping."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class _Mapped:
+    """The owner of one mapping: it ends with the last array that looks into it."""
+
+    def __init__(self, descriptor: int, nbytes: int, flags: int) -> None:
+        self._unmap = _libc.munmap  # still there when the interpreter ends and has cleared this module
+        self._nbytes = nbytes
+        self._address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+        if self._address == _FAILED:
+            self._address = None
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error))
+
+    def __del__(self) -> None:
+        if self._address is not None:
+            self._unmap(self._address, self._nbytes)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {"data": (self._address, False), "shape": (self._nbytes,), "typestr": "|u1", "version": 3}
+
+
+def map_private(descriptor: int, nbytes: int) -> Bytes:
+    """Maps a file for this process alone: what is written to the array reaches neither file nor others.
+
+    The descriptor may be closed and the file unlinked; the array stays valid.
+    """
+    return np.asarray(_Mapped(descriptor, nbytes, mmap.MAP_PRIVATE))
+
+
+def map_shared(descriptor: int, nbytes: int) -> Bytes:
+    """Maps a file for writing: what is written to the array is in the file."""
+    return np.asarray(_Mapped(descriptor, nbytes, mmap.MAP_SHARED))
+
+
+def bring_in(data: Bytes) -> None:
+    """Brings the pages of a whole mapping in, if this kernel can do it at once; else they come one by one."""
+    _libc.madvise(data.ctypes.data, len(data), POPULATE_READ)

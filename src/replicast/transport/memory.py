@@ -1,0 +1,111 @@
+"""The transport's twin in one process: N threads play N workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from replicast.transport.base import Parcel, Transport, damaged, no_room, not_arrived
+from replicast.transport.layout import (
+    Bytes,
+    aligned_buffer,
+    arrays_in,
+    checked_id,
+    digest_of,
+    lay_out,
+    write_out,
+)
+
+
+class MemoryTransport(Transport):
+    """One worker's end.
+
+    Args:
+        board: What the twins of one job have in common.
+        rank: Which worker this is.
+    """
+
+    class Board:
+        """Where parcels lie until their source releases them, and where a test makes things go wrong.
+
+        Attributes:
+            buffers: The bytes by parcel.
+            room: How many bytes may lie here at once; None for no limit.
+            changed: Held while any of this is looked at or changed.
+        """
+
+        def __init__(self) -> None:
+            self.buffers: dict[str, Bytes] = {}
+            self.room: int | None = None
+            self.changed = threading.Condition()
+            self._to_corrupt: set[str] = set()
+
+        def corrupt(self, parcel_id: str) -> None:
+            """Changes one bit of a parcel, now or when it is published."""
+            with self.changed:
+                self._to_corrupt.add(parcel_id)
+                self._corrupt_what_is_here()
+
+        def put(self, parcel_id: str, buffer: Bytes) -> None:
+            """Lays a parcel down and wakes those who wait for it."""
+            with self.changed:
+                self.buffers[parcel_id] = buffer
+                self._corrupt_what_is_here()
+                self.changed.notify_all()
+
+        def free(self) -> int | None:
+            """How many bytes more may be laid down; None for no limit."""
+            with self.changed:
+                taken = sum(len(buffer) for buffer in self.buffers.values())
+                return None if self.room is None else max(0, self.room - taken)
+
+        def _corrupt_what_is_here(self) -> None:
+            for parcel_id in self._to_corrupt & self.buffers.keys():
+                self.buffers[parcel_id][-1] ^= 1
+                self._to_corrupt.remove(parcel_id)
+
+    def __init__(self, board: Board, rank: int = 0) -> None:
+        self._board = board
+        self._rank = rank
+        self._published: set[str] = set()
+
+    def publish(self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]]) -> Parcel:  # noqa: D102
+        pieces, nbytes = lay_out(arrays)
+        free = self._board.free()
+        if free is not None and nbytes > free:
+            raise no_room(nbytes, free, "memory", self._rank, "Propose a smaller update")
+        buffer = aligned_buffer(nbytes)
+
+        def write(offset: int, chunk: Bytes) -> None:
+            buffer[offset : offset + len(chunk)] = chunk
+
+        digest = write_out(arrays, pieces, nbytes, write)
+        self._board.put(checked_id(parcel_id), buffer)
+        self._published.add(parcel_id)
+        return Parcel(parcel_id, self._rank, nbytes, digest, pieces)
+
+    def receive(self, parcel: Parcel, timeout_secs: float) -> list[npt.NDArray[Any]]:  # noqa: D102
+        board = self._board
+        with board.changed:
+            if not board.changed.wait_for(lambda: parcel.id in board.buffers, timeout_secs):
+                raise not_arrived(parcel, timeout_secs, self._rank, waited_for=parcel.source)
+            published = board.buffers[parcel.id]
+        private = aligned_buffer(parcel.nbytes)
+        private[:] = published
+        found = digest_of(private)
+        if found != parcel.digest:
+            raise damaged(parcel, found, self._rank)
+        return arrays_in(private, parcel)
+
+    def release(self, parcel_id: str) -> None:  # noqa: D102
+        if parcel_id in self._published:
+            self._published.remove(parcel_id)
+            with self._board.changed:
+                self._board.buffers.pop(parcel_id, None)
+
+    def close(self) -> None:  # noqa: D102
+        for parcel_id in list(self._published):
+            self.release(parcel_id)

@@ -1,0 +1,228 @@
+"""The transport of one host: the bytes lie once in shared memory, and each worker maps them privately."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from replicast.errors import UpdateRefused
+from replicast.transport.base import Parcel, Transport, damaged, no_room, not_arrived
+from replicast.transport.directory import JobDirectory
+from replicast.transport.layout import Bytes, arrays_in, checked_id, digest_of, lay_out, write_out
+from replicast.transport.mapping import bring_in, map_private, map_shared
+
+SPARE_BYTES = (1 << 20, 1 << 28)
+"""The smallest and the largest parcel for whose successor a spare file is kept ready."""
+_LOOK_SECS = 0.002
+
+
+class Draft:
+    """A file that is being written.
+
+    It gets its final name when it is complete, and never changes again: a variable may live in a worker's
+    mapping of it.
+
+    Args:
+        directory: The directory of the job.
+        name: Its name until it is complete.
+        nbytes: Its size. All of it is reserved at once: a full file system says so here, and not later by
+            a signal that ends the process.
+    """
+
+    def __init__(self, directory: JobDirectory, name: str, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._directory = directory
+        self._name = name
+        self._mapped: Bytes | None = None
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._descriptor = os.open(name, flags, 0o600, dir_fd=directory.descriptor)
+        try:
+            os.posix_fallocate(self._descriptor, 0, nbytes)
+        except BaseException:
+            self.discard()
+            raise
+
+    def warm_up(self) -> None:
+        """Maps it and touches every page, so that writing it will be one copy and nothing else."""
+        self._mapped = map_shared(self._descriptor, self.nbytes)
+        self._mapped[::4096] = 0
+
+    def write(self, offset: int, data: Bytes) -> None:
+        """Writes bytes. Without a mapping that is warm already, the kernel's own copy is the quicker one."""
+        if self._mapped is not None:
+            self._mapped[offset : offset + len(data)] = data
+            return
+        view = data.data
+        while view:
+            written = os.pwrite(self._descriptor, view, offset)
+            view, offset = view[written:], offset + written
+
+    def complete(self, name: str) -> None:
+        """Gives it its final name."""
+        held = self._directory.descriptor
+        os.rename(self._name, name, src_dir_fd=held, dst_dir_fd=held)
+        os.close(self._descriptor)
+
+    def discard(self) -> None:
+        """Removes it."""
+        os.close(self._descriptor)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._name, dir_fd=self._directory.descriptor)
+
+
+class SharedMemoryTransport(Transport):
+    """One worker's end.
+
+    Publishing into a new file costs three times as much as the copy itself: the kernel has to find and clear
+    the pages. So when a parcel is released, a thread of its own makes a spare file of the same size ready for
+    the next one, which is often as large.
+
+    Args:
+        job: The name of the job, the same on all its workers and unlike that of any other.
+        rank: Which worker this is.
+        directory: Where shared memory is, such as /dev/shm.
+    """
+
+    def __init__(self, job: str, rank: int, *, directory: Path) -> None:
+        self._rank = rank
+        self._directory = JobDirectory(directory, job)
+        self._numbers = itertools.count(1)
+        self._published: dict[str, Draft] = {}
+        self._spare: Draft | None = None
+        self._preparing: threading.Thread | None = None
+        self._closed = False
+
+    def publish(self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]]) -> Parcel:  # noqa: D102
+        checked_id(parcel_id)
+        pieces, nbytes = lay_out(arrays)
+        draft = self.reserve(nbytes)
+        try:
+            digest = write_out(arrays, pieces, nbytes, draft.write)
+        except BaseException:
+            draft.discard()
+            raise
+        self.complete(parcel_id, draft)
+        return Parcel(parcel_id, self._rank, nbytes, digest, pieces)
+
+    def receive(self, parcel: Parcel, timeout_secs: float) -> list[npt.NDArray[Any]]:  # noqa: D102
+        descriptor = self._opened(parcel, timeout_secs)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size != parcel.nbytes:  # reading behind its end would end this process
+                raise damaged(parcel, f"of {size:,} bytes instead of {parcel.nbytes:,}", self._rank)
+            data = map_private(descriptor, parcel.nbytes)
+        finally:
+            os.close(descriptor)
+        bring_in(data)
+        found = digest_of(data)
+        if found != parcel.digest:
+            raise damaged(parcel, found, self._rank)
+        return arrays_in(data, parcel)
+
+    def release(self, parcel_id: str) -> None:  # noqa: D102
+        draft = self._published.pop(parcel_id, None)
+        if draft is None:
+            return
+        self._unlink(parcel_id)
+        if SPARE_BYTES[0] <= draft.nbytes <= SPARE_BYTES[1] and not self._closed:
+            self._prepare(draft.nbytes)
+
+    def close(self) -> None:  # noqa: D102
+        self._closed = True
+        for parcel_id in list(self._published):
+            self.release(parcel_id)
+        spare = self._take_spare()
+        if spare is not None:
+            spare.discard()
+        self._directory.close()
+
+    def reserve(self, nbytes: int) -> Draft:
+        """A file to write a parcel into, for `complete` or to be discarded.
+
+        Raises:
+            UpdateRefused: There is no room.
+        """
+        spare = self._take_spare()
+        if spare is not None:
+            if spare.nbytes == nbytes:
+                return spare
+            spare.discard()  # first, because its room may be needed
+        try:
+            return self._draft(nbytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise self._no_room(nbytes) from error
+
+    def complete(self, parcel_id: str, draft: Draft) -> None:
+        """Makes a written parcel visible to the workers of this host. This worker's release removes it."""
+        draft.complete(_file_of(parcel_id))
+        self._published[parcel_id] = draft
+
+    def _draft(self, nbytes: int) -> Draft:
+        return Draft(self._directory, f"draft-{self._rank}-{next(self._numbers)}", nbytes)
+
+    def _no_room(self, nbytes: int) -> UpdateRefused:
+        held = os.fstatvfs(self._directory.descriptor)
+        return no_room(
+            nbytes,
+            held.f_bavail * held.f_frsize,
+            str(self._directory.path.parent),
+            self._rank,
+            "Make room there, or set REPLICAST_SHM_DIR to a directory that has it (in a container, give it "
+            "a larger /dev/shm)",
+        )
+
+    def _opened(self, parcel: Parcel, timeout_secs: float) -> int:
+        until = time.monotonic() + timeout_secs
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        while True:
+            try:
+                return os.open(_file_of(parcel.id), flags, dir_fd=self._directory.descriptor)
+            except FileNotFoundError:
+                if time.monotonic() >= until:
+                    raise not_arrived(parcel, timeout_secs, self._rank, parcel.source) from None
+            time.sleep(_LOOK_SECS)
+
+    def _unlink(self, parcel_id: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(_file_of(parcel_id), dir_fd=self._directory.descriptor)
+
+    def _prepare(self, nbytes: int) -> None:
+        spare = self._take_spare()
+        if spare is not None:
+            spare.discard()
+        self._preparing = threading.Thread(
+            target=self._make_spare, args=(nbytes,), name="replicast-spare", daemon=True
+        )
+        self._preparing.start()
+
+    def _make_spare(self, nbytes: int) -> None:
+        with contextlib.suppress(OSError):  # no room for a spare is no harm
+            spare = self._draft(nbytes)
+            try:
+                spare.warm_up()
+            except OSError:
+                spare.discard()
+                raise
+            self._spare = spare
+
+    def _take_spare(self) -> Draft | None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+        spare, self._spare = self._spare, None
+        return spare
+
+
+def _file_of(parcel_id: str) -> str:
+    return f"parcel-{parcel_id}"
