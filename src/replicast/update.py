@@ -1,0 +1,348 @@
+"""An update: an ordered, immutable list of edits with an id, an author and a note."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from replicast.digest import digest_array
+from replicast.edits import Array, Edit, Operation
+from replicast.errors import UpdateRefused
+from replicast.files import loads_strictly, parse_tensors, read_bytes, tensor_chunks, write_durably
+from replicast.parts import (
+    MAX_EDITS_IN_FILE,
+    array_to_json,
+    checked_id,
+    checked_text,
+    edit_from_values,
+    edit_to_json,
+    edits_from_json,
+    edits_of_tensors,
+    factor_to_json,
+    ordered_arrays,
+)
+
+FORMAT = 1
+_METADATA = "replicast"
+
+
+class Stage(StrEnum):
+    """How far an update has come."""
+
+    PROPOSED = "proposed"  # its author has handed it over; nobody has looked at it yet
+    STAGED = "staged"  # every worker holds its bytes and has checked them; nothing is changed
+    COMMITTED = "committed"  # durable, and its step is decided: from here on it will be applied
+    APPLIED = "applied"  # every worker has changed its variables
+    VERIFIED = "verified"  # every worker reported the same digests; the receipt is given
+    REFUSED = "refused"  # not accepted; nothing was changed anywhere
+    FAILED = "failed"  # committed, or perhaps so, and it did not end well
+
+
+class Update:
+    """An ordered list of edits that every replica applies at the same step, or none does.
+
+    Immutable: each method returns a new update with one more edit and the same id. Values may be numpy
+    arrays, what converts to one (tensors, Keras variables), or Python numbers and lists, whose dtype follows
+    the variable. They are copied, unless they are numpy arrays that are read-only already.
+
+        Update(note="fix drifted bias").add("dense/bias", delta).scale("optimizer/learning_rate", 0.5)
+
+    Args:
+        note: Why, for whoever reads the journal.
+        author: Who.
+        id: Makes proposing it twice a no-op. Random unless given.
+        reset_slots: Also reset what the optimizer remembers of the touched variables, such as its moments.
+        allow_nonfinite: Accept NaN and infinity as values.
+
+    Raises:
+        UpdateRefused: A value that cannot be part of an update.
+    """
+
+    __slots__ = ("_allow_nonfinite", "_author", "_edits", "_id", "_note", "_reset_slots")
+
+    def __init__(
+        self,
+        *,
+        note: str = "",
+        author: str = "",
+        id: str | None = None,  # noqa: A002 - the name of the thing
+        reset_slots: bool = False,
+        allow_nonfinite: bool = False,
+    ) -> None:
+        self._id = checked_id(uuid.uuid4().hex if id is None else id)
+        self._note = checked_text("note", note)
+        self._author = checked_text("author", author)
+        self._reset_slots = bool(reset_slots)
+        self._allow_nonfinite = bool(allow_nonfinite)
+        self._edits: tuple[Edit, ...] = ()
+
+    @property
+    def id(self) -> str:
+        """What tells this update from all others; kept when edits are added."""
+        return self._id
+
+    @property
+    def note(self) -> str:
+        """Why it was made."""
+        return self._note
+
+    @property
+    def author(self) -> str:
+        """Who made it."""
+        return self._author
+
+    @property
+    def reset_slots(self) -> bool:
+        """Whether the optimizer's memory of the touched variables is reset too."""
+        return self._reset_slots
+
+    @property
+    def allow_nonfinite(self) -> bool:
+        """Whether NaN and infinity are accepted."""
+        return self._allow_nonfinite
+
+    @property
+    def edits(self) -> tuple[Edit, ...]:
+        """The edits, in the order in which they are applied."""
+        return self._edits
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all arrays."""
+        return sum(edit.nbytes for edit in self._edits)
+
+    def __repr__(self) -> str:
+        return f"<Update {self._id}: {len(self._edits)} edits, {self.nbytes} bytes>"
+
+    def add(self, variable: str, value: Any) -> Update:
+        """Adds the value to the variable."""
+        return self._with(Operation.ADD, variable, value=value)
+
+    def assign(self, variable: str, value: Any) -> Update:
+        """Replaces the variable by the value, bit for bit."""
+        return self._with(Operation.ASSIGN, variable, value=value)
+
+    def scale(self, variable: str, factor: float) -> Update:
+        """Multiplies the variable by one number."""
+        return self._with(Operation.SCALE, variable, factor)
+
+    def blend(self, variable: str, value: Any, weight: float) -> Update:
+        """Moves the variable towards the value: with weight 0 it stays, with weight 1 it arrives."""
+        return self._with(Operation.BLEND, variable, weight, value=value)
+
+    def add_rows(self, variable: str, indices: Any, rows: Any) -> Update:
+        """Adds to some rows of the variable; each index at most once."""
+        return self._with(Operation.ADD_ROWS, variable, indices=indices, rows=rows)
+
+    def assign_rows(self, variable: str, indices: Any, rows: Any) -> Update:
+        """Replaces some rows of the variable, bit for bit; each index at most once."""
+        return self._with(Operation.ASSIGN_ROWS, variable, indices=indices, rows=rows)
+
+    def add_low_rank(self, variable: str, a: Any, b: Any) -> Update:
+        """Adds the product of `a`, a column per rank, and `b`, a row per rank, to a matrix."""
+        return self._with(Operation.ADD_LOW_RANK, variable, a=a, b=b)
+
+    def replaced(self, edits: Sequence[Edit]) -> Update:
+        """The same update with other edits, taken as they are, and nothing left to expand."""
+        return self._copy(tuple(edits), reset_slots=False)
+
+    def arrays(self) -> list[Array]:
+        """Every array, edit after edit, in the order that `describe` lists them."""
+        return [array for edit in self._edits for _, array in ordered_arrays(edit)]
+
+    def content_digest(self) -> str:
+        """Equal for two updates that do the same: edits and flags, not id, author or note."""
+        described = {
+            "edits": [[edit.operation, edit.variable, factor_to_json(edit.factor)] for edit in self._edits],
+            "reset_slots": self._reset_slots,
+            "allow_nonfinite": self._allow_nonfinite,
+        }
+        hasher = xxhash.xxh3_128(json.dumps(described, sort_keys=True, separators=(",", ":")).encode())
+        for array in self.arrays():
+            hasher.update(bytes.fromhex(digest_array(array)))
+        return hasher.hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        """Everything but the bytes, as JSON values: with `arrays()`, what `from_parts` needs."""
+        return self._described(lambda _number, _name, array: array_to_json(array))
+
+    @classmethod
+    def from_parts(cls, description: Mapping[str, Any], arrays: Sequence[Array]) -> Update:
+        """The update that `describe` and `arrays` came from.
+
+        Args:
+            description: What `describe` returned.
+            arrays: What `arrays` returned, or views of the same bytes. Kept as they are, without a copy.
+
+        Raises:
+            UpdateRefused: They do not belong together, or the description is none.
+        """
+        rest = iter(arrays)
+
+        def next_array(what: str, spec: Any) -> Array:
+            array = next(rest, None)
+            if array is None or spec != array_to_json(array):
+                received = "nothing" if array is None else str(array_to_json(array))
+                raise UpdateRefused(f"{what} is not there", expected=str(spec)[:200], received=received)
+            return array
+
+        update = _from_description(description, next_array)
+        if next(rest, None) is not None:
+            raise UpdateRefused("There are more arrays than described", received=f"{len(arrays)} arrays")
+        return update
+
+    def save(self, path: Path | str) -> None:
+        """Writes the update as a safetensors file: whole and durable, or not at all.
+
+        Raises:
+            OSError: It cannot be written there.
+        """
+        write_durably(Path(path), self.file_chunks())
+
+    def file_chunks(self, extra: Mapping[str, Any] | None = None) -> Iterator[bytes | memoryview]:
+        """The bytes of the update's file, piece by piece; `extra` goes into the description."""
+        described = self._described(lambda number, name, _: f"{number}.{name}") | dict(
+            extra if extra is not None else {}
+        )
+        tensors = {
+            f"{number}.{name}": array
+            for number, edit in enumerate(self._edits)
+            for name, array in ordered_arrays(edit)
+        }
+        return tensor_chunks(tensors, {_METADATA: json.dumps(described, ensure_ascii=False)})
+
+    @classmethod
+    def load(cls, path: Path | str, *, max_bytes: int | None = None) -> Update:
+        """Reads what `save` wrote, if it has no more than `max_bytes` (4 GiB unless given).
+
+        Raises:
+            UpdateRefused: The file cannot be read, is damaged, too large, or no update.
+        """
+        return cls.parse(read_bytes(Path(path), max_bytes=max_bytes), str(path))[0]
+
+    @classmethod
+    def parse(cls, content: memoryview, source: str) -> tuple[Update, dict[str, Any]]:
+        """The update in the bytes of its file, and its description with whatever extra entries it has.
+
+        The arrays are views of `content`.
+
+        Raises:
+            UpdateRefused: The bytes are damaged, or no update.
+        """
+        file = parse_tensors(content, source, max_tensors=2 * MAX_EDITS_IN_FILE)
+        if _METADATA not in file.metadata:
+            raise UpdateRefused(
+                f"{source} holds tensors and not what to do with them",
+                expected="a file that Update.save wrote",
+                received=f"{len(file.tensors)} tensors without metadata of replicast",
+                remedy="Say the operation: Update.from_tensors, or `replicast push RUN --add FILE`",
+            )
+        description = loads_strictly(file.metadata[_METADATA], f"{source}: the description")
+        unused = dict(file.tensors)
+
+        def named_array(what: str, name: Any) -> Array:
+            if not isinstance(name, str) or name not in unused:
+                raise UpdateRefused(f"{source}: {what} is missing", received=str(name)[:200])
+            return unused.pop(name)
+
+        update = _from_description(description, named_array)
+        if unused:
+            raise UpdateRefused(
+                f"{source} has tensors that no edit uses", received=", ".join(list(unused)[:5])
+            )
+        return update, description
+
+    @classmethod
+    def from_tensors(
+        cls,
+        path: Path | str,
+        operation: Operation,
+        *,
+        weight: float | None = None,
+        note: str = "",
+        author: str = "",
+        id: str | None = None,  # noqa: A002 - the name of the thing
+        max_bytes: int | None = None,
+    ) -> Update:
+        """An update from a plain safetensors file of any tool: one edit for each variable it names.
+
+        Tensors go by the variable's name. For rows, `name.indices` lies beside `name`; for a low rank there
+        are `name.a` and `name.b`; to scale, each tensor is one number.
+
+        Args:
+            path: The file.
+            operation: What to do with each.
+            weight: The weight of a blend.
+            note: Why.
+            author: Who.
+            id: Random unless given.
+            max_bytes: The largest file that is read; 4 GiB unless given.
+
+        Raises:
+            UpdateRefused: The file cannot be read, is damaged, too large, or does not fit the operation.
+        """
+        content = read_bytes(Path(path), max_bytes=max_bytes)
+        file = parse_tensors(content, str(path), max_tensors=2 * MAX_EDITS_IN_FILE)
+        edits = edits_of_tensors(file.tensors, Operation(operation), weight)
+        return cls(note=note, author=author, id=id)._copy(edits)
+
+    def _with(self, operation: Operation, variable: str, factor: Any = None, **values: Any) -> Update:
+        return self._copy((*self._edits, edit_from_values(operation, variable, factor, values)))
+
+    def _copy(self, edits: tuple[Edit, ...], *, reset_slots: bool | None = None) -> Update:
+        copy = Update(
+            note=self._note,
+            author=self._author,
+            id=self._id,
+            reset_slots=self._reset_slots if reset_slots is None else reset_slots,
+            allow_nonfinite=self._allow_nonfinite,
+        )
+        copy._edits = edits
+        return copy
+
+    def _described(self, describe_array: Callable[[int, str, Array], Any]) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "id": self._id,
+            "author": self._author,
+            "note": self._note,
+            "reset_slots": self._reset_slots,
+            "allow_nonfinite": self._allow_nonfinite,
+            "edits": [
+                edit_to_json(edit, partial(describe_array, number)) for number, edit in enumerate(self._edits)
+            ],
+        }
+
+
+def _from_description(description: Any, array_of: Callable[[str, Any], Array]) -> Update:
+    if not isinstance(description, dict):
+        raise UpdateRefused(
+            "The description of an update is no JSON object", received=type(description).__name__
+        )
+    if description.get("format") != FORMAT:
+        raise UpdateRefused(
+            "The update has a format that this version of replicast does not know",
+            expected=str(FORMAT),
+            received=repr(description.get("format"))[:200],
+            remedy="Use the version that wrote it",
+        )
+    flags = {name: description.get(name, False) for name in ("reset_slots", "allow_nonfinite")}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise UpdateRefused(
+                f"The flag {name} is wrong", expected="true or false", received=repr(flag)[:200]
+            )
+    update = Update(
+        id=checked_id(description.get("id")),  # None would make a new one.
+        note=description.get("note", ""),
+        author=description.get("author", ""),
+        **flags,
+    )
+    return update._copy(edits_from_json(description.get("edits"), array_of))
