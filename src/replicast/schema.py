@@ -1,0 +1,186 @@
+"""The names, shapes and dtypes of the state: what an update is checked against."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias, get_args
+
+import xxhash
+
+from replicast.edits import DTYPES
+from replicast.errors import UpdateRefused
+
+Kind: TypeAlias = Literal["trainable", "non_trainable", "optimizer"]
+_MOST_NAMES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One variable of the state.
+
+    Attributes:
+        name: Its full name, which no other has.
+        shape: Its dimensions.
+        dtype: The name of its dtype.
+        kind: What it is to the model.
+        slots: The optimizer's variables that belong to it, each with the value it is reset to.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Kind
+    slots: tuple[tuple[str, float], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return {
+            "name": self.name,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "kind": self.kind,
+            "slots": [[name, value] for name, value in self.slots],
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Variable:
+        """What `to_json` described.
+
+        Raises:
+            ValueError: It is no variable.
+        """
+        try:
+            made = cls(
+                name=str(fields["name"]),
+                shape=tuple(int(size) for size in fields["shape"]),
+                dtype=str(fields["dtype"]),
+                kind=fields["kind"],
+                slots=tuple((str(name), float(value)) for name, value in fields["slots"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"This describes no variable ({error!r}). Received: {str(fields)[:200]}"
+            ) from error
+        if (
+            made.dtype not in DTYPES
+            or made.kind not in get_args(Kind)
+            or any(size < 0 for size in made.shape)
+        ):
+            raise ValueError(f"This describes no variable that can be. Received: {str(fields)[:200]}")
+        return made
+
+
+class Schema:
+    """All variables of the state, found by name.
+
+    Args:
+        variables: The variables, in the order of the state.
+        hints: Sentences about names that are not there although one would look for them.
+
+    Raises:
+        ValueError: Two variables have the same name, or a slot is no variable.
+    """
+
+    def __init__(
+        self, variables: Iterable[Variable], hints: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self._variables: dict[str, Variable] = {}
+        for variable in variables:
+            if variable.name in self._variables:
+                raise ValueError(f"Every variable needs a name of its own. Received twice: {variable.name}")
+            self._variables[variable.name] = variable
+        for variable in self._variables.values():
+            missing = [slot for slot, _ in variable.slots if slot not in self._variables]
+            if missing:
+                raise ValueError(f"A slot of {variable.name} is no variable. Received: {missing[0]}")
+        self._hints = dict(hints)
+        self._by_suffix: dict[str, list[str]] = {}
+        for name in self._variables:
+            for suffix in _suffixes(name):
+                self._by_suffix.setdefault(suffix, []).append(name)
+
+    def __iter__(self) -> Iterator[Variable]:
+        return iter(self._variables.values())
+
+    def __len__(self) -> int:
+        return len(self._variables)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._variables
+
+    def resolve(self, name: str) -> Variable:
+        """The variable of this name: the full one, or an end of it, from a "/" on, that only one has.
+
+        Raises:
+            UpdateRefused: None has it, and here are near ones; or several have it, and here they are.
+        """
+        if name in self._variables:
+            return self._variables[name]
+        matches = self._by_suffix.get(name, [])
+        if len(matches) == 1:
+            return self._variables[matches[0]]
+        if matches:
+            raise UpdateRefused(
+                f"The name fits {len(matches)} variables",
+                variable=name,
+                expected=f"one of {_listed(matches, 20)}",
+                received=name,
+            )
+        hint = self._hint(name)
+        near = self._near(name)
+        raise UpdateRefused(
+            f"There is no variable of this name: {hint}" if hint else "There is no variable of this name",
+            variable=name,
+            expected=f"perhaps {_listed(near)}" if near else f"one of {_listed(list(self._variables))}",
+            received=name,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The schema as JSON values."""
+        return {"variables": [variable.to_json() for variable in self], "hints": dict(self._hints)}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Schema:
+        """What `to_json` described.
+
+        Raises:
+            ValueError: It is no schema.
+        """
+        variables, hints = fields.get("variables"), fields.get("hints", {})
+        if not isinstance(variables, list) or not isinstance(hints, dict):
+            raise ValueError(f"This describes no schema. Received: {str(fields)[:200]}")
+        return cls(
+            [Variable.from_json(variable) for variable in variables],
+            {str(name): str(hint) for name, hint in hints.items()},
+        )
+
+    def digest(self) -> str:
+        """Equal for two workers whose states have the same variables in the same order."""
+        described = [variable.to_json() for variable in self]
+        return xxhash.xxh3_128(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+    def _hint(self, name: str) -> str | None:
+        if name in self._hints:
+            return self._hints[name]
+        matches = [hint for full, hint in self._hints.items() if name in _suffixes(full)]
+        return matches[0] if len(matches) == 1 else None
+
+    def _near(self, name: str) -> list[str]:
+        """Full names that look like this one, or whose end does."""
+        near = difflib.get_close_matches(name, list(self._by_suffix), n=4 * _MOST_NAMES, cutoff=0.6)
+        return list(dict.fromkeys(full for suffix in near for full in self._by_suffix[suffix]))[:_MOST_NAMES]
+
+
+def _suffixes(name: str) -> list[str]:
+    """Every end of a name that begins after a "/", the whole name first."""
+    parts = name.split("/")
+    return ["/".join(parts[start:]) for start in range(len(parts))]
+
+
+def _listed(names: list[str], most: int = _MOST_NAMES) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -1,0 +1,269 @@
+"""Checks an update against the schema of the state, before anything moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from replicast.edits import BFLOAT16, COPY_BITS, FLOAT_DTYPES, Array, Edit, Operation, factor_as
+from replicast.errors import UpdateRefused
+from replicast.files import MAX_BYTES
+from replicast.parts import cast_loose
+from replicast.schema import Schema, Variable
+from replicast.update import Update
+
+_ROWS = (Operation.ADD_ROWS, Operation.ASSIGN_ROWS)
+_CHUNK = 2**16  # Elements. Small enough that what is computed of them stays in the processor's cache.
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How large an update may be.
+
+    Attributes:
+        max_bytes: The size of all arrays together.
+        max_edits: The number of edits, resets of slots included.
+    """
+
+    max_bytes: int = MAX_BYTES
+    max_edits: int = 10_000
+
+
+def planned(update: Update, schema: Schema, limits: Limits = Limits()) -> Update:  # noqa: B008 - frozen
+    """The update as every worker will apply it: full names, the variables' dtypes, resets spelled out.
+
+    Planning what was planned already changes nothing.
+
+    Args:
+        update: What an author proposed.
+        schema: The state it is to change.
+        limits: How large it may be.
+
+    Returns:
+        An update with the same id, author and note.
+
+    Raises:
+        UpdateRefused: Something about it is wrong; the first thing that was found.
+    """
+    if not update.edits:
+        raise UpdateRefused("The update has no edits", expected="at least one", received="none")
+    _check_size(update, limits)
+    edits: list[Edit] = []
+    touched: dict[str, Variable] = {}
+    for edit in update.edits:
+        variable = schema.resolve(edit.variable)
+        if edit.operation is Operation.RESET:
+            edits.append(_planned_reset(edit, variable, touched))
+            continue
+        touched[variable.name] = variable
+        edits.append(_planned_edit(edit, variable, allow_nonfinite=update.allow_nonfinite))
+    if update.reset_slots:
+        edits += _resets(touched, edits)
+    if len(edits) > limits.max_edits:
+        raise _too_many(len(edits), limits)
+    return update.replaced(edits)
+
+
+def _check_size(update: Update, limits: Limits) -> None:
+    if len(update.edits) > limits.max_edits:
+        raise _too_many(len(update.edits), limits)
+    if update.nbytes > limits.max_bytes:
+        raise UpdateRefused(
+            "The update is too large",
+            expected=f"at most {limits.max_bytes} bytes",
+            received=f"{update.nbytes} bytes",
+            remedy="Split it, or send rows or a low rank instead of whole variables",
+        )
+
+
+def _too_many(number: int, limits: Limits) -> UpdateRefused:
+    return UpdateRefused(
+        "The update has too many edits",
+        expected=f"at most {limits.max_edits}",
+        received=str(number),
+        remedy="Split it",
+    )
+
+
+def _resets(touched: dict[str, Variable], edits: list[Edit]) -> Iterator[Edit]:
+    """One reset for each slot of a touched variable, unless the update resets it already."""
+    done = {edit.variable for edit in edits if edit.operation is Operation.RESET}
+    slots = dict(slot for variable in touched.values() for slot in variable.slots)
+    return (Edit(Operation.RESET, name, {}, fill) for name, fill in slots.items() if name not in done)
+
+
+def _planned_reset(edit: Edit, variable: Variable, touched: dict[str, Variable]) -> Edit:
+    """A reset that planning made before: of a slot of a touched variable, to the slot's own value."""
+    slots = dict(slot for owner in touched.values() for slot in owner.slots)
+    if edit.factor is None or slots.get(variable.name) != edit.factor:
+        raise UpdateRefused(
+            "A reset cannot be asked for by itself",
+            variable=variable.name,
+            remedy="Use reset_slots=True, or assign the values",
+        )
+    return replace(edit, variable=variable.name, loose=False)
+
+
+def _planned_edit(edit: Edit, variable: Variable, *, allow_nonfinite: bool) -> Edit:
+    name, operation = variable.name, edit.operation
+    _check_operation(operation, variable)
+    if edit.factor is not None:
+        _check_factor(edit.factor, variable, allow_nonfinite=allow_nonfinite)
+    arrays = dict(edit.arrays)
+    dtype = BFLOAT16 if variable.dtype == "bfloat16" else np.dtype(variable.dtype)
+    if operation in _ROWS:
+        arrays["indices"] = _checked_indices(arrays["indices"], variable)
+    _check_shapes(operation, arrays, variable)
+    for key, array in arrays.items():
+        if key == "indices":
+            continue
+        if edit.loose:
+            array = arrays[key] = cast_loose(name, array, dtype)
+        if array.dtype != dtype:
+            raise UpdateRefused(
+                "The dtype is not the variable's",
+                variable=name,
+                expected=dtype.name,
+                received=array.dtype.name,
+            )
+        if not allow_nonfinite:
+            _check_finite(array, variable)
+    return Edit(operation, name, arrays, edit.factor)
+
+
+def _check_operation(operation: Operation, variable: Variable) -> None:
+    if operation in COPY_BITS or variable.dtype in FLOAT_DTYPES:
+        return
+    whole = (Operation.ADD, Operation.ADD_ROWS, Operation.ADD_LOW_RANK)
+    if variable.dtype == "bool" or operation not in whole:
+        possible = "assign or assign_rows" if variable.dtype == "bool" else "add or assign"
+        raise UpdateRefused(
+            f"A variable of dtype {variable.dtype} cannot take {operation}",
+            variable=variable.name,
+            expected=f"{possible}, which keep its dtype",
+            received=str(operation),
+        )
+
+
+def _check_factor(factor: float, variable: Variable, *, allow_nonfinite: bool) -> None:
+    if allow_nonfinite:
+        return
+    as_used = float(factor_as(factor, BFLOAT16 if variable.dtype == "bfloat16" else variable.dtype))
+    if not math.isfinite(as_used):
+        raise UpdateRefused(
+            "The factor is not finite" + (f" in {variable.dtype}" if math.isfinite(factor) else ""),
+            variable=variable.name,
+            expected=f"a number that {variable.dtype} can hold, or allow_nonfinite=True",
+            received=str(factor),
+        )
+
+
+def _check_shapes(operation: Operation, arrays: dict[str, Array], variable: Variable) -> None:
+    shape = variable.shape
+    if operation is Operation.ADD_LOW_RANK:
+        a, b = arrays["a"].shape, arrays["b"].shape
+        if len(shape) != 2 or len(a) != 2 or len(b) != 2 or (a[0], b[1]) != shape or a[1] != b[0]:
+            matrix = (
+                f"({shape[0]}, rank) and (rank, {shape[1]})"
+                if len(shape) == 2
+                else "a variable with 2 dimensions"
+            )
+            raise UpdateRefused(
+                "The low rank does not fit the variable",
+                variable=variable.name,
+                expected=f"{matrix}",
+                received=f"{a} and {b} for shape {shape}",
+            )
+        return
+    if operation in _ROWS:
+        key, expected = "rows", (arrays["indices"].shape[0], *shape[1:])
+    else:
+        key, expected = "value", shape
+    if key in arrays and arrays[key].shape != expected:
+        raise UpdateRefused(
+            f"The shape of the {key} does not fit the variable",
+            variable=variable.name,
+            expected=str(expected),
+            received=str(arrays[key].shape),
+        )
+
+
+def _checked_indices(indices: Array, variable: Variable) -> Array:
+    """The indices as int64: one dimension, in range, none twice."""
+    if not variable.shape:
+        raise UpdateRefused(
+            "A variable without dimensions has no rows",
+            variable=variable.name,
+            expected="at least one dimension",
+        )
+    if indices.ndim != 1 or indices.dtype.kind not in "iu":
+        raise UpdateRefused(
+            "The indices are wrong",
+            variable=variable.name,
+            expected="integers in one dimension",
+            received=f"{indices.dtype.name} of shape {indices.shape}",
+        )
+    count = variable.shape[0]
+    wrong = (indices < 0) | (indices >= count)
+    if wrong.any():
+        position = int(np.argmax(wrong))
+        raise UpdateRefused(
+            "A row is out of range",
+            variable=variable.name,
+            expected=f"0 to {count - 1}" if count else "no row, since there are none",
+            received=f"{indices[position]} at position {position}",
+        )
+    ascending = np.sort(indices)
+    twice = ascending[1:][ascending[1:] == ascending[:-1]]
+    if twice.size:
+        raise UpdateRefused(
+            "A row appears twice",
+            variable=variable.name,
+            expected="each row once",
+            received=f"row {twice[0]} at positions {np.flatnonzero(indices == twice[0])[:5].tolist()}",
+        )
+    if indices.dtype == np.int64:
+        return indices
+    cast = indices.astype(np.int64)
+    cast.flags.writeable = False
+    return cast
+
+
+def _check_finite(array: Array, variable: Variable) -> None:
+    if array.dtype.name not in FLOAT_DTYPES:
+        return
+    found, first = _nonfinite(array)
+    if found:
+        position = [int(index) for index in np.unravel_index(first, array.shape)]
+        raise UpdateRefused(
+            f"{found} of {array.size} values are not finite",
+            variable=variable.name,
+            expected="finite values, or allow_nonfinite=True",
+            received=f"{array[tuple(position)]} at {position}",
+        )
+
+
+def _nonfinite(array: Array) -> tuple[int, int]:
+    """How many elements are NaN or infinite, and the place of the first in row-major order.
+
+    Looks at bits, chunk by chunk: without its sign, a number is finite when its bits, as an integer, are
+    below those of infinity. One way for all dtypes, also for those that numpy computes slowly.
+    """
+    bits = np.dtype(f"u{array.dtype.itemsize}")
+    infinity = np.array(np.inf, array.dtype).view(bits)
+    flat = np.ascontiguousarray(array).reshape(-1).view(bits)
+    buffer = np.empty(min(_CHUNK, flat.size), bits)
+    found, first = 0, -1
+    for start in range(0, flat.size, _CHUNK):
+        chunk = flat[start : start + _CHUNK]
+        # Shifted by one bit, the sign is gone.
+        shifted = np.left_shift(chunk, 1, out=buffer[: chunk.size])
+        if shifted.max() < infinity << 1:
+            continue
+        wrong = shifted >= infinity << 1
+        first = start + int(np.argmax(wrong)) if first < 0 else first
+        found += int(np.count_nonzero(wrong))
+    return found, first
