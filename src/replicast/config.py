@@ -7,6 +7,9 @@ set it, and so does `replicast run`; TensorFlow itself hardly checks it, so we d
 from __future__ import annotations
 
 import json
+import os
+import socket
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,8 @@ from replicast.errors import ClusterError
 
 RUN_DIR = "REPLICAST_RUN_DIR"
 ATTEMPT = "REPLICAST_ATTEMPT"
+HOST_ID = "REPLICAST_HOST_ID"
+SHM_DIR = "REPLICAST_SHM_DIR"
 LAUNCHED = "REPLICAST_LAUNCHED"
 """Set by `replicast run` for its workers: their exit codes are watched by a launcher on the same host."""
 FAILED_BECAUSE_OF_ANOTHER = 75
@@ -85,6 +90,43 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
         attempt=int(attempt),
         launched=environ.get(LAUNCHED) == "1",
     )
+
+
+def shared_memory_directory(environ: Mapping[str, str]) -> Path:
+    """Where workers of one host share memory: `REPLICAST_SHM_DIR`, else /dev/shm, else a temporary directory.
+
+    Raises:
+        ClusterError: `REPLICAST_SHM_DIR` is no directory that this process may write to.
+    """
+    chosen = environ.get(SHM_DIR)
+    if chosen:
+        if not (Path(chosen).is_dir() and os.access(chosen, os.W_OK | os.X_OK)):
+            raise ClusterError(
+                f"{SHM_DIR} must be a directory that this process may write to",
+                received=repr(chosen),
+                remedy="Make it, or leave the variable unset for /dev/shm",
+            )
+        return Path(chosen).resolve()
+    usual = Path("/dev/shm")
+    return usual if os.access(usual, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+
+
+def host_id(environ: Mapping[str, str]) -> str:
+    """Which host this process is on; two processes with the same answer can share memory.
+
+    `REPLICAST_HOST_ID` if it is set, so that one machine can play several. Else the host's name, its boot and
+    the identity of the directory for shared memory: containers on one machine that have one each cannot
+    share, although they may share everything else.
+    """
+    chosen = environ.get(HOST_ID)
+    if chosen:
+        return chosen
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = "unknown-boot"
+    place = shared_memory_directory(environ).stat()
+    return f"{socket.gethostname()}/{boot}/{place.st_dev}-{place.st_ino}"
 
 
 def read_cluster(environ: Mapping[str, str]) -> Cluster | None:

@@ -1,7 +1,17 @@
 """How bytes cross workers: one small interface, and a transport for each place the workers may be in."""
 
 from replicast.transport.base import Parcel, Piece, Transport
+from replicast.transport.broadcast import BroadcastTransport
 from replicast.transport.memory import MemoryTransport
+from replicast.transport.opening import open_transport
 from replicast.transport.shared import SharedMemoryTransport
 
-__all__ = ["MemoryTransport", "Parcel", "Piece", "SharedMemoryTransport", "Transport"]
+__all__ = [
+    "BroadcastTransport",
+    "MemoryTransport",
+    "Parcel",
+    "Piece",
+    "SharedMemoryTransport",
+    "Transport",
+    "open_transport",
+]

@@ -90,9 +90,10 @@ class Transport(abc.ABC):
     def receive(self, parcel: Parcel, timeout_secs: float) -> list[npt.NDArray[Any]]:
         """Takes the arrays. On every worker, the source included, parcel after parcel in the same order.
 
-        Blocks until the bytes are here, at most `timeout_secs`. The arrays belong to this worker alone: they
-        are writable, writing to one is seen by no other worker, and they stay valid whatever is released or
-        closed afterwards.
+        Blocks until the bytes are here, at most `timeout_secs`; only a worker in the middle of a transfer
+        between hosts goes on with it, because giving it up would end the job. The arrays belong to this
+        worker alone: they are writable, writing to one is seen by no other worker, and they stay valid
+        whatever is released or closed afterwards.
 
         Raises:
             UpdateRefused: They did not arrive in time, arrived damaged, or found no room here. Nothing is
@@ -103,8 +104,8 @@ class Transport(abc.ABC):
     def release(self, parcel_id: str) -> None:
         """Says that this worker needs the parcel no more. Never raises; a second time does nothing.
 
-        The source must do so only when every worker has received the parcel or given it up: its release is
-        what takes the bytes away.
+        To be called when every worker has received the parcel or given it up: the release by the source, and
+        by a worker that received the bytes for others, is what takes them away.
         """
 
     @abc.abstractmethod

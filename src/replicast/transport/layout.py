@@ -16,7 +16,7 @@ Bytes = npt.NDArray[np.uint8]
 
 ALIGNMENT = 64
 """What TensorFlow asks of a buffer that it takes over without a copy."""
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 18
 """Copied and digested together, while it is in the processor's cache."""
 _PARCEL_ID = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -72,8 +72,8 @@ def write_out(
             continue
         hasher.update(bytes(piece.offset - end))
         for start, chunk in chunks_of(bytes_of(array)):
-            hasher.update(chunk.data)
             write(piece.offset + start, chunk)
+            hasher.update(chunk.data)
         end = piece.offset + array.nbytes
     hasher.update(bytes(nbytes - end))
     return hasher.hexdigest()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
+import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -95,7 +95,6 @@ class SharedMemoryTransport(Transport):
     def __init__(self, job: str, rank: int, *, directory: Path) -> None:
         self._rank = rank
         self._directory = JobDirectory(directory, job)
-        self._numbers = itertools.count(1)
         self._published: dict[str, Draft] = {}
         self._spare: Draft | None = None
         self._preparing: threading.Thread | None = None
@@ -114,19 +113,23 @@ class SharedMemoryTransport(Transport):
         return Parcel(parcel_id, self._rank, nbytes, digest, pieces)
 
     def receive(self, parcel: Parcel, timeout_secs: float) -> list[npt.NDArray[Any]]:  # noqa: D102
-        descriptor = self._opened(parcel, timeout_secs)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size != parcel.nbytes:  # reading behind its end would end this process
-                raise damaged(parcel, f"of {size:,} bytes instead of {parcel.nbytes:,}", self._rank)
-            data = map_private(descriptor, parcel.nbytes)
-        finally:
-            os.close(descriptor)
+        data = self.mapped(parcel, timeout_secs)
         bring_in(data)
         found = digest_of(data)
         if found != parcel.digest:
             raise damaged(parcel, found, self._rank)
         return arrays_in(data, parcel)
+
+    def mapped(self, parcel: Parcel, timeout_secs: float) -> Bytes:
+        """The bytes of a parcel in a private mapping of their own, as they are: no digest is looked at."""
+        descriptor = self._opened(parcel, timeout_secs)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size != parcel.nbytes:  # reading behind its end would end this process
+                raise damaged(parcel, f"of {size:,} bytes instead of {parcel.nbytes:,}", self._rank)
+            return map_private(descriptor, parcel.nbytes)
+        finally:
+            os.close(descriptor)
 
     def release(self, parcel_id: str) -> None:  # noqa: D102
         draft = self._published.pop(parcel_id, None)
@@ -169,7 +172,7 @@ class SharedMemoryTransport(Transport):
         self._published[parcel_id] = draft
 
     def _draft(self, nbytes: int) -> Draft:
-        return Draft(self._directory, f"draft-{self._rank}-{next(self._numbers)}", nbytes)
+        return Draft(self._directory, f"draft-{self._rank}-{secrets.token_hex(8)}", nbytes)
 
     def _no_room(self, nbytes: int) -> UpdateRefused:
         held = os.fstatvfs(self._directory.descriptor)

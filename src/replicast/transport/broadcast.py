@@ -1,0 +1,232 @@
+"""The transport of several hosts: TensorFlow's broadcast between them, shared memory inside each.
+
+A failed collective ends all collectives of the job, training included. So nothing is sent before every leader
+has said that it is there and has room, and whether it is sent is decided once for all:
+
+```
+ leader of the source's host       other leaders                    everybody else
+ check the digest                  reserve room                       │
+   │      ◄── "room", or why not ──── say so                          │
+   ├── decision: send, or refused ──►│ ─────────────────────────────► │
+ send chunk by chunk ══════════════► write chunk by chunk             │
+   │                                 "here" ────────────────────────► │
+ its own arrays                    map, check the digest            map, check the digest
+```
+A leader that has waited long enough writes the decision "refused" itself. The key of the decision is written
+once, by whoever comes first, so all leaders follow the same one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from replicast.coordination import Coordination
+from replicast.errors import JobFailed, UpdateRefused
+from replicast.transport.base import Parcel, Transport, not_arrived
+from replicast.transport.keys import chunk_ranges, group_key, instance_keys, leaders_of
+from replicast.transport.layout import Bytes
+from replicast.transport.shared import Draft, SharedMemoryTransport
+
+IN_FLIGHT = 4
+"""Chunks on their way at once: while one is copied, others are sent."""
+TRANSFER_SECS = 600.0
+"""When a transfer that has begun counts as failed. Long, because that ends the job."""
+
+
+class BroadcastTransport(Transport):
+    """One worker's end. The lowest rank on each host is its leader.
+
+    Args:
+        shared: The transport among the workers of this host, with no worker of another host in it.
+        coordination: Words between the workers.
+        rank: Which worker this is.
+        hosts: The host of every worker, by rank.
+        job: The name of the job.
+        chunk_bytes: How much is sent at once, a multiple of 64.
+    """
+
+    def __init__(
+        self,
+        shared: SharedMemoryTransport,
+        coordination: Coordination,
+        rank: int,
+        hosts: tuple[str, ...],
+        job: str,
+        chunk_bytes: int = 16 << 20,
+    ) -> None:
+        self._shared = shared
+        self._coordination = coordination
+        self._rank = rank
+        self._hosts = hosts
+        self._job = job
+        self._chunk_bytes = chunk_bytes
+        self._leaders = leaders_of(hosts)
+        self._leader = self._leaders[hosts[rank]]
+        self._block = 0
+
+    def publish(self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]]) -> Parcel:  # noqa: D102
+        return self._shared.publish(parcel_id, arrays)
+
+    def receive(self, parcel: Parcel, timeout_secs: float) -> list[npt.NDArray[Any]]:  # noqa: D102
+        until = time.monotonic() + timeout_secs
+        sender = self._leaders[self._hosts[parcel.source]]
+        if self._rank == sender:
+            return self._receive_and_send(parcel, timeout_secs, until)
+        if self._rank == self._leader:
+            self._receive_for_host(parcel, timeout_secs, until, sender)
+        else:
+            self._follow(self._word(parcel, "decision", until, sender, timeout_secs))
+            if self._leader != sender:
+                self._follow(self._word(parcel, f"here/{self._leader}", until, self._leader, timeout_secs))
+        return self._shared.receive(parcel, max(0.0, until - time.monotonic()))
+
+    def release(self, parcel_id: str) -> None:  # noqa: D102
+        self._shared.release(parcel_id)
+
+    def close(self) -> None:  # noqa: D102
+        self._shared.close()
+
+    def _receive_and_send(self, parcel: Parcel, timeout_secs: float, until: float) -> list[npt.NDArray[Any]]:
+        try:
+            arrays = self._shared.receive(parcel, timeout_secs)
+            for leader in self._leaders.values():
+                if leader != self._rank:
+                    self._follow(self._word(parcel, f"room/{leader}", until, leader, timeout_secs))
+        except UpdateRefused as refusal:
+            self._follow(self._decide(parcel, {"refused": refusal.to_json()}))
+            raise
+        decision = self._decide(parcel, {"block": self._claim_block()})
+        self._follow(decision)
+        # Sending may still read the bytes when it has returned, and the arrays may be changed by then: so it
+        # has a mapping of its own, to which nobody writes.
+        self._transfer(parcel, decision["block"], _sending(self._shared.mapped(parcel, 0.0)))
+        return arrays
+
+    def _receive_for_host(self, parcel: Parcel, timeout_secs: float, until: float, sender: int) -> None:
+        try:
+            draft = self._shared.reserve(parcel.nbytes)
+        except UpdateRefused as refusal:
+            self._say(parcel, f"room/{self._rank}", {"refused": refusal.to_json()})
+            raise
+        try:
+            self._say(parcel, f"room/{self._rank}", {})
+            decision = self._decision_of_others(parcel, timeout_secs, until, sender)
+            self._follow(decision)
+            self._transfer(parcel, decision["block"], _receiving(draft))
+        except BaseException:
+            draft.discard()
+            raise
+        self._shared.complete(parcel.id, draft)
+        self._say(parcel, f"here/{self._rank}", {})
+
+    def _decision_of_others(
+        self, parcel: Parcel, timeout_secs: float, until: float, sender: int
+    ) -> dict[str, Any]:
+        try:
+            return self._word(parcel, "decision", until, sender, timeout_secs)
+        except UpdateRefused as refusal:
+            return self._decide(parcel, {"refused": refusal.to_json()})
+
+    def _decide(self, parcel: Parcel, decision: dict[str, Any]) -> dict[str, Any]:
+        """Writes the decision, unless there is one; returns the one that holds."""
+        if self._say(parcel, "decision", decision):
+            return decision
+        return self._word(parcel, "decision", time.monotonic() + 10.0, 0, 10.0)  # it is there
+
+    def _claim_block(self) -> int:
+        """A range of keys that no other transfer of this job has had."""
+        while not self._coordination.put(f"replicast/transport/block/{self._block}", str(self._rank)):
+            self._block += 1
+        self._block += 1
+        return self._block - 1
+
+    def _transfer(self, parcel: Parcel, block: int, move: Callable[[int, int, int, int, int], None]) -> None:
+        ranges = chunk_ranges(parcel.nbytes, self._chunk_bytes)
+        group, size = group_key(tuple(self._leaders.values())), len(self._leaders)
+        with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="replicast-broadcast") as threads:
+            moves = [
+                threads.submit(move, start, stop, size, group, key)
+                for (start, stop), key in zip(ranges, instance_keys(block, len(ranges)), strict=True)
+            ]
+            for moved in moves:
+                moved.result()
+
+    def _say(self, parcel: Parcel, what: str, word: dict[str, Any]) -> bool:
+        return self._coordination.put(self._key(parcel, what), json.dumps(word))
+
+    def _word(
+        self, parcel: Parcel, what: str, until: float, waited_for: int, timeout_secs: float
+    ) -> dict[str, Any]:
+        said = self._coordination.get(self._key(parcel, what), max(0.0, until - time.monotonic()))
+        if said is None:
+            raise not_arrived(parcel, timeout_secs, self._rank, waited_for)
+        word: dict[str, Any] = json.loads(said)
+        return word
+
+    def _key(self, parcel: Parcel, what: str) -> str:
+        return f"replicast/transport/{self._job}/{parcel.id}/{what}"
+
+    @staticmethod
+    def _follow(word: dict[str, Any]) -> None:
+        if "refused" in word:
+            raise UpdateRefused.from_json(word["refused"])
+
+
+def _sending(data: Bytes) -> Callable[[int, int, int, int, int], None]:
+    import tensorflow as tf
+
+    # TensorFlow's broadcast knows no bytes; 64-bit integers are carried as they are.
+    words = data.view(np.int64)
+
+    def send(start: int, stop: int, size: int, group: int, key: int) -> None:
+        chunk = tf.experimental.dlpack.from_dlpack(words[start // 8 : stop // 8].__dlpack__())
+        with _failing_the_job(), tf.device("CPU:0"):
+            tf.raw_ops.CollectiveBcastSendV2(
+                input=chunk,
+                group_size=size,
+                group_key=group,
+                instance_key=key,
+                timeout_seconds=TRANSFER_SECS,
+            )
+
+    return send
+
+
+def _receiving(draft: Draft) -> Callable[[int, int, int, int, int], None]:
+    import tensorflow as tf
+
+    def receive(start: int, stop: int, size: int, group: int, key: int) -> None:
+        with _failing_the_job(), tf.device("CPU:0"):
+            chunk = tf.raw_ops.CollectiveBcastRecvV2(
+                group_size=size,
+                group_key=group,
+                instance_key=key,
+                shape=[(stop - start) // 8],
+                T=tf.int64,
+                timeout_seconds=TRANSFER_SECS,
+            )
+        draft.write(start, np.asarray(memoryview(chunk)).view(np.uint8))
+
+    return receive
+
+
+@contextlib.contextmanager
+def _failing_the_job() -> Iterator[None]:
+    """Says what an error of TensorFlow means here."""
+    import tensorflow as tf
+
+    try:
+        yield
+    except tf.errors.OpError as error:
+        raise JobFailed(
+            f"The transfer of an update between hosts failed: {error.message}. "
+            "Look for the first error in the workers' logs."
+        ) from error

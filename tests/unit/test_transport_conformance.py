@@ -1,0 +1,248 @@
+"""What every transport promises, as sentences that N workers act out together: here N threads do."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from replicast.coordination import Coordination, MemoryCoordination
+from replicast.errors import UpdateRefused
+from replicast.transport import MemoryTransport, Parcel, SharedMemoryTransport, Transport
+
+WAIT_SECS = 30.0
+SOON_SECS = 0.05
+
+
+class Worker:
+    """One worker in a sentence: its transport, and words to the others."""
+
+    def __init__(
+        self, transport: Transport, coordination: Coordination, rank: int, size: int, name: str
+    ) -> None:
+        self.transport = transport
+        self.rank = rank
+        self.size = size
+        self._coordination = coordination
+        self._name = name
+        self._numbers = itertools.count()
+
+    def id(self, suffix: object = "") -> str:
+        """An id that is the same on all workers, and of no other sentence."""
+        return f"{self._name}-{suffix}"
+
+    def meet(self) -> None:
+        number = next(self._numbers)
+        self._coordination.put(f"{self._name}/{number}/{self.rank}", "here")
+        for rank in range(self.size):
+            assert self._coordination.get(f"{self._name}/{number}/{rank}", WAIT_SECS), (
+                f"worker {rank} is missing"
+            )
+
+    def told(self, source: int, parcel: Parcel | None) -> Parcel:
+        """The parcel that the source has published."""
+        key = f"{self._name}/{next(self._numbers)}/parcel"
+        if parcel is not None:
+            self._coordination.put(key, json.dumps(parcel.to_json()))
+        said = self._coordination.get(key, WAIT_SECS)
+        assert said is not None, f"worker {source} is missing"
+        return Parcel.from_json(json.loads(said))
+
+    def published(self, arrays: Sequence[np.ndarray], source: int = 0, suffix: object = "") -> Parcel:
+        publishes = self.rank == source
+        parcel = self.transport.publish(self.id(suffix), arrays) if publishes else None
+        return self.told(source, parcel)
+
+    def received(
+        self, arrays: Sequence[np.ndarray], source: int = 0, suffix: object = ""
+    ) -> list[np.ndarray]:
+        return self.transport.receive(self.published(arrays, source, suffix), WAIT_SECS)
+
+    def refusal(self, parcel: Parcel, timeout_secs: float = WAIT_SECS) -> UpdateRefused:
+        with pytest.raises(UpdateRefused) as caught:
+            self.transport.receive(parcel, timeout_secs)
+        return caught.value
+
+
+def some(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(count).astype(np.float32)
+
+
+def every_kind() -> list[np.ndarray]:
+    bits = np.random.default_rng(1).integers(0, 256, 48, np.uint8)
+    plain = [bits.view(kind) for kind in "bBhHiIlLqQefdFD"]
+    return [
+        *plain,
+        bits.view(ml_dtypes.bfloat16),
+        bits.view(ml_dtypes.float8_e4m3fn),
+        bits > 100,
+        np.float32(3.5).reshape(()),
+        np.zeros((0, 3), np.float16),
+        np.zeros((2, 0), ml_dtypes.bfloat16),
+        np.arange(24).reshape(2, 3, 4).T,
+        np.arange(10, dtype=np.float64)[::-3],
+        np.arange(5, dtype=">i4"),
+        np.zeros(0, np.int8),
+    ]
+
+
+def assert_same(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.dtype.name, one.shape) == (other.dtype.name, other.shape)
+        assert one.tobytes() == other.astype(other.dtype.newbyteorder("=")).tobytes()
+
+
+def every_dtype_and_shape_arrives_bit_for_bit(worker: Worker) -> None:
+    assert_same(worker.received(every_kind()), every_kind())
+
+
+def any_worker_can_be_the_source(worker: Worker) -> None:
+    for source in (*range(worker.size), 0):
+        parcel = worker.published([some(100, source)], source, f"{source}-{next(worker._numbers)}")
+        assert parcel.source == source
+        assert_same(worker.transport.receive(parcel, WAIT_SECS), [some(100, source)])
+
+
+def many_small_arrays_and_one_of_many_chunks_arrive(worker: Worker) -> None:
+    arrays = [*(some(count) for count in range(50)), some(1_000_003), some(7)]
+    assert_same(worker.received(arrays, worker.size - 1), arrays)
+
+
+def a_parcel_without_arrays_arrives(worker: Worker) -> None:
+    assert worker.received([]) == []
+    assert_same(worker.received([np.zeros(0)], suffix="empty"), [np.zeros(0)])
+
+
+def arrays_are_writable_and_aligned(worker: Worker) -> None:
+    for array in worker.received([some(3), some(5), np.array(True), some(70_000)]):
+        assert array.flags.writeable
+        assert array.ctypes.data % 64 == 0
+
+
+def what_one_worker_writes_no_other_sees(worker: Worker) -> None:
+    arrays = worker.received([some(300_000), some(10)])
+    worker.meet()
+    for array in arrays:
+        array[:] = worker.rank
+    worker.meet()
+    assert all((array == worker.rank).all() for array in arrays)
+    worker.meet()
+
+
+def the_source_may_change_its_arrays_at_once(worker: Worker) -> None:
+    mine = some(100_000)
+    parcel = worker.published([mine])
+    mine[:] = 0
+    assert_same(worker.transport.receive(parcel, WAIT_SECS), [some(100_000)])
+
+
+def arrays_outlive_the_release_and_later_parcels(worker: Worker) -> None:
+    kept = []
+    for number in range(4):  # of one size: the room of a former one would fit the next
+        kept += worker.received([some(400_000, number)], suffix=number)
+        worker.meet()
+        worker.transport.release(worker.id(number))
+    assert_same(kept, [some(400_000, number) for number in range(4)])
+
+
+def arrays_outlive_the_transport(worker: Worker) -> None:
+    arrays = worker.received([some(300_000)])
+    worker.meet()
+    worker.transport.close()
+    assert_same(arrays, [some(300_000)])
+    arrays[0][:] = 1
+
+
+def several_parcels_may_be_under_way(worker: Worker) -> None:
+    parcels = [worker.published([some(1000, n)], n % worker.size, n) for n in range(5)]
+    for number, parcel in enumerate(parcels):
+        assert_same(worker.transport.receive(parcel, WAIT_SECS), [some(1000, number)])
+
+
+def releasing_what_is_not_there_does_no_harm(worker: Worker) -> None:
+    worker.transport.release("never-seen")
+    worker.received([some(10)])
+    worker.meet()
+    for _ in range(2):
+        worker.transport.release(worker.id())
+    worker.transport.close()
+    worker.transport.close()
+
+
+def damaged_bytes_are_refused_by_every_worker(worker: Worker) -> None:
+    parcel = dataclasses.replace(worker.published([some(1000)]), digest="0" * 32)
+    refusal = worker.refusal(parcel)
+    assert "damaged" in refusal.problem
+    assert refusal.expected == f"digest {'0' * 32}"
+    assert refusal.received != refusal.expected
+    worker.meet()
+    assert_same(worker.received([some(10)], suffix="next"), [some(10)])
+
+
+def a_parcel_that_never_comes_is_refused_in_time(worker: Worker) -> None:
+    source = worker.size - 1
+    sent = worker.published([some(10)], source)
+    refusal = worker.refusal(dataclasses.replace(sent, id=worker.id("other")), SOON_SECS)
+    assert "waited" in refusal.problem
+    worker.meet()
+    assert_same(worker.received([some(10)], suffix="next"), [some(10)])
+
+
+SENTENCES: list[Callable[[Worker], Any]] = [
+    every_dtype_and_shape_arrives_bit_for_bit,
+    any_worker_can_be_the_source,
+    many_small_arrays_and_one_of_many_chunks_arrive,
+    a_parcel_without_arrays_arrives,
+    arrays_are_writable_and_aligned,
+    what_one_worker_writes_no_other_sees,
+    the_source_may_change_its_arrays_at_once,
+    arrays_outlive_the_release_and_later_parcels,
+    arrays_outlive_the_transport,
+    several_parcels_may_be_under_way,
+    releasing_what_is_not_there_does_no_harm,
+    damaged_bytes_are_refused_by_every_worker,
+    a_parcel_that_never_comes_is_refused_in_time,
+]
+MAKERS: list[str] = ["memory", "shared"]
+
+
+def act_out(sentence: Callable[[Worker], Any], transports: Sequence[Transport]) -> None:
+    store = MemoryCoordination.Store()
+
+    def play(rank: int) -> None:
+        words = MemoryCoordination(store)
+        worker = Worker(transports[rank], words, rank, len(transports), sentence.__name__)
+        try:
+            sentence(worker)
+            worker.meet()
+        finally:
+            transports[rank].close()
+
+    with ThreadPoolExecutor(len(transports)) as threads:
+        for played in [threads.submit(play, rank) for rank in range(len(transports))]:
+            played.result()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("sentence", SENTENCES, ids=lambda sentence: sentence.__name__)
+def test_transport(sentence: Callable[[Worker], Any], kind: str, size: int, tmp_path: Path) -> None:
+    board = MemoryTransport.Board()
+    transports: list[Transport] = [
+        MemoryTransport(board, rank)
+        if kind == "memory"
+        else SharedMemoryTransport("job", rank, directory=tmp_path)
+        for rank in range(size)
+    ]
+    act_out(sentence, transports)
+    assert not board.buffers, "something is left behind"
+    assert not list(tmp_path.iterdir()), "something is left behind"
