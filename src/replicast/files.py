@@ -110,7 +110,10 @@ def remove_leftovers(directory: Path, *, older_than_secs: float = 3600.0) -> Non
 
 def json_bytes(value: object) -> bytes:
     """JSON as it lies in files: keys sorted, one per line, so that the same value has the same bytes."""
-    return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+    return text.encode(
+        errors="backslashreplace"
+    )  # What is no Unicode, as in a file's name, becomes an escape.
 
 
 def read_json(path: Path) -> dict[str, Any]:

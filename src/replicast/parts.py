@@ -135,6 +135,31 @@ def edit_to_json(edit: Edit, describe_array: Callable[[str, Array], Any]) -> dic
     }
 
 
+def head_from_json(description: Any, known_format: int) -> dict[str, Any]:
+    """What an update's description says of the update as a whole, by the names that `Update` takes.
+
+    Raises:
+        UpdateRefused: It is no description, or of another format.
+    """
+    if not isinstance(description, dict):
+        raise UpdateRefused("The description of an update is no object", received=type(description).__name__)
+    if description.get("format") != known_format:
+        raise UpdateRefused(
+            "The update has a format that this version of replicast does not know",
+            expected=str(known_format),
+            received=repr(description.get("format"))[:200],
+            remedy="Use the version that wrote it",
+        )
+    head: dict[str, Any] = {name: description.get(name, False) for name in ("reset_slots", "allow_nonfinite")}
+    for name, flag in head.items():
+        if not isinstance(flag, bool):
+            raise UpdateRefused(
+                f"The flag {name} is wrong", expected="true or false", received=repr(flag)[:200]
+            )
+    head["id"] = checked_id(description.get("id"))  # None would make a new one.
+    return head | {name: checked_text(name, description.get(name, "")) for name in ("note", "author")}
+
+
 def edits_from_json(described: Any, array_of: Callable[[str, Any], Array]) -> tuple[Edit, ...]:
     """The edits that `edit_to_json` described.
 

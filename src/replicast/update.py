@@ -26,6 +26,7 @@ from replicast.parts import (
     edits_from_json,
     edits_of_tensors,
     factor_to_json,
+    head_from_json,
     ordered_arrays,
 )
 
@@ -65,7 +66,7 @@ class Update:
         UpdateRefused: A value that cannot be part of an update.
     """
 
-    __slots__ = ("_allow_nonfinite", "_author", "_edits", "_id", "_note", "_reset_slots")
+    __slots__ = ("_allow_nonfinite", "_author", "_edits", "_id", "_id_was_given", "_note", "_reset_slots")
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class Update:
         allow_nonfinite: bool = False,
     ) -> None:
         self._id = checked_id(uuid.uuid4().hex if id is None else id)
+        self._id_was_given = id is not None
         self._note = checked_text("note", note)
         self._author = checked_text("author", author)
         self._reset_slots = bool(reset_slots)
@@ -87,6 +89,11 @@ class Update:
     def id(self) -> str:
         """What tells this update from all others; kept when edits are added."""
         return self._id
+
+    @property
+    def id_was_given(self) -> bool:
+        """Whether its author has chosen the id."""
+        return self._id_was_given
 
     @property
     def note(self) -> str:
@@ -148,6 +155,12 @@ class Update:
     def add_low_rank(self, variable: str, a: Any, b: Any) -> Update:
         """Adds the product of `a`, a column per rank, and `b`, a row per rank, to a matrix."""
         return self._with(Operation.ADD_LOW_RANK, variable, a=a, b=b)
+
+    def with_id(self, id: str) -> Update:  # noqa: A002 - the name of the thing
+        """The same update under another id."""
+        copy = self._copy(self._edits)
+        copy._id, copy._id_was_given = checked_id(id), True
+        return copy
 
     def replaced(self, edits: Sequence[Edit]) -> Update:
         """The same update with other edits, taken as they are, and nothing left to expand."""
@@ -228,10 +241,10 @@ class Update:
         return cls.parse(read_bytes(Path(path), max_bytes=max_bytes), str(path))[0]
 
     @classmethod
-    def parse(cls, content: memoryview, source: str) -> tuple[Update, dict[str, Any]]:
+    def parse(cls, content: memoryview, source: str, remedy: str = "") -> tuple[Update, dict[str, Any]]:
         """The update in the bytes of its file, and its description with whatever extra entries it has.
 
-        The arrays are views of `content`.
+        The arrays are views of `content`. `remedy` is what to do with a file of tensors only.
 
         Raises:
             UpdateRefused: The bytes are damaged, or no update.
@@ -242,7 +255,9 @@ class Update:
                 f"{source} holds tensors and not what to do with them",
                 expected="a file that Update.save wrote",
                 received=f"{len(file.tensors)} tensors without metadata of replicast",
-                remedy="Say the operation: Update.from_tensors, or `replicast push RUN --add FILE`",
+                remedy=remedy
+                if remedy
+                else "Say the operation: Update.from_tensors, `replicast push RUN --add FILE`",
             )
         description = loads_strictly(file.metadata[_METADATA], f"{source}: the description")
         unused = dict(file.tensors)
@@ -305,6 +320,7 @@ class Update:
             allow_nonfinite=self._allow_nonfinite,
         )
         copy._edits = edits
+        copy._id_was_given = self._id_was_given
         return copy
 
     def _described(self, describe_array: Callable[[int, str, Array], Any]) -> dict[str, Any]:
@@ -322,27 +338,5 @@ class Update:
 
 
 def _from_description(description: Any, array_of: Callable[[str, Any], Array]) -> Update:
-    if not isinstance(description, dict):
-        raise UpdateRefused(
-            "The description of an update is no JSON object", received=type(description).__name__
-        )
-    if description.get("format") != FORMAT:
-        raise UpdateRefused(
-            "The update has a format that this version of replicast does not know",
-            expected=str(FORMAT),
-            received=repr(description.get("format"))[:200],
-            remedy="Use the version that wrote it",
-        )
-    flags = {name: description.get(name, False) for name in ("reset_slots", "allow_nonfinite")}
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise UpdateRefused(
-                f"The flag {name} is wrong", expected="true or false", received=repr(flag)[:200]
-            )
-    update = Update(
-        id=checked_id(description.get("id")),  # None would make a new one.
-        note=description.get("note", ""),
-        author=description.get("author", ""),
-        **flags,
-    )
-    return update._copy(edits_from_json(description.get("edits"), array_of))
+    head = head_from_json(description, FORMAT)
+    return Update(**head)._copy(edits_from_json(description.get("edits"), array_of))

@@ -1,0 +1,193 @@
+"""The inbox of a run directory: how updates from outside a job come in, and how their authors hear back.
+
+inbox/<id>.safetensors      waits; renamed in when it is complete
+inbox/<id>.stage.json       how far it has come
+refused/<id>.json           why it was refused; the file itself lies beside it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from replicast.errors import FileDamaged, UpdateRefused
+from replicast.files import json_bytes, read_bytes, read_json, sync_directory, write_durably, write_quickly
+from replicast.update import Stage, Update
+
+_UPDATE, _STAGE = ".safetensors", ".stage.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """An update that waits in the inbox.
+
+    Attributes:
+        id: Its id, as its file's name says.
+        path: Its file.
+        nbytes: The size of the file.
+        submitted_at: Seconds since 1970.
+    """
+
+    id: str
+    path: Path
+    nbytes: int
+    submitted_at: float
+
+
+def submit(run_dir: Path, update: Update, at_step: int | None = None) -> Path:
+    """Puts an update into the inbox, whole and durable. Submitting the same again changes nothing.
+
+    Args:
+        run_dir: The run directory.
+        update: The update.
+        at_step: The step at which to apply it; as soon as possible unless given.
+
+    Returns:
+        Its file in the inbox, which is gone when the job has taken it.
+
+    Raises:
+        UpdateRefused: Another update of this id waits there, or the step is none.
+        OSError: It cannot be written.
+    """
+    path = _inbox(run_dir) / f"{update.id}{_UPDATE}"
+    step = _checked_step(at_step)
+    if path.exists():
+        other, other_step = read(path)
+        if (other.content_digest(), other_step) != (update.content_digest(), step):
+            raise UpdateRefused(
+                "Another update of this id waits in the inbox",
+                expected="an id of its own, or the same content",
+                received=update.id,
+            )
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Before the update is there: from then on the job writes its stage. An old refusal is none of this one.
+    (_refused(run_dir) / f"{update.id}.json").unlink(missing_ok=True)
+    note_stage(run_dir, update.id, Stage.PROPOSED)
+    write_durably(path, update.file_chunks({"at_step": step}))
+    return path
+
+
+def waiting(run_dir: Path) -> list[Waiting]:
+    """What waits in the inbox, the oldest first. What is still being written is not there yet."""
+    found = []
+    inbox = _inbox(run_dir)
+    for path in inbox.iterdir() if inbox.is_dir() else ():
+        if path.name.startswith(".") or not path.name.endswith(_UPDATE):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # Somebody took it away in the meantime.
+            status = path.lstat()
+            name = path.name.removesuffix(_UPDATE)
+            found.append(Waiting(name, path, status.st_size, status.st_mtime))
+    return sorted(found, key=lambda entry: (entry.submitted_at, entry.id))
+
+
+def read(path: Path, max_bytes: int | None = None) -> tuple[Update, int | None]:
+    """An update from the inbox, and the step its author chose.
+
+    Args:
+        path: Its file.
+        max_bytes: The largest file that is read; 4 GiB unless given.
+
+    Raises:
+        UpdateRefused: The file cannot be read, is damaged, too large, no update, or has another's name.
+    """
+    run_dir = path.parent.parent
+    later = _refused(run_dir) / path.name
+    command = f"replicast push {shlex.quote(str(run_dir))} --add {shlex.quote(str(later))}"
+    content = read_bytes(path, max_bytes=max_bytes)
+    update, description = Update.parse(
+        content, path.name, remedy=f"Say what to do with them, for example: {command}"
+    )
+    if path.name != f"{update.id}{_UPDATE}":
+        raise UpdateRefused(
+            "The file in the inbox must be named like the update in it",
+            expected=f"{update.id}{_UPDATE}",
+            received=path.name,
+        )
+    return update, _checked_step(description.get("at_step"))
+
+
+def refuse(run_dir: Path, path: Path, error: UpdateRefused) -> None:
+    """Writes down why an update is refused, then moves its file out of the inbox.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    refused = _refused(run_dir)
+    refused.mkdir(parents=True, exist_ok=True)
+    reason = {"reason": error.to_json(), "refused_at": time.time()}
+    write_durably(refused / f"{path.name.removesuffix(_UPDATE)}.json", [json_bytes(reason)])
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(refused / path.name)
+        sync_directory(refused)
+
+
+def done(path: Path) -> None:
+    """Removes an update that the job has taken. Nothing happens when it is gone already."""
+    path.unlink(missing_ok=True)
+
+
+def refusals(run_dir: Path) -> dict[str, UpdateRefused]:
+    """Why updates were refused, by id.
+
+    Raises:
+        FileDamaged: A file is not what was written.
+    """
+    found = {}
+    for path in sorted(_refused(run_dir).glob("*.json")):
+        if path.name.startswith("."):
+            continue
+        reason = read_json(path).get("reason")
+        if not isinstance(reason, dict):
+            raise FileDamaged(path, f"it holds no reason. Received: {str(reason)[:200]}")
+        found[path.name.removesuffix(".json")] = UpdateRefused.from_json(reason)
+    return found
+
+
+def note_stage(run_dir: Path, update_id: str, stage: Stage, **fields: Any) -> None:
+    """Tells whoever waits outside how far an update has come.
+
+    Args:
+        run_dir: The run directory.
+        update_id: The update's id.
+        stage: How far it has come.
+        **fields: What else to say, as JSON values.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path = _inbox(run_dir) / f"{update_id}{_STAGE}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_quickly(path, json.dumps({**fields, "stage": str(stage), "time": time.time()}))
+
+
+def stage_of(run_dir: Path, update_id: str) -> dict[str, Any] | None:
+    """What was last noted of an update, or None when nothing was, or nothing that can be read."""
+    if Path(update_id).name != update_id:
+        return None
+    try:
+        return read_json(_inbox(run_dir) / f"{update_id}{_STAGE}")
+    except FileDamaged:  # Written without waiting for the disk: a power cut may have taken it.
+        return None
+
+
+def _inbox(run_dir: Path) -> Path:
+    return Path(run_dir) / "inbox"
+
+
+def _refused(run_dir: Path) -> Path:
+    return Path(run_dir) / "refused"
+
+
+def _checked_step(value: Any) -> int | None:
+    if value is not None and (type(value) is not int or not 0 <= value < 2**63):
+        raise UpdateRefused(
+            "The step cannot be used", expected="a whole number from 0 on", received=repr(value)[:200]
+        )
+    return value

@@ -1,0 +1,192 @@
+"""What a job tells about itself in its run directory: run.json, a note of each worker, metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from replicast.errors import FileDamaged
+from replicast.files import json_bytes, read_json, write_durably, write_quickly
+from replicast.parts import factor_to_json
+from replicast.records import reading
+from replicast.schema import Schema
+
+FORMAT = 1
+_TAIL_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What a run directory is about.
+
+    Attributes:
+        format: The version of the directory's format.
+        schema: The state's variables.
+        workers: How many workers the job has.
+        attempt: Which start of the job wrote this.
+        created_at: Seconds since 1970.
+    """
+
+    format: int
+    schema: Schema
+    workers: int
+    attempt: int
+    created_at: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return {
+            "format": self.format,
+            "schema": self.schema.to_json(),
+            "workers": self.workers,
+            "attempt": self.attempt,
+            "created_at": self.created_at,
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> RunInfo:
+        """What `to_json` described.
+
+        Raises:
+            ValueError: It is none, or of a later format.
+        """
+        if fields.get("format") != FORMAT:
+            raise ValueError(
+                f"This version of replicast knows format {FORMAT} of a run. Use the one that wrote it. "
+                f"Received: {fields.get('format')!r}"
+            )
+        with reading("run", fields):
+            return cls(
+                format=FORMAT,
+                schema=Schema.from_json(fields["schema"]),
+                workers=int(fields["workers"]),
+                attempt=int(fields["attempt"]),
+                created_at=float(fields["created_at"]),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerNote:
+    """What a worker last said of itself.
+
+    Attributes:
+        rank: Its number in the job.
+        pid: Its process.
+        host: The machine it runs on.
+        step: The last step that it has finished.
+        attempt: Which start of the job it belongs to.
+        time: When it said so, in seconds since 1970.
+        training: Whether it is inside a training loop.
+        waiting_for: What it waits for, in words; empty when for nothing.
+    """
+
+    rank: int
+    pid: int
+    host: str
+    step: int
+    attempt: int
+    time: float
+    training: bool
+    waiting_for: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> WorkerNote:
+        """What `to_json` described.
+
+        Raises:
+            ValueError: It is none.
+        """
+        with reading("worker", fields):
+            return cls(
+                rank=int(fields["rank"]),
+                pid=int(fields["pid"]),
+                host=str(fields["host"]),
+                step=int(fields["step"]),
+                attempt=int(fields["attempt"]),
+                time=float(fields["time"]),
+                training=bool(fields["training"]),
+                waiting_for=str(fields["waiting_for"]),
+            )
+
+
+def write_run_info(run_dir: Path, info: RunInfo) -> None:
+    """Writes run.json, whole and durable. Only on the coordinator."""
+    Path(run_dir).mkdir(parents=True, exist_ok=True)
+    write_durably(Path(run_dir) / "run.json", [json_bytes(info.to_json())])
+
+
+def read_run_info(run_dir: Path) -> RunInfo:
+    """What a run directory is about.
+
+    Raises:
+        FileDamaged: It is no run directory, its job has not begun, or run.json is not what was written.
+    """
+    path = Path(run_dir) / "run.json"
+    if not path.exists():
+        raise FileDamaged(
+            path, "it is not there. Is this a run directory, and has its job made its Replicas yet?"
+        )
+    try:
+        return RunInfo.from_json(read_json(path))
+    except ValueError as error:
+        raise FileDamaged(path, str(error)) from error
+
+
+def write_worker_note(run_dir: Path, note: WorkerNote) -> None:
+    """Writes what a worker says of itself over what it said before. Does not wait for the disk."""
+    directory = Path(run_dir) / "workers"
+    directory.mkdir(parents=True, exist_ok=True)
+    write_quickly(directory / f"{note.rank}.json", json.dumps(note.to_json()))
+
+
+def read_worker_notes(run_dir: Path) -> list[WorkerNote]:
+    """What the workers last said, by rank. A note that a power cut has damaged is left out."""
+    notes = []
+    for path in (Path(run_dir) / "workers").glob("*.json"):
+        if not path.name.startswith("."):
+            with contextlib.suppress(FileDamaged, ValueError):
+                notes.append(WorkerNote.from_json(read_json(path)))
+    return sorted(notes, key=lambda note: note.rank)
+
+
+def append_metrics(run_dir: Path, step: int, values: Mapping[str, float]) -> None:
+    """Appends one line to metrics.jsonl. Only one process may, since it repairs a torn last line."""
+    numbers = {name: factor_to_json(float(value)) for name, value in values.items()}
+    line = json.dumps({"step": step, "time": time.time(), "values": numbers}).encode() + b"\n"
+    descriptor = os.open(
+        Path(run_dir) / "metrics.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
+    )
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line  # A writer that died left half a line: it must not take this one with it.
+        os.write(descriptor, line)
+    finally:
+        os.close(descriptor)
+
+
+def last_metrics(run_dir: Path) -> dict[str, Any] | None:
+    """The last whole line of metrics.jsonl: `step`, `time` and `values`. Reads only the end of the file."""
+    try:
+        with (Path(run_dir) / "metrics.jsonl").open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            tail = file.read(_TAIL_BYTES)
+    except FileNotFoundError:
+        return None
+    for line in reversed(tail.split(b"\n")[:-1]):  # After the last line break comes nothing, or half a line.
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            found = json.loads(line)
+            values = {str(name): float(value) for name, value in found["values"].items()}
+            return {"step": int(found["step"]), "time": float(found["time"]), "values": values}
+    return None
