@@ -34,6 +34,7 @@ class Worker:
         self._coordination = coordination
         self._name = name
         self._numbers = itertools.count()
+        self._answers = itertools.count()
 
     def id(self, suffix: object = "") -> str:
         """An id that is the same on all workers, and of no other sentence."""
@@ -46,6 +47,13 @@ class Worker:
             assert self._coordination.get(f"{self._name}/{number}/{rank}", WAIT_SECS), (
                 f"worker {rank} is missing"
             )
+
+    def all_agree(self, answer: bool) -> bool:
+        """Whether every worker said yes; the same on all."""
+        number = next(self._answers)
+        self._coordination.put(f"{self._name}/answer-{number}/{self.rank}", str(answer))
+        keys = [f"{self._name}/answer-{number}/{rank}" for rank in range(self.size)]
+        return {self._coordination.get(key, WAIT_SECS) for key in keys} == {"True"}
 
     def told(self, source: int, parcel: Parcel | None) -> Parcel:
         """The parcel that the source has published."""

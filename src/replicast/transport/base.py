@@ -68,7 +68,9 @@ class Parcel:
 
 
 class Transport(abc.ABC):
-    """Carries parcels from one worker to all. Made on every worker; used from one thread at a time.
+    """Carries parcels from one worker to all. Made on every worker.
+
+    One thread of a worker receives; any thread may publish and release.
 
     ```
     source:  publish ──► words to all ──► receive ──► all have it ──► release

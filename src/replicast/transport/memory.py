@@ -102,7 +102,7 @@ class MemoryTransport(Transport):
 
     def release(self, parcel_id: str) -> None:  # noqa: D102
         if parcel_id in self._published:
-            self._published.remove(parcel_id)
+            self._published.discard(parcel_id)
             with self._board.changed:
                 self._board.buffers.pop(parcel_id, None)
 

@@ -98,6 +98,7 @@ class SharedMemoryTransport(Transport):
         self._published: dict[str, Draft] = {}
         self._spare: Draft | None = None
         self._preparing: threading.Thread | None = None
+        self._changing_spare = threading.Lock()
         self._closed = False
 
     def publish(self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]]) -> Parcel:  # noqa: D102
@@ -204,10 +205,12 @@ class SharedMemoryTransport(Transport):
         spare = self._take_spare()
         if spare is not None:
             spare.discard()
-        self._preparing = threading.Thread(
+        thread = threading.Thread(
             target=self._make_spare, args=(nbytes,), name="replicast-spare", daemon=True
         )
-        self._preparing.start()
+        with self._changing_spare:
+            self._preparing = thread
+            thread.start()
 
     def _make_spare(self, nbytes: int) -> None:
         with contextlib.suppress(OSError):  # no room for a spare is no harm
@@ -220,11 +223,11 @@ class SharedMemoryTransport(Transport):
             self._spare = spare
 
     def _take_spare(self) -> Draft | None:
-        if self._preparing is not None:
-            self._preparing.join()
-            self._preparing = None
-        spare, self._spare = self._spare, None
-        return spare
+        with self._changing_spare:
+            if self._preparing is not None:
+                self._preparing.join()
+            spare, self._spare, self._preparing = self._spare, None, None
+            return spare
 
 
 def _file_of(parcel_id: str) -> str:
