@@ -10,26 +10,40 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import fit
-from benchmarks.report import machine_facts, show, write_json
+from benchmarks import fit, update
+from benchmarks.report import Result, machine_facts, show, write_json
 
-TABLES = {"fit": fit.measure}
+TABLES = ("fit", "update")
 
 
 def main() -> None:
     options = parse(sys.argv[1:])
     facts = machine_facts()
     with progress() as say:
-        results = [TABLES[name](options.rounds, say) for name in options.only or TABLES]
+        results = [result for name in options.only or TABLES for result in tables(name, options, say)]
     show(facts, results, sys.stdout)
     if options.json is not None:
         write_json(facts, results, options.json)
+
+
+def tables(name: str, options: argparse.Namespace, say: Callable[[str], None]) -> Iterator[Result]:
+    if name == "fit":
+        yield fit.measure(options.rounds, say)
+        return
+    for workers in options.workers or update.WORKERS:
+        yield update.measure(workers, options.rounds, say)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
         "--only", action="append", choices=TABLES, help="this table alone; may be given again"
+    )
+    parser.add_argument(
+        "--workers",
+        type=several,
+        action="append",
+        help=f"of the update table; may be given again (default: {' and '.join(map(str, update.WORKERS))})",
     )
     parser.add_argument("--rounds", type=positive, default=5, help="turns of each contestant (default: 5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
@@ -40,6 +54,13 @@ def positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1. Received: {text}")
+    return number
+
+
+def several(text: str) -> int:
+    number = int(text)
+    if number < 2:
+        raise argparse.ArgumentTypeError(f"must be at least 2, as one of them writes. Received: {text}")
     return number
 
 
