@@ -1,0 +1,236 @@
+"""The pure parts of the transports, the twin's own tricks, and how a job finds its transport."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import replicast
+from replicast.config import host_id, shared_memory_directory
+from replicast.coordination import MemoryCoordination
+from replicast.errors import ClusterError, JobFailed, UpdateRefused
+from replicast.transport import (
+    BroadcastTransport,
+    MemoryTransport,
+    Parcel,
+    Piece,
+    SharedMemoryTransport,
+    Transport,
+    keys,
+    open_transport,
+    opening,
+)
+from replicast.transport.layout import aligned_buffer, arrays_in, digest_of, lay_out, write_out
+
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+dtypes = st.sampled_from(["float32", "float16", "int8", "int64", "bool", "uint16", "complex128"])
+
+
+@given(st.lists(st.tuples(dtypes, shapes), max_size=8))
+def test_arrays_come_back_from_a_buffer_as_they_went_in(kinds: list[tuple[str, tuple[int, ...]]]) -> None:
+    arrays = [
+        (np.arange(np.prod(shape, dtype=int)) + number).astype(dtype).reshape(shape)
+        for number, (dtype, shape) in enumerate(kinds)
+    ]
+    pieces, nbytes = lay_out(arrays)
+    buffer = aligned_buffer(nbytes)
+
+    def write(offset: int, chunk: np.ndarray) -> None:
+        buffer[offset : offset + len(chunk)] = chunk
+
+    digest = write_out(arrays, pieces, nbytes, write)
+    assert digest == digest_of(buffer)
+    assert nbytes % 64 == 0
+    assert all(piece.offset % 64 == 0 for piece in pieces)
+    parcel = Parcel.from_json(json.loads(json.dumps(Parcel("x", 1, nbytes, digest, pieces).to_json())))
+    assert parcel == Parcel("x", 1, nbytes, digest, pieces)
+    for found, array in zip(arrays_in(buffer, parcel), arrays, strict=True):
+        assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
+
+
+def test_a_parcel_as_json() -> None:
+    parcel = Parcel("p", 2, 128, "ab", (Piece("bfloat16", (2, 3), 0), Piece("int8", (), 64)))
+    assert parcel.to_json() == {
+        "id": "p",
+        "source": 2,
+        "nbytes": 128,
+        "digest": "ab",
+        "arrays": [["bfloat16", [2, 3], 0], ["int8", [], 64]],
+    }
+
+
+@pytest.mark.parametrize(
+    ("hosts", "leaders"),
+    [
+        (("a",), {"a": 0}),
+        (("a", "a", "a"), {"a": 0}),
+        (("a", "b", "a", "b"), {"a": 0, "b": 1}),
+        (("b", "b", "a"), {"b": 0, "a": 2}),
+    ],
+)
+def test_the_lowest_rank_of_a_host_leads_it(hosts: tuple[str, ...], leaders: dict[str, int]) -> None:
+    assert keys.leaders_of(hosts) == leaders
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "chunk", "ranges"),
+    [
+        (64, 128, [(0, 64)]),
+        (128, 128, [(0, 128)]),
+        (192, 128, [(0, 128), (128, 192)]),
+        (64 * 1024, 64, [(start, start + 64) for start in range(0, 64 * 1024, 64)]),
+        (64 * 1025, 64, [(start, min(start + 128, 64 * 1025)) for start in range(0, 64 * 1025, 128)]),
+    ],
+)
+def test_chunks(nbytes: int, chunk: int, ranges: list[tuple[int, int]]) -> None:
+    assert keys.chunk_ranges(nbytes, chunk) == ranges
+
+
+@given(st.integers(1, 2**45).map(lambda n: n * 64), st.sampled_from([64, 1 << 24]))
+def test_there_are_never_more_chunks_than_keys(nbytes: int, chunk: int) -> None:
+    ranges = keys.chunk_ranges(nbytes, chunk)
+    assert len(ranges) <= 1024
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == nbytes
+    assert all(start % 64 == 0 for start, _ in ranges)
+
+
+def test_keys_of_two_parcels_never_meet_and_stay_in_their_range() -> None:
+    first, second = keys.instance_keys(0, 1024), keys.instance_keys(1, 1024)
+    assert not set(first) & set(second)
+    for block in (0, 5, 10**6, 10**12):
+        assert all(keys.FIRST_KEY <= key < 2**31 for key in keys.instance_keys(block, 1024))
+    assert keys.FIRST_KEY <= keys.group_key((0, 1)) < 2**31
+    assert keys.group_key((0, 1)) != keys.group_key((0, 2))
+
+
+def test_keys_are_far_from_those_of_training() -> None:
+    # Read, not imported: it would load TensorFlow.
+    source = (Path(replicast.__file__).parent / "strategy" / "collectives.py").read_text()
+    assert "FIRST_KEY = 500_000_000" in source
+    assert "FIRST_KEY_BETWEEN_STEPS = 100_000_000" in source
+
+
+def test_a_parcel_that_a_test_corrupts_is_refused_before_and_after_it_is_published() -> None:
+    board = MemoryTransport.Board()
+    transport = MemoryTransport(board, rank=1)
+    board.corrupt("early")
+    parcels = [transport.publish(name, [np.arange(3)]) for name in ("early", "late")]
+    board.corrupt("late")
+    for parcel in parcels:
+        with pytest.raises(UpdateRefused, match="damaged at worker 1"):
+            transport.receive(parcel, 0.0)
+    transport.close()
+    assert not board.buffers
+
+
+def test_a_board_may_be_full() -> None:
+    board = MemoryTransport.Board()
+    board.room = 128
+    transport = MemoryTransport(board, rank=2)
+    transport.publish("one", [np.zeros(8)])
+    with pytest.raises(UpdateRefused, match="Worker 2 has no room") as caught:
+        transport.publish("two", [np.zeros(9)])
+    assert (caught.value.expected, caught.value.received) == ("128 bytes free", "64 bytes free")
+    transport.release("one")
+    transport.publish("two", [np.zeros(9)])
+
+
+def opened(hosts: list[str], place: Path) -> list[Transport]:
+    store = MemoryCoordination.Store()
+
+    def open_one(rank: int) -> Transport:
+        environ = {"REPLICAST_HOST_ID": hosts[rank], "REPLICAST_SHM_DIR": str(place)}
+        return open_transport(MemoryCoordination(store), rank, len(hosts), environ)
+
+    with ThreadPoolExecutor(len(hosts)) as threads:
+        return list(threads.map(open_one, range(len(hosts))))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "kind", "directories"),
+    [
+        (["a"], SharedMemoryTransport, 1),
+        (["a", "a"], SharedMemoryTransport, 1),
+        (["a", "b", "a"], BroadcastTransport, 2),
+    ],
+)
+def test_the_hosts_decide_the_transport(
+    hosts: list[str], kind: type[Transport], directories: int, tmp_path: Path
+) -> None:
+    transports = opened(hosts, tmp_path)
+    assert [type(transport) for transport in transports] == [kind] * len(hosts)
+    assert len(list(tmp_path.iterdir())) == directories
+    for transport in transports:
+        transport.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_workers_that_do_not_say_where_they_are_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "OPEN_SECS", 0.01)
+    words = MemoryCoordination(MemoryCoordination.Store())
+    with pytest.raises(JobFailed, match=r"Received: nothing from workers 0, 2") as caught:
+        open_transport(words, 1, 3, {"REPLICAST_SHM_DIR": str(tmp_path)})
+    assert caught.value.worker == 0
+
+
+def test_the_host_is_told_apart_by_its_shared_memory(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    ids = [host_id({"REPLICAST_SHM_DIR": str(tmp_path / name)}) for name in "aab"]
+    assert ids[0] == ids[1] != ids[2]
+    assert host_id({"REPLICAST_HOST_ID": "mine"}) == "mine"
+
+
+def test_the_directory_for_shared_memory(tmp_path: Path) -> None:
+    assert shared_memory_directory({"REPLICAST_SHM_DIR": str(tmp_path)}) == tmp_path.resolve()
+    assert shared_memory_directory({}).is_dir()
+    with pytest.raises(ClusterError, match=r"REPLICAST_SHM_DIR must be .* Received: '.*/nowhere'"):
+        shared_memory_directory({"REPLICAST_SHM_DIR": str(tmp_path / "nowhere")})
+
+
+def two_hosts(place: Path) -> list[BroadcastTransport]:
+    store = MemoryCoordination.Store()
+    return [
+        BroadcastTransport(
+            SharedMemoryTransport(f"job-{rank}", rank, directory=place),
+            MemoryCoordination(store),
+            rank,
+            ("a", "b"),
+            "job",
+        )
+        for rank in range(2)
+    ]
+
+
+def test_a_leader_that_gave_up_waiting_is_sent_nothing(tmp_path: Path) -> None:
+    sender, receiver = two_hosts(tmp_path)
+    parcel = sender.publish("one", [np.arange(3)])
+    with pytest.raises(UpdateRefused, match=r"Worker 1 waited 0\.01 s for parcel 'one' from worker 0"):
+        receiver.receive(parcel, 0.01)
+    # It had said that it has room. Sending now would wait for ever, and end the job.
+    with pytest.raises(UpdateRefused, match=r"Worker 1 waited 0\.01 s for parcel 'one' from worker 0"):
+        sender.receive(parcel, 10.0)
+    assert not list(tmp_path.rglob("draft-*"))
+    for transport in (sender, receiver):
+        transport.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_leader_that_does_not_say_whether_it_has_room_is_named(tmp_path: Path) -> None:
+    sender, receiver = two_hosts(tmp_path)
+    parcel = sender.publish("one", [np.arange(3)])
+    for late in (sender, receiver):
+        with pytest.raises(UpdateRefused, match=r"Worker 0 waited 0\.01 s for parcel 'one' from worker 1"):
+            late.receive(parcel, 0.01)
+    assert not list(tmp_path.rglob("draft-*"))
+    for transport in (sender, receiver):
+        transport.close()
