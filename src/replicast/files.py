@@ -171,7 +171,7 @@ def read_bytes(path: Path, *, max_bytes: int | None = None) -> memoryview:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         raise UpdateRefused(f"{path} cannot be read ({getattr(error, 'strerror', error)})") from error
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise UpdateRefused(f"{path} is no plain file")
@@ -180,10 +180,11 @@ def read_bytes(path: Path, *, max_bytes: int | None = None) -> memoryview:
                 f"{path} is too large", expected=f"at most {limit} bytes", received=f"{status.st_size} bytes"
             )
         content = np.empty(status.st_size, np.uint8).data
-        try:
-            read = _read_all(file.readinto, content)
-        except OSError as error:
-            raise UpdateRefused(f"{path} cannot be read ({error.strerror})") from error
+        read = _read_all(descriptor, content)
+    except OSError as error:
+        raise UpdateRefused(f"{path} cannot be read ({error.strerror})") from error
+    finally:
+        os.close(descriptor)
     if read != status.st_size:
         raise UpdateRefused(
             f"{path} became shorter while it was read",
@@ -332,8 +333,8 @@ def _write_all(descriptor: int, chunk: bytes | memoryview) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def _read_all(read_into: Any, content: memoryview) -> int:
+def _read_all(descriptor: int, content: memoryview) -> int:
     done = 0
-    while done < len(content) and (count := read_into(content[done:])):
+    while done < len(content) and (count := os.readv(descriptor, [content[done:]])):
         done += count
     return done

@@ -1,0 +1,413 @@
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from replicast.edits import DTYPES, Operation
+from replicast.errors import UpdateRefused
+from replicast.files import tensor_chunks
+from replicast.update import Stage, Update
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+ONES = np.ones(3, np.float32)
+
+
+def small() -> Update:
+    return (
+        Update(id="small", note="why", author="who")
+        .add("a", ONES)
+        .assign_rows("e", [1, 0], np.ones((2, 2), BFLOAT16))
+        .scale("lr", 0.5)
+    )
+
+
+def same(left: Update, right: Update) -> bool:
+    arrays = zip(left.arrays(), right.arrays(), strict=True)
+    return left.describe() == right.describe() and all(a.tobytes() == b.tobytes() for a, b in arrays)
+
+
+def content(update: Update) -> bytes:
+    return b"".join(update.file_chunks())
+
+
+def file_with(description: Any, tensors: dict[str, Any] | None = None) -> memoryview:
+    text = description if isinstance(description, str) else json.dumps(description)
+    arrays = {"0.value": ONES} if tensors is None else tensors
+    return memoryview(b"".join(tensor_chunks(arrays, {"replicast": text})))
+
+
+def test_chaining_makes_new_updates_with_the_same_id() -> None:
+    first = Update(note="why", author="who", reset_slots=True, allow_nonfinite=True)
+    second = first.add("a", ONES)
+    assert first.edits == ()
+    assert [edit.variable for edit in second.scale("b", 2).edits] == ["a", "b"]
+    assert second.id == first.id
+    assert Update().id != Update().id
+    assert (second.note, second.author, second.reset_slots, second.allow_nonfinite) == (
+        "why",
+        "who",
+        True,
+        True,
+    )
+
+
+def test_each_method_makes_its_edit() -> None:
+    update = (
+        Update()
+        .add("v", ONES)
+        .assign("v", ONES)
+        .scale("v", np.float32(0.5))
+        .blend("v", ONES, np.array(0.25))
+        .add_rows("v", [1], [[1.0]])
+        .assign_rows("v", np.array([2]), ONES)
+        .add_low_rank("v", np.ones((3, 1)), np.ones((1, 2)))
+    )
+    assert [edit.operation for edit in update.edits] == [op for op in Operation if op is not Operation.RESET]
+    assert [edit.factor for edit in update.edits] == [None, None, 0.5, 0.25, None, None, None]
+    assert [edit.loose for edit in update.edits] == [False, False, False, False, True, False, False]
+    assert [sorted(edit.arrays) for edit in update.edits][3:] == [
+        ["value"],
+        ["indices", "rows"],
+        ["indices", "rows"],
+        ["a", "b"],
+    ]
+    assert update.nbytes == sum(array.nbytes for array in update.arrays())
+
+
+def test_what_the_author_changes_later_does_not_change_the_update() -> None:
+    value = np.ones(3, np.float32)
+    update = Update().add("a", value)
+    value[0] = 7
+    assert update.arrays()[0].tolist() == [1, 1, 1]
+    assert not update.arrays()[0].flags.writeable
+    assert value.flags.writeable
+
+
+def test_read_only_arrays_are_not_copied() -> None:
+    value = np.ones(3, np.float32)
+    value.flags.writeable = False
+    assert np.shares_memory(Update().add("a", value).arrays()[0], value)
+
+
+def test_memory_of_another_library_is_copied_even_when_it_says_read_only() -> None:
+    class Tensor:
+        memory = np.ones(3, np.float32)
+
+        def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+            view = self.memory.view()
+            view.flags.writeable = False
+            return view
+
+    update = Update().add("a", Tensor())
+    assert not np.shares_memory(update.arrays()[0], Tensor.memory)
+    assert not update.edits[0].loose
+
+
+@pytest.mark.parametrize("layout", ["F", "strided", "swapped", "negative"])
+def test_every_layout_is_taken_as_rows_of_native_numbers(layout: str) -> None:
+    value = np.arange(12, dtype=np.float32).reshape(3, 4)
+    given_value = {
+        "F": np.asfortranarray(value),
+        "strided": np.repeat(value, 2, axis=1)[:, ::2],
+        "swapped": value.astype(">f4"),
+        "negative": value[::-1].copy()[::-1],
+    }[layout]
+    taken = Update().add("a", given_value).arrays()[0]
+    assert taken.flags.c_contiguous
+    assert taken.dtype == np.dtype("=f4")
+    assert taken.tolist() == value.tolist()
+
+
+def test_a_list_beside_an_array_takes_its_dtype() -> None:
+    (edit,) = Update().add_low_rank("a", np.ones((2, 1), np.float32), [[1, 2]]).edits
+    assert (edit.arrays["b"].dtype, edit.loose) == (np.float32, False)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "text",
+        ["a"],
+        b"x",
+        None,
+        object(),
+        [1, "a"],
+        [[1], [1, 2]],
+        1j,
+        np.array([1j]),
+        np.array(["a"]),
+        [10**40],
+        np.array([object()]),
+        np.zeros(2, "M8[s]"),
+        np.zeros(1, [("x", "i4")]),
+        {"a": 1},
+    ],
+)
+def test_what_is_no_number_is_refused_at_once(value: Any) -> None:
+    with pytest.raises(UpdateRefused) as raised:
+        Update().add("the/name", value)
+    assert raised.value.variable == "the/name"
+    assert raised.value.received is not None
+
+
+@pytest.mark.parametrize("factor", [None, "2", [1.0, 2.0], 1j, 10**400])
+def test_a_factor_is_one_number(factor: Any) -> None:
+    with pytest.raises(UpdateRefused):
+        Update().scale("a", factor)
+    with pytest.raises(UpdateRefused):
+        Update().blend("a", ONES, factor)
+
+
+@pytest.mark.parametrize("bad", ["", ".hidden", "a/b", "a b", "-x", "x" * 101, "é", "a\n", 3])
+def test_an_id_must_be_able_to_name_a_file(bad: Any) -> None:
+    with pytest.raises(UpdateRefused, match="The id"):
+        Update(id=bad)
+
+
+def test_texts_have_a_limit() -> None:
+    Update(note="n" * 10_000, id="x" * 100)
+    for arguments in ({"note": "n" * 10_001}, {"author": 3}, {"note": "\ud800"}):
+        with pytest.raises(UpdateRefused):
+            Update(**arguments)  # type: ignore[arg-type]
+    for name in ("", "n" * 1001, "\ud800", 3):
+        with pytest.raises(UpdateRefused):
+            Update().add(name, 1)  # type: ignore[arg-type]
+
+
+def test_the_content_digest_is_of_what_is_done_and_not_of_who_and_why() -> None:
+    first = Update(note="a", author="b").add("x", ONES).scale("y", 2)
+    assert first.content_digest() == Update(note="c").add("x", ONES).scale("y", 2).content_digest()
+    others = [
+        Update().scale("y", 2).add("x", ONES),
+        Update().assign("x", ONES).scale("y", 2),
+        Update().add("z", ONES).scale("y", 2),
+        Update().add("x", ONES).scale("y", 3),
+        Update().add("x", -ONES).scale("y", 2),
+        Update().add("x", ONES.astype(np.float64)).scale("y", 2),
+        Update(reset_slots=True).add("x", ONES).scale("y", 2),
+        Update(allow_nonfinite=True).add("x", ONES).scale("y", 2),
+    ]
+    assert len({update.content_digest() for update in [first, *others]}) == len(others) + 1
+
+
+@st.composite
+def updates(draw: st.DrawFn) -> Update:
+    text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+    update = Update(
+        note=draw(text),
+        author=draw(text),
+        reset_slots=draw(st.booleans()),
+        allow_nonfinite=draw(st.booleans()),
+    )
+    dtypes = st.sampled_from(sorted(DTYPES))
+    for _ in range(draw(st.integers(0, 4))):
+        name = draw(text.filter(bool))
+        shape = draw(hnp.array_shapes(min_dims=0, min_side=0, max_side=3))
+        raw = draw(hnp.arrays(np.uint8, (*shape, 8)))
+        dtype = draw(dtypes)
+        value = (
+            (raw[..., 0] % 2).astype(bool) if dtype == "bool" else raw.copy().view(np.dtype(dtype))[..., 0]
+        )
+        factor = draw(st.floats())
+        choices = [
+            lambda u, n=name, v=value: u.add(n, v),
+            lambda u, n=name, v=value, f=factor: u.blend(n, v, f),
+            lambda u, n=name, f=factor: u.scale(n, f),
+            lambda u, n=name, v=value: u.assign_rows(n, [0, 2**40], v),
+            lambda u, n=name, v=value: u.add_low_rank(n, v, v),
+        ]
+        update = draw(st.sampled_from(choices))(update)
+    return update
+
+
+@given(updates())
+@settings(deadline=None)
+def test_every_update_survives_its_file_and_its_parts(update: Update) -> None:
+    loaded, _ = Update.parse(memoryview(content(update)), "file")
+    assert same(loaded, update)
+    assert loaded.content_digest() == update.content_digest()
+    assert content(loaded) == content(update)
+    parts = Update.from_parts(json.loads(json.dumps(update.describe())), update.arrays())
+    assert same(parts, update)
+
+
+def test_a_saved_update_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "u.safetensors"
+    small().save(path)
+    assert same(Update.load(path), small())
+    assert same(Update.load(str(path), max_bytes=path.stat().st_size), small())
+    with pytest.raises(UpdateRefused, match="too large"):
+        Update.load(path, max_bytes=path.stat().st_size - 1)
+    with pytest.raises(UpdateRefused, match="No such file"):
+        Update.load(tmp_path / "missing")
+
+
+def test_every_truncation_of_a_file_is_refused() -> None:
+    whole = content(small())
+    for length in range(len(whole)):
+        with pytest.raises(UpdateRefused):
+            Update.parse(memoryview(whole[:length]), "file")
+    with pytest.raises(UpdateRefused):
+        Update.parse(memoryview(whole + b"\0"), "file")
+
+
+def test_flipped_bytes_of_a_header_are_refused_or_mean_something_else() -> None:
+    whole = content(small())
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for position in range(header):
+        for flip in (0x01, 0x10, 0x80, 0xFF):
+            damaged = bytearray(whole)
+            damaged[position] ^= flip
+            with contextlib.suppress(UpdateRefused):  # Any other error would fail the test.
+                Update.parse(memoryview(bytes(damaged)), "file")[0].content_digest()
+
+
+EDIT = {"operation": "add", "variable": "a", "factor": None, "loose": False, "arrays": {"value": "0.value"}}
+GOOD = {"format": 1, "id": "x", "note": "", "author": "", "edits": [EDIT]}
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        "",
+        "nonsense",
+        "[]",
+        "null",
+        '{"format": 1, "format": 1}',
+        GOOD | {"format": 2},
+        GOOD | {"format": None},
+        GOOD | {"id": None},
+        GOOD | {"id": "../x"},
+        GOOD | {"note": 3},
+        GOOD | {"reset_slots": "yes"},
+        GOOD | {"edits": None},
+        GOOD | {"edits": {}},
+        GOOD | {"edits": []},
+        GOOD | {"edits": [3]},
+        GOOD | {"edits": [EDIT, EDIT]},
+        *(
+            GOOD | {"edits": [EDIT | change]}
+            for change in (
+                {"operation": "explode"},
+                {"operation": None},
+                {"operation": ["add"]},
+                {"operation": "scale"},
+                {"operation": "add_rows"},
+                {"variable": ""},
+                {"variable": None},
+                {"factor": 1.0},
+                {"factor": "nan"},
+                {"loose": 1},
+                {"arrays": None},
+                {"arrays": {}},
+                {"arrays": {"value": "1.value"}},
+                {"arrays": {"value": None}},
+                {"arrays": {"value": "0.value", "more": "0.value"}},
+                {"operation": "scale", "arrays": {}, "factor": None},
+                {"operation": "scale", "arrays": {}, "factor": True},
+                {"operation": "blend", "factor": 10**400},
+                {"operation": "blend", "factor": "much"},
+            )
+        ),
+    ],
+)
+def test_a_description_that_is_none_is_refused(description: Any) -> None:
+    with pytest.raises(UpdateRefused):
+        Update.parse(file_with(description), "file")
+
+
+def test_a_good_description_is_taken() -> None:
+    update, description = Update.parse(file_with(GOOD | {"at_step": 7}), "file")
+    assert [edit.variable for edit in update.edits] == ["a"]
+    assert description["at_step"] == 7
+
+
+def test_a_file_of_too_many_edits_is_refused() -> None:
+    scale = EDIT | {"operation": "scale", "factor": 1.0, "arrays": {}}
+    with pytest.raises(UpdateRefused, match="too many edits"):
+        Update.parse(file_with(GOOD | {"edits": [scale] * 100_001}, {}), "file")
+
+
+def test_parts_are_not_copied_and_must_belong_together() -> None:
+    update = small()
+    arrays = update.arrays()
+    made = Update.from_parts(update.describe(), arrays)
+    assert all(a is b for a, b in zip(made.arrays(), arrays, strict=True))
+    for wrong in (arrays[:-1], [*arrays, ONES], arrays[::-1], [a.astype(np.int8) for a in arrays]):
+        with pytest.raises(UpdateRefused):
+            Update.from_parts(update.describe(), wrong)
+
+
+@pytest.mark.parametrize(
+    ("operation", "weight", "tensors", "expected"),
+    [
+        (Operation.ADD, None, {"a/b": ONES, "c": ONES}, [("a/b", ["value"], None), ("c", ["value"], None)]),
+        (Operation.ASSIGN, None, {"x.a": ONES}, [("x.a", ["value"], None)]),
+        (Operation.BLEND, 0.25, {"a": ONES}, [("a", ["value"], 0.25)]),
+        (Operation.SCALE, None, {"a": np.array(2.0), "b": np.array([3])}, [("a", [], 2.0), ("b", [], 3.0)]),
+        (
+            Operation.ADD_ROWS,
+            None,
+            {"e": ONES, "e.indices": np.arange(3)},
+            [("e", ["indices", "rows"], None)],
+        ),
+        (
+            Operation.ADD_LOW_RANK,
+            None,
+            {"k.a": np.ones((2, 1)), "k.b": np.ones((1, 2))},
+            [("k", ["a", "b"], None)],
+        ),
+    ],
+)
+def test_a_plain_file_is_an_update_given_its_operation(
+    tmp_path: Path, operation: Operation, weight: float | None, tensors: dict[str, Any], expected: list[Any]
+) -> None:
+    path = tmp_path / "plain.safetensors"
+    safetensors.numpy.save_file(tensors, path)
+    update = Update.from_tensors(path, operation, weight=weight, note="n", author="a", id="i")
+    made = [(edit.variable, list(edit.arrays), edit.factor) for edit in update.edits]
+    assert sorted(made) == expected
+    assert {edit.operation for edit in update.edits} == {operation}
+    assert (update.note, update.author, update.id) == ("n", "a", "i")
+
+
+@pytest.mark.parametrize(
+    ("operation", "weight", "tensors"),
+    [
+        (Operation.BLEND, None, {"a": ONES}),
+        (Operation.ADD, 0.5, {"a": ONES}),
+        (Operation.SCALE, None, {"a": ONES}),
+        (Operation.RESET, None, {"a": ONES}),
+        (Operation.ADD_ROWS, None, {"e": ONES}),
+        (Operation.ADD_ROWS, None, {"e.indices": np.arange(3)}),
+        (Operation.ADD_LOW_RANK, None, {"k.a": ONES}),
+        (Operation.ADD_LOW_RANK, None, {"k": ONES}),
+    ],
+)
+def test_a_plain_file_that_does_not_fit_its_operation_is_refused(
+    tmp_path: Path, operation: Operation, weight: float | None, tensors: dict[str, Any]
+) -> None:
+    path = tmp_path / "plain.safetensors"
+    safetensors.numpy.save_file(tensors, path)
+    with pytest.raises(UpdateRefused):
+        Update.from_tensors(path, operation, weight=weight)
+
+
+def test_a_plain_file_without_operation_says_how_to_push_it(tmp_path: Path) -> None:
+    path = tmp_path / "plain.safetensors"
+    safetensors.numpy.save_file({"a": ONES}, path)
+    with pytest.raises(UpdateRefused, match="replicast push RUN --add FILE"):
+        Update.load(path)
+
+
+def test_stages_are_words() -> None:
+    assert Stage("verified") is Stage.VERIFIED
+    assert len(set(Stage)) == 7
