@@ -9,23 +9,42 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from replicast.errors import ClusterError, JobFailed, NotSupported, ReplicastError
+from replicast.errors import (
+    ClusterError,
+    FileDamaged,
+    JobFailed,
+    NotSupported,
+    ReplicasDiverged,
+    ReplicastError,
+    UpdateFailed,
+    UpdatePending,
+    UpdateRefused,
+)
+from replicast.update import Update
 
 if TYPE_CHECKING:
+    from replicast.replicas import Replicas
     from replicast.strategy import Strategy
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ClusterError",
+    "FileDamaged",
     "JobFailed",
     "NotSupported",
+    "Replicas",
+    "ReplicasDiverged",
     "ReplicastError",
     "Strategy",
+    "Update",
+    "UpdateFailed",
+    "UpdatePending",
+    "UpdateRefused",
     "__version__",
 ]
 
-_NEEDS_TENSORFLOW = {"Strategy": "replicast.strategy"}
+_NEEDS_TENSORFLOW = {"Replicas": "replicast.replicas", "Strategy": "replicast.strategy"}
 
 
 def __getattr__(name: str) -> Any:

@@ -25,6 +25,10 @@ class Coordination(abc.ABC):
         """Blocks until the key is there, at most `timeout_secs`; None when the time is up."""
 
     @abc.abstractmethod
+    def delete(self, key: str) -> None:
+        """Removes a key; one that is not there is no error."""
+
+    @abc.abstractmethod
     def abort(self, message: str) -> None:
         """Makes every transfer that is under way on this worker, or starts later, fail with `message`."""
 
@@ -59,6 +63,14 @@ class ServiceCoordination(Coordination):
             return str(self._context.get_config_key_value(key, timeout_in_ms=milliseconds))
         except self._errors.DeadlineExceededError:
             return None
+        except self._errors.OpError as error:
+            raise self._service_gone(error) from error
+
+    def delete(self, key: str) -> None:  # noqa: D102
+        try:
+            self._context.delete_config_key_value(key)
+        except self._errors.NotFoundError:
+            return
         except self._errors.OpError as error:
             raise self._service_gone(error) from error
 
@@ -100,6 +112,10 @@ class MemoryCoordination(Coordination):
         with self._store.changed:
             self._store.changed.wait_for(lambda: key in self._store.values, timeout_secs)
             return self._store.values.get(key)
+
+    def delete(self, key: str) -> None:  # noqa: D102
+        with self._store.changed:
+            self._store.values.pop(key, None)
 
     def abort(self, message: str) -> None:  # noqa: D102
         self.aborted.append(message)

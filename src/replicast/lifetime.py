@@ -68,6 +68,8 @@ class Lifetime:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="replicast-lifetime", daemon=True)
         self._interrupted = False
+        self._before_leaving: list[Callable[[], None]] = []
+        self._blamed = False
         self.looks = 0
         """How often the thread has looked at all keys."""
         self.failure: JobFailed | None = None
@@ -95,8 +97,7 @@ class Lifetime:
 
     def turn(self) -> int:
         """To be called by all workers in the same order, between steps; gives the number of the turn."""
-        if self.failure is not None:
-            raise self.failure
+        self.check()
         if not self.watching():
             raise JobFailed("The thread that watches over the job has died; its error is above in the log.")
         transfers = self._transfers_started()
@@ -125,6 +126,21 @@ class Lifetime:
     def position(self) -> str:
         """Where in the script this worker is: the same text on every worker at the same line."""
         return f"{self._transfers_started()}-{self._turn}"
+
+    def before_leaving(self, act: Callable[[], None]) -> None:
+        """Has `act` called at the end of the script, unless the job has failed; the last given comes first.
+
+        The others have been told by then that this worker left: should they still train, they fail, and `check`
+        raises here.
+        """
+        self._before_leaving.insert(0, act)
+
+    def check(self) -> None:
+        """Raises when the job has failed, so that waiting for another worker is in vain."""
+        if self.failure is not None:
+            raise self.failure
+        if self._blamed:
+            raise JobFailed(f"worker {self._rank} failed, or left before the others", worker=self._rank)
 
     def failed(self, error: BaseException) -> None:
         """To be called when this worker's script raised: tells the others, the first one to fail wins."""
@@ -156,6 +172,9 @@ class Lifetime:
         position = self._position_or_none()
         if position is not None and self.failure is None:
             self._put("left", {"worker": self._rank, "transfers": position, "turn": self._turn})
+        if not self._interrupted and self.failure is None:
+            for act in self._before_leaving:
+                act()
         self._put(f"left/{self._rank}", {})
         if not self._interrupted and (self._rank == 0 or self.failure is None):
             self._wait_for_the_others()
@@ -214,6 +233,7 @@ class Lifetime:
         failed = self._get("failed")
         if failed is not None:
             if failed["worker"] == self._rank:
+                self._blamed = True
                 self._stop.wait(LOOK_SECS)
                 return None
             return _first(failed["worker"], failed["said"])

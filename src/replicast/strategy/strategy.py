@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -86,6 +88,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         # Not MultiWorkerMirroredStrategy's own constructor: it would make its own `extended`.
         super(tf.distribute.MultiWorkerMirroredStrategy, self).__init__(extended)
         self._statistics = statistics
+        self._named: Counter[str] = Counter()
         self._checks = 0
         self._coordination: Coordination = (
             ServiceCoordination() if self._size > 1 else MemoryCoordination(MemoryCoordination.Store())
@@ -114,6 +117,32 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
     def size(self) -> int:
         """The number of workers."""
         return self._size
+
+    @property
+    def coordination(self) -> Coordination:
+        """Where the workers of this job leave words for each other."""
+        return self._coordination
+
+    def next_name(self, kind: str) -> str:
+        """A name for the next thing of this kind: the same on every worker at the same line of the script."""
+        self._named[kind] += 1
+        return f"{kind}-{self._named[kind]}"
+
+    def check_job(self) -> None:
+        """Raises `JobFailed` when another worker has failed."""
+        self._lifetime.check()
+
+    def before_leaving(self, act: Callable[[], None]) -> None:
+        """Has `act` called at the end of the script, on a worker of a job that has not failed."""
+        if self._size > 1:
+            self._lifetime.before_leaving(act)
+        else:
+            atexit.register(act)
+
+    def wait_for_device(self) -> None:
+        """Blocks until the device has done all it was told; on a CPU it has when a call returns."""
+        if self.extended._local_device_type != "CPU":
+            tf.test.experimental.sync_devices()
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -1,0 +1,167 @@
+"""How the sentences travel: two sequences of keys in the coordination service.
+
+`proposals` has many writers, who compete for the next free number, and one reader, the coordinator. `log` has
+one writer, the coordinator, and every worker reads all of it in order: what happens to updates happens in one
+order everywhere because there is one log. Answers to an entry have a key per worker.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from replicast.coordination import Coordination
+from replicast.errors import JobFailed
+from replicast.protocol.messages import Answer, Applied, Computed, decode, encode
+
+LOOK_SECS = 1.0
+"""How long one question to the service may wait, so that a thread sees soon that it is to stop."""
+
+
+class Channel:
+    """One job's keys. Any thread may call any method; only the coordinator appends and asks."""
+
+    def __init__(self, coordination: Coordination, name: str, rank: int, size: int) -> None:
+        self._coordination = coordination
+        self._prefix = f"replicast/{name}"
+        self.rank = rank
+        self.size = size
+        self._posting = threading.Lock()
+        self._next_proposal = 0
+        self._appending = threading.Lock()
+        self._next_entry = 0
+        self._proposals_read = 0
+        self._answered: list[int] = []
+        self._forgotten = 0
+        self._proposals_known = 0
+        self._proposals_forgotten = 0
+
+    def post(self, message: Any) -> None:
+        """Adds to the proposals."""
+        text = encode(message)
+        with self._posting:
+            while not self._put(f"proposal/{self._next_proposal}", text):
+                self._next_proposal += 1
+            self._next_proposal += 1
+
+    def next_proposal(self) -> Any | None:
+        """The next proposal, or None when none came for a while. One thread of the coordinator only."""
+        text = self._get(f"proposal/{self._proposals_read}", LOOK_SECS)
+        if text is None:
+            return None
+        self._proposals_read += 1
+        return decode(text)
+
+    def append(self, message: Any) -> int:
+        """Adds to the log and gives the entry's number. Coordinator only.
+
+        An entry also says how many proposals were read: a worker that has proposed nothing for a long time
+        need not try all numbers since, and numbers that everyone knows to be taken can be removed.
+        """
+        with self._appending:
+            number = self._next_entry
+            self._put(f"log/{number}", f"{self._proposals_read} {encode(message)}")
+            self._next_entry += 1
+            return number
+
+    def entry(self, number: int) -> Any | None:
+        """The log's entry with this number, or None when it did not come for a while."""
+        text = self._get(f"log/{number}", LOOK_SECS)
+        if text is None:
+            return None
+        read, _, message = text.partition(" ")
+        with self._posting:
+            self._next_proposal = max(self._next_proposal, int(read))
+        return decode(message)
+
+    def answer(self, number: int, answer: Answer) -> None:
+        """Answers an entry of the log, once."""
+        self._put(f"answer/{number}/{self.rank}", encode(answer))
+
+    def answers(self, number: int, timeout_secs: float) -> dict[int, Answer]:
+        """The answers to an entry that came in time, by worker. Coordinator only."""
+        ends = time.monotonic() + timeout_secs
+        answers: dict[int, Answer] = {}
+        for worker in range(self.size):
+            text = self._get(f"answer/{number}/{worker}", max(0.001, ends - time.monotonic()))
+            if text is not None:
+                answers[worker] = decode(text)
+        return answers
+
+    def applied(self, sequence: int, applied: Applied) -> None:
+        """Reports that this worker has applied an update."""
+        self._put(f"applied/{sequence}/{self.rank}", encode(applied))
+
+    def applied_by(self, sequence: int, worker: int) -> Applied | None:
+        """What a worker reported, or None when it did not for a while. Coordinator only."""
+        text = self._get(f"applied/{sequence}/{worker}", LOOK_SECS)
+        return None if text is None else decode(text)
+
+    def computed(self, round_: int, computed: Computed) -> None:
+        """Reports what came of a function."""
+        self._put(f"computed/{round_}", encode(computed))
+
+    def what_was_computed(self, round_: int) -> Computed | None:
+        """What came of a function, or None when nothing did for a while. Coordinator only."""
+        text = self._get(f"computed/{round_}", LOOK_SECS)
+        return None if text is None else decode(text)
+
+    def agree(self, what: str, value: str, timeout_secs: float) -> dict[int, str]:
+        """Every worker says its value and hears everyone's. Blocks until all have, at most `timeout_secs`.
+
+        Raises:
+            JobFailed: A worker did not come in time; it is named.
+        """
+        self._put(f"agree/{what}/{self.rank}", value)
+        ends = time.monotonic() + timeout_secs
+        values: dict[int, str] = {}
+        for worker in range(self.size):
+            text = self._get(f"agree/{what}/{worker}", max(0.001, ends - time.monotonic()))
+            if text is None:
+                raise JobFailed(
+                    f"worker {self.rank} waited {timeout_secs:.0f} s for worker {worker}, which did not say "
+                    f"its {what}",
+                    worker=worker,
+                )
+            values[worker] = text
+        return values
+
+    def all_have_read(self, number: int, proposals: int) -> None:
+        """Notes that all workers have answered entry `number`, and so have read all before it.
+
+        Args:
+            number: The entry.
+            proposals: How many proposals had been read when it was written.
+        """
+        self._answered.append(number)
+        self._proposals_known = proposals
+
+    def forget_read(self) -> None:
+        """Removes from the service what all workers have read. Coordinator only, when it has nothing to do."""
+        if not self._answered:
+            return
+        for entry in range(self._forgotten, self._answered[-1] + 1):
+            self._delete(f"log/{entry}")
+        for entry in self._answered:
+            for worker in range(self.size):
+                self._delete(f"answer/{entry}/{worker}")
+        for proposal in range(self._proposals_forgotten, self._proposals_known):
+            self._delete(f"proposal/{proposal}")
+        self._forgotten = self._answered[-1] + 1
+        self._answered = []
+        self._proposals_forgotten = self._proposals_known
+
+    @property
+    def proposals_read(self) -> int:
+        """How many proposals the coordinator has read."""
+        return self._proposals_read
+
+    def _delete(self, key: str) -> None:
+        self._coordination.delete(f"{self._prefix}/{key}")
+
+    def _put(self, key: str, value: str) -> bool:
+        return self._coordination.put(f"{self._prefix}/{key}", value)
+
+    def _get(self, key: str, timeout_secs: float) -> str | None:
+        return self._coordination.get(f"{self._prefix}/{key}", timeout_secs)

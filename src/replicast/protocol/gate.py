@@ -1,0 +1,205 @@
+"""Where the training thread and an update meet: the boundaries of one worker.
+
+The training thread calls `arrive(step)` at each boundary. The follower thread, on behalf of the coordinator,
+puts stops in its way:
+
+    hold(round)        stop at the next boundary there is: this one if the thread stands at one, else the next
+    aim(round, step)   the agreed boundary of all workers; still undecided
+    go(round, …)       decided: apply and pass
+    free(round)        decided: pass
+
+A thread that comes to an undecided stop waits; a stop that is decided costs nothing but the work. Because
+every worker has stopped, or will stop, before the coordinator chooses the step, no worker can be past it,
+whatever the training itself does or does not wait for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from replicast.errors import JobFailed
+from replicast.protocol.messages import Compute, Go
+
+REMIND_SECS = 0.5
+
+
+@dataclass(slots=True)
+class Stop:
+    """A boundary at which something is, or may be, applied. Written by the follower, under the gate's lock.
+
+    Attributes:
+        step: The first boundary at or after it is meant.
+        go: The decision, once it is there.
+        compute: Set while an update is being computed at this boundary.
+    """
+
+    round: int
+    step: int
+    go: Go | None = None
+    compute: Compute | None = None
+
+
+class Work(Protocol):
+    """What is done at a boundary, in the training thread."""
+
+    def apply(self, go: Go, step: int, since: float) -> None:
+        """Applies committed updates; `since` is when the training thread came to the boundary."""
+
+    def compute(self, order: Compute) -> None:
+        """Runs the function on this worker, if it is the source; must not raise for the function's errors."""
+
+
+class Gate:
+    """The boundaries of one worker. `arrive` and `park` are for the training thread, the rest for others.
+
+    Args:
+        work: What to do at a stop.
+        check: Raises when waiting is in vain, because a thread or another worker has died.
+        timeout_secs: How long an undecided stop may keep the training thread.
+    """
+
+    def __init__(self, work: Work, check: Callable[[], None], timeout_secs: float) -> None:
+        self._work = work
+        self._check = check
+        self._timeout_secs = timeout_secs
+        self._changed = threading.Condition()
+        self._stops: list[Stop] = []
+        self._here = False
+        self.step = 0
+        """Boundaries are numbered by the steps trained before them; this is the last one reached."""
+
+    def arrive(self, step: int) -> None:
+        """The training thread has finished `step` steps. Returns when it may start the next one.
+
+        Costs one uncontended lock when nothing is going on. Blocks while a stop is undecided, at most
+        `timeout_secs`, then names the coordinator.
+        """
+        with self._changed:
+            self.step = step
+            if not self._stops:
+                self._check()
+                return
+            self._here = True
+        self._serve(lambda: True, None)
+
+    def park(self, done: Callable[[], bool], timeout_secs: float | None) -> bool:
+        """The training thread stays at its boundary, serving whatever is decided, until `done`.
+
+        Returns:
+            False when the time was up.
+        """
+        with self._changed:
+            self._here = True
+        return self._serve(done, timeout_secs)
+
+    def wake(self) -> None:
+        """Something changed that a parked thread may wait for."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def hold(self, round_: int) -> tuple[int, bool]:
+        """Puts up a stop; gives its step and whether the training thread stands there."""
+        with self._changed:
+            step = self.step if self._here else self.step + 1
+            self._stops.append(Stop(round_, step))
+            return step, self._here
+
+    def schedule(self, round_: int, step: int) -> None:
+        """Puts up a stop at a known step, before training begins."""
+        with self._changed:
+            self._stops.append(Stop(round_, step))
+
+    def aim(self, round_: int, step: int) -> None:
+        """Moves a stop to the boundary that was agreed."""
+        with self._changed:
+            self._stop(round_).step = step
+            self._changed.notify_all()
+
+    def compute(self, order: Compute) -> None:
+        """An update is to be computed at this stop."""
+        with self._changed:
+            stop = self._stop(order.round)
+            stop.step, stop.compute = order.step, order
+            self._changed.notify_all()
+
+    def go(self, go: Go) -> None:
+        """Decides a stop: apply."""
+        with self._changed:
+            stop = self._stop(go.round)
+            stop.step, stop.go = go.step, go
+            self._changed.notify_all()
+
+    def free(self, round_: int) -> None:
+        """Decides a stop: pass."""
+        with self._changed:
+            self._stops.remove(self._stop(round_))
+            self._changed.notify_all()
+
+    def bring_forward(self) -> None:
+        """Training has paused: what was meant for one of the next steps, by nobody's wish, is due now."""
+        with self._changed:
+            for stop in self._stops:
+                if stop.go is not None and not stop.go.scheduled:
+                    stop.step = min(stop.step, self.step)
+            self._changed.notify_all()
+
+    def pending(self) -> list[Stop]:
+        """The stops that are still ahead."""
+        with self._changed:
+            return sorted(self._stops, key=_order)
+
+    def _serve(self, done: Callable[[], bool], timeout_secs: float | None) -> bool:
+        since = time.monotonic()
+        ends = None if timeout_secs is None else since + timeout_secs
+        try:
+            while True:
+                stop = self._next(done, ends, since)
+                if stop is None:
+                    return done()
+                if stop.go is not None:
+                    self._work.apply(stop.go, self.step, since)
+                elif stop.compute is not None:
+                    self._work.compute(stop.compute)
+                since = time.monotonic()
+        finally:
+            with self._changed:
+                self._here = False
+
+    def _next(self, done: Callable[[], bool], ends: float | None, since: float) -> Stop | None:
+        """The next stop to act on; None when there is none and the thread may leave, or the time is up."""
+        computing: Compute | None = None
+        with self._changed:
+            while True:
+                self._check()
+                stop = min((s for s in self._stops if s.step <= self.step), key=_order, default=None)
+                if stop is None and done():
+                    self._here = False  # under the same lock: a hold from now on means the next boundary
+                    return None
+                if stop is not None and stop.go is not None:
+                    self._stops.remove(stop)
+                    return stop
+                if stop is not None and stop.compute is not None:
+                    computing, stop.compute = stop.compute, None
+                    return Stop(stop.round, stop.step, compute=computing)
+                now = time.monotonic()
+                if stop is None and ends is not None and now >= ends:
+                    self._here = False
+                    return None
+                if stop is not None and now - since > self._timeout_secs:
+                    raise JobFailed(
+                        f"worker 0, the coordinator, did not decide within {self._timeout_secs:.0f} s what "
+                        f"is applied at step {stop.step}",
+                        worker=0,
+                    )
+                self._changed.wait(REMIND_SECS if ends is None else max(0.0, min(REMIND_SECS, ends - now)))
+
+    def _stop(self, round_: int) -> Stop:
+        return next(stop for stop in self._stops if stop.round == round_)
+
+
+def _order(stop: Stop) -> tuple[int, int]:
+    return stop.step, stop.round

@@ -1,0 +1,208 @@
+"""What workers say to each other about updates: one small frozen class per sentence, JSON on the way.
+
+to the coordinator, by any worker     Proposal · Paused
+to all workers, by the coordinator    Stage · Drop · Hold · Aim · Compute · Go · Free · Replay · Resume
+                                      Verified · Failed
+back to the coordinator               Answer, to one sentence; Applied, to one update
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A worker proposes an update, whose bytes are there, or a function that will compute one.
+
+    Attributes:
+        parcel: Where the bytes are; None for a function.
+        source: The worker that runs the function.
+        at_step: The step at which it must be applied; None for the next possible one.
+        proposed_at: Seconds since the epoch, on the proposing worker.
+    """
+
+    id: str
+    content_digest: str
+    rank: int
+    proposed_at: float
+    parcel: dict[str, Any] | None = None
+    source: int | None = None
+    at_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """A worker waits at a boundary for all others to come there, and for everything proposed before.
+
+    Attributes:
+        token: How many pauses it has made: the same on all workers at the same line of the script.
+        intent: What for; must be the same on all workers.
+    """
+
+    token: int
+    rank: int
+    step: int
+    intent: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Fetch these bytes, check them, answer whether you could apply them."""
+
+    id: str
+    parcel: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """This proposal is refused: forget its bytes, tell its author."""
+
+    id: str
+    content_digest: str
+    error: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Stop at your next boundary, and answer which step that is."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """The round's boundary is this one: run on to it, and wait there for the decision."""
+
+    round: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """At the round's boundary `source` computes an update from the live values, and all wait for it.
+
+    Attributes:
+        variables: For `sync`: whose values are to be assigned; None when the source's own function decides.
+    """
+
+    round: int
+    step: int
+    id: str
+    source: int
+    variables: list[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """Committed: apply these at the first boundary at or after the step.
+
+    Attributes:
+        updates: Pairs of sequence number and id, in order.
+        scheduled: The author named the step, so a pause before it does not bring it forward.
+    """
+
+    round: int
+    step: int
+    updates: list[list[Any]]
+    scheduled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """The round is called off."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What the journal holds from an earlier life of the job: each entry is [round, step]."""
+
+    stops: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """All workers have paused and everything proposed before is settled: go on, or raise."""
+
+    token: int
+    error: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Applied by all workers, with equal digests."""
+
+    content_digest: str
+    receipt: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Applied, and the digests differ."""
+
+    id: str
+    content_digest: str
+    step: int
+    digests: dict[str, str]
+    receipt: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A worker's answer to a sentence of the coordinator.
+
+    Attributes:
+        error: An `UpdateRefused` as JSON, or None when all is well.
+        step: To `Hold`: where it stops.
+        parked: To `Hold`: whether it stands at that boundary already.
+    """
+
+    error: dict[str, Any] | None = None
+    step: int = 0
+    parked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What came of a function: the bytes, or why there are none."""
+
+    parcel: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
+    content_digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """One worker has applied one update."""
+
+    digest: str
+    step: int
+    at: float
+    stall_secs: float
+
+
+Message = (
+    Proposal | Paused | Stage | Drop | Hold | Aim | Compute | Go | Free | Replay | Resume | Verified | Failed
+)
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        *(Proposal, Paused, Stage, Drop, Hold, Aim, Compute, Go, Free, Replay, Resume, Verified, Failed),
+        *(Answer, Computed, Applied),
+    )
+}
+
+
+def encode(message: Any) -> str:
+    """The JSON text of a message."""
+    return json.dumps({"kind": type(message).__name__, **asdict(message)}, separators=(",", ":"))
+
+
+def decode(text: str) -> Any:
+    """The message in a JSON text."""
+    fields = json.loads(text)
+    return _KINDS[fields.pop("kind")](**fields)

@@ -1,0 +1,127 @@
+"""What the author of a proposal holds: where it stands, and in the end its receipt or the reason."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+from replicast.errors import ReplicastError, UpdatePending
+from replicast.journal import Receipt
+from replicast.update import Stage
+
+
+class Ticket:
+    """One proposal of this worker. Any thread may ask it.
+
+    Attributes:
+        id: The update's id.
+        content_digest: What was proposed under that id; empty while a function has not computed it.
+        stage: Where it stands.
+        step: The step it is committed for, once it is.
+        proposed_at: When it was proposed, in seconds since the epoch.
+    """
+
+    def __init__(  # noqa: D417 - the first two are attributes
+        self,
+        id: str,  # noqa: A002 - the update's own word
+        content_digest: str,
+        wait_for: Callable[[Ticket, float | None], bool],
+    ) -> None:
+        self.id = id
+        self.content_digest = content_digest
+        self.stage = Stage.PROPOSED
+        self.step: int | None = None
+        self.proposed_at = time.time()
+        self._wait_for = wait_for
+        self._settled = threading.Event()
+        self._receipt: Receipt | None = None
+        self._error: ReplicastError | None = None
+
+    def done(self) -> bool:
+        """Whether `result` would return or raise at once."""
+        return self._settled.is_set()
+
+    def wait(self, timeout_secs: float) -> bool:
+        """Blocks until it is settled, at most `timeout_secs`; says whether it is."""
+        return self._settled.wait(timeout_secs)
+
+    def result(self, timeout: float | None = None) -> Receipt:
+        """Blocks until every worker has applied the update and the digests agree, at most `timeout` seconds.
+
+        In the training thread, between steps, that can only come to pass if all other workers wait as well (in
+        `sync`, at the end of the script). When it is committed for a step that this very thread has to run
+        first, `UpdatePending` is raised at once; ask again later, or in another thread.
+
+        Raises:
+            UpdateRefused: It was refused: no replica has changed.
+            ReplicasDiverged: It was applied, and the replicas are not equal.
+            UpdatePending: The time is up, or this thread waits for itself.
+        """
+        if not self._wait_for(self, timeout) and not self._settled.is_set():
+            raise UpdatePending(self._where(timeout), stage=self.stage, update_id=self.id)
+        if self._error is not None:
+            raise self._error
+        if self._receipt is None:
+            raise UpdatePending(f"Update {self.id} has no outcome", stage=self.stage, update_id=self.id)
+        return self._receipt
+
+    def _where(self, timeout: float | None) -> str:
+        if self.stage is Stage.COMMITTED and self.step is not None:
+            ends = f"it is committed for step {self.step}, to which not all workers have come yet"
+        else:
+            ends = f"it is {self.stage}"
+        waited = "this thread cannot wait for it here" if timeout is None else f"{timeout:g} s have passed"
+        return f"Update {self.id}: {waited}, and {ends}. Go on training and ask again"
+
+    def committed(self, step: int) -> None:
+        """Notes the step it is committed for."""
+        self.step = step
+        self.stage = Stage.COMMITTED
+
+    def succeed(self, receipt: Receipt) -> None:
+        """Gives the receipt; the first outcome stays."""
+        if not self._settled.is_set():
+            self._receipt, self.stage, self.step = receipt, Stage.VERIFIED, receipt.step
+            self._settled.set()
+
+    def fail(self, stage: Stage, error: ReplicastError) -> None:
+        """Gives the reason; the first outcome stays."""
+        if not self._settled.is_set():
+            self._error, self.stage = error, stage
+            self._settled.set()
+
+
+class Tickets:
+    """The open tickets of one worker, by id. Written by proposing threads and by the follower."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[str, list[Ticket]] = defaultdict(list)
+
+    def add(self, ticket: Ticket) -> None:
+        """Keeps a ticket until it is settled."""
+        with self._lock:
+            self._open[ticket.id].append(ticket)
+
+    def about(self, id_: str, content_digest: str | None = None) -> list[Ticket]:
+        """The open tickets for this update, or for this content of it."""
+        with self._lock:
+            return [
+                t
+                for t in self._open.get(id_, ())
+                if content_digest is None or t.content_digest == content_digest
+            ]
+
+    def forget_settled(self, id_: str) -> None:
+        """Lets go of those that have their outcome."""
+        with self._lock:
+            left = [ticket for ticket in self._open.pop(id_, []) if not ticket.done()]
+            if left:
+                self._open[id_] = left
+
+    def all(self) -> list[Ticket]:
+        """Every open ticket."""
+        with self._lock:
+            return [ticket for tickets in self._open.values() for ticket in tickets]

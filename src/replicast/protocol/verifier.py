@@ -1,0 +1,132 @@
+"""After the commit: every worker's digest is collected and compared, and the receipt is written."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from dataclasses import dataclass
+
+from replicast.journal import AnyJournal, Receipt, Record
+from replicast.protocol.channel import Channel
+from replicast.protocol.messages import Applied, Failed, Verified
+from replicast.update import Stage
+
+LOOK_SECS = 0.5
+
+logger = logging.getLogger("replicast")
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """An update that every worker will apply.
+
+    Attributes:
+        step: Where; a pause of the training may bring it forward, unless it is scheduled.
+    """
+
+    record: Record
+    content_digest: str
+    proposed_at: float
+    step: int
+    scheduled: bool
+
+
+class Verifier:
+    """Waits for committed updates to be applied, one after the other. One thread of worker 0.
+
+    There is no deadline: a boundary may be an evaluation away. A worker that dies ends the job, and this
+    thread with it.
+    """
+
+    def __init__(self, channel: Channel, journal: AnyJournal, stopping: threading.Event) -> None:
+        self._channel = channel
+        self._journal = journal
+        self._stopping = stopping
+        self._queue: queue.Queue[Committed] = queue.Queue()
+        self._outcomes: dict[str, Verified | Failed] = {}
+        self._open: dict[int, Committed] = {}
+        self._changed = threading.Condition()
+
+    def expect(self, committed: Committed) -> None:
+        """Takes over an update. Called by the coordinator, before the workers hear of it."""
+        with self._changed:
+            self._open[committed.record.sequence] = committed
+        self._queue.put(committed)
+
+    def knows(self, record: Record, receipt: Receipt) -> None:
+        """Takes over the outcome of an earlier life of the job."""
+        self._outcomes[record.id] = Verified(record.content_digest, receipt.to_json())
+
+    def repeat(self, id_: str, content_digest: str) -> None:
+        """Tells the outcome once more, if there is one: somebody proposed the same again."""
+        outcome = self._outcomes.get(id_)
+        match outcome:
+            case Verified(_, receipt):
+                self._channel.append(Verified(content_digest, receipt))
+            case Failed(_, _, step, digests, receipt):
+                self._channel.append(Failed(id_, content_digest, step, digests, receipt))
+
+    def wait_until_told(self, step: int, timeout_secs: float) -> bool:
+        """Blocks until every update that is due at a pause at `step` has its outcome, at most `timeout_secs`."""
+
+        def told() -> bool:
+            due = [one for one in self._open.values() if one.step <= step or not one.scheduled]
+            return not due or self._stopping.is_set()
+
+        with self._changed:
+            return self._changed.wait_for(told, timeout_secs)
+
+    def run(self) -> None:
+        """Until the threads are stopped."""
+        waiting: list[Committed] = []
+        while not self._stopping.is_set():
+            with contextlib.suppress(queue.Empty):
+                waiting.append(self._queue.get(timeout=0.0 if waiting else LOOK_SECS))
+            # One for a later step must not keep those behind it: whoever is applied first is told first.
+            waiting.sort(key=lambda one: (one.step, one.record.sequence))
+            if waiting and self._verify(waiting[0]):
+                waiting.pop(0)
+
+    def _verify(self, committed: Committed) -> bool:
+        record = committed.record
+        reports: dict[int, Applied] = {}
+        for worker in range(self._channel.size):
+            report = self._channel.applied_by(record.sequence, worker)
+            if report is None:
+                return False
+            reports[worker] = report
+        self._tell(committed, reports)
+        with self._changed:
+            del self._open[record.sequence]
+            self._changed.notify_all()
+        return True
+
+    def _tell(self, committed: Committed, reports: dict[int, Applied]) -> None:
+        record = committed.record
+        digests = {worker: report.digest for worker, report in reports.items()}
+        equal = len(set(digests.values())) == 1
+        receipt = Receipt(
+            sequence=record.sequence,
+            id=record.id,
+            step=max(report.step for report in reports.values()),
+            digests=digests,
+            propose_to_applied_secs=max(r.at for r in reports.values()) - committed.proposed_at,
+            stall_secs=max(report.stall_secs for report in reports.values()),
+            verified_at=time.time(),
+            stage=Stage.VERIFIED if equal else Stage.FAILED,
+        )
+        try:
+            self._journal.write_receipt(receipt)
+        except OSError as error:
+            logger.warning("the receipt of update %d could not be written: %s", record.sequence, error)
+        outcome: Verified | Failed
+        if equal:
+            outcome = Verified(committed.content_digest, receipt.to_json())
+        else:
+            by_name = {str(worker): digest for worker, digest in digests.items()}
+            outcome = Failed(record.id, committed.content_digest, receipt.step, by_name, receipt.to_json())
+        self._outcomes[record.id] = outcome
+        self._channel.append(outcome)

@@ -1,0 +1,144 @@
+"""What others see of a worker in the run directory, and what they put there: notes, metrics, the inbox.
+
+One thread per worker, so that the training thread never touches a file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from replicast import inbox
+from replicast.errors import ReplicastError, UpdateFailed, UpdatePending, UpdateRefused
+from replicast.protocol import Member, Ticket
+from replicast.runfiles import WorkerNote, append_metrics, write_worker_note
+
+logger = logging.getLogger("replicast")
+
+LOOK_SECS = 0.2
+NOTE_SECS = 1.0
+
+
+class Housekeeping:
+    """Writes this worker's note every second; on worker 0 also the metrics, and looks into the inbox.
+
+    A full or missing disk is reported once and does not stop the training.
+
+    Attributes:
+        logs: The latest loss and metrics. Written by the training thread.
+        training: Whether the training thread is inside `fit`. Written by the training thread.
+    """
+
+    def __init__(self, member: Member, run_dir: Path | None, attempt: int) -> None:
+        self._member = member
+        self._run_dir = run_dir
+        self._attempt = attempt
+        self._proposed: dict[Path, tuple[Ticket, str]] = {}
+        self._last_metrics_step = -1
+        self._complained = False
+        self.logs: Mapping[str, Any] | None = None
+        self.training = False
+
+    def start(self) -> None:
+        """Starts the thread, if there is a run directory."""
+        if self._run_dir is not None:
+            self._member.threads.start("housekeeping", self._run)
+
+    def finish(self) -> None:
+        """Writes the last word, when the thread has ended."""
+        self.training = False
+        if self._run_dir is not None:
+            self._tend(self._run_dir, inbox_too=True)
+
+    def _run(self) -> None:
+        if self._run_dir is None:
+            return
+        noted = 0.0
+        while not self._member.threads.stopping.wait(LOOK_SECS):
+            now = time.monotonic()
+            if now - noted >= NOTE_SECS:
+                noted = now
+                self._tend(self._run_dir, inbox_too=False)
+            if self._member.channel.rank == 0:
+                self._with_files(self._look_into_inbox, self._run_dir)
+
+    def _tend(self, run_dir: Path, *, inbox_too: bool) -> None:
+        self._with_files(self._write_note, run_dir)
+        if self._member.channel.rank == 0:
+            self._with_files(self._write_metrics, run_dir)
+            if inbox_too:
+                self._with_files(self._settle_inbox, run_dir)
+
+    def _with_files(self, act: Any, run_dir: Path) -> None:
+        try:
+            act(run_dir)
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                logger.warning("the run directory cannot be kept up to date: %s", error)
+
+    def _write_note(self, run_dir: Path) -> None:
+        write_worker_note(
+            run_dir,
+            WorkerNote(
+                rank=self._member.channel.rank,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                step=self._member.gate.step,
+                attempt=self._attempt,
+                time=time.time(),
+                training=self.training,
+                waiting_for="",
+            ),
+        )
+
+    def _write_metrics(self, run_dir: Path) -> None:
+        step, logs = self._member.gate.step, self.logs
+        if logs is None or step == self._last_metrics_step:
+            return
+        self._last_metrics_step = step
+        append_metrics(run_dir, step, {name: float(value) for name, value in logs.items()})
+
+    def _look_into_inbox(self, run_dir: Path) -> None:
+        for waiting in inbox.waiting(run_dir):
+            if waiting.path not in self._proposed:
+                self._propose(run_dir, waiting.path)
+        self._settle_inbox(run_dir)
+
+    def _propose(self, run_dir: Path, path: Path) -> None:
+        try:
+            update, at_step = inbox.read(path, self._member.limits.max_bytes)
+        except UpdateRefused as error:
+            inbox.refuse(run_dir, path, error)
+            return
+        self._proposed[path] = (self._member.propose(update, at_step), "")
+
+    def _settle_inbox(self, run_dir: Path) -> None:
+        """Says how far each proposal has come; one that is through leaves the inbox, a refused one is kept."""
+        for path, (ticket, said) in list(self._proposed.items()):
+            if ticket.done():
+                self._leave_inbox(run_dir, path, ticket)
+            elif said != ticket.stage:
+                self._proposed[path] = (ticket, ticket.stage)
+                inbox.note_stage(run_dir, ticket.id, ticket.stage, step=ticket.step)
+
+    def _leave_inbox(self, run_dir: Path, path: Path, ticket: Ticket) -> None:
+        try:
+            ticket.result(timeout=0)
+        except UpdateRefused as error:
+            inbox.refuse(run_dir, path, error)
+        except UpdatePending:
+            return  # the job has ended: what is not committed stays for the next one
+        except UpdateFailed as error:
+            logger.error("%s", error)
+            inbox.done(path)
+        except ReplicastError:
+            return
+        else:
+            inbox.done(path)
+        del self._proposed[path]

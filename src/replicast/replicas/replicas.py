@@ -1,0 +1,319 @@
+"""`replicast.Replicas`: how a worker, or somebody outside the job, changes all replicas."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import keras
+import numpy.typing as npt
+
+from replicast.config import read_launch
+from replicast.digest import digest_array
+from replicast.errors import ClusterError, NotSupported, ReplicastError, UpdateRefused
+from replicast.journal import AnyJournal, Journal, MemoryJournal, Receipt
+from replicast.protocol import Channel, Coordinator, Member, Patience, Ticket
+from replicast.protocol.functions import Function
+from replicast.replicas.callback import BoundaryCallback
+from replicast.replicas.housekeeping import Housekeeping
+from replicast.runfiles import FORMAT, RunInfo, write_run_info
+from replicast.schema import Schema
+from replicast.strategy import KerasState, Strategy, optimizers_by_name
+from replicast.transport import open_transport
+from replicast.update import Update
+from replicast.validate import Limits
+
+logger = logging.getLogger("replicast")
+
+Durability = Literal["disk", "memory"]
+
+
+class Replicas:
+    """The replicas of one model, seen from one worker. Make it on all workers, after the model is compiled.
+
+    Blocks until all workers have made theirs. Updates are applied at boundaries: give `callback()` to `fit`, or
+    call `boundary()` after each step of an own loop.
+
+    Example:
+        replicas = replicast.Replicas(model)
+        model.fit(dataset, callbacks=[replicas.callback()])
+
+    Args:
+        model: Made and compiled inside `strategy.scope()` of a `replicast.Strategy`.
+        optimizer: For an own loop, whose optimizer the model does not know.
+        run_dir: Where the journal, the inbox and the files that `replicast status` reads are. Default: what
+            the launcher gives; without a launcher, none.
+        durability: "disk": an update is committed when it is on disk. "memory": nothing is written, and a
+            restarted job has lost the updates. Default: "disk" where there is a run directory.
+        limits: What is refused as too large.
+        patience: How long is waited for whom.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        *,
+        optimizer: keras.optimizers.Optimizer | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        durability: Durability | None = None,
+        limits: Limits | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        self.model = model
+        self._strategy = _strategy_of(model)
+        self._launch = read_launch(os.environ)
+        self._run_dir = Path(run_dir) if run_dir is not None else self._launch.run_dir
+        self._durable = _is_durable(durability, self._run_dir)
+        if not model.built:
+            raise NotSupported(
+                "A model that is not built",
+                reason="its variables do not exist yet, so they have no names",
+                remedy="Give it a keras.Input, or call model.build(shape) inside strategy.scope(), first",
+            )
+        with self._strategy.scope():
+            optimizers = optimizers_by_name(model, optimizer)
+            for one in optimizers.values():
+                if not one.built:
+                    one.build(model.trainable_variables)
+        self._state = KerasState(model, optimizers)
+        self._trained = False
+        self._closed = False
+        self._proposed_at_step = (0, 0)
+        self._syncs = 0
+        self._member = self._join(limits, patience or Patience())
+        self._housekeeping = Housekeeping(self._member, self._run_dir, self._launch.attempt)
+        self._begin()
+
+    @property
+    def rank(self) -> int:
+        """Which worker this is."""
+        return self._strategy.rank
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return self._strategy.size
+
+    @property
+    def step(self) -> int:
+        """How many steps were trained up to the last boundary."""
+        return self._member.gate.step
+
+    @property
+    def schema(self) -> Schema:
+        """The names, shapes and dtypes of all variables that an update can change."""
+        return self._state.schema
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run directory, if there is one."""
+        return self._run_dir
+
+    @property
+    def history(self) -> Sequence[Receipt]:
+        """The receipts of the updates that were verified so far, the same on every worker."""
+        return tuple(self._member.history)
+
+    def callback(self) -> BoundaryCallback:
+        """The callback to give to `fit`, on all workers."""
+        return BoundaryCallback(self)
+
+    def propose(
+        self,
+        update: Update | Function,
+        *,
+        source: int | None = None,
+        at_step: int | None = None,
+    ) -> Ticket:
+        """Proposes a change of all replicas. Any worker, any thread; returns at once.
+
+        Args:
+            update: An `Update`; or a function that is given the live values by name, at the agreed boundary, and
+                returns an `Update` or the new value of each variable by name.
+            source: For a function: the worker that runs it, which must be among those that propose it. Default:
+                this one. If all workers propose it, at the same step, it still runs once.
+            at_step: Apply it at the boundary after this many steps; with `steps_per_execution`, at the first one
+                at or after it. Default: at the next possible boundary.
+
+        Returns:
+            A ticket, whose `result(timeout)` gives the receipt or raises the reason.
+
+        Raises:
+            UpdateRefused: `source` or `at_step` make no sense.
+        """
+        if at_step is not None and at_step <= self.step:
+            raise UpdateRefused(
+                f"Step {at_step} is past", expected=f"a step after {self.step}", received=f"at_step={at_step}"
+            )
+        if isinstance(update, Update):
+            if source is not None:
+                raise UpdateRefused(
+                    "source is for functions: an update's values are given", received=f"{source}"
+                )
+            if not update.id_was_given and self._in_training_thread():
+                update = update.with_id(self._next_id(f"worker-{self.rank}"))
+            return self._member.propose(update, at_step)
+        runs_on = self.rank if source is None else source
+        if not 0 <= runs_on < self.size:
+            raise UpdateRefused(
+                "There is no such worker", expected=f"source from 0 to {self.size - 1}", received=f"{source}"
+            )
+        if runs_on != self.rank and not self._in_training_thread():
+            raise UpdateRefused(
+                f"A function for worker {runs_on} cannot be sent there by worker {self.rank}",
+                remedy=f"Propose it on worker {runs_on}, or in the training thread of every worker",
+            )
+        return self._member.propose_function(self._next_id(f"function-{runs_on}"), update, runs_on, at_step)
+
+    def boundary(self, *, steps: int = 1, logs: Mapping[str, Any] | None = None) -> None:
+        """The training thread has finished `steps` more steps. Call it after each step of an own loop.
+
+        Costs next to nothing when there is no update. May block while one is decided or applied.
+
+        Args:
+            steps: How many steps since the last boundary; the same on all workers.
+            logs: Loss and metrics, for `replicast status`.
+        """
+        if not self._trained:
+            self.training_begins()
+        if logs is not None:
+            self._housekeeping.logs = logs
+        self._strategy.wait_for_device()
+        self._member.arrive(self._member.gate.step + steps)
+
+    def sync(self, source: int = 0, variables: Sequence[str] | None = None) -> Receipt | None:
+        """Makes every replica equal to worker `source`'s. All workers must call it, with the same arguments.
+
+        Only what differs is transferred, and it is written to the journal like any update.
+
+        Args:
+            source: Whose values count.
+            variables: Names, which may be shortened. Default: the whole state.
+
+        Returns:
+            The receipt, or None when nothing differed.
+        """
+        if not 0 <= source < self.size:
+            raise UpdateRefused(
+                "There is no such worker", expected=f"source from 0 to {self.size - 1}", received=f"{source}"
+            )
+        chosen = list(self.schema) if variables is None else [self.schema.resolve(name) for name in variables]
+        names = sorted({variable.name for variable in chosen})
+        self._syncs += 1
+        self._member.pause(f"compare\n{source}\n" + "\n".join(names))
+        mine = {name: digest_array(value) for name, value in self._each(names)}
+        all_digests = self._member.channel.agree(
+            f"sync/{self._syncs}", json.dumps(mine), self._member.patience.begin_secs
+        )
+        theirs = [json.loads(text) for text in all_digests.values()]
+        differing = [n for n in names if any(their[n] != theirs[source][n] for their in theirs)]
+        if not differing:
+            return None
+        id_ = f"sync-{self._launch.attempt}-{self.step}-{self._syncs}"
+        self._member.pause("\n".join(["sync", str(source), id_, *differing]))
+        return next((receipt for receipt in reversed(self._member.history) if receipt.id == id_), None)
+
+    def training_begins(self) -> None:
+        """All workers: called by the callback, or by the first boundary. Schedules what the journal holds."""
+        if not self._trained:
+            self._trained = True
+            self._member.pause("train")
+        self._member.arrive(self._member.gate.step)
+        self._housekeeping.training = True
+
+    def training_ends(self) -> None:
+        """All workers: called by the callback. Everything proposed so far is settled when it returns."""
+        self._member.pause("drain")
+        self._housekeeping.training = False
+
+    def close(self) -> None:
+        """Ends the worker's part: settles what is open, together with all others, and stops the threads.
+
+        Called by itself at the end of the script. A second time does nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._member.pause("drain")
+            self._member.pause("close")
+        except ReplicastError as error:
+            logger.debug("the updates could not be settled at the end: %s", error)
+        self._stop()
+
+    def _join(self, limits: Limits | None, patience: Patience) -> Member:
+        strategy = self._strategy
+        channel = Channel(strategy.coordination, strategy.next_name("replicas"), strategy.rank, strategy.size)
+        schemas = channel.agree("schema", self._state.schema.digest(), patience.begin_secs)
+        differing = [worker for worker, digest in schemas.items() if digest != schemas[0]]
+        if differing:
+            raise ClusterError(
+                f"The model of worker {differing[0]} has other variables than worker 0's",
+                remedy="Build the same model on every worker",
+                received=f"schema {schemas[differing[0]]}, worker 0: {schemas[0]}",
+            )
+        transport = open_transport(strategy.coordination, strategy.rank, strategy.size, os.environ)
+        return Member(
+            channel, transport, self._state, patience=patience, limits=limits, check=strategy.check_job
+        )
+
+    def _begin(self) -> None:
+        self._member.start()
+        if self.rank == 0:
+            journal: AnyJournal = MemoryJournal()
+            if self._run_dir is not None:
+                info = RunInfo(FORMAT, self.schema, self.size, self._launch.attempt, created_at=time.time())
+                write_run_info(self._run_dir, info)
+                if self._durable:
+                    journal = Journal(self._run_dir)
+            coordinator = Coordinator(
+                self._member, journal, durable=self._durable, attempt=self._launch.attempt
+            )
+            coordinator.start()
+        self._housekeeping.start()
+        self._strategy.before_leaving(self.close)
+        self._member.pause("begin")
+
+    def _stop(self) -> None:
+        self._member.stop()
+        self._housekeeping.finish()
+
+    def _each(self, names: Sequence[str]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        for name in names:
+            yield name, self._state.read([name])[name]
+
+    def _in_training_thread(self) -> bool:
+        return self._member.in_training_thread()
+
+    def _next_id(self, prefix: str) -> str:
+        """An id that a restarted job gives to the same proposal, so that it is applied once all the same."""
+        step, count = self._proposed_at_step
+        self._proposed_at_step = (self.step, count + 1 if step == self.step else 1)
+        return f"{prefix}-step-{self.step}-{self._proposed_at_step[1]}"
+
+
+def _strategy_of(model: keras.Model) -> Strategy:
+    strategy = getattr(model, "distribute_strategy", None)
+    if not isinstance(strategy, Strategy):
+        raise NotSupported(
+            "A model that was made outside the scope of a replicast.Strategy",
+            reason="its variables are not the same on every worker",
+            remedy="Make and compile it inside 'with strategy.scope():'",
+        )
+    return strategy
+
+
+def _is_durable(durability: Durability | None, run_dir: Path | None) -> bool:
+    if durability not in (None, "disk", "memory"):
+        raise ValueError(f'durability must be "disk" or "memory". Received: {durability!r}')
+    if durability == "disk" and run_dir is None:
+        raise ClusterError(
+            'durability="disk" needs a run directory',
+            remedy="Give run_dir=..., or start the job with 'replicast run'",
+        )
+    return durability != "memory" and run_dir is not None

@@ -1,0 +1,71 @@
+"""The state as the protocol sees it: named variables that can be changed by edits and digested.
+
+The variables of a Keras model are one such state (`replicast.strategy.KerasState`); `MemoryState` is its twin
+in numpy, for threads that play workers.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from replicast.digest import digest_state
+from replicast.edits import Edit, apply_edit
+from replicast.schema import Schema, Variable
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+class State(abc.ABC):
+    """Named variables of one worker. Only the training thread calls, at a boundary; `schema` is for all."""
+
+    schema: Schema
+
+    @abc.abstractmethod
+    def apply(self, edits: Sequence[Edit]) -> None:
+        """Applies edits that were checked against the schema, in order."""
+
+    @abc.abstractmethod
+    def digest(self, edits: Sequence[Edit]) -> str:
+        """The digest of the bits that these edits have touched: variables, or rows of them."""
+
+    @abc.abstractmethod
+    def read(self, names: Iterable[str]) -> Arrays:
+        """Copies of these variables' values."""
+
+
+def touched_parts(edits: Sequence[Edit]) -> tuple[list[str], Arrays]:
+    """Which variables these edits touch as a whole, and which rows of which others."""
+    whole = {edit.variable for edit in edits if "indices" not in edit.arrays}
+    rows: dict[str, list[npt.NDArray[Any]]] = {}
+    for edit in edits:
+        if edit.variable not in whole:
+            rows.setdefault(edit.variable, []).append(edit.arrays["indices"])
+    return sorted(whole), {name: np.unique(np.concatenate(several)) for name, several in sorted(rows.items())}
+
+
+class MemoryState(State):
+    """Variables that are numpy arrays."""
+
+    def __init__(self, values: Mapping[str, npt.NDArray[Any]], schema: Schema | None = None) -> None:
+        self.values: Arrays = {name: np.array(value) for name, value in values.items()}
+        self.schema = schema or Schema(
+            Variable(name, value.shape, value.dtype.name, "trainable") for name, value in self.values.items()
+        )
+
+    def apply(self, edits: Sequence[Edit]) -> None:  # noqa: D102
+        for edit in edits:
+            self.values[edit.variable] = apply_edit(edit, self.values[edit.variable])
+
+    def digest(self, edits: Sequence[Edit]) -> str:  # noqa: D102
+        whole, rows = touched_parts(edits)
+        parts = {name: self.values[name] for name in whole}
+        parts.update({f"{name}[rows]": self.values[name][indices] for name, indices in rows.items()})
+        return digest_state(parts)
+
+    def read(self, names: Iterable[str]) -> Arrays:  # noqa: D102
+        return {name: self.values[name].copy() for name in names}
