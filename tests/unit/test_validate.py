@@ -1,0 +1,278 @@
+import tracemalloc
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicast.edits import Edit, Operation
+from replicast.errors import UpdateRefused
+from replicast.schema import Schema, Variable
+from replicast.update import Update
+from replicast.validate import Limits, planned
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOATS = ["float16", "bfloat16", "float32", "float64"]
+SCHEMA = Schema(
+    [
+        Variable("model/dense/kernel", (3, 2), "float32", "trainable", (("adam/m", 0.0), ("adam/v", 0.5))),
+        Variable("model/dense/bias", (2,), "float32", "trainable"),
+        Variable("model/dense_1/bias", (2,), "float32", "trainable", (("adam/m", 0.0),)),
+        Variable("count", (), "int8", "non_trainable"),
+        Variable("index", (4,), "uint64", "non_trainable"),
+        Variable("mask", (2,), "bool", "non_trainable"),
+        Variable("adam/m", (3, 2), "float32", "optimizer"),
+        Variable("adam/v", (3, 2), "float32", "optimizer"),
+        *(Variable(f"wide/{dtype}", (5, 2), dtype, "trainable") for dtype in FLOATS),
+    ]
+)
+KERNEL = np.ones((3, 2), np.float32)
+NAN, INF = float("nan"), float("inf")
+
+
+def test_names_become_full_and_lists_take_the_variables_dtype() -> None:
+    made = planned(
+        Update(note="n", author="a", id="i").add("kernel", [[1, 2], [3, 4], [5, 6]]).add("count", 3), SCHEMA
+    )
+    assert [(edit.variable, edit.arrays["value"].dtype, edit.loose) for edit in made.edits] == [
+        ("model/dense/kernel", np.float32, False),
+        ("count", np.int8, False),
+    ]
+    assert (made.note, made.author, made.id) == ("n", "a", "i")
+    assert all(not array.flags.writeable for array in made.arrays())
+
+
+def test_arrays_that_fit_are_not_copied() -> None:
+    update = Update().add("kernel", KERNEL).add_rows("kernel", np.array([1]), KERNEL[:1])
+    assert all(a is b for a, b in zip(planned(update, SCHEMA).arrays(), update.arrays(), strict=True))
+
+
+def test_each_slot_of_a_touched_variable_is_reset_once_at_the_end() -> None:
+    update = Update(reset_slots=True).scale("kernel", 2).add("dense_1/bias", [1, 2]).scale("kernel", 3)
+    made = planned(update, SCHEMA)
+    assert [(edit.operation, edit.variable, edit.factor) for edit in made.edits[3:]] == [
+        (Operation.RESET, "adam/m", 0.0),
+        (Operation.RESET, "adam/v", 0.5),
+    ]
+    assert not made.reset_slots
+    assert len(planned(Update().scale("kernel", 2), SCHEMA).edits) == 1
+
+
+def test_planning_twice_changes_nothing() -> None:
+    update = (
+        Update(reset_slots=True, allow_nonfinite=True)
+        .assign("kernel", np.full((3, 2), NAN, np.float32))
+        .add_rows("wide/bfloat16", np.array([4, 0], np.uint8), [[1, 2], [3, 4]])
+        .scale("dense/bias", INF)
+    )
+    once = planned(update, SCHEMA)
+    twice = planned(once, SCHEMA)
+    assert twice.describe() == once.describe()
+    assert all(a is b for a, b in zip(once.arrays(), twice.arrays(), strict=True))
+    assert once.content_digest() == twice.content_digest()
+
+
+@pytest.mark.parametrize(
+    ("update", "problem", "variable", "expected", "received"),
+    [
+        (Update(), "no edits", None, "at least one", "none"),
+        (Update().scale("kernal", 2), "no variable", "kernal", "perhaps model/dense/kernel", "kernal"),
+        (
+            Update().add("bias", [1, 2]),
+            "fits 2",
+            "bias",
+            "one of model/dense/bias, model/dense_1/bias",
+            "bias",
+        ),
+        (Update().add("kernel", KERNEL.T), "shape", "model/dense/kernel", "(3, 2)", "(2, 3)"),
+        (Update().add("kernel", 1.0), "shape", "model/dense/kernel", "(3, 2)", "()"),
+        (Update().assign("count", [1]), "shape", "count", "()", "(1,)"),
+        (Update().add("kernel", KERNEL.astype("f8")), "dtype", "model/dense/kernel", "float32", "float64"),
+        (
+            Update().add("wide/bfloat16", np.ones((5, 2), "f2")),
+            "dtype",
+            "wide/bfloat16",
+            "bfloat16",
+            "float16",
+        ),
+        (Update().add("count", np.int64(1)), "dtype", "count", "int8", "int64"),
+        (Update().add("count", 0.5), "fit", "count", "numbers that are int8", "0.5 at []"),
+        (Update().add("count", 128), "fit", "count", "numbers that are int8", "128 at []"),
+        (Update().add("count", NAN), "fit", "count", "numbers that are int8", "nan at []"),
+        (Update().assign("index", [0, 1, -1, 0]), "fit", "index", "numbers that are uint64", "-1 at [2]"),
+        (Update().assign("index", [0, 1, 2.0**64, 0]), "fit", "index", None, None),
+        (Update().assign("mask", [1, 0]), "dtype", "mask", "bool", "int64"),
+        (Update().assign("dense/bias", [True, False]), "dtype", "model/dense/bias", "float32", "bool"),
+        (Update().add("dense/bias", [1, 1e39]), "fit", "model/dense/bias", None, "1e+39 at [1]"),
+        (Update().add("mask", [True, False]), "bool cannot take add", "mask", None, "add"),
+        (Update().add_rows("mask", [0], [True]), "bool cannot take", "mask", None, "add_rows"),
+        (Update().scale("count", 2), "int8 cannot take scale", "count", None, "scale"),
+        (Update().scale("mask", 2), "bool cannot take scale", "mask", None, "scale"),
+        (Update().blend("count", 2, 0.5), "int8 cannot take blend", "count", None, "blend"),
+        (Update().add_rows("count", [0], [1]), "no rows", "count", None, None),
+        (
+            Update().add_rows("kernel", 0, KERNEL[:1]),
+            "indices",
+            "model/dense/kernel",
+            None,
+            "int64 of shape ()",
+        ),
+        (
+            Update().add_rows("kernel", [0.0], KERNEL[:1]),
+            "indices",
+            "model/dense/kernel",
+            None,
+            "float64 of shape (1,)",
+        ),
+        (
+            Update().add_rows("kernel", [True], KERNEL[:1]),
+            "indices",
+            "model/dense/kernel",
+            None,
+            "bool of shape (1,)",
+        ),
+        (
+            Update().add_rows("kernel", [0, 3], KERNEL[:2]),
+            "range",
+            "model/dense/kernel",
+            "0 to 2",
+            "3 at position 1",
+        ),
+        (
+            Update().add_rows("kernel", [0, -1], KERNEL[:2]),
+            "range",
+            "model/dense/kernel",
+            "0 to 2",
+            "-1 at position 1",
+        ),
+        (Update().add_rows("kernel", [2**64 - 1], KERNEL[:1]), "range", "model/dense/kernel", "0 to 2", None),
+        (Update().assign_rows("kernel", [2, 0, 2], KERNEL), "twice", None, None, "row 2 at positions [0, 2]"),
+        (Update().assign_rows("kernel", [2, 0], KERNEL), "shape", "model/dense/kernel", "(2, 2)", "(3, 2)"),
+        (Update().assign_rows("kernel", [2], KERNEL[0]), "shape", "model/dense/kernel", "(1, 2)", "(2,)"),
+        (Update().add_low_rank("kernel", KERNEL, KERNEL), "low rank", "model/dense/kernel", None, None),
+        (Update().add_low_rank("kernel", KERNEL[:2], KERNEL[:2]), "low rank", None, None, None),
+        (
+            Update().add_low_rank("dense/bias", [[1]], [[1, 2]]),
+            "low rank",
+            None,
+            "a variable with 2 dimensions",
+            None,
+        ),
+        (Update().add("dense/bias", [1, NAN]), "1 of 2 values", "model/dense/bias", None, "nan at [1]"),
+        (Update().add("dense/bias", [-INF, NAN]), "2 of 2 values", "model/dense/bias", None, "-inf at [0]"),
+        (
+            Update().add_low_rank("kernel", np.full((3, 1), INF, "f4"), KERNEL[:1]),
+            "3 of 3",
+            None,
+            None,
+            "inf at [0, 0]",
+        ),
+        (Update().scale("kernel", NAN), "not finite", "model/dense/kernel", None, "nan"),
+        (Update().blend("kernel", KERNEL, INF), "not finite", "model/dense/kernel", None, "inf"),
+        (Update().scale("wide/float16", 1e6), "not finite in float16", "wide/float16", None, "1000000.0"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_what_was_expected_and_received(
+    update: Update, problem: str, variable: str | None, expected: str | None, received: str | None
+) -> None:
+    with pytest.raises(UpdateRefused, match=problem) as raised:
+        planned(update, SCHEMA)
+    for name, value in (("variable", variable), ("expected", expected), ("received", received)):
+        assert value is None or getattr(raised.value, name) == value
+
+
+def test_size_and_number_have_limits() -> None:
+    update = Update(reset_slots=True).add("kernel", KERNEL)
+    assert planned(update, SCHEMA, Limits(max_bytes=24, max_edits=3))
+    with pytest.raises(UpdateRefused, match=r"too large.*at most 23 bytes.*24 bytes"):
+        planned(update, SCHEMA, Limits(max_bytes=23))
+    with pytest.raises(UpdateRefused, match=r"too many edits.*at most 2.*Received: 3"):
+        planned(update, SCHEMA, Limits(max_edits=2))
+    with pytest.raises(UpdateRefused, match="too many edits"):
+        planned(update.scale("kernel", 2), SCHEMA, Limits(max_edits=1))
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        [Edit(Operation.RESET, "adam/m", {}, 0.0)],
+        [Edit(Operation.SCALE, "kernel", {}, 2.0), Edit(Operation.RESET, "adam/m", {}, 1.0)],
+        [Edit(Operation.SCALE, "kernel", {}, 2.0), Edit(Operation.RESET, "model/dense/bias", {}, 0.0)],
+        [Edit(Operation.SCALE, "kernel", {}, 2.0), Edit(Operation.RESET, "adam/m", {}, None)],
+    ],
+)
+def test_a_reset_by_hand_is_refused(edits: list[Edit]) -> None:
+    with pytest.raises(UpdateRefused, match="reset_slots=True"):
+        planned(Update().replaced(edits), SCHEMA)
+
+
+def test_no_rows_and_rank_zero_change_nothing_and_are_allowed() -> None:
+    empty = np.zeros((0, 2), np.float32)
+    update = (
+        Update().add_rows("kernel", [], empty).add_low_rank("kernel", np.zeros((3, 0), np.float32), empty)
+    )
+    assert planned(update, SCHEMA).edits[0].arrays["indices"].dtype == np.int64
+
+
+def test_two_edits_of_one_variable_keep_their_order() -> None:
+    made = planned(Update().scale("kernel", 2).add("model/dense/kernel", KERNEL), SCHEMA)
+    assert [edit.operation for edit in made.edits] == [Operation.SCALE, Operation.ADD]
+
+
+def test_not_finite_is_accepted_when_the_author_says_so() -> None:
+    update = Update(allow_nonfinite=True).assign("dense/bias", [NAN, -INF]).scale("kernel", INF)
+    assert planned(update, SCHEMA).allow_nonfinite
+
+
+@given(st.sampled_from(FLOATS), st.data())
+def test_the_check_by_bits_finds_what_numpy_finds(dtype: str, data: st.DataObject) -> None:
+    kind = np.dtype(dtype)
+    unsigned = np.dtype(f"u{kind.itemsize}")
+    bits = data.draw(st.lists(st.integers(0, np.iinfo(unsigned).max), min_size=10, max_size=10))
+    value = np.array(bits, unsigned).view(kind).reshape(5, 2)
+    wrong = ~np.isfinite(value.astype(np.float64))
+    update = Update().assign(f"wide/{dtype}", value)
+    if not wrong.any():
+        planned(update, SCHEMA)
+        return
+    with pytest.raises(UpdateRefused, match=f"{wrong.sum()} of 10 values") as raised:
+        planned(update, SCHEMA)
+    assert raised.value.received is not None
+    assert raised.value.received.endswith(str(np.argwhere(wrong)[0].tolist()))
+
+
+@pytest.mark.parametrize("position", [0, 65_535, 65_536, 199_999])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_one_bad_value_in_many_is_found_where_it_is(dtype: str, position: int) -> None:
+    schema = Schema([Variable("x", (200_000,), dtype, "trainable")])
+    value = np.full(200_000, -3.0).astype(np.dtype(dtype))
+    planned(Update().add("x", value), schema)
+    value[position] = NAN
+    with pytest.raises(UpdateRefused, match=f"1 of 200000 values.*nan at .{position}."):
+        planned(Update().add("x", value), schema)
+
+
+def test_checking_takes_no_memory_of_the_arrays_size() -> None:
+    schema = Schema([Variable("x", (4_000_000,), "float32", "trainable")])
+    update = Update().add("x", np.ones(4_000_000, np.float32))
+    tracemalloc.start()
+    try:
+        planned(update, schema)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2_000_000
+
+
+@given(st.lists(st.integers(-2, 6), max_size=6))
+def test_rows_are_accepted_when_each_is_there_and_none_twice(rows: list[int]) -> None:
+    update = Update().assign_rows("wide/float32", rows, np.zeros((len(rows), 2), np.float32))
+    valid = len(set(rows)) == len(rows) and all(0 <= row < 5 for row in rows)
+    outcome: Any = None
+    try:
+        planned(update, SCHEMA)
+    except UpdateRefused as error:
+        outcome = error
+    assert (outcome is None) == valid
