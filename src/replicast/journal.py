@@ -121,6 +121,8 @@ class Journal(AnyJournal):
             self._directory.mkdir(parents=True, exist_ok=True)
             write_durably(path, counted())
         except OSError as error:
+            with contextlib.suppress(OSError):
+                path.unlink()
             raise _not_written(update.id, error) from error
         return StagedPayload(update.id, path, hasher.hexdigest(), nbytes)
 

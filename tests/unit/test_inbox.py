@@ -1,0 +1,150 @@
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from replicast import inbox
+from replicast.errors import FileDamaged, UpdateRefused
+from replicast.files import write_durably
+from replicast.update import Stage, Update
+
+ONES = np.ones(3, np.float32)
+
+
+def update_of(name: str, value: float = 1.0) -> Update:
+    return Update(id=name, note="why").add("x", ONES * np.float32(value))
+
+
+def test_what_is_submitted_waits_and_can_be_read(tmp_path: Path) -> None:
+    assert inbox.waiting(tmp_path) == []
+    path = inbox.submit(tmp_path, update_of("a"), at_step=7)
+    assert path == tmp_path / "inbox" / "a.safetensors"
+    (entry,) = inbox.waiting(tmp_path)
+    assert (entry.id, entry.path, entry.nbytes) == ("a", path, path.stat().st_size)
+    update, at_step = inbox.read(path)
+    assert (update.content_digest(), update.id, at_step) == (update_of("a").content_digest(), "a", 7)
+    assert inbox.read(inbox.submit(tmp_path, update_of("b")))[1] is None
+    inbox.done(path)
+    inbox.done(path)
+    assert [entry.id for entry in inbox.waiting(tmp_path)] == ["b"]
+
+
+def test_the_oldest_comes_first_and_what_is_being_written_does_not_show(tmp_path: Path) -> None:
+    for age, name in ((30, "b"), (10, "c"), (20, "a")):
+        os.utime(inbox.submit(tmp_path, update_of(name)), (1000 - age, 1000 - age))
+    (tmp_path / "inbox" / ".tmp-1.safetensors").write_text("half")
+    (tmp_path / "inbox" / ".tmp-2").write_text("half")
+    (tmp_path / "inbox" / "notes.txt").write_text("not ours")
+    assert [entry.id for entry in inbox.waiting(tmp_path)] == ["b", "a", "c"]
+    assert [entry.submitted_at for entry in inbox.waiting(tmp_path)] == [970, 980, 990]
+
+
+def test_submitting_the_same_again_changes_nothing_and_another_of_its_id_is_refused(tmp_path: Path) -> None:
+    path = inbox.submit(tmp_path, update_of("a"), at_step=3)
+    before = path.stat()
+    assert inbox.submit(tmp_path, update_of("a"), at_step=3) == path
+    assert path.stat().st_ino == before.st_ino
+    for update, step in ((update_of("a", 2.0), 3), (update_of("a"), 4), (update_of("a"), None)):
+        with pytest.raises(UpdateRefused, match=r"Another update of this id.*Received: a\."):
+            inbox.submit(tmp_path, update, at_step=step)
+    assert path.stat().st_ino == before.st_ino
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, True, "3", 2**63])
+def test_a_step_that_is_none_is_refused(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(UpdateRefused, match="step"):
+        inbox.submit(tmp_path, update_of("a"), at_step=step)
+    assert inbox.waiting(tmp_path) == []
+    path = tmp_path / "inbox" / "a.safetensors"
+    path.parent.mkdir()
+    write_durably(path, update_of("a").file_chunks({"at_step": step}))
+    with pytest.raises(UpdateRefused, match="step"):
+        inbox.read(path)
+
+
+def test_a_file_with_the_name_of_another_is_refused(tmp_path: Path) -> None:
+    path = inbox.submit(tmp_path, update_of("a"))
+    other = path.rename(path.with_name("b.safetensors"))
+    with pytest.raises(UpdateRefused, match="named like the update in it") as raised:
+        inbox.read(other)
+    assert (raised.value.expected, raised.value.received) == ("a.safetensors", "b.safetensors")
+
+
+def test_a_plain_file_dropped_in_is_refused_with_the_command_that_would_work(tmp_path: Path) -> None:
+    run_dir = tmp_path / "my runs"
+    path = run_dir / "inbox" / "delta.safetensors"
+    path.parent.mkdir(parents=True)
+    safetensors.numpy.save_file({"x": ONES}, path)
+    with pytest.raises(UpdateRefused) as raised:
+        inbox.read(path)
+    inbox.refuse(run_dir, path, raised.value)
+    moved = run_dir / "refused" / "delta.safetensors"
+    assert moved.exists()
+    assert f"replicast push '{run_dir}' --add '{moved}'" in str(inbox.refusals(run_dir)["delta"])
+
+
+def test_a_refusal_reaches_its_author_with_every_field(tmp_path: Path) -> None:
+    path = inbox.submit(tmp_path, update_of("a"))
+    error = UpdateRefused(
+        "Wrong", variable="x", expected="1", received="2", worker=3, remedy="Try again with another"
+    )
+    inbox.refuse(tmp_path, path, error)
+    found = inbox.refusals(tmp_path)
+    assert list(found) == ["a"]
+    assert found["a"].to_json() == error.to_json()
+    assert str(found["a"]) == str(error)
+    assert inbox.waiting(tmp_path) == []
+    inbox.refuse(tmp_path, path, error)
+
+
+def test_a_second_try_after_a_refusal_starts_anew(tmp_path: Path) -> None:
+    inbox.refuse(tmp_path, inbox.submit(tmp_path, update_of("a")), UpdateRefused("Disk full"))
+    inbox.note_stage(tmp_path, "a", Stage.REFUSED)
+    inbox.submit(tmp_path, update_of("a", 2.0))
+    assert inbox.refusals(tmp_path) == {}
+    stage = inbox.stage_of(tmp_path, "a")
+    assert stage is not None
+    assert stage["stage"] == Stage.PROPOSED
+
+
+def test_hostile_files_are_refused_and_moved_away(tmp_path: Path) -> None:
+    directory = tmp_path / "inbox"
+    directory.mkdir()
+    (directory / "torn.safetensors").write_bytes(b"".join(update_of("torn").file_chunks())[:-1])
+    (directory / "empty.safetensors").touch()
+    (directory / "dangling.safetensors").symlink_to(tmp_path / "nowhere")
+    (directory / "folder.safetensors").mkdir()
+    (directory / "large.safetensors").write_bytes(b"0" * 2000)
+    (directory / os.fsdecode(b"bad\xff.safetensors")).touch()
+    os.mkfifo(directory / "pipe.safetensors")
+    entries = inbox.waiting(tmp_path)
+    assert len(entries) == 7
+    for entry in entries:
+        with pytest.raises(UpdateRefused) as raised:
+            inbox.read(entry.path, max_bytes=1000)
+        inbox.refuse(tmp_path, entry.path, raised.value)
+    assert inbox.waiting(tmp_path) == []
+    assert len(inbox.refusals(tmp_path)) == 7
+
+
+def test_stages_are_noted_over_each_other(tmp_path: Path) -> None:
+    assert inbox.stage_of(tmp_path, "a") is None
+    inbox.note_stage(tmp_path, "a", Stage.STAGED)
+    inbox.note_stage(tmp_path, "a", Stage.COMMITTED, step=7)
+    found = inbox.stage_of(tmp_path, "a")
+    assert found is not None
+    assert (found["stage"], found["step"]) == ("committed", 7)
+    (tmp_path / "inbox" / "a.stage.json").write_text("")
+    assert inbox.stage_of(tmp_path, "a") is None
+    assert inbox.stage_of(tmp_path, "../inbox/a") is None
+    assert inbox.waiting(tmp_path) == []
+
+
+def test_a_damaged_reason_is_named(tmp_path: Path) -> None:
+    (tmp_path / "refused").mkdir()
+    (tmp_path / "refused" / "a.json").write_text('{"reason": 3}')
+    with pytest.raises(FileDamaged, match=r"a\.json"):
+        inbox.refusals(tmp_path)

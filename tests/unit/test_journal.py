@@ -1,0 +1,262 @@
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from replicast.errors import FileDamaged, UpdateRefused
+from replicast.journal import AnyJournal, Journal, MemoryJournal, Receipt, Record, StagedPayload, summarized
+from replicast.update import Stage, Update
+
+
+def update_of(number: int) -> Update:
+    return Update(id=f"u{number}", note="why").add("x", np.full(3, number, np.float32)).scale("y", 2)
+
+
+def record_of(sequence: int, update: Update, staged: StagedPayload) -> Record:
+    return Record(
+        sequence=sequence,
+        id=update.id,
+        step=10 * sequence,
+        sha256=staged.sha256,
+        nbytes=staged.nbytes,
+        author=update.author,
+        note=update.note,
+        edits=summarized(update.edits),
+        content_digest=update.content_digest(),
+        workers=2,
+        attempt=0,
+        scheduled=False,
+        committed_at=1.5,
+    )
+
+
+def receipt_of(sequence: int) -> Receipt:
+    return Receipt(sequence, f"u{sequence}", 10, {0: "aa", 11: "aa"}, 0.25, 0.125, 2.5, Stage.VERIFIED)
+
+
+def commit(journal: AnyJournal, sequence: int) -> Record:
+    update = update_of(sequence)
+    staged = journal.stage(update)
+    record = record_of(sequence, update, staged)
+    journal.commit(staged, record)
+    return record
+
+
+@pytest.fixture(params=["files", "memory"])
+def journal(request: pytest.FixtureRequest, tmp_path: Path) -> AnyJournal:
+    return Journal(tmp_path) if request.param == "files" else MemoryJournal()
+
+
+def test_what_is_committed_is_read_back_in_order(journal: AnyJournal) -> None:
+    assert journal.records() == []
+    records = [commit(journal, sequence) for sequence in range(1, 12)]
+    assert journal.records() == records
+    for sequence in range(1, 12):
+        loaded = journal.load(sequence)
+        assert loaded.content_digest() == update_of(sequence).content_digest()
+        assert (loaded.id, loaded.note) == (f"u{sequence}", "why")
+
+
+def test_what_is_only_staged_is_nothing_to_anybody(journal: AnyJournal) -> None:
+    staged = journal.stage(update_of(1))
+    assert journal.records() == []
+    journal.discard(staged)
+    journal.discard(staged)
+    journal.stage(update_of(2))
+    journal.clean()
+    assert journal.records() == []
+    assert commit(journal, 1) == journal.records()[0]
+
+
+def test_receipts_are_read_back(journal: AnyJournal) -> None:
+    commit(journal, 1)
+    assert journal.receipts() == {}
+    journal.write_receipt(receipt_of(1))
+    assert journal.receipts() == {1: receipt_of(1)}
+    assert len(journal.records()) == 1
+
+
+def test_a_place_beyond_the_next_and_a_record_of_another_are_mistakes(journal: AnyJournal) -> None:
+    staged = journal.stage(update_of(1))
+    with pytest.raises(ValueError, match="Received: 2"):
+        journal.commit(staged, record_of(2, update_of(1), staged))
+    with pytest.raises(ValueError, match="Received: u5 for u1"):
+        journal.commit(staged, record_of(1, update_of(5), staged))
+    with pytest.raises(FileDamaged):
+        journal.load(7)
+
+
+def test_a_second_journal_sees_what_the_first_wrote(tmp_path: Path) -> None:
+    record = commit(Journal(tmp_path), 1)
+    assert Journal(tmp_path).records() == [record]
+    assert sorted(path.name for path in (tmp_path / "updates").iterdir()) == [
+        "000001.json",
+        "000001.safetensors",
+    ]
+
+
+def test_the_millionth_update_has_more_digits(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    (tmp_path / "updates").mkdir()
+    (tmp_path / "updates" / "999999.json").write_text("{}")
+    commit(journal, 1_000_000)
+    assert (tmp_path / "updates" / "1000000.json").exists()
+    with pytest.raises(FileDamaged, match=r"000001\.json"):
+        journal.records()
+
+
+def test_a_place_that_is_taken_is_never_overwritten(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    record = commit(journal, 1)
+    staged = journal.stage(update_of(2))
+    with pytest.raises(FileDamaged, match="has this place"):
+        journal.commit(staged, record_of(1, update_of(2), staged))
+    assert journal.records() == [record]
+
+
+def test_a_payload_without_a_record_is_ignored_and_replaced(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    commit(journal, 1)
+    (tmp_path / "updates" / "000002.safetensors").write_bytes(b"a coordinator died here")
+    (tmp_path / "updates" / ".tmp-123").write_bytes(b"and here")
+    (tmp_path / "updates" / ".pending-x.safetensors").write_bytes(b"and here")
+    assert len(journal.records()) == 1
+    journal.clean()
+    assert not list((tmp_path / "updates").glob(".*"))
+    commit(journal, 2)
+    assert journal.load(2).id == "u2"
+
+
+def damage_json(directory: Path) -> str:
+    (directory / "000001.json").write_text("{")
+    return "000001.json"
+
+
+def damage_fields(directory: Path) -> str:
+    (directory / "000001.json").write_text('{"sequence": "x"}')
+    return "000001.json"
+
+
+def damage_number(directory: Path) -> str:
+    fields = json.loads((directory / "000001.json").read_text())
+    (directory / "000001.json").write_text(json.dumps(fields | {"sequence": 2}))
+    return "000001.json"
+
+
+def damage_hole(directory: Path) -> str:
+    (directory / "000001.json").unlink()
+    return "000001.json"
+
+
+def damage_missing_payload(directory: Path) -> str:
+    (directory / "000001.safetensors").unlink()
+    return "000001.safetensors"
+
+
+def damage_short_payload(directory: Path) -> str:
+    os.truncate(directory / "000001.safetensors", 100)
+    return "000001.safetensors"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [damage_json, damage_fields, damage_number, damage_hole, damage_missing_payload, damage_short_payload],
+)
+def test_damage_is_named_by_its_file(tmp_path: Path, damage: Callable[[Path], str]) -> None:
+    journal = Journal(tmp_path)
+    commit(journal, 1)
+    commit(journal, 2)
+    name = damage(tmp_path / "updates")
+    with pytest.raises(FileDamaged) as raised:
+        journal.records()
+    assert raised.value.path.name == name
+    with pytest.raises(FileDamaged):
+        journal.load(1)
+
+
+def test_every_flipped_byte_of_a_payload_is_noticed(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    commit(journal, 1)
+    path = tmp_path / "updates" / "000001.safetensors"
+    whole = path.read_bytes()
+    for position in range(0, len(whole), 7):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        with pytest.raises(FileDamaged, match="sha256"):
+            journal.load(1)
+    path.write_bytes(whole)
+    journal.load(1)
+
+
+def test_a_damaged_receipt_is_named(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    commit(journal, 1)
+    (tmp_path / "updates" / "000001.receipt.json").write_text('{"sequence": 1, "stage": "dreamt"}')
+    with pytest.raises(FileDamaged, match=r"000001\.receipt\.json"):
+        journal.receipts()
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, call: int, fired: list[str]) -> None:
+    """Makes the given one of all writes, syncs and renames fail, counted together from 0."""
+    count = iter(range(1000))
+    for name in ("write", "fsync", "rename"):
+        real: Callable[..., Any] = getattr(os, name)
+
+        def faulty(*args: Any, real: Callable[..., Any] = real, name: str = name, **kwargs: Any) -> Any:
+            if next(count) == call:
+                fired.append(name)
+                raise OSError(errno.EIO, "Input/output error")
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, faulty)
+
+
+def test_wherever_the_disk_fails_an_update_is_committed_or_not_or_nobody_can_know(tmp_path: Path) -> None:
+    outcomes: list[tuple[str | None, str]] = []
+    for call in range(100):
+        run_dir, fired = tmp_path / str(call), []
+        journal = Journal(run_dir)
+        commit(journal, 1)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            fail_at(monkeypatch, call, fired)
+            try:
+                commit(journal, 2)
+                outcome = "committed"
+            except UpdateRefused:
+                outcome = "refused"
+            except FileDamaged:
+                outcome = "unknown"
+        outcomes.append((fired[0] if fired else None, outcome))
+        names = {path.name for path in (run_dir / "updates").iterdir()}
+        expected = {"000001.json", "000001.safetensors"}
+        if outcome == "refused":
+            assert names == expected
+            assert len(Journal(run_dir).records()) == 1
+        else:
+            assert names == expected | {"000002.json", "000002.safetensors"}
+            assert Journal(run_dir).load(2).id == "u2"
+        if not fired:
+            break
+    assert [outcome for _, outcome in outcomes[-2:]] == ["unknown", "committed"]
+    assert {outcome for _, outcome in outcomes[:-2]} == {"refused"}
+    assert {name for name, _ in outcomes} == {"write", "fsync", "rename", None}
+
+
+def test_summaries_say_what_is_written() -> None:
+    update = (
+        Update()
+        .add("a", np.ones((2, 3), np.float32))
+        .scale("b", 2)
+        .add_rows("c", [5, 9], np.ones((2, 4), np.float32))
+        .add_low_rank("d", np.ones((7, 1), np.float32), np.ones((1, 8), np.float32))
+    )
+    assert summarized(update.edits) == (
+        {"operation": "add", "variable": "a", "shape": [2, 3]},
+        {"operation": "scale", "variable": "b", "shape": None},
+        {"operation": "add_rows", "variable": "c", "shape": [2, 4]},
+        {"operation": "add_low_rank", "variable": "d", "shape": [7, 8]},
+    )

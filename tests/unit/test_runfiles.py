@@ -1,0 +1,107 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from replicast.errors import FileDamaged
+from replicast.runfiles import (
+    RunInfo,
+    WorkerNote,
+    append_metrics,
+    last_metrics,
+    read_run_info,
+    read_worker_notes,
+    write_run_info,
+    write_worker_note,
+)
+from replicast.schema import Schema, Variable
+
+INFO = RunInfo(
+    1, Schema([Variable("x", (2, 3), "bfloat16", "trainable")]), workers=2, attempt=1, created_at=1.5
+)
+
+
+def note(rank: int, step: int = 3) -> WorkerNote:
+    return WorkerNote(rank, 100 + rank, "host", step, 0, 2.5, training=True, waiting_for="")
+
+
+def test_what_a_run_is_about_is_read_back(tmp_path: Path) -> None:
+    write_run_info(tmp_path / "run", INFO)
+    found = read_run_info(tmp_path / "run")
+    assert found.to_json() == INFO.to_json()
+    assert found.schema.digest() == INFO.schema.digest()
+
+
+def test_a_directory_of_something_else_is_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(FileDamaged, match="Is this a run directory"):
+        read_run_info(tmp_path)
+    with pytest.raises(FileDamaged, match="Is this a run directory"):
+        read_run_info(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "change", [{"format": 2}, {"schema": 3}, {"schema": {}}, {"workers": "many"}, {"created_at": None}]
+)
+def test_a_run_of_a_later_format_or_damaged_is_named(tmp_path: Path, change: dict) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(INFO.to_json() | change))
+    with pytest.raises(FileDamaged, match=r"run\.json"):
+        read_run_info(tmp_path)
+
+
+def test_each_worker_has_its_own_note_and_the_last_counts(tmp_path: Path) -> None:
+    assert read_worker_notes(tmp_path) == []
+    for rank in (10, 2, 0):
+        write_worker_note(tmp_path, note(rank))
+    write_worker_note(tmp_path, note(2, step=4))
+    assert read_worker_notes(tmp_path) == [note(0), note(2, step=4), note(10)]
+
+
+def test_a_damaged_note_is_left_out(tmp_path: Path) -> None:
+    write_worker_note(tmp_path, note(0))
+    (tmp_path / "workers" / "1.json").write_text("")
+    (tmp_path / "workers" / "2.json").write_text('{"rank": 2}')
+    assert read_worker_notes(tmp_path) == [note(0)]
+
+
+def test_the_last_metrics_are_those_of_the_last_step(tmp_path: Path) -> None:
+    assert last_metrics(tmp_path) is None
+    for step in range(3000):
+        append_metrics(tmp_path, step, {"loss": step / 2, "accuracy": 0.5})
+    found = last_metrics(tmp_path)
+    assert found is not None
+    assert (found["step"], found["values"]) == (2999, {"loss": 1499.5, "accuracy": 0.5})
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3000
+
+
+def test_a_loss_that_is_not_finite_stays_json_and_comes_back(tmp_path: Path) -> None:
+    append_metrics(tmp_path, 1, {"loss": math.nan, "other": -math.inf})
+    found = last_metrics(tmp_path)
+    assert found is not None
+    assert math.isnan(found["values"]["loss"])
+    assert found["values"]["other"] == -math.inf
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert line["values"] == {"loss": "nan", "other": "-inf"}
+
+
+def test_a_torn_last_line_is_ignored_and_takes_nothing_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_metrics(tmp_path, 1, {"loss": 1.0})
+    whole = path.read_bytes()
+    append_metrics(tmp_path, 2, {"loss": 2.0})
+    both = path.read_bytes()
+    for length in range(len(whole), len(both)):
+        path.write_bytes(both[:length])
+        found = last_metrics(tmp_path)
+        assert found is not None
+        assert found["step"] == 1
+        append_metrics(tmp_path, 3, {"loss": 3.0})
+        found = last_metrics(tmp_path)
+        assert found is not None
+        assert found["step"] == 3
+
+
+def test_a_file_without_a_whole_line_has_no_metrics(tmp_path: Path) -> None:
+    for content in (b"", b"x", b"\n", b"3\n", b"{}\n", b"x" * 200_000):
+        (tmp_path / "metrics.jsonl").write_bytes(content)
+        assert last_metrics(tmp_path) is None
