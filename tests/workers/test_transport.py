@@ -76,7 +76,7 @@ def receive_while_training(strategy: Any, hosts: Sequence[str], job: str, direct
             received.extend(worker.received([some(500_000, number)], number % worker.size, number))
         done.set()
 
-    begun = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda *_: training.set())
+    begun = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: training.set())
     with worker_on(hosts, job, directory) as worker:
         thread = threading.Thread(target=receive)
         thread.start()
