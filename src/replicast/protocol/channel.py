@@ -104,7 +104,7 @@ class Channel:
 
     def what_was_computed(self, round_: int) -> Computed | None:
         """What came of a function, or None when nothing did for a while. Coordinator only."""
-        text = self._get(f"computed/{round_}", LOOK_SECS)
+        text = self._get(f"computed/{round_}", LOOK_SECS / 10)  # somebody may park meanwhile
         return None if text is None else decode(text)
 
     def agree(self, what: str, value: str, timeout_secs: float) -> dict[int, str]:

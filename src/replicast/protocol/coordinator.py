@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from replicast.journal import AnyJournal, Record, StagedPayload, summarized
 from replicast.protocol.channel import Channel
 from replicast.protocol.member import Member
 from replicast.protocol.messages import (
+    Advance,
     Aim,
     Answer,
     Compute,
@@ -30,6 +32,7 @@ from replicast.protocol.messages import (
     Free,
     Go,
     Hold,
+    Parked,
     Paused,
     Proposal,
     Replay,
@@ -73,7 +76,8 @@ class Coordinator:
         self._durable = durable
         self._attempt = attempt
         self._round = 0
-        self._incoming: queue.Queue[Proposal | Paused] = queue.Queue()
+        self._incoming: queue.Queue[Proposal | Paused | Parked] = queue.Queue()
+        self._somebody_parked = threading.Event()
         self._paused: dict[int, dict[int, Paused]] = {}
         self._reminded: dict[int, float] = {}
         self._verifier = Verifier(self._channel, journal, member.threads.stopping)
@@ -111,6 +115,8 @@ class Coordinator:
     def _read(self) -> None:
         while not self._member.threads.stopping.is_set():
             proposal = self._channel.next_proposal()
+            if isinstance(proposal, Parked):
+                self._somebody_parked.set()
             if proposal is not None:
                 self._incoming.put(proposal)
 
@@ -125,9 +131,11 @@ class Coordinator:
             self._handle(first)
             self._replay_ahead()
 
-    def _handle(self, first: Proposal | Paused) -> None:
+    def _handle(self, first: Proposal | Paused | Parked) -> None:
         if isinstance(first, Paused):
             self._note_paused(first)
+        elif isinstance(first, Parked):
+            self._advance()
         elif first.source is not None:
             if self._is_new(first):
                 self._decide_computed(first)
@@ -146,7 +154,7 @@ class Coordinator:
         if after is not None:
             self._handle(after)
 
-    def _take_batch(self, first: Proposal) -> tuple[list[Proposal], Proposal | Paused | None]:
+    def _take_batch(self, first: Proposal) -> tuple[list[Proposal], Proposal | Paused | Parked | None]:
         """What waits behind `first` and may share its round, and the one after them that may not."""
         batch = [first]
         while len(batch) < BATCH:
@@ -154,7 +162,7 @@ class Coordinator:
                 following = self._incoming.get_nowait()
             except queue.Empty:
                 break
-            if isinstance(following, Paused) or following.source is not None or following.at_step is not None:
+            if not isinstance(following, Proposal) or not _is_plain(following):
                 return batch, following
             batch.append(following)
         return batch, None
@@ -269,6 +277,28 @@ class Coordinator:
             committed_at=time.time(),
         )
 
+    def _advance(self) -> int | None:
+        """If all workers stand at one boundary, has them apply there what is meant for a later one.
+
+        They are held while they are asked: one that only rests must not walk on in between.
+        """
+        if not self._somebody_parked.is_set():
+            return None
+        self._somebody_parked.clear()
+        self._round += 1
+        try:
+            answers = self._ask(Hold(self._round), self._member.patience.answer_secs)
+        except UpdateRefused as error:  # nothing was asked for that could be refused
+            logger.warning("the workers could not be asked where they stand: %s", error)
+            self._channel.append(Free(self._round))
+            return None
+        steps = {answer.step for answer in answers.values()}
+        together = len(steps) == 1 and all(answer.parked for answer in answers.values())
+        if together:
+            self._channel.append(Advance(min(steps)))
+        self._channel.append(Free(self._round))
+        return min(steps) if together else None
+
     # Computed at the boundary.
 
     def _decide_computed(
@@ -281,7 +311,7 @@ class Coordinator:
             step = self._agree_on_step(round_, proposal.at_step, lead=0)
             source = 0 if proposal.source is None else proposal.source
             self._channel.append(Compute(round_, step, proposal.id, source, variables))
-            computed = self._what_was_computed(round_, step, source)
+            step, computed = self._what_was_computed(round_, step, source)
             ready = self._stage(_with(proposal, computed))
         except UpdateRefused as error:
             self._channel.append(Free(round_))
@@ -290,7 +320,7 @@ class Coordinator:
         self._write_and_go(round_, step, [ready], scheduled=proposal.at_step is not None)
         return None
 
-    def _what_was_computed(self, round_: int, step: int, source: int) -> Computed:
+    def _what_was_computed(self, round_: int, step: int, source: int) -> tuple[int, Computed]:
         patience = self._member.patience
         ends: float | None = None
         while not self._member.threads.stopping.is_set():
@@ -298,7 +328,10 @@ class Coordinator:
             if computed is not None and computed.error is not None:
                 raise UpdateRefused.from_json(computed.error)
             if computed is not None:
-                return computed
+                return step, computed
+            moved_to = self._advance()
+            if moved_to is not None:
+                step = min(step, moved_to)
             if ends is None and self._member.gate.step >= step:  # until then, training takes its time
                 ends = time.monotonic() + patience.compute_secs
             if ends is not None and time.monotonic() > ends:
@@ -402,6 +435,10 @@ class Coordinator:
     def _drop(self, proposal: Proposal, error: UpdateRefused) -> None:
         self._known.pop(proposal.id, None)
         self._channel.append(Drop(proposal.id, proposal.content_digest, error.to_json()))
+
+
+def _is_plain(proposal: Proposal) -> bool:
+    return proposal.source is None and proposal.at_step is None
 
 
 def _with(proposal: Proposal, computed: Computed) -> Proposal:

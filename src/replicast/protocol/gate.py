@@ -60,10 +60,19 @@ class Gate:
         work: What to do at a stop.
         check: Raises when waiting is in vain, because a thread or another worker has died.
         timeout_secs: How long an undecided stop may keep the training thread.
+        on_parked: Called with the step when the training thread parks before something that is meant for a
+            later boundary.
     """
 
-    def __init__(self, work: Work, check: Callable[[], None], timeout_secs: float) -> None:
+    def __init__(
+        self,
+        work: Work,
+        check: Callable[[], None],
+        timeout_secs: float,
+        on_parked: Callable[[int], None] = lambda step: None,
+    ) -> None:
         self._work = work
+        self._on_parked = on_parked
         self._check = check
         self._timeout_secs = timeout_secs
         self._changed = threading.Condition()
@@ -94,6 +103,10 @@ class Gate:
         """
         with self._changed:
             self._here = True
+            step = self.step
+            too_early = any(stop.step > step and _may_move(stop) for stop in self._stops)
+        if too_early:
+            self._on_parked(step)
         return self._serve(done, timeout_secs)
 
     def wake(self) -> None:
@@ -140,10 +153,10 @@ class Gate:
             self._changed.notify_all()
 
     def bring_forward(self) -> None:
-        """Training has paused: what was meant for one of the next steps, by nobody's wish, is due now."""
+        """All workers stand here: what was meant for one of the next steps, by nobody's wish, is due now."""
         with self._changed:
             for stop in self._stops:
-                if stop.go is not None and not stop.go.scheduled:
+                if _may_move(stop):
                     stop.step = min(stop.step, self.step)
             self._changed.notify_all()
 
@@ -199,6 +212,11 @@ class Gate:
 
     def _stop(self, round_: int) -> Stop:
         return next(stop for stop in self._stops if stop.round == round_)
+
+
+def _may_move(stop: Stop) -> bool:
+    """Whether its step is ours to choose: no author asked for it, and no journal."""
+    return stop.round >= 0 and not (stop.go is not None and stop.go.scheduled)
 
 
 def _order(stop: Stop) -> tuple[int, int]:

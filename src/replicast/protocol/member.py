@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from replicast.protocol.channel import Channel
 from replicast.protocol.functions import Function, computed_update
 from replicast.protocol.gate import Gate
 from replicast.protocol.messages import (
+    Advance,
     Aim,
     Answer,
     Applied,
@@ -36,6 +38,7 @@ from replicast.protocol.messages import (
     Free,
     Go,
     Hold,
+    Parked,
     Paused,
     Proposal,
     Replay,
@@ -62,6 +65,7 @@ class Patience:
         decide_secs: For the coordinator, by a training thread that stands at a boundary.
         compute_secs: For a function that runs at a boundary, once all have come there.
         begin_secs: For the other workers to make their `Replicas`.
+        park_secs: For the other workers to wait as well, by a training thread that waits for a result.
     """
 
     stage_secs: float = 120.0
@@ -69,6 +73,7 @@ class Patience:
     decide_secs: float = 900.0
     compute_secs: float = 600.0
     begin_secs: float = 600.0
+    park_secs: float = 5.0
 
 
 class Member:
@@ -95,7 +100,7 @@ class Member:
         self.limits = limits or Limits()
         self.threads = Threads(on_death=lambda: self.gate.wake())
         self._check_elsewhere = check
-        self.gate = Gate(self, self._check, self.patience.decide_secs)
+        self.gate = Gate(self, self._check, self.patience.decide_secs, self._say_parked)
         self._tickets = Tickets()
         self._outbox: queue.Queue[Callable[[], None]] = queue.Queue()
         self._staged: dict[str, tuple[Update, str]] = {}
@@ -193,7 +198,9 @@ class Member:
             self.state.apply(update.edits)
             applied_at = time.time()
             digest = self.state.digest(update.edits)
-            self.transport.release(parcel_id)
+            # Giving back the memory takes as long as applying: not in this thread.
+            self._outbox.put(partial(self._let_go, update, parcel_id))
+            del update
             stall_secs = time.monotonic() - since
             self.channel.applied(sequence, Applied(digest, step, applied_at, stall_secs))
             for ticket in self._tickets.about(id_):
@@ -218,6 +225,10 @@ class Member:
             send = self.threads.take(self._outbox)
             if send is not None:
                 send()
+
+    def _let_go(self, update: Update, parcel_id: str) -> None:
+        del update
+        self.transport.release(parcel_id)
 
     def _post_update(self, update: Update, ticket: Ticket, at_step: int | None) -> None:
         try:
@@ -259,7 +270,10 @@ class Member:
                 return Answer(step=step, parked=parked)
             case Aim(round_, step):
                 self.gate.aim(round_, step)
+            case Advance():
+                self.gate.bring_forward()
             case Compute():
+                self._note_step(message.id, message.step)
                 self.gate.compute(message)
             case Go():
                 self._note_committed(message)
@@ -294,6 +308,10 @@ class Member:
         for ticket in self._tickets.about(message.id):
             ticket.stage = Standing.STAGED
         return Answer()
+
+    def _note_step(self, id_: str, step: int) -> None:
+        for ticket in self._tickets.about(id_):
+            ticket.step = step
 
     def _note_committed(self, go: Go) -> None:
         for _, id_ in go.updates:
@@ -339,11 +357,9 @@ class Member:
 
     def _wait_for(self, ticket: Ticket, timeout: float | None) -> bool:
         if self.in_training_thread():
-
-            def settled_or_later() -> bool:
-                return ticket.done() or (ticket.stage is Standing.COMMITTED and self._is_later(ticket.step))
-
-            self.gate.park(settled_or_later, timeout)
+            hopeless = _Since(lambda: ticket.step is not None and ticket.step > self.gate.step)
+            park_secs = self.patience.park_secs
+            self.gate.park(lambda: ticket.done() or hopeless.secs() > park_secs, timeout)
             return ticket.done()
         ends = None if timeout is None else time.monotonic() + timeout
         while not ticket.wait(0.5 if ends is None else max(0.0, min(0.5, ends - time.monotonic()))):
@@ -352,12 +368,29 @@ class Member:
                 return False
         return True
 
-    def _is_later(self, step: int | None) -> bool:
-        return step is not None and step > self.gate.step
+    def _say_parked(self, step: int) -> None:
+        parked = Parked(self.channel.rank, step)
+        self._outbox.put(lambda: self.channel.post(parked))
 
     def _check(self) -> None:
         self._check_elsewhere()
         self.threads.check()
+
+
+class _Since:
+    """How long a condition has held, each time it is asked."""
+
+    def __init__(self, holds: Callable[[], bool]) -> None:
+        self._holds = holds
+        self._since: float | None = None
+
+    def secs(self) -> float:
+        if not self._holds():
+            self._since = None
+            return 0.0
+        if self._since is None:
+            self._since = time.monotonic()
+        return time.monotonic() - self._since
 
 
 def diverged_error(id_: str, step: int, digests: Mapping[int, str]) -> ReplicasDiverged:

@@ -1,9 +1,9 @@
 """What workers say to each other about updates: one small frozen class per sentence, JSON on the way.
 
-to the coordinator, by any worker     Proposal · Paused
-to all workers, by the coordinator    Stage · Drop · Hold · Aim · Compute · Go · Free · Replay · Resume
-                                      Verified · Failed
-back to the coordinator               Answer, to one sentence; Applied, to one update
+- To the coordinator, by any worker: Proposal, Paused, Parked.
+- To all workers, by the coordinator: Stage, Drop, Hold, Aim, Compute, Go, Free, Advance, Replay, Resume,
+  Verified, Failed.
+- Back to the coordinator: Answer, to one sentence; Computed, to one order; Applied, to one update.
 """
 
 from __future__ import annotations
@@ -46,6 +46,17 @@ class Paused:
     rank: int
     step: int
     intent: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A worker waits at a boundary, for whatever reason, and something is meant for a later one.
+
+    It was asked where it would stop while it was on its way here, and could not know that it would wait.
+    """
+
+    rank: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +129,13 @@ class Free:
 
 
 @dataclass(frozen=True, slots=True)
+class Advance:
+    """All workers are held at the same boundary: what was meant for one of the next is due at this one."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Replay:
     """What the journal holds from an earlier life of the job: each entry is [round, step]."""
 
@@ -185,13 +203,11 @@ class Applied:
     stall_secs: float
 
 
-Message = (
-    Proposal | Paused | Stage | Drop | Hold | Aim | Compute | Go | Free | Replay | Resume | Verified | Failed
-)
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        *(Proposal, Paused, Stage, Drop, Hold, Aim, Compute, Go, Free, Replay, Resume, Verified, Failed),
+        *(Proposal, Paused, Parked),
+        *(Stage, Drop, Hold, Aim, Compute, Go, Free, Advance, Replay, Resume, Verified, Failed),
         *(Answer, Computed, Applied),
     )
 }

@@ -23,7 +23,7 @@ class Ticket:
         proposed_at: When it was proposed, in seconds since the epoch.
     """
 
-    def __init__(  # noqa: D417 - the first two are attributes
+    def __init__(
         self,
         id: str,  # noqa: A002 - the update's own word
         content_digest: str,
@@ -51,8 +51,8 @@ class Ticket:
         """Blocks until every worker has applied the update and the digests agree, at most `timeout` seconds.
 
         In the training thread, between steps, that can only come to pass if all other workers wait as well (in
-        `sync`, at the end of the script). When it is committed for a step that this very thread has to run
-        first, `UpdatePending` is raised at once; ask again later, or in another thread.
+        `sync`, at the end of the script). If they do not within some seconds, it is due at a step that this very
+        thread has to run first, and `UpdatePending` is raised; ask again later, or in another thread.
 
         Raises:
             UpdateRefused: It was refused: no replica has changed.

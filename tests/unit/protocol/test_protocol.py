@@ -240,9 +240,8 @@ def test_a_dead_background_thread_makes_the_next_boundary_raise() -> None:
 
 
 def test_workers_that_pause_for_different_reasons_are_told() -> None:
-    with Job(2) as job:
-        with pytest.raises(UpdateRefused, match="different places"):
-            job.on_all(lambda worker: worker.member.pause("drain" if worker.rank else "close"))
+    with Job(2) as job, pytest.raises(UpdateRefused, match="different places"):
+        job.on_all(lambda worker: worker.member.pause("drain" if worker.rank else "close"))
 
 
 def test_an_update_is_applied_at_the_first_boundary_when_several_steps_are_one_execution() -> None:
@@ -287,3 +286,21 @@ def test_a_restarted_job_applies_the_journal_again_each_update_at_its_step() -> 
         assert second.workers[0].applied[2][0] == 30
         assert second.workers[0].applied == second.workers[1].applied
         assert repeated[0].result(DEADLINE_SECS).sequence == 1
+
+
+def test_a_function_runs_while_all_wait_at_the_end_of_their_scripts() -> None:
+    with Job(3) as job:
+        job.train(3)
+
+        def end_of_script(worker: Worker) -> Any:
+            worker.member.arrive(3)
+            receipt = None
+            if worker.rank == 0:
+                ticket = worker.member.propose_function("one", lambda v: {"bias": v["bias"] + 1}, 0, None)
+                receipt = ticket.result(DEADLINE_SECS)
+            worker.member.pause("drain")
+            worker.member.pause("close")
+            return receipt
+
+        assert job.on_all(end_of_script)[0].step == 3
+        assert job.values()[0] == job.values()[1] == job.values()[2]

@@ -18,7 +18,7 @@ from replicast.transport import MemoryTransport
 from replicast.update import Update
 
 DEADLINE_SECS = 20.0
-PATIENCE = Patience(stage_secs=5, answer_secs=5, decide_secs=10, compute_secs=5, begin_secs=10)
+PATIENCE = Patience(stage_secs=5, answer_secs=5, decide_secs=10, compute_secs=5, begin_secs=10, park_secs=0.5)
 
 
 def start_values() -> dict[str, np.ndarray[Any, Any]]:
@@ -40,7 +40,7 @@ class Worker:
         self.failure: JobFailed | None = None
         self.member = Member(
             Channel(self.coordination, "test", rank, job.size),
-            MemoryTransport(job.board, rank) if _takes_rank() else MemoryTransport(job.board),
+            MemoryTransport(job.board, rank),
             self.state,
             patience=PATIENCE,
             check=self._check,
@@ -65,10 +65,6 @@ class Worker:
         """What another worker's death looks like from here: every wait ends."""
         self.failure = JobFailed("a worker died")
         self.member.gate.wake()
-
-
-def _takes_rank() -> bool:
-    return "rank" in MemoryTransport.__init__.__code__.co_varnames
 
 
 class Job:
