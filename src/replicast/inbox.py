@@ -1,25 +1,41 @@
 """The inbox of a run directory: how updates from outside a job come in, and how their authors hear back.
 
 inbox/<id>.safetensors      waits; renamed in when it is complete
-inbox/<id>.stage.json       how far it has come
+inbox/<id>.stage.json       how far it has come; kept for an hour after the end, for whoever waits for it
 refused/<id>.json           why it was refused; the file itself lies beside it
+
+Who takes an update and who withdraws it may meet. The job first notes that it has taken it and then opens the
+file; who withdraws first renames the file and then looks at the note. Whoever is second sees the other.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from replicast.errors import FileDamaged, UpdateRefused
-from replicast.files import json_bytes, read_bytes, read_json, sync_directory, write_durably, write_quickly
+from replicast.files import (
+    TEMPORARY,
+    json_bytes,
+    read_bytes,
+    read_json,
+    remove_leftovers,
+    sync_directory,
+    write_durably,
+    write_quickly,
+)
+from replicast.journal import Journal
 from replicast.update import Stage, Update
 
 _UPDATE, _STAGE = ".safetensors", ".stage.json"
+_KEEP_SECS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +129,77 @@ def read(path: Path, max_bytes: int | None = None) -> tuple[Update, int | None]:
     return update, _checked_step(description.get("at_step"))
 
 
+def take(run_dir: Path, path: Path, max_bytes: int | None = None) -> tuple[Update, int | None] | None:
+    """Reads an update as the job that will propose it: from now on it cannot be withdrawn. Only worker 0.
+
+    Returns:
+        What `read` returns; None when the update was withdrawn in the meantime.
+
+    Raises:
+        UpdateRefused: As in `read`.
+        OSError: The note cannot be written.
+    """
+    note_stage(run_dir, path.name.removesuffix(_UPDATE), Stage.PROPOSED, taken_by=this_process())
+    try:
+        return read(path, max_bytes)
+    except UpdateRefused as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
+
+
+def this_process() -> dict[str, Any]:
+    """Who has taken an update, for `note_stage`."""
+    return {"pid": os.getpid(), "host": socket.gethostname()}
+
+
+def withdraw(run_dir: Path, update_id: str, *, job_is_running: bool) -> bool:
+    """Removes an update that waits, unless a job has taken it already.
+
+    Args:
+        run_dir: The run directory.
+        update_id: The update's id.
+        job_is_running: Decides when the job that took it was on another host, where no process can be seen.
+
+    Returns:
+        True when the update is gone and nobody will apply it. False when it was not there, or it is too late:
+        then it is where it was.
+
+    Raises:
+        OSError: It cannot be removed.
+    """
+    if Path(update_id).name != update_id:
+        return False
+    path = _inbox(run_dir) / f"{update_id}{_UPDATE}"
+    aside = path.with_name(f"{TEMPORARY}withdrawn-{os.getpid()}-{time.monotonic_ns()}")
+    try:
+        path.rename(aside)
+    except FileNotFoundError:
+        return False
+    if _is_taken(run_dir, update_id, job_is_running=job_is_running):
+        aside.rename(path)
+        return False
+    aside.unlink(missing_ok=True)
+    (_inbox(run_dir) / f"{update_id}{_STAGE}").unlink(missing_ok=True)
+    sync_directory(path.parent)
+    return True
+
+
+def clean(run_dir: Path) -> None:
+    """Removes what nobody needs any more: notes of updates that left long ago, and half-written files.
+
+    Raises:
+        OSError: Something cannot be removed.
+    """
+    inbox = _inbox(run_dir)
+    remove_leftovers(inbox)
+    for path in list(inbox.glob(f"*{_STAGE}")):
+        update = path.with_name(f"{path.name.removesuffix(_STAGE)}{_UPDATE}")
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime >= _KEEP_SECS and not update.exists():
+                path.unlink()
+
+
 def refuse(run_dir: Path, path: Path, error: UpdateRefused) -> None:
     """Writes down why an update is refused, then moves its file out of the inbox.
 
@@ -122,10 +209,12 @@ def refuse(run_dir: Path, path: Path, error: UpdateRefused) -> None:
     refused = _refused(run_dir)
     refused.mkdir(parents=True, exist_ok=True)
     reason = {"reason": error.to_json(), "refused_at": time.time()}
-    write_durably(refused / f"{path.name.removesuffix(_UPDATE)}.json", [json_bytes(reason)])
+    update_id = path.name.removesuffix(_UPDATE)
+    write_durably(refused / f"{update_id}.json", [json_bytes(reason)])
     with contextlib.suppress(FileNotFoundError):
         path.rename(refused / path.name)
         sync_directory(refused)
+    note_stage(run_dir, update_id, Stage.REFUSED)
 
 
 def done(path: Path) -> None:
@@ -175,6 +264,31 @@ def stage_of(run_dir: Path, update_id: str) -> dict[str, Any] | None:
         return read_json(_inbox(run_dir) / f"{update_id}{_STAGE}")
     except FileDamaged:  # Written without waiting for the disk: a power cut may have taken it.
         return None
+
+
+def _is_taken(run_dir: Path, update_id: str, *, job_is_running: bool) -> bool:
+    taker = (stage_of(run_dir, update_id) or {}).get("taken_by")
+    if isinstance(taker, dict):
+        if taker.get("host") != socket.gethostname():
+            taken = job_is_running
+        else:
+            taken = _is_alive(taker.get("pid"))
+        if taken:
+            return True
+    # A job that died may have committed it first: the next one will apply it, whatever lies in the inbox.
+    return any(record.id == update_id for record in Journal(run_dir).records())
+
+
+def _is_alive(pid: Any) -> bool:
+    if type(pid) is not int or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
 
 
 def _inbox(run_dir: Path) -> Path:

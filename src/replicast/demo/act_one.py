@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from replicast.demo.acts import Player, Replicas, all_equal
+from replicast.demo.acts import DELTA, Player, Replicas, all_equal
+from replicast.demo.errands import Errand
 from replicast.demo.screen import print_replicas, print_text
 
 if TYPE_CHECKING:
@@ -18,7 +20,6 @@ ASSIGNED = "after worker 0 assigned"
 CONTINUED = "after 50 more steps"
 TRAINING_STEPS = 200
 MORE_STEPS = 50
-DELTA = 0.05
 
 
 class OneWorkerAssigns:
@@ -48,6 +49,10 @@ class OneWorkerAssigns:
             CONTINUED: f"3. Both trained {MORE_STEPS} more steps. Does that bring them together again?",
         }[moment]
 
+    def errand(self, moment: str, directory: Path) -> Errand | None:
+        """Nobody outside takes part."""
+        return None
+
     def show(self, replicas: Replicas, console: Console) -> list[str]:
         """Shows the table, and what it means if it is what the act claims."""
         print_replicas({moment: replicas[moment] for moment in self.moments}, console)
@@ -60,7 +65,6 @@ class OneWorkerAssigns:
                 "error.[/]",
                 console,
             )
-            print_text("Still to come in this demo: one worker writes, every replica follows.", console)
         return problems
 
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from replicast.demo.errands import Errand
 from replicast.demo.notes import Moment
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    import replicast
+
 WORKERS = 2
+CHANGED, CHANGED_SHAPE, DELTA = "hidden/kernel", (64, 32), 0.05
+"""The correction of both acts: what is added, to each element of which variable of the workers' model."""
+RUN = "run"
+"""The directory, beside the notes, through which a process outside reaches the workers."""
 
 Replicas = Mapping[str, Sequence[Moment]]
 """The replicas of all workers, in the order of the workers, at each moment."""
@@ -25,6 +33,9 @@ class Player(Protocol):
     def train(self, doing: str, steps: int) -> None:
         """Trains for so many steps, together with the other workers."""
 
+    def open_replicas(self) -> replicast.Replicas:
+        """Makes this worker's `Replicas`; training has their callback from then on. All workers, once."""
+
     def note_moment(self, name: str) -> None:
         """Notes down what this worker's replica is now."""
 
@@ -35,7 +46,7 @@ class Act(Protocol):
     Attributes:
         title: Its heading on the screen.
         moments: What it notes on every worker, in order.
-        steps: How many training steps it takes, for the progress bar.
+        steps: About how many training steps it takes, for the progress bar.
     """
 
     title: str
@@ -48,8 +59,22 @@ class Act(Protocol):
     def tell(self, moment: str) -> str:
         """What was done to come to a moment, and why: one or two lines for the screen."""
 
+    def errand(self, moment: str, directory: Path) -> Errand | None:
+        """What a process outside of the job is to do once all workers have come to a moment.
+
+        The next moment is told when it has ended.
+
+        Args:
+            moment: Where all workers are.
+            directory: Holds the notes, and `RUN`; files of the errand go here too.
+        """
+
     def show(self, replicas: Replicas, console: Console) -> list[str]:
         """Shows the outcome when all moments are in.
+
+        Args:
+            replicas: All moments so far, those of earlier acts too.
+            console: The screen.
 
         Returns:
             What did not happen as the act claims; empty when all did.
@@ -59,8 +84,9 @@ class Act(Protocol):
 def programme() -> tuple[Act, ...]:
     """The acts that the demo plays."""
     from replicast.demo.act_one import OneWorkerAssigns
+    from replicast.demo.act_two import EveryReplicaFollows
 
-    return (OneWorkerAssigns(),)
+    return (OneWorkerAssigns(), EveryReplicaFollows())
 
 
 def total_steps(acts: Sequence[Act]) -> int:

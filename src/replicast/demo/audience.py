@@ -11,10 +11,13 @@ from typing import Self
 from rich.console import Console
 
 from replicast.demo.acts import WORKERS, Act
+from replicast.demo.errands import Errand, RunningErrand, start
 from replicast.demo.notes import Moment, Note, NoteReader, notes_path
-from replicast.demo.screen import Bar, print_heading, print_text
+from replicast.demo.screen import INDENT, Bar, print_command, print_heading, print_output, print_text
 
 LOOK_SECS = 0.05
+ERRAND_SECS = 10.0
+"""How long an errand may go on when the workers have played to their end."""
 
 
 class Audience:
@@ -27,7 +30,9 @@ class Audience:
     def __init__(self, acts: Sequence[Act], notes_dir: Path, bar: Bar, console: Console) -> None:
         self.problems: list[str] = []
         self._acts = acts
+        self._notes_dir = notes_dir
         self._bar = bar
+        self._errand: tuple[Errand, RunningErrand] | None = None
         self._console = console
         self._readers = [NoteReader(notes_path(notes_dir, worker)) for worker in range(WORKERS)]
         self._replicas: dict[str, dict[int, Moment]] = {}
@@ -45,6 +50,8 @@ class Audience:
     ) -> None:
         self._workers_ended.set()
         self._thread.join()
+        if self._errand is not None:
+            self._errand[1].stop()
         if self._error is not None and error is None:
             raise self._error
 
@@ -58,7 +65,7 @@ class Audience:
         for reader in self._readers:
             for note in reader.new():
                 self._take(note)
-        while self._expected and len(self._replicas.get(self._expected[0][1], ())) == WORKERS:
+        while self._expected and self._all_are_at(self._expected[0][1]) and self._errand_has_ended():
             self._reach(*self._expected[0])
             del self._expected[0]
 
@@ -70,6 +77,22 @@ class Audience:
         except BaseException as error:  # Raised again where it is seen, when the workers have ended.
             self._error = error
 
+    def _all_are_at(self, moment: str) -> bool:
+        return len(self._replicas.get(moment, ())) == WORKERS
+
+    def _errand_has_ended(self) -> bool:
+        if self._errand is None:
+            return True
+        errand, running = self._errand
+        code = running.exit_code(ERRAND_SECS if self._workers_ended.is_set() else 0.0)
+        if code is None:
+            return False
+        self._errand = None
+        print_output(running.output(), self._console)
+        if code != 0:
+            self.problems.append(f"`{errand.command}` ended with exit code {code}")
+        return True
+
     def _take(self, note: Note) -> None:
         if isinstance(note, Moment):
             self._replicas.setdefault(note.name, {})[note.worker] = note
@@ -80,8 +103,15 @@ class Audience:
         if moment == act.moments[0]:
             print_heading(act.title, self._console)
         print_text(act.tell(moment), self._console)
+        errand = act.errand(moment, self._notes_dir)
+        if errand is not None:
+            print_text(errand.announcement, self._console)
+            print_command(errand.command, self._console)
+            self._errand = errand, start(errand, self._console.width - len(INDENT))
         if moment == act.moments[-1]:
             replicas = {
-                name: [self._replicas[name][worker] for worker in range(WORKERS)] for name in act.moments
+                name: [workers[worker] for worker in range(WORKERS)]
+                for name, workers in self._replicas.items()
+                if self._all_are_at(name)
             }
             self.problems += act.show(replicas, self._console)

@@ -18,6 +18,8 @@ from replicast.demo.notes import Moment, Progress
 
 WIDEST = 96
 """Lines longer than this are hard to read, however wide the terminal."""
+INDENT = "   "
+"""In front of what another process prints."""
 _SHORT_DIGEST = 8
 _DOING_WIDTH, _BAR_WIDTH = 34, 22
 """Together they leave room at the right: the ^C that a terminal echoes must not begin a new line."""
@@ -44,6 +46,17 @@ def print_heading(title: str, console: Console) -> None:
 def print_text(markup: str, console: Console) -> None:
     """A paragraph."""
     console.print(markup)
+
+
+def print_command(command: str, console: Console) -> None:
+    """A command as people type it."""
+    console.print(Text(f"{INDENT}$ {command}", style="bold"))
+
+
+def print_output(output: str, console: Console) -> None:
+    """What a command has printed, as it is."""
+    for line in output.splitlines():
+        console.print(Text(f"{INDENT}{line}"), soft_wrap=True)
 
 
 def print_replicas(replicas: Mapping[str, Sequence[Moment]], console: Console) -> None:
@@ -106,6 +119,6 @@ class _LiveBar:
         self._bar.update(
             self._task,
             description=f"{now.doing}, loss {now.loss:.3f}",
-            completed=now.done,
+            completed=min(now.done, self._steps),  # How long an act takes is known only about.
             total=self._steps,
         )

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 import replicast
-from replicast.demo.acts import programme
+from replicast.demo.acts import RUN, programme
 from replicast.demo.notes import Moment, NoteWriter, Progress, notes_path
 from replicast.digest import digest_state
 
@@ -37,6 +37,8 @@ class DigitsPlayer:
         self._images = (digits.data / 16.0).astype(np.float32)
         self._labels = digits.target
         self._done = 0
+        self._run_dir = directory / RUN
+        self._boundaries: list[keras.callbacks.Callback] = []
         with strategy.scope():
             self.model = build_model()
 
@@ -54,8 +56,14 @@ class DigitsPlayer:
             batch_size=BATCH,
             epochs=steps // STEPS_PER_EPOCH,
             verbose=0,
-            callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=step_done)],
+            callbacks=[*self._boundaries, keras.callbacks.LambdaCallback(on_train_batch_end=step_done)],
         )
+
+    def open_replicas(self) -> replicast.Replicas:
+        """Makes this worker's `Replicas`; training has their callback from then on. All workers, once."""
+        replicas = replicast.Replicas(self.model, run_dir=self._run_dir)
+        self._boundaries.append(replicas.callback())
+        return replicas
 
     def note_moment(self, name: str) -> None:
         """Notes down what this worker's replica is now."""

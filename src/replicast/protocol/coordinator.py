@@ -232,7 +232,8 @@ class Coordinator:
             step = at_step
         elif self._durable and not any(answer.parked for answer in answers.values()):
             step += lead
-        self._channel.append(Aim(round_, step))
+        if any(answer.step != step for answer in answers.values()):
+            self._channel.append(Aim(round_, step))
         return step
 
     def _write_and_go(self, round_: int, step: int, ready: list[Ready], *, scheduled: bool) -> None:

@@ -17,6 +17,7 @@ from replicast import inbox
 from replicast.errors import ReplicastError, UpdateFailed, UpdatePending, UpdateRefused
 from replicast.protocol import Member, Ticket
 from replicast.runfiles import WorkerNote, append_metrics, write_worker_note
+from replicast.update import Stage
 
 logger = logging.getLogger("replicast")
 
@@ -59,6 +60,8 @@ class Housekeeping:
         if self._run_dir is None:
             return
         noted = 0.0
+        if self._member.channel.rank == 0:
+            self._with_files(inbox.clean, self._run_dir)
         while not self._member.threads.stopping.wait(LOOK_SECS):
             now = time.monotonic()
             if now - noted >= NOTE_SECS:
@@ -112,11 +115,13 @@ class Housekeeping:
 
     def _propose(self, run_dir: Path, path: Path) -> None:
         try:
-            update, at_step = inbox.read(path, self._member.limits.max_bytes)
+            taken = inbox.take(run_dir, path, self._member.limits.max_bytes)
         except UpdateRefused as error:
             inbox.refuse(run_dir, path, error)
             return
-        self._proposed[path] = (self._member.propose(update, at_step), "")
+        if taken is not None:
+            update, at_step = taken
+            self._proposed[path] = (self._member.propose(update, at_step), Stage.PROPOSED)
 
     def _settle_inbox(self, run_dir: Path) -> None:
         """Says how far each proposal has come; one that is through leaves the inbox, a refused one is kept."""
@@ -125,20 +130,29 @@ class Housekeeping:
                 self._leave_inbox(run_dir, path, ticket)
             elif said != ticket.stage:
                 self._proposed[path] = (ticket, ticket.stage)
-                inbox.note_stage(run_dir, ticket.id, ticket.stage, step=ticket.step)
+                self._note_stage(run_dir, ticket)
+
+    def _note_stage(self, run_dir: Path, ticket: Ticket, **fields: Any) -> None:
+        inbox.note_stage(
+            run_dir, ticket.id, ticket.stage, step=ticket.step, taken_by=inbox.this_process(), **fields
+        )
 
     def _leave_inbox(self, run_dir: Path, path: Path, ticket: Ticket) -> None:
         try:
-            ticket.result(timeout=0)
+            receipt = ticket.result(timeout=0)
         except UpdateRefused as error:
             inbox.refuse(run_dir, path, error)
         except UpdatePending:
             return  # the job has ended: what is not committed stays for the next one
         except UpdateFailed as error:
             logger.error("%s", error)
+            self._note_stage(run_dir, ticket, reason=str(error))
             inbox.done(path)
         except ReplicastError:
             return
         else:
+            # With the receipt: without a journal on disk, its author finds it nowhere else.
+            self._note_stage(run_dir, ticket, receipt=receipt.to_json())
             inbox.done(path)
         del self._proposed[path]
+        inbox.clean(run_dir)
