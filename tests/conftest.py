@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -44,6 +45,12 @@ def pool2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 def pool3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """Three workers."""
     yield from _shared_pool(3, tmp_path_factory)
+
+
+def pytest_configure() -> None:
+    """Lets Ctrl-C through to the jobs that tests start: a shell ignores it for what runs behind it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

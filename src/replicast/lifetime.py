@@ -130,8 +130,8 @@ class Lifetime:
     def before_leaving(self, act: Callable[[], None]) -> None:
         """Has `act` called at the end of the script, unless the job has failed; the last given comes first.
 
-        The others have been told by then that this worker left: should they still train, they fail, and `check`
-        raises here.
+        The others have been told by then that this worker left: should they still train, they fail, and
+        `check` raises here.
         """
         self._before_leaving.insert(0, act)
 

@@ -138,7 +138,7 @@ class Channel:
         self._proposals_known = proposals
 
     def forget_read(self) -> None:
-        """Removes from the service what all workers have read. Coordinator only, when it has nothing to do."""
+        """Removes from the service what all workers have read. Coordinator only, when it is idle."""
         if not self._answered:
             return
         for entry in range(self._forgotten, self._answered[-1] + 1):

@@ -5,9 +5,9 @@
     journal  payload and record are on disk
     go       all workers apply at that step
 
-The list of what a round commits is taken before anyone is asked, and never grows. Until the record is written
-the round can be called off and no replica has changed; from then on it will be applied, by a later life of the
-job if not by this one.
+The list of what a round commits is taken before anyone is asked, and never grows. Until the record is
+written the round can be called off and no replica has changed; from then on it will be applied, by a later
+life of the job if not by this one.
 """
 
 from __future__ import annotations

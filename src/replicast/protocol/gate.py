@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from replicast.errors import JobFailed
@@ -35,19 +35,21 @@ class Stop:
         step: The first boundary at or after it is meant.
         go: The decision, once it is there.
         compute: Set while an update is being computed at this boundary.
+        since: When it was put up.
     """
 
     round: int
     step: int
     go: Go | None = None
     compute: Compute | None = None
+    since: float = field(default_factory=time.monotonic)
 
 
 class Work(Protocol):
     """What is done at a boundary, in the training thread."""
 
     def apply(self, go: Go, step: int, since: float) -> None:
-        """Applies committed updates; `since` is when the training thread came to the boundary."""
+        """Applies committed updates; `since` is when the training thread began to wait for them."""
 
     def compute(self, order: Compute) -> None:
         """Runs the function on this worker, if it is the source; must not raise for the function's errors."""
@@ -174,7 +176,7 @@ class Gate:
                 if stop is None:
                     return done()
                 if stop.go is not None:
-                    self._work.apply(stop.go, self.step, since)
+                    self._work.apply(stop.go, self.step, max(since, stop.since))
                 elif stop.compute is not None:
                     self._work.compute(stop.compute)
                 since = time.monotonic()

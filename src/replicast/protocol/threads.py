@@ -51,7 +51,7 @@ class Threads:
             raise self._death
 
     def stop(self, timeout_secs: float) -> None:
-        """Asks all to end and waits for them, at most `timeout_secs` each. Not to be called by one of them."""
+        """Asks all to end and waits for them, at most `timeout_secs` each. Not for one of them to call."""
         self.stopping.set()
         for thread in self._threads:
             thread.join(timeout_secs)

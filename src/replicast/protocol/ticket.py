@@ -50,9 +50,9 @@ class Ticket:
     def result(self, timeout: float | None = None) -> Receipt:
         """Blocks until every worker has applied the update and the digests agree, at most `timeout` seconds.
 
-        In the training thread, between steps, that can only come to pass if all other workers wait as well (in
-        `sync`, at the end of the script). If they do not within some seconds, it is due at a step that this very
-        thread has to run first, and `UpdatePending` is raised; ask again later, or in another thread.
+        In the training thread, between steps, that can only come to pass if all other workers wait as well
+        (in `sync`, at the end of the script). If they do not within some seconds, it is due at a step that
+        this very thread has to run first, and `UpdatePending` is raised; ask again later, or in another thread.
 
         Raises:
             UpdateRefused: It was refused: no replica has changed.

@@ -70,7 +70,7 @@ class Verifier:
                 self._channel.append(Failed(id_, content_digest, step, digests, receipt))
 
     def wait_until_told(self, step: int, timeout_secs: float) -> bool:
-        """Blocks until every update that is due at a pause at `step` has its outcome, at most `timeout_secs`."""
+        """Blocks until every update that a pause at `step` has made due is told, at most `timeout_secs`."""
 
         def told() -> bool:
             due = [one for one in self._open.values() if one.step <= step or not one.scheduled]

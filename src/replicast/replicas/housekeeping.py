@@ -124,7 +124,7 @@ class Housekeeping:
             self._proposed[path] = (self._member.propose(update, at_step), Stage.PROPOSED)
 
     def _settle_inbox(self, run_dir: Path) -> None:
-        """Says how far each proposal has come; one that is through leaves the inbox, a refused one is kept."""
+        """Says how far each proposal has come; one that is through leaves the inbox."""
         for path, (ticket, said) in list(self._proposed.items()):
             if ticket.done():
                 self._leave_inbox(run_dir, path, ticket)

@@ -36,8 +36,8 @@ Durability = Literal["disk", "memory"]
 class Replicas:
     """The replicas of one model, seen from one worker. Make it on all workers, after the model is compiled.
 
-    Blocks until all workers have made theirs. Updates are applied at boundaries: give `callback()` to `fit`, or
-    call `boundary()` after each step of an own loop.
+    Blocks until all workers have made theirs. Updates are applied at boundaries: give `callback()` to `fit`,
+    or call `boundary()` after each step of an own loop.
 
     Example:
         replicas = replicast.Replicas(model)
@@ -133,12 +133,12 @@ class Replicas:
         """Proposes a change of all replicas. Any worker, any thread; returns at once.
 
         Args:
-            update: An `Update`; or a function that is given the live values by name, at the agreed boundary, and
-                returns an `Update` or the new value of each variable by name.
-            source: For a function: the worker that runs it, which must be among those that propose it. Default:
-                this one. If all workers propose it, at the same step, it still runs once.
-            at_step: Apply it at the boundary after this many steps; with `steps_per_execution`, at the first one
-                at or after it. Default: at the next possible boundary.
+            update: An `Update`; or a function that is given the live values by name, at the agreed boundary,
+                and returns an `Update` or the new value of each variable by name.
+            source: For a function: the worker that runs it, which must be among those that propose it.
+                Default: this one. If all workers propose it, at the same step, it still runs once.
+            at_step: Apply it at the boundary after this many steps; with `steps_per_execution`, at the first
+                one at or after it. Default: at the next possible boundary.
 
         Returns:
             A ticket, whose `result(timeout)` gives the receipt or raises the reason.

@@ -1,4 +1,4 @@
-"""N threads that play N workers: the protocol with the in-memory twins of coordination, transport and state."""
+"""N threads that play N workers: the protocol with the twins in memory of all that it stands on."""
 
 from __future__ import annotations
 
