@@ -1,0 +1,64 @@
+"""Two changes of all replicas in the middle of training, each started by one worker.
+
+python examples/update.py                    one process
+replicast run -n 2 examples/update.py        two workers on this machine
+"""
+
+import keras
+from sklearn.datasets import load_digits
+
+import replicast
+from replicast.digest import digest_state
+
+keras.utils.set_random_seed(1)
+strategy = replicast.Strategy()
+
+digits = load_digits()
+images, labels = digits.images.astype("float32") / 16.0, digits.target
+
+with strategy.scope():
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8)),
+            keras.layers.Flatten(),
+            keras.layers.Dense(64, activation="relu"),
+            keras.layers.Dense(10, activation="softmax", name="digits"),
+        ]
+    )
+    model.compile("adam", "sparse_categorical_crossentropy")
+
+replicas = replicast.Replicas(model)
+corrector = min(1, replicas.size - 1)  # Worker 1; alone, there is only worker 0.
+last = replicas.size - 1
+tickets = []
+
+
+def centred_bias(values):
+    """Runs on one worker, between two steps, on the weights of that moment; what it returns reaches all."""
+    bias = values["digits/bias"]
+    print(f"worker {replicas.rank}: the bias has drifted by {bias.mean():+.5f} on average")
+    return replicast.Update(note="centre the drifted bias").assign("digits/bias", bias - bias.mean())
+
+
+class Changes(keras.callbacks.Callback):
+    """Proposes while training goes on: no worker waits here."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2:  # All workers propose it, so that each has a ticket; it runs on one of them.
+            tickets.append(replicas.propose(centred_bias, source=corrector))
+        if epoch == 3 and replicas.rank == last:
+            slower = replicast.Update(note="slower from here").scale("optimizer/learning_rate", 0.5)
+            tickets.append(replicas.propose(slower))
+
+
+model.fit(images, labels, batch_size=64, epochs=5, callbacks=[replicas.callback(), Changes()])
+
+# The end of `fit` has settled what was proposed: result() gives the receipt, or raises why there is none.
+for ticket in tickets:
+    print(f"worker {replicas.rank} has the receipt of {ticket.id}: step {ticket.result(timeout=30).step}")
+for receipt in replicas.history:  # The same on every worker, whoever proposed.
+    by_worker = ", ".join(f"worker {worker}: {digest[:8]}" for worker, digest in receipt.digests.items())
+    print(f"update {receipt.sequence} at step {receipt.step}, what it touched: {by_worker}")
+
+print(f"learning rate: {float(model.optimizer.learning_rate.numpy()):g}")
+print("digest of the weights:", digest_state({weight.path: weight.numpy() for weight in model.weights}))
