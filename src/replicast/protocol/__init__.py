@@ -6,7 +6,8 @@ journal as arguments; with the in-memory twins of these, N threads play N worker
 
 from replicast.protocol.channel import Channel
 from replicast.protocol.coordinator import Coordinator
-from replicast.protocol.member import Member, Patience
+from replicast.protocol.member import Member
+from replicast.protocol.patience import Patience
 from replicast.protocol.ticket import Ticket
 
 __all__ = ["Channel", "Coordinator", "Member", "Patience", "Ticket"]

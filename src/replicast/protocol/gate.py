@@ -80,6 +80,8 @@ class Gate:
         self._changed = threading.Condition()
         self._stops: list[Stop] = []
         self._here = False
+        self.on_stopped: Callable[[], None] = lambda: None
+        """Called when the training thread has come to a stop that is undecided."""
         self.step = 0
         """Boundaries are numbered by the steps trained before them; this is the last one reached."""
 
@@ -163,9 +165,14 @@ class Gate:
             self._changed.notify_all()
 
     def pending(self) -> list[Stop]:
-        """The stops that are still ahead."""
+        """All stops that are up."""
         with self._changed:
             return sorted(self._stops, key=_order)
+
+    def due(self) -> list[Stop]:
+        """The stops at which the training thread stands, if it stands."""
+        with self._changed:
+            return [stop for stop in self._stops if self._here and stop.step <= self.step]
 
     def _serve(self, done: Callable[[], bool], timeout_secs: float | None) -> bool:
         since = time.monotonic()
@@ -186,7 +193,7 @@ class Gate:
 
     def _next(self, done: Callable[[], bool], ends: float | None, since: float) -> Stop | None:
         """The next stop to act on; None when there is none and the thread may leave, or the time is up."""
-        computing: Compute | None = None
+        told = False
         with self._changed:
             while True:
                 self._check()
@@ -198,8 +205,12 @@ class Gate:
                     self._stops.remove(stop)
                     return stop
                 if stop is not None and stop.compute is not None:
-                    computing, stop.compute = stop.compute, None
-                    return Stop(stop.round, stop.step, compute=computing)
+                    order, stop.compute = stop.compute, None
+                    self.on_stopped()
+                    return Stop(stop.round, stop.step, compute=order)
+                if stop is not None and not told:
+                    told = True
+                    self.on_stopped()
                 now = time.monotonic()
                 if stop is None and ends is not None and now >= ends:
                     self._here = False
@@ -221,5 +232,6 @@ def _may_move(stop: Stop) -> bool:
     return stop.round >= 0 and not (stop.go is not None and stop.go.scheduled)
 
 
-def _order(stop: Stop) -> tuple[int, int]:
-    return stop.step, stop.round
+def _order(stop: Stop) -> tuple[bool, int, int]:
+    """What is decided comes first, in the order of the journal; what is undecided will be later in it."""
+    return stop.go is None, stop.step, stop.round if stop.go is None else stop.go.updates[0][0]

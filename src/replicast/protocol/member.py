@@ -14,14 +14,14 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from replicast.errors import ReplicasDiverged, UpdatePending, UpdateRefused
+from replicast.errors import UpdateRefused
 from replicast.journal import Receipt
 from replicast.protocol.channel import Channel
 from replicast.protocol.functions import Function, computed_update
@@ -46,8 +46,10 @@ from replicast.protocol.messages import (
     Stage,
     Verified,
 )
+from replicast.protocol.outcomes import Outcomes
+from replicast.protocol.patience import Patience
 from replicast.protocol.threads import Threads
-from replicast.protocol.ticket import Ticket, Tickets
+from replicast.protocol.ticket import Since, Ticket
 from replicast.state import State
 from replicast.transport import Parcel, Transport
 from replicast.update import Stage as Standing
@@ -56,24 +58,12 @@ from replicast.validate import Limits, planned
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """How long is waited for whom.
+class Staged:
+    """An update whose bytes this worker has, and where they came from."""
 
-    Attributes:
-        stage_secs: For every worker to have fetched and checked an update's bytes.
-        answer_secs: For every worker's follower thread to answer.
-        decide_secs: For the coordinator, by a training thread that stands at a boundary.
-        compute_secs: For a function that runs at a boundary, once all have come there.
-        begin_secs: For the other workers to make their `Replicas`.
-        park_secs: For the other workers to wait as well, by a training thread that waits for a result.
-    """
-
-    stage_secs: float = 120.0
-    answer_secs: float = 30.0
-    decide_secs: float = 900.0
-    compute_secs: float = 600.0
-    begin_secs: float = 600.0
-    park_secs: float = 5.0
+    update: Update
+    parcel_id: str
+    content_digest: str
 
 
 class Member:
@@ -101,17 +91,15 @@ class Member:
         self.threads = Threads(on_death=lambda: self.gate.wake())
         self._check_elsewhere = check
         self.gate = Gate(self, self._check, self.patience.decide_secs, self._say_parked)
-        self._tickets = Tickets()
+        self._outcomes = Outcomes()
         self._outbox: queue.Queue[Callable[[], None]] = queue.Queue()
-        self._staged: dict[str, tuple[Update, str]] = {}
+        self._staged: dict[str, Staged] = {}
         self._functions: dict[str, Function] = {}
-        self._own_parcels: dict[str, list[str]] = {}
+        self._own_parcels: dict[tuple[str, str], list[str]] = {}
         self._parcels = 0
         self._token = 0
         self._resumed: dict[int, dict[str, Any] | None] = {}
         self._training_thread: int | None = None
-        self.history: list[Receipt] = []
-        """The receipts of all verified updates so far, in order. Written by the follower."""
 
     def start(self) -> None:
         """Starts the background threads. The calling thread is taken for the training thread."""
@@ -141,6 +129,11 @@ class Member:
         self._training_thread = threading.get_ident()
         self.gate.arrive(step)
 
+    @property
+    def history(self) -> list[Receipt]:
+        """The receipts of all verified updates so far, in order."""
+        return self._outcomes.history
+
     def in_training_thread(self) -> bool:
         """Whether the caller is the thread that comes to the boundaries."""
         return threading.get_ident() == self._training_thread
@@ -164,29 +157,27 @@ class Member:
     def stop(self, timeout_secs: float = 5.0) -> None:
         """Ends the background threads; open tickets say that the job is over."""
         self.threads.stop(timeout_secs)
-        for ticket in self._tickets.all():
-            ticket.fail(
-                ticket.stage,
-                UpdatePending(
-                    f"The job ended at step {self.gate.step}; update {ticket.id} is {ticket.stage}"
-                    + (f" for step {ticket.step}" if ticket.step is not None else ""),
-                    stage=ticket.stage,
-                    update_id=ticket.id,
-                ),
-            )
+        self._outcomes.end(self.gate.step)
         self.transport.close()
 
     def staged(self, id_: str) -> Update:
         """A staged update; for the coordinator, which writes it to the journal."""
-        return self._staged[id_][0]
+        return self._staged[id_].update
 
-    def publish(self, update: Update) -> Parcel:
-        """Makes an update's bytes, and what it says, available to all workers."""
+    def publish(self, update: Update, content_digest: str | None = None) -> Parcel:
+        """Makes an update's bytes, and what it says, available to all workers, until it is settled.
+
+        Args:
+            update: Planned.
+            content_digest: What it is known by. Default: the parcel's digest, which is that of the values and
+                of what is done with them, note included.
+        """
         self._parcels += 1
         described = np.frombuffer(json.dumps(update.describe()).encode(), np.uint8)
         parcel_id = f"{self.channel.rank}-{self._parcels}"
         parcel = self.transport.publish(parcel_id, [*update.arrays(), described])
-        self._own_parcels.setdefault(update.id, []).append(parcel.id)
+        known_by = (update.id, parcel.digest if content_digest is None else content_digest)
+        self._own_parcels.setdefault(known_by, []).append(parcel.id)
         return parcel
 
     # What the training thread does at a boundary.
@@ -194,17 +185,16 @@ class Member:
     def apply(self, go: Go, step: int, since: float) -> None:
         """Applies committed updates, in order, and reports each."""
         for sequence, id_ in go.updates:
-            update, parcel_id = self._staged.pop(id_)
-            self.state.apply(update.edits)
+            staged = self._staged.pop(id_)
+            self.state.apply(staged.update.edits)
             applied_at = time.time()
-            digest = self.state.digest(update.edits)
+            digest = self.state.digest(staged.update.edits)
             # Giving back the memory takes as long as applying: not in this thread.
-            self._outbox.put(partial(self._let_go, update, parcel_id))
-            del update
+            self._outbox.put(partial(self._let_go, staged))
+            del staged
             stall_secs = time.monotonic() - since
             self.channel.applied(sequence, Applied(digest, step, applied_at, stall_secs))
-            for ticket in self._tickets.about(id_):
-                ticket.stage = Standing.APPLIED
+            self._outcomes.note_stage(id_, Standing.APPLIED)
 
     def compute(self, order: Compute) -> None:
         """Runs the function, if this worker is the source, and makes what it returns available."""
@@ -213,7 +203,7 @@ class Member:
         try:
             update = computed_update(order, self._functions.pop(order.id, None), self.state)
             update = planned(update, self.state.schema, self.limits)
-            computed = Computed(self.publish(update).to_json(), content_digest=update.content_digest())
+            computed = Computed(self.publish(update, f"function-{order.id}").to_json())
         except UpdateRefused as error:
             computed = Computed(error=_by(error, self.channel.rank))
         self.channel.computed(order.round, computed)
@@ -226,18 +216,18 @@ class Member:
             if send is not None:
                 send()
 
-    def _let_go(self, update: Update, parcel_id: str) -> None:
-        del update
-        self.transport.release(parcel_id)
+    def _let_go(self, staged: Staged) -> None:
+        self.transport.release(staged.parcel_id)
 
     def _post_update(self, update: Update, ticket: Ticket, at_step: int | None) -> None:
         try:
             # Its values are looked at when all workers have them, each worker at its share.
             parcel = self.publish(planned(update, self.state.schema, self.limits, look_at=lambda _: False))
         except UpdateRefused as error:
-            self._settle_refused(ticket, error)
+            self._outcomes.refuse(ticket, error)
+            self.gate.wake()
             return
-        ticket.content_digest = parcel.digest  # of the values and of what is done with them, note included
+        ticket.content_digest = parcel.digest
         self.channel.post(
             Proposal(
                 update.id,
@@ -274,10 +264,10 @@ class Member:
             case Advance():
                 self.gate.bring_forward()
             case Compute():
-                self._note_step(message.id, message.step)
+                self._outcomes.note_step(message.id, message.step)
                 self.gate.compute(message)
             case Go():
-                self._note_committed(message)
+                self._outcomes.note_committed(message)
                 self.gate.go(message)
             case Free(round_):
                 self.gate.free(round_)
@@ -292,6 +282,16 @@ class Member:
                 self._settle(message)
         return None
 
+    def _settle(self, message: Drop | Verified | Failed) -> None:
+        id_ = self._outcomes.settle(message)
+        staged = self._staged.get(id_)
+        if staged is not None and staged.content_digest == message.content_digest:
+            del self._staged[id_]
+            self.transport.release(staged.parcel_id)
+        for parcel_id in self._own_parcels.pop((id_, message.content_digest), ()):
+            self.transport.release(parcel_id)
+        self.gate.wake()
+
     def _stage(self, message: Stage) -> Answer:
         try:
             parcel = Parcel.from_json(message.parcel)
@@ -304,60 +304,20 @@ class Member:
         except (OSError, MemoryError, ValueError) as error:
             said = f"A worker could not stage it ({type(error).__name__}: {error})"
             return Answer(error=UpdateRefused(said, worker=self.channel.rank).to_json())
-        self._staged[message.id] = (update, parcel.id)
-        for ticket in self._tickets.about(message.id):
-            ticket.stage = Standing.STAGED
+        self._staged[message.id] = Staged(update, parcel.id, message.content_digest)
+        self._outcomes.note_stage(message.id, Standing.STAGED)
         return Answer()
-
-    def _note_step(self, id_: str, step: int) -> None:
-        for ticket in self._tickets.about(id_):
-            ticket.step = step
-
-    def _note_committed(self, go: Go) -> None:
-        for _, id_ in go.updates:
-            for ticket in self._tickets.about(id_):
-                ticket.committed(go.step)
-        self.gate.wake()
-
-    def _settle(self, message: Drop | Verified | Failed) -> None:
-        match message:
-            case Drop(id_, content_digest, error):
-                staged = self._staged.pop(id_, None)
-                if staged is not None:
-                    self.transport.release(staged[1])
-                for ticket in self._tickets.about(id_, content_digest):
-                    self._settle_refused(ticket, UpdateRefused.from_json(error))
-            case Verified(content_digest, described):
-                receipt = Receipt.from_json(described)
-                id_ = receipt.id
-                self.history.append(receipt)
-                for ticket in self._tickets.about(id_, content_digest):
-                    ticket.succeed(receipt)
-            case Failed(id_, content_digest, step, digests, _):
-                by_rank = {int(rank): digest for rank, digest in digests.items()}
-                diverged = diverged_error(id_, step, by_rank)
-                for ticket in self._tickets.about(id_, content_digest):
-                    ticket.fail(Standing.FAILED, diverged)
-        self._tickets.forget_settled(id_)
-        for parcel_id in self._own_parcels.pop(id_, ()):
-            self.transport.release(parcel_id)
-        self.gate.wake()
-
-    def _settle_refused(self, ticket: Ticket, error: UpdateRefused) -> None:
-        ticket.fail(Standing.REFUSED, error)
-        self._tickets.forget_settled(ticket.id)
-        self.gate.wake()
 
     # Waiting.
 
     def _ticket(self, id_: str, content_digest: str) -> Ticket:
         ticket = Ticket(id_, content_digest, self._wait_for)
-        self._tickets.add(ticket)
+        self._outcomes.add(ticket)
         return ticket
 
     def _wait_for(self, ticket: Ticket, timeout: float | None) -> bool:
         if self.in_training_thread():
-            hopeless = _Since(lambda: ticket.step is not None and ticket.step > self.gate.step)
+            hopeless = Since(lambda: ticket.step is not None and ticket.step > self.gate.step)
             park_secs = self.patience.park_secs
             self.gate.park(lambda: ticket.done() or hopeless.secs() > park_secs, timeout)
             return ticket.done()
@@ -375,38 +335,6 @@ class Member:
     def _check(self) -> None:
         self._check_elsewhere()
         self.threads.check()
-
-
-class _Since:
-    """How long a condition has held, each time it is asked."""
-
-    def __init__(self, holds: Callable[[], bool]) -> None:
-        self._holds = holds
-        self._since: float | None = None
-
-    def secs(self) -> float:
-        if not self._holds():
-            self._since = None
-            return 0.0
-        if self._since is None:
-            self._since = time.monotonic()
-        return time.monotonic() - self._since
-
-
-def diverged_error(id_: str, step: int, digests: Mapping[int, str]) -> ReplicasDiverged:
-    """The error of an update after which the replicas are not equal."""
-    groups: dict[str, list[str]] = {}
-    for worker, digest in sorted(digests.items()):
-        groups.setdefault(digest, []).append(str(worker))
-    said = "; ".join(f"worker {', '.join(workers)}: {digest}" for digest, workers in groups.items())
-    return ReplicasDiverged(
-        f"Update {id_} was applied by all workers at step {step}, and the variables it touched are not equal "
-        f"({said}). They must have differed before: a worker has assigned to a variable by itself. "
-        "replicas.sync(source=0) makes them equal",
-        digests=digests,
-        update_id=id_,
-        step=step,
-    )
 
 
 def _by(error: UpdateRefused, rank: int) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class Stage:
     """Fetch these bytes, check them, answer whether you could apply them."""
 
     id: str
+    content_digest: str
     parcel: dict[str, Any]
 
 
@@ -132,8 +133,6 @@ class Free:
 class Advance:
     """All workers are held at the same boundary: what was meant for one of the next is due at this one."""
 
-    step: int
-
 
 @dataclass(frozen=True, slots=True)
 class Replay:
@@ -190,7 +189,6 @@ class Computed:
 
     parcel: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
-    content_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 
 from replicast.errors import ReplicastError, UpdatePending
@@ -52,7 +51,8 @@ class Ticket:
 
         In the training thread, between steps, that can only come to pass if all other workers wait as well
         (in `sync`, at the end of the script). If they do not within some seconds, it is due at a step that
-        this very thread has to run first, and `UpdatePending` is raised; ask again later, or in another thread.
+        this very thread has to run first, and `UpdatePending` is raised: ask again later, or in another
+        thread.
 
         Raises:
             UpdateRefused: It was refused: no replica has changed.
@@ -93,35 +93,18 @@ class Ticket:
             self._settled.set()
 
 
-class Tickets:
-    """The open tickets of one worker, by id. Written by proposing threads and by the follower."""
+class Since:
+    """How long a condition has held, each time it is asked."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: dict[str, list[Ticket]] = defaultdict(list)
+    def __init__(self, holds: Callable[[], bool]) -> None:
+        self._holds = holds
+        self._since: float | None = None
 
-    def add(self, ticket: Ticket) -> None:
-        """Keeps a ticket until it is settled."""
-        with self._lock:
-            self._open[ticket.id].append(ticket)
-
-    def about(self, id_: str, content_digest: str | None = None) -> list[Ticket]:
-        """The open tickets for this update, or for this content of it."""
-        with self._lock:
-            return [
-                t
-                for t in self._open.get(id_, ())
-                if content_digest is None or t.content_digest == content_digest
-            ]
-
-    def forget_settled(self, id_: str) -> None:
-        """Lets go of those that have their outcome."""
-        with self._lock:
-            left = [ticket for ticket in self._open.pop(id_, []) if not ticket.done()]
-            if left:
-                self._open[id_] = left
-
-    def all(self) -> list[Ticket]:
-        """Every open ticket."""
-        with self._lock:
-            return [ticket for tickets in self._open.values() for ticket in tickets]
+    def secs(self) -> float:
+        """Seconds since it began to hold, as far as was asked; 0 when it does not."""
+        if not self._holds():
+            self._since = None
+            return 0.0
+        if self._since is None:
+            self._since = time.monotonic()
+        return time.monotonic() - self._since

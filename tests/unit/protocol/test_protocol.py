@@ -304,3 +304,40 @@ def test_a_function_runs_while_all_wait_at_the_end_of_their_scripts() -> None:
 
         assert job.on_all(end_of_script)[0].step == 3
         assert job.values()[0] == job.values()[1] == job.values()[2]
+
+
+def test_a_function_for_a_later_step_keeps_nobody_waiting() -> None:
+    with Job(2) as job:
+        later = job.workers[1].member.propose_function("later", lambda v: {"bias": v["bias"] * 2}, 1, 12)
+        eventually(lambda: later.step == 12)
+        soon = job.workers[0].member.propose(bias(3.0))
+        job.train(20)
+        assert soon.result(DEADLINE_SECS).step < 12
+        assert later.result(DEADLINE_SECS).step == 12
+        assert job.workers[0].applied == job.workers[1].applied
+        np.testing.assert_array_equal(job.workers[0].state.values["dense/bias"], np.full(3, 6.0, np.float32))
+
+
+def test_what_was_computed_is_applied_again_in_the_same_order() -> None:
+    with Job(2) as first:
+        first.workers[1].member.propose_function("double", lambda v: {"bias": v["bias"] * 2}, 1, 5)
+        plain = first.workers[0].member.propose(bias(1.0), at_step=5)
+        eventually(lambda: plain.stage is Stage.COMMITTED)
+        first.train(8)
+        values = first.values()[0]
+    with Job(2, journal=first.journal) as second:
+        second.train(8)
+        assert second.workers[0].applied == first.workers[0].applied
+        assert second.values() == [values, values]
+
+
+def test_a_refused_proposal_under_a_known_id_does_not_harm_the_one_that_is_on_its_way() -> None:
+    with Job(2) as job:
+        first = job.workers[1].member.propose(bias(1.0, id="fix"), at_step=6)
+        eventually(lambda: first.stage is Stage.COMMITTED)
+        second = job.workers[1].member.propose(bias(2.0, id="fix"))
+        with pytest.raises(UpdateRefused, match="other content"):
+            second.result(DEADLINE_SECS)
+        job.train(8)
+        assert first.result(DEADLINE_SECS).step == 6
+        assert job.values()[0] == job.values()[1]

@@ -1,0 +1,109 @@
+"""The open tickets of one worker, and how they end."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Mapping
+
+from replicast.errors import ReplicasDiverged, ReplicastError, UpdatePending, UpdateRefused
+from replicast.journal import Receipt
+from replicast.protocol.messages import Drop, Failed, Go, Verified
+from replicast.protocol.ticket import Ticket
+from replicast.update import Stage
+
+
+class Outcomes:
+    """The tickets that wait for their outcome. Written by proposing threads and by the follower.
+
+    Attributes:
+        history: The receipts of all verified updates so far, in order. Written by the follower.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[str, list[Ticket]] = defaultdict(list)
+        self.history: list[Receipt] = []
+
+    def add(self, ticket: Ticket) -> None:
+        """Keeps a ticket until it is settled."""
+        with self._lock:
+            self._open[ticket.id].append(ticket)
+
+    def about(self, id_: str, content_digest: str | None = None) -> list[Ticket]:
+        """The open tickets for this update, or for this content of it."""
+        with self._lock:
+            tickets = list(self._open.get(id_, ()))
+        return [ticket for ticket in tickets if content_digest in (None, ticket.content_digest)]
+
+    def note_stage(self, id_: str, stage: Stage) -> None:
+        """An update has come so far."""
+        for ticket in self.about(id_):
+            ticket.stage = stage
+
+    def note_step(self, id_: str, step: int) -> None:
+        """An update is meant for this step."""
+        for ticket in self.about(id_):
+            ticket.step = step
+
+    def note_committed(self, go: Go) -> None:
+        """These updates are committed."""
+        for _, id_ in go.updates:
+            for ticket in self.about(id_):
+                ticket.committed(go.step)
+
+    def settle(self, message: Drop | Verified | Failed) -> str:
+        """Gives all tickets of an update their outcome; returns its id."""
+        match message:
+            case Drop(id_, content_digest, error):
+                for ticket in self.about(id_, content_digest):
+                    ticket.fail(Stage.REFUSED, UpdateRefused.from_json(error))
+            case Verified(content_digest, described):
+                receipt = Receipt.from_json(described)
+                id_ = receipt.id
+                if receipt not in self.history:
+                    self.history.append(receipt)
+                for ticket in self.about(id_, content_digest):
+                    ticket.succeed(receipt)
+            case Failed(id_, content_digest, step, digests, _):
+                diverged = _diverged(id_, step, {int(rank): digest for rank, digest in digests.items()})
+                for ticket in self.about(id_, content_digest):
+                    ticket.fail(Stage.FAILED, diverged)
+        self._forget_settled(id_)
+        return id_
+
+    def refuse(self, ticket: Ticket, error: ReplicastError) -> None:
+        """One of this worker's own proposals never left it."""
+        ticket.fail(Stage.REFUSED, error)
+        self._forget_settled(ticket.id)
+
+    def end(self, step: int) -> None:
+        """The job is over: tickets that are still open say so."""
+        with self._lock:
+            tickets = [ticket for several in self._open.values() for ticket in several]
+        for ticket in tickets:
+            meant = "" if ticket.step is None else f" for step {ticket.step}"
+            said = f"The job ended at step {step}; update {ticket.id} is {ticket.stage}{meant}"
+            ticket.fail(ticket.stage, UpdatePending(said, stage=ticket.stage, update_id=ticket.id))
+
+    def _forget_settled(self, id_: str) -> None:
+        with self._lock:
+            left = [ticket for ticket in self._open.pop(id_, []) if not ticket.done()]
+            if left:
+                self._open[id_] = left
+
+
+def _diverged(id_: str, step: int, digests: Mapping[int, str]) -> ReplicasDiverged:
+    """The error of an update after which the replicas are not equal."""
+    groups: dict[str, list[str]] = {}
+    for worker, digest in sorted(digests.items()):
+        groups.setdefault(digest, []).append(str(worker))
+    said = "; ".join(f"worker {', '.join(workers)}: {digest}" for digest, workers in groups.items())
+    return ReplicasDiverged(
+        f"Update {id_} was applied by all workers at step {step}, and the variables it touched are not equal "
+        f"({said}). They must have differed before: a worker has assigned to a variable by itself. "
+        "replicas.sync(source=0) makes them equal",
+        digests=digests,
+        update_id=id_,
+        step=step,
+    )

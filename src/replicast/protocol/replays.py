@@ -1,0 +1,81 @@
+"""What the journal holds from an earlier life of the job, applied again, each update at its own step."""
+
+from __future__ import annotations
+
+import time
+
+from replicast.errors import JobFailed, UpdateRefused
+from replicast.journal import AnyJournal, Record
+from replicast.protocol.member import Member
+from replicast.protocol.messages import Go, Replay, Stage
+from replicast.protocol.rounds import Rounds
+from replicast.protocol.verifier import Committed, Verifier
+
+AHEAD = 4
+"""So many updates are staged before their step comes."""
+FIRST_ROUND = -(10**9)
+"""Replays have rounds of their own, before all others, in the order of their sequence numbers."""
+
+
+class Replays:
+    """The updates that are still to be applied again. For the coordinator's thread only."""
+
+    def __init__(self, member: Member, journal: AnyJournal, rounds: Rounds, verifier: Verifier) -> None:
+        self._member = member
+        self._journal = journal
+        self._rounds = rounds
+        self._verifier = verifier
+        self._waiting: list[tuple[int, Record]] = []
+        self._announced = False
+
+    def read(self, after_step: int) -> dict[str, str]:
+        """Reads the journal.
+
+        Args:
+            after_step: The step of the state that training starts from: later updates are applied again.
+
+        Returns:
+            The ids of all updates in it, with the digest of what they do.
+        """
+        records, receipts = self._journal.records(), self._journal.receipts()
+        self._rounds.sequence = records[-1].sequence if records else 0
+        for record in records:
+            receipt = receipts.get(record.sequence)
+            # A pause of the training may have brought it forward.
+            step = record.step if receipt is None else min(record.step, receipt.step)
+            if step > after_step:
+                self._waiting.append((step, record))
+            elif receipt is not None:
+                self._verifier.knows(record, receipt)
+        self._waiting.sort(key=lambda waiting: (waiting[0], waiting[1].sequence))
+        return {record.id: record.content_digest for record in records}
+
+    def announce(self) -> None:
+        """Puts a stop before every step at which something is to be applied again."""
+        self._announced = True
+        if self._waiting:
+            stops = [[FIRST_ROUND + record.sequence, step] for step, record in self._waiting]
+            self._member.channel.append(Replay(stops))
+            self.stage_next()
+
+    def stage_next(self) -> None:
+        """Stages the next few; their stops are up already, so training waits should it come there first."""
+        while self._announced and self._waiting and self._ahead() < AHEAD:
+            step, record = self._waiting.pop(0)
+            update = self._journal.load(record.sequence)
+            parcel = self._member.publish(update, record.content_digest)
+            message = Stage(record.id, record.content_digest, parcel.to_json())
+            answers = self._rounds.ask(message, self._member.patience.stage_secs + 10.0)
+            for worker, answer in answers.items():
+                if answer.error is not None:
+                    raise JobFailed(
+                        f"Update {record.sequence} of the journal cannot be applied again: "
+                        f"{UpdateRefused.from_json(answer.error)}",
+                        worker=worker,
+                    )
+            self._verifier.expect(Committed(record, record.content_digest, time.time(), step, scheduled=True))
+            updates = [[record.sequence, record.id]]
+            self._member.channel.append(Go(FIRST_ROUND + record.sequence, step, updates, scheduled=True))
+
+    def _ahead(self) -> int:
+        return sum(1 for stop in self._member.gate.pending() if stop.round < 0 and stop.go is not None)

@@ -1,0 +1,252 @@
+"""One round: all workers stage, stop, and go or are freed. The words that the coordinator says, in order.
+
+    stage    all workers fetch and check the bytes; one that cannot refuses for all
+    hold     all workers stop at their next boundary and say which it is; the latest of them is the step
+    journal  payload and record are on disk
+    go       all workers apply at that step
+
+Until the record is written the round can be called off and no replica has changed; from then on it will be
+applied, by a later life of the job if not by this one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+
+from replicast.errors import JobFailed, UpdateRefused
+from replicast.journal import AnyJournal, Record, StagedPayload, summarized
+from replicast.protocol.member import Member
+from replicast.protocol.messages import (
+    Advance,
+    Aim,
+    Answer,
+    Compute,
+    Computed,
+    Drop,
+    Free,
+    Go,
+    Hold,
+    Proposal,
+    Stage,
+)
+from replicast.protocol.verifier import Committed, Verifier
+from replicast.update import Update
+
+logger = logging.getLogger("replicast")
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A proposal that all workers have staged, and whose payload is safe."""
+
+    proposal: Proposal
+    update: Update
+    payload: StagedPayload
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRound:
+    """A round that waits for a boundary, at which an update will be computed."""
+
+    round: int
+    proposal: Proposal
+
+
+class Rounds:
+    """Says the words of rounds, one round after the other. For the coordinator's thread only.
+
+    Args:
+        member: Worker 0's own part; its copy of a staged update goes into the journal.
+        durable: Whether the journal is on disk: then the workers train one step more while it is written.
+        attempt: Which life of the job this is, for the records.
+    """
+
+    def __init__(
+        self, member: Member, journal: AnyJournal, verifier: Verifier, *, durable: bool, attempt: int
+    ) -> None:
+        self._member = member
+        self._channel = member.channel
+        self._journal = journal
+        self._verifier = verifier
+        self._durable = durable
+        self._attempt = attempt
+        self._round = 0
+        self.sequence = 0
+        """The number of the last committed update."""
+
+    def stage(self, proposal: Proposal) -> Ready:
+        """Has all workers stage it, and its payload written.
+
+        Raises:
+            UpdateRefused: A worker, or the disk, cannot; it is named.
+        """
+        if proposal.parcel is None:
+            raise UpdateRefused("The proposal has no content", received=proposal.id)
+        message = Stage(proposal.id, proposal.content_digest, proposal.parcel)
+        answers = self.ask(message, self._member.patience.stage_secs + 10.0)
+        for answer in answers.values():
+            if answer.error is not None:
+                raise UpdateRefused.from_json(answer.error)
+        update = self._member.staged(proposal.id)
+        return Ready(proposal, update, self._journal.stage(update))
+
+    def commit(self, ready: list[Ready], at_step: int | None = None) -> list[tuple[Proposal, UpdateRefused]]:
+        """Agrees on a step, writes the records, and lets all workers go; or calls it off.
+
+        Returns:
+            Those that were not committed, and why.
+        """
+        self._round += 1
+        round_ = self._round
+        try:
+            step = self._agree_on_step(round_, at_step)
+        except UpdateRefused as error:
+            self._channel.append(Free(round_))
+            return self._discard(ready, error)
+        return self._write_and_go(round_, step, ready, scheduled=at_step is not None)
+
+    def open(self, proposal: Proposal, variables: list[str] | None = None) -> OpenRound:
+        """Has the source compute an update at an agreed boundary, at which all will wait for `finish`.
+
+        Raises:
+            UpdateRefused: The step is past, or a worker does not answer.
+        """
+        self._round += 1
+        opened = OpenRound(self._round, proposal)
+        try:
+            step = self._agree_on_step(opened.round, proposal.at_step, lead=0)
+        except UpdateRefused:
+            self._channel.append(Free(opened.round))
+            raise
+        source = 0 if proposal.source is None else proposal.source
+        self._channel.append(Compute(opened.round, step, proposal.id, source, variables))
+        return opened
+
+    def finish(self, opened: OpenRound) -> list[tuple[Proposal, UpdateRefused]]:
+        """Waits for what is computed, and commits it at the boundary at which all stand.
+
+        To be called when worker 0 stands there. Blocks at most as long as the function may take, then names the
+        source.
+        """
+        try:
+            computed = self._what_was_computed(opened)
+            ready = self.stage(replace(opened.proposal, parcel=computed.parcel))
+        except UpdateRefused as error:
+            self._channel.append(Free(opened.round))
+            return [(opened.proposal, error)]
+        scheduled = opened.proposal.at_step is not None
+        return self._write_and_go(opened.round, self._member.gate.step, [ready], scheduled=scheduled)
+
+    def advance(self) -> None:
+        """If all workers stand at one boundary, has them apply there what is meant for a later one.
+
+        They are held while they are asked: one that only rests must not walk on in between.
+        """
+        self._round += 1
+        try:
+            answers = self.ask(Hold(self._round), self._member.patience.answer_secs).values()
+        except UpdateRefused as error:  # nothing was asked for that could be refused
+            logger.warning("the workers could not be asked where they stand: %s", error)
+        else:
+            if len({answer.step for answer in answers}) == 1 and all(answer.parked for answer in answers):
+                self._channel.append(Advance())
+        self._channel.append(Free(self._round))
+
+    def drop(self, proposal: Proposal, error: UpdateRefused) -> None:
+        """Tells all that a proposal is refused."""
+        self._channel.append(Drop(proposal.id, proposal.content_digest, error.to_json()))
+
+    def ask(self, message: Stage | Hold, timeout_secs: float) -> dict[int, Answer]:
+        """Every worker's answer.
+
+        Raises:
+            UpdateRefused: Somebody did not answer in time, and is named.
+        """
+        proposals = self._channel.proposals_read
+        number = self._channel.append(message)
+        answers = self._channel.answers(number, timeout_secs)
+        missing = [worker for worker in range(self._channel.size) if worker not in answers]
+        if missing:
+            raise UpdateRefused(
+                f"Worker {', '.join(map(str, missing))} did not answer within {timeout_secs:.0f} s",
+                worker=missing[0],
+            )
+        self._channel.all_have_read(number, proposals)
+        return answers
+
+    def _agree_on_step(self, round_: int, at_step: int | None, lead: int = 1) -> int:
+        answers = self.ask(Hold(round_), self._member.patience.answer_secs).values()
+        step = max(answer.step for answer in answers)
+        if at_step is not None and at_step < step:
+            raise UpdateRefused(
+                f"Step {at_step} is past", expected=f"step {step} or later", received=f"at_step={at_step}"
+            )
+        if at_step is not None:
+            step = at_step
+        elif self._durable and not any(answer.parked for answer in answers):
+            step += lead
+        if any(answer.step != step for answer in answers):
+            self._channel.append(Aim(round_, step))
+        return step
+
+    def _write_and_go(
+        self, round_: int, step: int, ready: list[Ready], *, scheduled: bool
+    ) -> list[tuple[Proposal, UpdateRefused]]:
+        refused: list[tuple[Proposal, UpdateRefused]] = []
+        updates = []
+        for place, one in enumerate(ready):
+            record = self._record(one, step, scheduled=scheduled)
+            try:
+                self._journal.commit(one.payload, record)
+            except UpdateRefused as error:
+                refused = self._discard(ready[place:], error)
+                break
+            self.sequence = record.sequence
+            updates.append([record.sequence, record.id])
+            proposal = one.proposal
+            self._verifier.expect(
+                Committed(record, proposal.content_digest, proposal.proposed_at, step, scheduled)
+            )
+        self._channel.append(Go(round_, step, updates, scheduled) if updates else Free(round_))
+        return refused
+
+    def _record(self, ready: Ready, step: int, *, scheduled: bool) -> Record:
+        return Record(
+            sequence=self.sequence + 1,
+            id=ready.update.id,
+            step=step,
+            sha256=ready.payload.sha256,
+            nbytes=ready.payload.nbytes,
+            author=ready.update.author,
+            note=ready.update.note,
+            edits=summarized(ready.update.edits),
+            content_digest=ready.proposal.content_digest,
+            workers=self._channel.size,
+            attempt=self._attempt,
+            scheduled=scheduled,
+            committed_at=time.time(),
+        )
+
+    def _discard(self, ready: list[Ready], error: UpdateRefused) -> list[tuple[Proposal, UpdateRefused]]:
+        for one in ready:
+            self._journal.discard(one.payload)
+        return [(one.proposal, error) for one in ready]
+
+    def _what_was_computed(self, opened: OpenRound) -> Computed:
+        patience = self._member.patience
+        ends = time.monotonic() + patience.compute_secs
+        while not self._member.threads.stopping.is_set():
+            computed = self._channel.what_was_computed(opened.round)
+            if computed is not None and computed.error is not None:
+                raise UpdateRefused.from_json(computed.error)
+            if computed is not None:
+                return computed
+            if time.monotonic() > ends:
+                source = opened.proposal.source
+                raise UpdateRefused(
+                    f"Worker {source} did not compute the update within {patience.compute_secs:.0f} s",
+                    worker=source,
+                )
+        raise JobFailed("The job ended while an update was computed")
