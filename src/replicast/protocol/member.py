@@ -10,6 +10,7 @@ Everything that can fail or wait happens in the two background threads, before t
 
 from __future__ import annotations
 
+import itertools
 import json
 import queue
 import threading
@@ -96,7 +97,7 @@ class Member:
         self._staged: dict[str, Staged] = {}
         self._functions: dict[str, Function] = {}
         self._own_parcels: dict[tuple[str, str], list[str]] = {}
-        self._parcels = 0
+        self._parcels = itertools.count(1)
         self._token = 0
         self._resumed: dict[int, dict[str, Any] | None] = {}
         self._training_thread: int | None = None
@@ -172,9 +173,8 @@ class Member:
             content_digest: What it is known by. Default: the parcel's digest, which is that of the values and
                 of what is done with them, note included.
         """
-        self._parcels += 1
         described = np.frombuffer(json.dumps(update.describe()).encode(), np.uint8)
-        parcel_id = f"{self.channel.rank}-{self._parcels}"
+        parcel_id = f"{self.channel.rank}-{next(self._parcels)}"
         parcel = self.transport.publish(parcel_id, [*update.arrays(), described])
         known_by = (update.id, parcel.digest if content_digest is None else content_digest)
         self._own_parcels.setdefault(known_by, []).append(parcel.id)
