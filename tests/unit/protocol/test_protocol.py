@@ -195,9 +195,10 @@ def test_a_function_runs_once_on_its_source_with_the_live_values() -> None:
             seen.append((rank, float(values["dense/bias"][0])))
             return Update().add("dense/bias", values["bias"])
 
+        before = job.workers[0].member.propose(bias(3.0))
+        eventually(lambda: before.stage is Stage.COMMITTED)
+
         def at_each(worker: Worker, step: int) -> None:
-            if step == 2 and worker.rank == 0:
-                worker.member.propose(bias(3.0))
             if step == 6:
                 worker.member.propose_function("double", lambda v: double(v, worker.rank), 2, None)
 
