@@ -166,6 +166,7 @@ def withdraw(run_dir: Path, update_id: str, *, job_is_running: bool) -> bool:
         then it is where it was.
 
     Raises:
+        FileDamaged: The journal cannot tell whether it is committed; it is where it was.
         OSError: It cannot be removed.
     """
     if Path(update_id).name != update_id:
@@ -176,8 +177,13 @@ def withdraw(run_dir: Path, update_id: str, *, job_is_running: bool) -> bool:
         path.rename(aside)
     except FileNotFoundError:
         return False
-    if _is_taken(run_dir, update_id, job_is_running=job_is_running):
-        aside.rename(path)
+    taken = True
+    try:
+        taken = _is_taken(run_dir, update_id, job_is_running=job_is_running)
+    finally:
+        if taken:
+            aside.rename(path)
+    if taken:
         return False
     aside.unlink(missing_ok=True)
     (_inbox(run_dir) / f"{update_id}{_STAGE}").unlink(missing_ok=True)
@@ -269,11 +275,8 @@ def stage_of(run_dir: Path, update_id: str) -> dict[str, Any] | None:
 def _is_taken(run_dir: Path, update_id: str, *, job_is_running: bool) -> bool:
     taker = (stage_of(run_dir, update_id) or {}).get("taken_by")
     if isinstance(taker, dict):
-        if taker.get("host") != socket.gethostname():
-            taken = job_is_running
-        else:
-            taken = _is_alive(taker.get("pid"))
-        if taken:
+        is_here = taker.get("host") == socket.gethostname()
+        if _is_alive(taker.get("pid")) if is_here else job_is_running:
             return True
     # A job that died may have committed it first: the next one will apply it, whatever lies in the inbox.
     return any(record.id == update_id for record in Journal(run_dir).records())

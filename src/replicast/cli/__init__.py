@@ -8,10 +8,16 @@ from typing import Any
 import click
 
 from replicast import __version__
-from replicast.errors import ReplicastError
+from replicast.errors import FileDamaged, ReplicastError, UpdateRefused
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("replicast.cli.run:run", "Start the workers of a job on this machine and watch over them."),
+    "push": ("replicast.cli.push:push", "Change the weights of a running job, on every worker."),
+    "status": ("replicast.cli.status:status", "Show the workers, the metrics and the updates of a run."),
+    "log": ("replicast.cli.log:log", "List the updates that a run has committed."),
+    "show": ("replicast.cli.show:show", "Show everything about one update."),
+    "inspect": ("replicast.cli.inspect:inspect", "Say what a file would do as an update."),
+    "withdraw": ("replicast.cli.withdraw:withdraw", "Take back an update that still waits."),
     "demo": ("replicast.cli.demo:demo", "See it work, in under a minute."),
     "doctor": ("replicast.cli.doctor:doctor", "Check this machine, and say how to fix what is wrong."),
 }
@@ -19,9 +25,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 class Refusal(click.ClickException):
-    """An error that people can do something about: one line, no traceback."""
+    """An error that people can do something about: no traceback. Nothing was begun."""
 
     exit_code = 2
+
+
+class Refused(Refusal):
+    """An update is refused, or a file of the run cannot be trusted."""
+
+    exit_code = 1
 
 
 class LazyGroup(click.Group):
@@ -47,9 +59,17 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command; an error of ours becomes one line and exit code 2."""
+        """Runs the command; an error of ours becomes a message and an exit code."""
         try:
             return super().invoke(ctx)
+        except UpdateRefused as error:
+            from replicast.cli.texts import refusal_text
+
+            raise Refused(refusal_text(error)) from error
+        except FileDamaged as error:
+            from replicast.cli.texts import printable
+
+            raise Refused(printable(str(error))) from error
         except ReplicastError as error:
             raise Refusal(str(error)) from error
 
@@ -61,6 +81,8 @@ def main() -> None:
 
     \b
     Examples:
-      replicast run -n 2 train.py --epochs 3
+      replicast run -n 2 --run-dir runs/first train.py
+      replicast push runs/first --set optimizer/learning_rate=0.0005 --wait
+      replicast status runs/first
       replicast doctor
     """  # noqa: D301 - click wants a real backspace

@@ -1,0 +1,182 @@
+"""`replicast push`: reads what is to be changed, checks it against the run, and hands it to the job."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from replicast.cli.rundirs import run_argument
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_OPERATIONS = (
+    "add",
+    "assign",
+    "scale",
+    "blend",
+    "add_rows",
+    "assign_rows",
+    "add_low_rank",
+    "saved",
+    "numbers",
+)
+_ORDER = "replicast.push.order"
+
+
+class InOrder(click.Command):
+    """A command that knows the order in which its options were given, also that of different ones."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses once more, for the order alone: click itself groups the values of each option."""
+        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        ctx.meta[_ORDER] = [parameter.name for parameter in order if parameter.name in _OPERATIONS]
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=InOrder)
+@run_argument
+@click.option("--add", type=_FILE, multiple=True, metavar="FILE", help="Add each tensor to its variable.")
+@click.option("--assign", type=_FILE, multiple=True, metavar="FILE", help="Replace variables by tensors.")
+@click.option(
+    "--scale",
+    multiple=True,
+    metavar="FILE|NAME=FACTOR",
+    help="Multiply variables by one number each.",
+)
+@click.option(
+    "--blend", type=_FILE, multiple=True, metavar="FILE", help="Move variables towards tensors, by --weight."
+)
+@click.option("--weight", type=float, metavar="W", help="For --blend: 0 changes nothing, 1 is to assign.")
+@click.option(
+    "--add-rows", type=_FILE, multiple=True, metavar="FILE", help="Add to rows: NAME and NAME.indices."
+)
+@click.option(
+    "--assign-rows", type=_FILE, multiple=True, metavar="FILE", help="Replace rows: NAME and NAME.indices."
+)
+@click.option(
+    "--add-low-rank", type=_FILE, multiple=True, metavar="FILE", help="Add the product of NAME.a and NAME.b."
+)
+@click.option(
+    "--update", "saved", type=_FILE, multiple=True, metavar="FILE", help="All edits of a saved Update."
+)
+@click.option(
+    "--set",
+    "numbers",
+    multiple=True,
+    metavar="NAME=NUMBER",
+    help="Assign one number to a variable without dimensions, such as the learning rate.",
+)
+@click.option("--note", metavar="TEXT", help="Why, for whoever reads the journal.")
+@click.option("--author", metavar="TEXT", help="Who. [default: user@host]")
+@click.option("--id", "update_id", metavar="ID", help="Makes pushing it twice a no-op. [default: random]")
+@click.option(
+    "--at-step",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Apply it at this step. [default: as soon as possible]",
+)
+@click.option("--reset-slots", is_flag=True, help="Also reset the optimizer's moments of what is touched.")
+@click.option("--allow-nonfinite", is_flag=True, help="Accept NaN and infinity.")
+@click.option("--dry-run", is_flag=True, help="Only check it, and show what it would do.")
+@click.option("--wait", is_flag=True, help="Follow it until every worker has applied it and is verified.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    default=300.0,
+    metavar="SECS",
+    show_default=True,
+    help="How long --wait waits.",
+)
+@click.pass_context
+def push(context: click.Context, /, run: Path, **options: Any) -> None:
+    """Change the weights of a running job, on every worker.
+
+    The change is checked against the variables of RUN, put into its inbox, and applied by all workers at the
+    same step, or by none. Several operations make one update, in the order in which they are given. FILE is a
+    safetensors file whose tensors are named like variables; the end of a name will do if only one variable
+    has it. TensorFlow is not needed here.
+
+    \b
+    Examples:
+      replicast push runs/first --set optimizer/learning_rate=0.0005 --wait
+      replicast push runs/first --add delta.safetensors --note "fix drifted bias"
+      replicast push runs/first --scale dense/kernel=0.5 --reset-slots --at-step 2000
+      replicast push runs/first --blend average.safetensors --weight 0.1 --dry-run
+
+    Exit code: 0 when it is in the inbox, with --wait when it is verified on all workers; 1 when it is refused
+    or has failed; 2 when the command is wrong; 3 when --timeout has passed; 130 after Ctrl-C.
+    """  # noqa: D301 - click wants a real backspace
+    _check_usage(options)
+    operations = _in_order(context.meta[_ORDER], options)
+    from replicast.cli.pushing import Wish, carry_out
+
+    wish = Wish(
+        run=run,
+        operations=tuple(operations),
+        weight=options["weight"],
+        note=options["note"],
+        author=options["author"],
+        id=options["update_id"],
+        at_step=options["at_step"],
+        reset_slots=options["reset_slots"],
+        allow_nonfinite=options["allow_nonfinite"],
+        wait_secs=options["timeout"] if options["wait"] else None,
+    )
+    try:
+        code = carry_out(wish, dry_run=options["dry_run"])
+    except KeyboardInterrupt:  # While it waits, Ctrl-C is taken there.
+        click.echo("Stopped. Nothing was pushed.", err=True)
+        code = 128 + signal.SIGINT
+    sys.exit(code)
+
+
+def named_number(option: str, text: str) -> tuple[str, float | int | bool]:
+    """The two sides of NAME=NUMBER.
+
+    Raises:
+        click.BadParameter: It is something else.
+    """
+    name, _, number = text.rpartition("=")
+    value = _number(number.strip())
+    if not name.strip() or value is None:
+        expected = "NAME=FACTOR, or a file that is there" if option == "--scale" else "NAME=NUMBER"
+        raise click.BadParameter(f"{option} expects {expected}. Received: {text}")
+    return name.strip(), value
+
+
+def _number(text: str) -> float | int | bool | None:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return None
+
+
+def _check_usage(options: dict[str, Any]) -> None:
+    if not any(options[name] for name in _OPERATIONS):
+        raise click.UsageError(
+            "Say what to change: --set NAME=NUMBER, --add FILE, or another operation of --help."
+        )
+    if bool(options["blend"]) != (options["weight"] is not None):
+        raise click.UsageError("--blend and --weight belong together: one needs the other.")
+
+
+def _in_order(order: list[str], options: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Each operation with its value, as they stand on the command line."""
+    values = {name: iter(options[name]) for name in _OPERATIONS}
+    operations: list[tuple[str, Any]] = []
+    for name in order:
+        value = next(values[name])
+        if name == "numbers":
+            operations.append(("assign", named_number("--set", value)))
+        elif name == "scale" and not Path(value).is_file():
+            operations.append(("scale", named_number("--scale", value)))
+        else:
+            operations.append((name, Path(value)))
+    return operations

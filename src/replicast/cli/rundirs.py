@@ -1,0 +1,78 @@
+"""The RUN argument of the commands, and whether the job of a run is running. Loads nothing heavy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from replicast.runfiles import WorkerNote
+
+ABSENT_SECS = 10.0
+"""A worker says something every second; after so many without a word it counts as not running."""
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_MOST_NEAR = 5
+
+
+def run_argument(command: _Command) -> _Command:
+    """Adds the argument RUN, a run directory that is checked to be one."""
+    argument = click.argument(
+        "run",
+        type=click.Path(path_type=Path),
+        metavar="RUN",
+        callback=lambda _context, _parameter, path: _checked(path),
+    )
+    return argument(command)
+
+
+def run_option(command: _Command) -> _Command:
+    """Adds the option --run, for commands that can do without."""
+    option = click.option(
+        "--run",
+        type=click.Path(path_type=Path),
+        metavar="RUN",
+        callback=lambda _context, _parameter, path: None if path is None else _checked(path),
+        help="The run directory of the job that is to be changed: its variables are looked up.",
+    )
+    return option(command)
+
+
+def silent_secs(notes: list[WorkerNote], now: float) -> float | None:
+    """How long no worker has said anything; None when none ever has."""
+    return min((max(0.0, now - note.time) for note in notes), default=None)
+
+
+def is_running(notes: list[WorkerNote], now: float) -> bool:
+    """Whether a worker has said something lately."""
+    silent = silent_secs(notes, now)
+    return silent is not None and silent <= ABSENT_SECS
+
+
+def not_running_text(notes: list[WorkerNote], now: float) -> str:
+    """Says that the job is not running, and since when."""
+    from replicast.cli.texts import age_text
+
+    silent = silent_secs(notes, now)
+    heard = "no worker has written a note yet" if silent is None else f"last heard of {age_text(silent)} ago"
+    return f"The job is not running ({heard})"
+
+
+def _checked(path: Path) -> Path:
+    if (path / "run.json").is_file():
+        return path
+    if not path.is_dir():
+        raise click.BadParameter(f"There is no directory {path}. Give the --run-dir of the job.")
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise click.BadParameter(f"The directory {path} cannot be read by this user.")
+    near = [str(child.parent) for child in sorted(path.glob("*/run.json"))][-_MOST_NEAR:]
+    if near:
+        raise click.BadParameter(f"{path} is no run directory. Perhaps: {', '.join(near)}.")
+    raise click.BadParameter(
+        f"{path} is no run directory: it has no run.json. Give the --run-dir of the job; if it is that, "
+        "its program has not made its replicast.Replicas yet."
+    )
