@@ -8,24 +8,32 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
 from replicast.cli import main
+from replicast.demo import act_two
 from replicast.demo.act_one import ASSIGNED, CONTINUED, TRAINED, OneWorkerAssigns, differences_from_the_claim
+from replicast.demo.act_two import PUSHED, SYNCED, EveryReplicaFollows
 from replicast.demo.acts import WORKERS, programme, total_steps
 from replicast.demo.audience import Audience
+from replicast.demo.errands import Errand, RunningErrand, start
 from replicast.demo.notes import Moment, Note, NoteReader, NoteWriter, Progress, notes_path
 from replicast.demo.runner import run_demo
 from replicast.demo.screen import WIDEST, make_console, progress_bar
 from replicast.supervisor import Job, Settings
+from replicast.update import Update
 
-AS_CLAIMED = {TRAINED: "aa", ASSIGNED: "ba", CONTINUED: "dc"}
-"""At each moment the digests of worker 0 and worker 1, a letter each."""
+ACT_ONE_AS_CLAIMED = {TRAINED: "aa", ASSIGNED: "ba", CONTINUED: "dc"}
+AS_CLAIMED = {**ACT_ONE_AS_CLAIMED, SYNCED: "00", PUSHED: "ff", act_two.CONTINUED: "ee"}
+"""At each moment the digests of worker 0 and worker 1, a character each, which stands for the sum too."""
 
 
 def moment(name: str, worker: int, digest: str) -> Moment:
@@ -49,6 +57,35 @@ class Screen:
     @property
     def text(self) -> str:
         return self._file.getvalue()
+
+
+class Errands:
+    """Plays the process outside, and remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.started: list[Errand] = []
+        self.code: int | None = 0
+        self.stopped = 0
+
+    def start(self, errand: Errand, width: int) -> RunningErrand:
+        self.started.append(errand)
+        return self
+
+    def exit_code(self, wait_secs: float = 0.0) -> int | None:
+        return self.code
+
+    def output(self) -> str:
+        return "the receipt [of the errand]\n"
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+
+@pytest.fixture(autouse=True)
+def errands(monkeypatch: pytest.MonkeyPatch) -> Errands:
+    outside = Errands()
+    monkeypatch.setattr("replicast.demo.audience.start", outside.start)
+    return outside
 
 
 def play(notes_dir: Path, digests: dict[str, str], screen: Screen) -> Audience:
@@ -78,6 +115,147 @@ def test_act_one_says_what_did_not_happen(changed: dict[str, str], expected: lis
     assert len(problems) == len(expected)
     for problem, part in zip(problems, expected, strict=True):
         assert part in problem
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, []),
+        ({SYNCED: "01"}, ["equal after replicas.sync"]),
+        ({PUSHED: "fe"}, ["equal after the push"]),
+        ({act_two.CONTINUED: "ef"}, ["equal 50 more steps later"]),
+        ({PUSHED: "11"}, ["worker 0 should sum to about 102 more", "worker 1 should sum to about 102 more"]),
+        ({PUSHED: "f0"}, ["equal after the push", "worker 1 should sum to about 102 more"]),
+    ],
+)
+def test_act_two_says_what_did_not_happen(changed: dict[str, str], expected: list[str]) -> None:
+    problems = act_two.differences_from_the_claim(replicas({**AS_CLAIMED, **changed}))
+    assert len(problems) == len(expected)
+    for problem, part in zip(problems, expected, strict=True):
+        assert part in problem
+
+
+def test_act_two_draws_its_conclusion_only_when_it_is_true() -> None:
+    conclusion = "every replica follows"
+    true, false = Screen(), Screen()
+    assert EveryReplicaFollows().show(replicas(AS_CLAIMED), true.console) == []
+    assert conclusion in " ".join(true.text.split())
+    assert EveryReplicaFollows().show(replicas({**AS_CLAIMED, PUSHED: "fe"}), false.console) != []
+    assert conclusion not in " ".join(false.text.split())
+
+
+def test_act_two_shows_the_different_replicas_of_act_one_above_its_equal_ones() -> None:
+    screen = Screen()
+    EveryReplicaFollows().show(replicas(AS_CLAIMED), screen.console)
+    answers = [line.split()[-1] for line in screen.text.splitlines() if line.rstrip().endswith(("NO", "yes"))]
+    assert answers == ["NO", "yes", "yes", "yes"]
+
+
+@dataclass
+class FakeReplicas:
+    """The replicas of a worker whose updates come when it says so."""
+
+    history: list[SimpleNamespace] = field(default_factory=list)
+    step: int = 0
+    synced: list[int] = field(default_factory=list)
+
+    def sync(self, source: int) -> None:
+        self.synced.append(source)
+        self.history.append(SimpleNamespace(id="sync", step=0))
+
+
+class FakePlayer:
+    """A worker that notes what it does, and gets an update at a step."""
+
+    rank = 0
+    model = None
+
+    def __init__(self, update_at: int | None) -> None:
+        self.done: list[str | int] = []
+        self._update_at = update_at
+        self._replicas = FakeReplicas()
+
+    def train(self, doing: str, steps: int) -> None:
+        self.done.append(steps)
+        self._replicas.step += steps
+        if self._update_at is not None and self._update_at <= self._replicas.step:
+            self._replicas.history.append(SimpleNamespace(id="pushed", step=self._update_at))
+
+    def open_replicas(self) -> Any:
+        return self._replicas
+
+    def note_moment(self, name: str) -> None:
+        self.done.append(name)
+
+
+@pytest.mark.parametrize(("update_at", "pieces"), [(1, 1), (99, 1), (100, 2), (101, 2), (250, 3)])
+def test_act_two_trains_until_an_update_of_an_earlier_step_is_there(update_at: int, pieces: int) -> None:
+    player = FakePlayer(update_at)
+    EveryReplicaFollows().play(player)
+    assert player.done == [SYNCED, *[100] * pieces, PUSHED, 50, act_two.CONTINUED]
+
+
+def test_act_two_gives_up_when_no_update_comes() -> None:
+    player = FakePlayer(None)
+    EveryReplicaFollows().play(player)
+    assert player.done == [SYNCED, *[100] * act_two.MOST_PIECES]
+
+
+def test_act_two_pushes_a_plain_file_of_the_change_of_act_one(tmp_path: Path) -> None:
+    act = EveryReplicaFollows()
+    errand = act.errand(SYNCED, tmp_path)
+    assert errand is not None
+    assert errand.command == "replicast push run --add delta.safetensors --wait"
+    (edit,) = Update.from_tensors(tmp_path / "delta.safetensors", "add").edits
+    assert edit.variable == "hidden/kernel"
+    np.testing.assert_array_equal(edit.arrays["value"], np.full((64, 32), 0.05, np.float32))
+    assert act.errand(PUSHED, tmp_path) is None
+
+
+def test_an_errand_is_shown_as_typed_and_with_all_that_it_printed(tmp_path: Path, errands: Errands) -> None:
+    screen = Screen()
+    audience = play(tmp_path, AS_CLAIMED, screen)
+    assert len(errands.started) == 1
+    assert f"   $ {errands.started[0].command}\n   the receipt [of the errand]\n" in screen.text
+    assert audience.problems == []
+    assert errands.stopped == 0
+
+
+def test_an_errand_that_fails_is_a_problem(tmp_path: Path, errands: Errands) -> None:
+    errands.code = 3
+    screen = Screen()
+    problems = play(tmp_path, AS_CLAIMED, screen).problems
+    assert problems == [f"`{errands.started[0].command}` ended with exit code 3"]
+    assert "the receipt [of the errand]" in screen.text
+
+
+def test_an_errand_that_does_not_end_is_stopped_when_the_workers_have_ended(
+    tmp_path: Path, errands: Errands
+) -> None:
+    errands.code = None
+    audience = play(tmp_path, AS_CLAIMED, Screen())
+    assert errands.stopped == 1
+    assert audience.missing == [PUSHED, act_two.CONTINUED]
+
+
+def test_an_errand_is_a_process_whose_output_and_exit_code_are_kept(tmp_path: Path) -> None:
+    running = start(Errand("", ("no-such-command",), tmp_path), 80)
+    assert running.exit_code(60.0) == 2
+    assert "No such command 'no-such-command'" in running.output()
+    running.stop()
+
+
+def test_an_errand_that_is_stopped_has_ended(tmp_path: Path) -> None:
+    running = start(Errand("", ("run", "-n", "1", str(_script_that_waits(tmp_path))), tmp_path), 80)
+    assert running.exit_code() is None
+    running.stop()
+    assert running.exit_code() is not None
+
+
+def _script_that_waits(directory: Path) -> Path:
+    script = directory / "waits.py"
+    script.write_text("import threading; threading.Event().wait()")
+    return script
 
 
 def test_act_one_draws_its_conclusion_only_when_it_is_true() -> None:
@@ -114,7 +292,7 @@ def test_an_audience_tells_every_moment_and_shows_the_act(tmp_path: Path) -> Non
 def test_an_audience_knows_which_moments_never_came(tmp_path: Path) -> None:
     screen = Screen()
     audience = play(tmp_path, {TRAINED: "aa"}, screen)
-    assert audience.missing == [ASSIGNED, CONTINUED]
+    assert audience.missing == [ASSIGNED, CONTINUED, SYNCED, PUSHED, act_two.CONTINUED]
     assert "equal?" not in screen.text
 
 
@@ -176,7 +354,9 @@ def test_the_bar_is_as_long_as_the_acts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("digests", "workers_code", "expected", "said"),
     [
-        (AS_CLAIMED, 0, 0, "different for ever"),
+        (AS_CLAIMED, 0, 0, "every replica follows"),
+        (ACT_ONE_AS_CLAIMED, 0, 1, "the moment 'after the push' never came"),
+        ({**AS_CLAIMED, PUSHED: "fe"}, 0, 1, "should be equal after the push, and are not"),
         ({**AS_CLAIMED, CONTINUED: "cc"}, 0, 1, "should still differ after 50 more steps"),
         ({TRAINED: "aa"}, 0, 1, "the moment 'after worker 0 assigned' never came"),
         (AS_CLAIMED, 9, 1, "the workers ended with exit code 9"),

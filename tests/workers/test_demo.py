@@ -11,10 +11,13 @@ import sys
 import time
 from pathlib import Path
 
+from replicast.journal import Journal
+from replicast.update import Stage
+
 DEADLINE_SECS = 60.0
 COMMAND = [sys.executable, "-m", "replicast.cli", "demo", "--run-dir"]
 ROW = re.compile(
-    r"^after (.+?) +(\S+) +([0-9a-f]{8}) +(\S+) +([0-9a-f]{8}) +(yes|NO) *$",
+    r"^(\S.+?) +(\S+) +([0-9a-f]{8}) +(\S+) +([0-9a-f]{8}) +(yes|NO) *$",
     re.MULTILINE,
 )
 
@@ -24,7 +27,7 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in unwanted}
 
 
-def test_the_demo_shows_equal_different_and_still_different_replicas(tmp_path: Path) -> None:
+def test_the_demo_shows_different_replicas_and_then_replicas_that_follow_a_push(tmp_path: Path) -> None:
     began = time.monotonic()
     demo = subprocess.run(
         [*COMMAND, str(tmp_path)], env=environment(), capture_output=True, text=True, timeout=DEADLINE_SECS
@@ -37,23 +40,50 @@ def test_the_demo_shows_equal_different_and_still_different_replicas(tmp_path: P
 
     rows = [row.groups() for row in ROW.finditer(demo.stdout)]
     assert [(row[0], row[-1]) for row in rows] == [
-        ("training", "yes"),
-        ("worker 0 assigned", "NO"),
-        ("50 more steps", "NO"),
+        ("after training", "yes"),
+        ("after worker 0 assigned", "NO"),
+        ("after 50 more steps", "NO"),
+        ("act 1, at its end", "NO"),
+        ("after replicas.sync", "yes"),
+        ("after the push", "yes"),
+        ("50 more steps later", "yes"),
     ]
-    trained, assigned, continued = ([float(row[1]), float(row[3])] for row in rows)
-    assert trained[0] == trained[1] == assigned[1]
-    assert abs((assigned[0] - assigned[1]) - (continued[0] - continued[1])) < 0.01
     for _, _, digest_0, _, digest_1, equal in rows:
         assert (digest_0 == digest_1) == (equal == "yes")
+    sums = [[float(row[1]), float(row[3])] for row in rows]
+    trained, assigned, continued, repeated, synced, pushed, _ = sums
+    assert trained[0] == trained[1] == assigned[1]
+    assert abs((assigned[0] - assigned[1]) - (continued[0] - continued[1])) < 0.01
     assert continued[1] != trained[1]
+    assert repeated == continued
+    assert synced == [continued[1]] * 2
+    assert pushed[0] - synced[0] > 51.2
 
+    (run_dir,) = tmp_path.glob("demo-*/run")
+    _check_journal(run_dir, demo.stdout)
     assert str(tmp_path) in demo.stdout.replace("\n", "")
     assert all((tmp_path / "logs" / "attempt-0" / f"worker-{rank}.log").exists() for rank in range(2))
     (notes,) = tmp_path.glob("demo-*/worker-0.jsonl")
     losses = [note["loss"] for note in map(json.loads, notes.read_text().splitlines()) if "loss" in note]
-    assert len(losses) == 250
+    assert len(losses) > 250
     assert losses[199] < losses[0] / 5
+
+
+def _check_journal(run_dir: Path, shown: str) -> None:
+    """What the screen says of the push is what the journal holds."""
+    synced, pushed = Journal(run_dir).records()
+    assert [edit["variable"].endswith("hidden/kernel") for edit in (*synced.edits, *pushed.edits)] == [
+        True,
+        True,
+    ]
+    assert [edit["operation"] for edit in pushed.edits] == ["add"]
+    receipt = Journal(run_dir).receipts()[pushed.sequence]
+    assert receipt.stage is Stage.VERIFIED
+    assert len(receipt.digests) == 2
+    assert len(set(receipt.digests.values())) == 1
+    assert "$ replicast push run --add delta.safetensors --wait" in shown
+    assert re.search(rf"\bstep {receipt.step}\b", shown)
+    assert receipt.digests[0][:8] in shown
 
 
 def test_an_interrupt_ends_the_demo_and_its_workers_without_a_traceback(tmp_path: Path) -> None:

@@ -101,6 +101,8 @@ class Audience:
 
     def _reach(self, act: Act, moment: str) -> None:
         if moment == act.moments[0]:
+            if act is not self._acts[0]:
+                self._console.print()
             print_heading(act.title, self._console)
         print_text(act.tell(moment), self._console)
         errand = act.errand(moment, self._notes_dir)

@@ -54,16 +54,25 @@ def print_command(command: str, console: Console) -> None:
 
 
 def print_output(output: str, console: Console) -> None:
-    """What a command has printed, as it is."""
-    for line in output.splitlines():
-        console.print(Text(f"{INDENT}{line}"), soft_wrap=True)
+    """What a command has printed, as it is; lines that are too long go on below."""
+    for line in Text(output.rstrip("\n")).wrap(console, console.width - len(INDENT)):
+        console.print(Text(INDENT) + line)
 
 
-def print_replicas(replicas: Mapping[str, Sequence[Moment]], console: Console) -> None:
-    """The table: at each moment every worker's replica, and whether they are equal."""
+def print_replicas(
+    replicas: Mapping[str, Sequence[Moment]], console: Console, *, explained: bool = False
+) -> None:
+    """The table: at each moment every worker's replica, and whether they are equal.
+
+    Args:
+        replicas: The rows.
+        console: The screen.
+        explained: Whether the audience knows already what a digest is.
+    """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, header_style="bold")
-    table.caption = "digest: computed from every bit of the weights; equal only when every bit is"
-    table.caption_justify = "left"
+    if not explained:
+        table.caption = "digest: computed from every bit of the weights; equal only when every bit is"
+        table.caption_justify = "left"
     table.add_column("\nmoment", overflow="fold")
     for replica in next(iter(replicas.values())):
         table.add_column(f"worker {replica.worker}:\nweights sum", justify="right", overflow="fold")
