@@ -25,6 +25,7 @@ class Channel:
     def __init__(self, coordination: Coordination, name: str, rank: int, size: int) -> None:
         self._coordination = coordination
         self._prefix = f"replicast/{name}"
+        self.name = name
         self.rank = rank
         self.size = size
         self._posting = threading.Lock()

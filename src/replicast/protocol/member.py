@@ -174,7 +174,7 @@ class Member:
                 of what is done with them, note included.
         """
         described = np.frombuffer(json.dumps(update.describe()).encode(), np.uint8)
-        parcel_id = f"{self.channel.rank}-{next(self._parcels)}"
+        parcel_id = f"{self.channel.name}-{self.channel.rank}-{next(self._parcels)}"
         parcel = self.transport.publish(parcel_id, [*update.arrays(), described])
         known_by = (update.id, parcel.digest if content_digest is None else content_digest)
         self._own_parcels.setdefault(known_by, []).append(parcel.id)

@@ -5,32 +5,27 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import keras
 import numpy.typing as npt
 
-from replicast.config import read_launch
 from replicast.digest import digest_array
-from replicast.errors import ClusterError, NotSupported, ReplicastError, UpdateRefused
-from replicast.journal import AnyJournal, Journal, MemoryJournal, Receipt
-from replicast.protocol import Channel, Coordinator, Member, Patience, Ticket
+from replicast.errors import NotSupported, ReplicastError, UpdateRefused
+from replicast.journal import Receipt
+from replicast.protocol import Member, Patience, Ticket
 from replicast.protocol.functions import Function
 from replicast.replicas.callback import BoundaryCallback
 from replicast.replicas.housekeeping import Housekeeping
-from replicast.runfiles import FORMAT, RunInfo, write_run_info
+from replicast.replicas.joining import Durability, Parts, join, settle, strategy_of
 from replicast.schema import Schema
-from replicast.strategy import KerasState, Strategy, optimizers_by_name
-from replicast.transport import open_transport
+from replicast.strategy import KerasState
 from replicast.update import Update
 from replicast.validate import Limits
 
 logger = logging.getLogger("replicast")
-
-Durability = Literal["disk", "memory"]
 
 
 class Replicas:
@@ -44,10 +39,11 @@ class Replicas:
         model.fit(dataset, callbacks=[replicas.callback()])
 
     Args:
-        model: Made and compiled inside `strategy.scope()` of a `replicast.Strategy`.
+        model: Made and compiled inside `strategy.scope()` of a `replicast.Strategy`. One that is not built
+            yet can be changed once training has begun.
         optimizer: For an own loop, whose optimizer the model does not know.
         run_dir: Where the journal, the inbox and the files that `replicast status` reads are. Default: what
-            the launcher gives; without a launcher, none.
+            the launcher gives (for a second model `replicas-2` in it, and so on); without a launcher, none.
         durability: "disk": an update is committed when it is on disk. "memory": nothing is written, and a
             restarted job has lost the updates. Default: "disk" where there is a run directory.
         limits: What is refused as too large.
@@ -65,29 +61,18 @@ class Replicas:
         patience: Patience | None = None,
     ) -> None:
         self.model = model
-        self._strategy = _strategy_of(model)
-        self._launch = read_launch(os.environ)
-        self._run_dir = Path(run_dir) if run_dir is not None else self._launch.run_dir
-        self._durable = _is_durable(durability, self._run_dir)
-        if not model.built:
-            raise NotSupported(
-                "A model that is not built",
-                reason="its variables do not exist yet, so they have no names",
-                remedy="Give it a keras.Input, or call model.build(shape) inside strategy.scope(), first",
-            )
-        with self._strategy.scope():
-            optimizers = optimizers_by_name(model, optimizer)
-            for one in optimizers.values():
-                if not one.built:
-                    one.build(model.trainable_variables)
-        self._state = KerasState(model, optimizers)
+        self._strategy = strategy_of(model)
+        self._optimizer = optimizer
+        self._settings = settle(
+            None if run_dir is None else Path(run_dir), durability, limits, patience, self._strategy
+        )
         self._trained = False
         self._closed = False
         self._proposed_at_step = (0, 0)
         self._syncs = 0
-        self._member = self._join(limits, patience or Patience())
-        self._housekeeping = Housekeeping(self._member, self._run_dir, self._launch.attempt)
-        self._begin()
+        self._parts: Parts | None = None
+        if model.built:
+            self._open()
 
     @property
     def rank(self) -> int:
@@ -112,7 +97,7 @@ class Replicas:
     @property
     def run_dir(self) -> Path | None:
         """The run directory, if there is one."""
-        return self._run_dir
+        return self._settings.run_dir
 
     @property
     def history(self) -> Sequence[Receipt]:
@@ -214,12 +199,14 @@ class Replicas:
         differing = [n for n in names if any(their[n] != theirs[source][n] for their in theirs)]
         if not differing:
             return None
-        id_ = f"sync-{self._launch.attempt}-{self.step}-{self._syncs}"
+        id_ = f"sync-{self._settings.attempt}-{self.step}-{self._syncs}"
         self._member.pause("\n".join(["sync", str(source), id_, *differing]))
         return next((receipt for receipt in reversed(self._member.history) if receipt.id == id_), None)
 
     def training_begins(self) -> None:
         """All workers: called by the callback, or by the first boundary. Schedules what the journal holds."""
+        if self._parts is None:
+            self._open()
         if not self._trained:
             self._trained = True
             self._member.pause("train")
@@ -236,7 +223,7 @@ class Replicas:
 
         Called by itself at the end of the script. A second time does nothing.
         """
-        if self._closed:
+        if self._closed or self._parts is None:
             return
         self._closed = True
         try:
@@ -246,36 +233,31 @@ class Replicas:
             logger.debug("the updates could not be settled at the end: %s", error)
         self._stop()
 
-    def _join(self, limits: Limits | None, patience: Patience) -> Member:
-        strategy = self._strategy
-        channel = Channel(strategy.coordination, strategy.next_name("replicas"), strategy.rank, strategy.size)
-        schemas = channel.agree("schema", self._state.schema.digest(), patience.begin_secs)
-        differing = [worker for worker, digest in schemas.items() if digest != schemas[0]]
-        if differing:
-            raise ClusterError(
-                f"The model of worker {differing[0]} has other variables than worker 0's",
-                remedy="Build the same model on every worker",
-                received=f"schema {schemas[differing[0]]}, worker 0: {schemas[0]}",
+    def _opened(self) -> Parts:
+        if self._parts is None:
+            raise NotSupported(
+                "A model that is not built",
+                reason="its variables do not exist yet, so they have no names",
+                remedy="Give it a keras.Input, or call model.build(shape) inside strategy.scope(), or wait "
+                "until training has begun",
             )
-        transport = open_transport(strategy.coordination, strategy.rank, strategy.size, os.environ)
-        return Member(
-            channel, transport, self._state, patience=patience, limits=limits, check=strategy.check_job
-        )
+        return self._parts
 
-    def _begin(self) -> None:
-        self._member.start()
-        if self.rank == 0:
-            journal: AnyJournal = MemoryJournal()
-            if self._run_dir is not None:
-                info = RunInfo(FORMAT, self.schema, self.size, self._launch.attempt, created_at=time.time())
-                write_run_info(self._run_dir, info)
-                if self._durable:
-                    journal = Journal(self._run_dir)
-            coordinator = Coordinator(
-                self._member, journal, durable=self._durable, attempt=self._launch.attempt
-            )
-            coordinator.start()
-        self._housekeeping.start()
+    @property
+    def _member(self) -> Member:
+        return self._opened().member
+
+    @property
+    def _state(self) -> KerasState:
+        return self._opened().state
+
+    @property
+    def _housekeeping(self) -> Housekeeping:
+        return self._opened().housekeeping
+
+    def _open(self) -> None:
+        """Joins the other workers. All of them come here, each with a built model."""
+        self._parts = join(self.model, self._optimizer, self._strategy, self._settings)
         self._strategy.before_leaving(self.close)
         self._member.pause("begin")
 
@@ -295,25 +277,3 @@ class Replicas:
         step, count = self._proposed_at_step
         self._proposed_at_step = (self.step, count + 1 if step == self.step else 1)
         return f"{prefix}-step-{self.step}-{self._proposed_at_step[1]}"
-
-
-def _strategy_of(model: keras.Model) -> Strategy:
-    strategy = getattr(model, "distribute_strategy", None)
-    if not isinstance(strategy, Strategy):
-        raise NotSupported(
-            "A model that was made outside the scope of a replicast.Strategy",
-            reason="its variables are not the same on every worker",
-            remedy="Make and compile it inside 'with strategy.scope():'",
-        )
-    return strategy
-
-
-def _is_durable(durability: Durability | None, run_dir: Path | None) -> bool:
-    if durability not in (None, "disk", "memory"):
-        raise ValueError(f'durability must be "disk" or "memory". Received: {durability!r}')
-    if durability == "disk" and run_dir is None:
-        raise ClusterError(
-            'durability="disk" needs a run directory',
-            remedy="Give run_dir=..., or start the job with 'replicast run'",
-        )
-    return durability != "memory" and run_dir is not None

@@ -1,0 +1,149 @@
+"""How a worker's part in the updates of one model comes into being."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import keras
+
+from replicast.config import read_launch
+from replicast.errors import ClusterError, NotSupported
+from replicast.journal import AnyJournal, Journal, MemoryJournal
+from replicast.protocol import Channel, Coordinator, Member, Patience
+from replicast.replicas.housekeeping import Housekeeping
+from replicast.runfiles import FORMAT, RunInfo, write_run_info
+from replicast.strategy import KerasState, Strategy, optimizers_by_name
+from replicast.transport import open_transport
+from replicast.validate import Limits
+
+Durability = Literal["disk", "memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the user and the launcher have said.
+
+    Attributes:
+        name: Tells the keys of this model's updates from those of another; the same on all workers.
+        run_dir: Where files go, if anywhere.
+        attempt: Which life of the job this is.
+        durable: Whether the journal is on disk.
+    """
+
+    name: str
+    run_dir: Path | None
+    attempt: int
+    durable: bool
+    limits: Limits
+    patience: Patience
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What exists once the model is built."""
+
+    state: KerasState
+    member: Member
+    housekeeping: Housekeeping
+
+
+def settle(
+    run_dir: Path | None,
+    durability: Durability | None,
+    limits: Limits | None,
+    patience: Patience | None,
+    strategy: Strategy,
+) -> Settings:
+    """The settings, checked, with what was left open filled in."""
+    launch = read_launch(os.environ)
+    name = strategy.next_name("replicas")
+    if run_dir is None and launch.run_dir is not None:
+        run_dir = launch.run_dir if name == "replicas-1" else launch.run_dir / name
+    if durability not in (None, "disk", "memory"):
+        raise ValueError(f'durability must be "disk" or "memory". Received: {durability!r}')
+    if durability == "disk" and run_dir is None:
+        raise ClusterError(
+            'durability="disk" needs a run directory',
+            remedy="Give run_dir=..., or start the job with 'replicast run'",
+        )
+    return Settings(
+        name=name,
+        run_dir=run_dir,
+        attempt=launch.attempt,
+        durable=durability != "memory" and run_dir is not None,
+        limits=Limits() if limits is None else limits,
+        patience=Patience() if patience is None else patience,
+    )
+
+
+def strategy_of(model: keras.Model) -> Strategy:
+    """The strategy in whose scope the model was made."""
+    strategy = getattr(model, "distribute_strategy", None)
+    if not isinstance(strategy, Strategy):
+        raise NotSupported(
+            "A model that was made outside the scope of a replicast.Strategy",
+            reason="its variables are not the same on every worker",
+            remedy="Make and compile it inside 'with strategy.scope():'",
+        )
+    return strategy
+
+
+def join(
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer | None,
+    strategy: Strategy,
+    settings: Settings,
+) -> Parts:
+    """Joins the other workers and starts the threads. All workers come here, each with a built model.
+
+    Blocks until they have, at most `patience.begin_secs`, then names who is missing.
+    """
+    with strategy.scope():
+        optimizers = optimizers_by_name(model, optimizer)
+        for one in optimizers.values():
+            if not one.built:
+                one.build(model.trainable_variables)
+    state = KerasState(model, optimizers)
+    channel = Channel(strategy.coordination, settings.name, strategy.rank, strategy.size)
+    _check_same_model(channel, state, settings.patience)
+    member = Member(
+        channel,
+        open_transport(strategy.coordination, strategy.rank, strategy.size, os.environ),
+        state,
+        patience=settings.patience,
+        limits=settings.limits,
+        check=strategy.check_job,
+    )
+    housekeeping = Housekeeping(member, settings.run_dir, settings.attempt)
+    member.start()
+    if strategy.rank == 0:
+        _coordinate(member, settings)
+    housekeeping.start()
+    return Parts(state, member, housekeeping)
+
+
+def _check_same_model(channel: Channel, state: KerasState, patience: Patience) -> None:
+    schemas = channel.agree("schema", state.schema.digest(), patience.begin_secs)
+    differing = [worker for worker, digest in schemas.items() if digest != schemas[0]]
+    if differing:
+        raise ClusterError(
+            f"The model of worker {differing[0]} has other variables than worker 0's",
+            remedy="Build the same model on every worker",
+            received=f"schema {schemas[differing[0]]}, worker 0: {schemas[0]}",
+        )
+
+
+def _coordinate(member: Member, settings: Settings) -> None:
+    journal: AnyJournal = MemoryJournal()
+    if settings.run_dir is not None:
+        size = member.channel.size
+        info = RunInfo(FORMAT, member.state.schema, size, settings.attempt, created_at=time.time())
+        write_run_info(settings.run_dir, info)
+        if settings.durable:
+            journal = Journal(settings.run_dir)
+            journal.clean()
+    Coordinator(member, journal, durable=settings.durable, attempt=settings.attempt).start()
