@@ -1,9 +1,9 @@
 """Worker 0's part: one order for everything, decided once.
 
 Proposals come in one sequence (`Channel`); this thread takes them in that order, several at a time if they
-wait, and holds a round for them (`Rounds`). The list of what a round commits is taken before anyone is asked,
-and never grows. Functions are computed at the boundary, so their rounds stay open until worker 0 stands there;
-meanwhile others are decided.
+wait, and holds a round for them (`Rounds`). The list of what a round commits is taken before anyone is
+asked, and never grows. Functions are computed at the boundary, so their rounds stay open until worker 0
+stands there; meanwhile others are decided.
 """
 
 from __future__ import annotations

@@ -127,8 +127,8 @@ class Rounds:
     def finish(self, opened: OpenRound) -> list[tuple[Proposal, UpdateRefused]]:
         """Waits for what is computed, and commits it at the boundary at which all stand.
 
-        To be called when worker 0 stands there. Blocks at most as long as the function may take, then names the
-        source.
+        To be called when worker 0 stands there. Blocks at most as long as the function may take, then names
+        the source.
         """
         try:
             computed = self._what_was_computed(opened)

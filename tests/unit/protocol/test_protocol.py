@@ -312,6 +312,7 @@ def test_a_function_for_a_later_step_keeps_nobody_waiting() -> None:
         later = job.workers[1].member.propose_function("later", lambda v: {"bias": v["bias"] * 2}, 1, 12)
         eventually(lambda: later.step == 12)
         soon = job.workers[0].member.propose(bias(3.0))
+        eventually(lambda: soon.stage is Stage.COMMITTED)
         job.train(20)
         assert soon.result(DEADLINE_SECS).step < 12
         assert later.result(DEADLINE_SECS).step == 12
