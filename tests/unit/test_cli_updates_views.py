@@ -1,0 +1,314 @@
+"""`replicast status`, `log`, `show` and `inspect` on a run directory whose job is played by the test."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from replicast import inbox
+from replicast.cli import status
+from replicast.cli.examination import numbers_of, view_of
+from replicast.cli.texts import age_text, number_text, seconds_text, size_text, when_text
+from replicast.edits import BFLOAT16
+from replicast.runfiles import append_metrics
+from replicast.update import Stage, Update
+from tests.unit.played_job import BIAS, PlayedJob, heard_of, invoke, made_run, tensors
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    return made_run()
+
+
+def filled(run: Path) -> None:
+    """Two committed updates, one of which is verified; one that waits, one that was refused."""
+    job = PlayedJob(run)
+    update = Update(id="first", author="ann@box", note="fix the\nbias \x1b[31m[red]", reset_slots=True)
+    update = (
+        update.add("dense/bias", BIAS).scale("dense/kernel", 0.5).add("dense/kernel", np.ones((4, 3), "f4"))
+    )
+    inbox.submit(run, update)
+    job.act_all()
+    job.stops_at = Stage.COMMITTED
+    inbox.submit(run, Update(id="second").assign_rows("embeddings", [1, 3], np.ones((2, 2), BFLOAT16)), 4000)
+    job.act_all()
+    job.fate = Stage.REFUSED
+    inbox.done(run / "inbox" / "second.safetensors")
+    inbox.submit(run, Update(id="third").assign("learning_rate", 1))
+    job.act_all()
+    inbox.submit(run, Update(id="fourth" + "x" * 60).assign("learning_rate", 1))
+    append_metrics(run, 5, {"loss": 0.125, "accuracy": math.nan})
+
+
+def fits(output: str) -> bool:
+    return max(len(line.rstrip()) for line in output.splitlines()) <= 80 and "\x1b" not in output
+
+
+def test_status_shows_workers_metrics_updates_and_what_waits(run: Path) -> None:
+    filled(run)
+    result = invoke("status", run)
+    assert result.exit_code == 0
+    assert fits(result.output)
+    for text in (
+        "run: 2 workers, training, step 5",
+        "0  100      box",
+        "0 s ago",
+        "loss 0.125  accuracy nan",
+        "verified",
+        "committed",
+        "ann@box: fix the bias �[31m[red]",
+        "1 in the inbox",
+        "fourthxxx",
+        "proposed",
+        "refused",
+        "Worker 1 has no room",
+    ):
+        assert text in result.output, text
+
+
+def test_status_says_who_is_missing(run: Path) -> None:
+    heard_of(run, secs_ago=12.2)
+    output = invoke("status", run).output
+    assert output.count("not seen for 12 s") == 2
+    assert "The job is not running (last heard of 12 s ago)" in output
+    assert "no update has been committed yet" in output
+    (run / "workers" / "1.json").unlink()
+    assert "never seen" in invoke("status", run).output
+
+
+def test_status_as_json_can_be_read_by_any_tool(run: Path) -> None:
+    filled(run)
+
+    def no_constant(name: str) -> float:
+        raise AssertionError(f"{name} is no JSON")
+
+    found = json.loads(invoke("status", run, "--json").output, parse_constant=no_constant)
+    assert (found["running"], found["size"]) == (True, 2)
+    assert [(worker["rank"], worker["step"]) for worker in found["workers"]] == [(0, 5), (1, 5)]
+    assert found["metrics"]["values"] == {"loss": 0.125, "accuracy": "nan"}
+    assert [(update["id"], update["stage"]) for update in found["updates"]] == [
+        ("first", "verified"),
+        ("second", "committed"),
+    ]
+    assert [(update["id"][:6], update["stage"]) for update in found["waiting"]] == [("fourth", "proposed")]
+    assert found["refused"][0]["refusal"]["worker"] == 1
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_watching_looks_again_until_ctrl_c(
+    run: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses = []
+
+    def pause(secs: float) -> None:
+        pauses.append(secs)
+        if len(pauses) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(status.time, "sleep", pause)
+    result = invoke("status", run, "--watch", *options)
+    assert (result.exit_code, pauses) == (0, [1.0] * 3)
+    assert result.output.count("run: 2 workers" if not options else '"run": "run"') == 3
+
+
+def test_the_log_is_a_table_that_fits(run: Path) -> None:
+    assert "The journal is empty" in invoke("log", run).output
+    filled(run)
+    result = invoke("log", run)
+    assert result.exit_code == 0
+    assert fits(result.output)
+    flat = " ".join(result.output.split())
+    for text in ("model/dense/bias", "(+1)", "reset 1 slots", "0.25 s", "4000 committed"):
+        assert text in flat, text
+    assert "first" not in invoke("log", run, "-n", 1, "--json").output
+
+
+def test_the_log_as_json_has_record_and_receipt_in_one_line(run: Path) -> None:
+    filled(run)
+    first, second = map(json.loads, invoke("log", run, "--json").output.splitlines())
+    assert (first["sequence"], first["step"], first["stage"]) == (1, 7, "verified")
+    assert first["digests"] == {"0": "a" * 32, "1": "a" * 32}
+    assert (first["author"], first["stall_secs"]) == ("ann@box", 0.003)
+    assert (second["sequence"], second["step"], second["stage"]) == (2, 4000, "committed")
+    assert (second["digests"], second["verified_at"]) == (None, None)
+
+
+def test_show_tells_everything_of_a_committed_update(run: Path) -> None:
+    filled(run)
+    by_number, by_id, by_beginning = (invoke("show", run, which) for which in ("1", "first", "fir"))
+    assert by_number.exit_code == 0
+    assert by_number.output == by_id.output == by_beginning.output
+    assert fits(by_number.output)
+    for text in (
+        "verified",
+        "ann@box",
+        "sha256",
+        "worker 0",
+        "worker 1",
+        "a" * 32,
+        "equal",
+        "3.0 ms",
+        "2.236",
+    ):
+        assert text in by_number.output, text
+    scheduled = invoke("show", run, 2).output
+    assert "4000, chosen by its author" in scheduled
+    assert "assign rows (2)" in scheduled
+
+
+def test_show_as_json_has_the_edits_with_their_numbers(run: Path) -> None:
+    filled(run)
+    shown = json.loads(invoke("show", run, 1, "--json").output)
+    assert (shown["id"], shown["stage"], len(shown["digests"])) == ("first", "verified", 2)
+    bias = shown["edits"][0]
+    assert (bias["variable"], bias["shape"], bias["dtype"]) == ("model/dense/bias", [3], "float32")
+    assert bias["values"] == {"size": 3, "nonfinite": 0, "minimum": 0, "maximum": 2, "norm": math.sqrt(5)}
+    rows = json.loads(invoke("show", run, 2, "--json").output)["edits"][0]
+    assert (rows["operation"], rows["rows"], rows["shape"]) == ("assign_rows", 2, [2, 2])
+
+
+def test_show_tells_of_updates_that_wait_or_were_refused(run: Path) -> None:
+    filled(run)
+    waiting = invoke("show", run, "fourth")
+    assert (waiting.exit_code, "proposed" in waiting.output) == (0, True)
+    assert "optimizer/learning_rate" in waiting.output or "learning_rate" in waiting.output
+    refused = invoke("show", run, "third")
+    assert (refused.exit_code, "Worker 1 has no room" in refused.output) == (0, True)
+    assert json.loads(invoke("show", run, "third", "--json").output)["refusal"]["received"] == "28 bytes free"
+
+
+def test_show_says_when_nothing_or_too_much_is_meant(run: Path) -> None:
+    inbox.submit(run, Update(id="same-1").assign("learning_rate", 1))
+    inbox.submit(run, Update(id="same-2").assign("learning_rate", 1))
+    for which, expected in (
+        ("9", "no update 9"),
+        ("", "no update"),
+        ("same", "may be 2 updates: same-1, same-2"),
+    ):
+        result = invoke("show", run, which)
+        assert (result.exit_code, expected in result.output) == (1, True), result.output
+
+
+def test_an_update_of_a_job_without_a_journal_is_known_by_its_note(run: Path) -> None:
+    receipt = PlayedJob(run)._receipt("x", 1, 7).to_json()
+    inbox.note_stage(run, "x", Stage.VERIFIED, receipt=receipt)
+    result = invoke("show", run, "x")
+    assert (result.exit_code, "a" * 32 in result.output) == (0, True)
+
+
+def test_a_damaged_payload_is_told_after_what_is_known(run: Path) -> None:
+    filled(run)
+    payload = run / "updates" / "000001.safetensors"
+    content = payload.read_bytes()
+    payload.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    result = invoke("show", run, 1)
+    assert result.exit_code == 1
+    assert "ann@box" in result.output
+    assert "sha256 is not the record's" in result.output
+    payload.write_bytes(content[:-1])
+    for command in (["log", run], ["status", run], ["show", run, 1]):
+        damaged = invoke(*command)
+        assert (damaged.exit_code, "cannot be trusted" in damaged.output) == (1, True)
+
+
+def test_hostile_names_in_the_inbox_are_shown_without_control_characters(run: Path) -> None:
+    (run / "inbox").mkdir()
+    name = b"\x1b[31m\xff.safetensors"
+    (run / "inbox" / os.fsdecode(name)).write_bytes(b"rubbish")
+    output = invoke("status", run).output
+    assert "�[31m�" in output
+    inbox.refuse(run, run / "inbox" / os.fsdecode(name), inbox.UpdateRefused("\x1b[31mno\x07"))
+    for command in (["status", run], ["show", run, os.fsdecode(name).removesuffix(".safetensors")]):
+        result = invoke(*command)
+        assert (result.exit_code, "\x1b" in result.output, "\x07" in result.output) == (0, False, False)
+    assert json.loads(invoke("status", run, "--json").output)["refused"]
+
+
+def test_inspect_says_what_a_plain_file_would_do(run: Path) -> None:
+    path = tensors("delta", dense__bias=BIAS, embeddings=np.zeros((10, 2), "f4").astype(BFLOAT16))
+    result = invoke("inspect", path, "--as", "add", "--run", run)
+    assert result.exit_code == 0
+    assert fits(result.output)
+    for text in ("model/dense/bias", "model/table/embeddings", "12 B", "40 B", "yes", "2.236", "bfloat16"):
+        assert text in result.output, text
+    blend = invoke("inspect", path, "--as", "blend", "--weight", 0.5)
+    assert (blend.exit_code, "with weight 0.5" in " ".join(blend.output.split())) == (0, True)
+
+
+def test_inspect_lists_every_problem(run: Path) -> None:
+    path = tensors("delta", dense__bias=BIAS * np.nan, dense__kernel=BIAS, nothing=BIAS)
+    alone = invoke("inspect", path, "--as", "assign")
+    assert (alone.exit_code, alone.output.count("Refused: ")) == (1, 1)
+    assert "3 not" in alone.output
+    with_run = invoke("inspect", path, "--as", "assign", "--run", run)
+    assert (with_run.exit_code, with_run.output.count("Refused: ")) == (1, 3)
+
+
+def test_inspect_lists_tensors_when_it_is_not_told_what_to_do(run: Path) -> None:
+    path = tensors("delta", dense__bias=BIAS)
+    result = invoke("inspect", path)
+    assert (result.exit_code, "dense/bias" in result.output, "--as" in result.output) == (0, True, True)
+    assert invoke("inspect", path, "--run", run).exit_code == 2
+
+
+def test_inspect_takes_saved_updates_and_payloads_of_the_journal(run: Path) -> None:
+    filled(run)
+    payload = run / "updates" / "000001.safetensors"
+    result = invoke("inspect", payload, "--run", run)
+    assert (result.exit_code, "reset to 0" in result.output) == (0, True)
+    assert invoke("inspect", payload).exit_code == 0
+    assert invoke("inspect", payload, "--as", "add").exit_code == 2
+    assert invoke("inspect", payload, "--weight", 1).exit_code == 2
+    Update().save("empty.safetensors")
+    assert "no edits" in invoke("inspect", "empty.safetensors").output
+    Path("rubbish.safetensors").write_bytes(b"rubbish")
+    assert invoke("inspect", "rubbish.safetensors").exit_code == 1
+    safetensors.numpy.save_file({}, "none.safetensors")
+    assert invoke("inspect", "none.safetensors", "--as", "add", "--run", run).exit_code == 1
+
+
+def test_the_norm_of_a_low_rank_is_that_of_the_product() -> None:
+    random = np.random.default_rng(1)
+    a, b = random.normal(size=(7, 2)).astype("f4"), random.normal(size=(2, 5)).astype("f4")
+    view = view_of(Update().add_low_rank("x", a, b).edits[0], None)
+    assert view.numbers is not None
+    assert view.numbers.norm == pytest.approx(np.linalg.norm(a.astype("f8") @ b.astype("f8")))
+    assert (view.shape, view.rank) == ((7, 5), 2)
+
+
+def test_numbers_leave_out_what_is_not_finite() -> None:
+    numbers = numbers_of(np.array([[3, math.nan], [-4, math.inf]], BFLOAT16))
+    assert (numbers.size, numbers.nonfinite, numbers.minimum, numbers.maximum, numbers.norm) == (
+        4,
+        2,
+        -4,
+        3,
+        5,
+    )
+    assert math.isnan(numbers_of(np.empty(0, "f4")).minimum)
+    assert numbers_of(np.array([True, False])).maximum == 1
+
+
+def test_sizes_and_times_are_short() -> None:
+    assert [size_text(n) for n in (0, 999, 1000, 99_960, 999_600, 5_000_000_000_000)] == [
+        "0 B",
+        "999 B",
+        "1.0 kB",
+        "100 kB",
+        "1.0 MB",
+        "5000 GB",
+    ]
+    assert [seconds_text(s) for s in (0.0031, 0.25, 300.4)] == ["3.1 ms", "0.25 s", "300 s"]
+    assert [age_text(s) for s in (-1, 12.2, 600, 90_000, 400_000)] == ["0 s", "12 s", "10 min", "25 h", "5 d"]
+    assert number_text(1234567.0) == "1.235e+06"
+    now = time.mktime((2026, 5, 4, 12, 0, 0, 0, 0, -1))
+    assert [when_text(now - secs, now) for secs in (60, 86_400)] == ["11:59:00", "2026-05-03"]

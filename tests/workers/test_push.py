@@ -1,0 +1,250 @@
+"""A job of three workers that trains, and the command line beside it: `push`, `status`, `log`, `show`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from click.testing import CliRunner
+
+from replicast import inbox
+from replicast.cli import main
+from replicast.runfiles import last_metrics
+from replicast.update import Stage, Update
+
+DEADLINE_SECS = 180.0
+WORKERS = 3
+TRAIN = """
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+
+import replicast
+from replicast.digest import digest_state
+
+keras.utils.set_random_seed(1)
+strategy = replicast.Strategy()
+random = np.random.default_rng(0)
+x, y = random.normal(size=(60, 8)).astype("float32"), random.integers(0, 2, 60)
+with strategy.scope():
+    model = keras.Sequential(
+        [keras.Input((8,)), keras.layers.Dense(4, name="hidden"), keras.layers.Dense(2, name="out")]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
+replicas = replicast.Replicas(model)
+
+
+class UntilTold(keras.callbacks.Callback):
+    # All workers stop at the same step, since an update reaches all of them at one.
+    def on_epoch_end(self, epoch, logs=None):
+        time.sleep(0.01)  # Leaves the two cores of a small machine some room for the commands.
+        while Path("hold").exists():  # Who has passed this already waits in the next step.
+            if not Path("held").exists():
+                Path(f"held-{replicas.rank}").write_text(str(replicas.step))
+                Path(f"held-{replicas.rank}").rename("held")
+            time.sleep(0.01)
+        if float(self.model.optimizer.learning_rate.numpy()) == 0.25:
+            self.model.stop_training = True
+
+
+model.fit(x, y, batch_size=12, epochs=10**6, verbose=0, callbacks=[UntilTold(), replicas.callback()])
+print("digest of the weights:", digest_state({weight.path: weight.numpy() for weight in model.weights}))
+print("digest of the optimizer:", digest_state({v.path: v.numpy() for v in model.optimizer.variables}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a command ended: its exit code, and all that it said."""
+
+    code: int
+    said: str
+
+
+def command(*words: object) -> Ended:
+    """Runs a command in this process, which saves the time that Python needs to start."""
+    result = CliRunner().invoke(main, [str(word) for word in words])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return Ended(result.exit_code, result.output)
+
+
+def process(*words: object) -> Ended:
+    """Runs a command as people do."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "replicast.cli", *map(str, words)],
+        env=environ(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE_SECS,
+    )
+    return Ended(ended.returncode, ended.stdout)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    """Three workers that train in `tmp_path`, which is the current directory, until told to end."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "train.py").write_text(TRAIN)
+    with subprocess.Popen(
+        [sys.executable, "-m", "replicast.cli", "run", "-n", str(WORKERS), "--run-dir", "run", "train.py"],
+        env=environ(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as launcher:
+        try:
+            yield launcher
+        finally:
+            launcher.terminate()  # Its workers go with it.
+            try:
+                launcher.communicate(timeout=30)
+            finally:
+                launcher.kill()
+
+
+def environ() -> dict[str, str]:
+    unwanted = ("TF_CONFIG", "FORCE_COLOR")
+    kept = {name: value for name, value in os.environ.items() if name not in unwanted}
+    return {**kept, "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+def eventually(condition: Callable[[], object], launcher: subprocess.Popen[str], otherwise: str) -> None:
+    end = time.monotonic() + DEADLINE_SECS
+    while not condition():
+        if launcher.poll() is not None and launcher.stdout is not None:
+            pytest.fail(f"the job has ended: {launcher.stdout.read()}")
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.02)
+
+
+def stage_of(run: Path, update_id: str) -> object:
+    return (inbox.stage_of(run, update_id) or {}).get("stage")
+
+
+DELTA = np.array([0.5, -0.25], np.float32)
+
+
+def test_a_training_job_is_changed_from_outside(job: subprocess.Popen[str], tmp_path: Path) -> None:
+    eventually(lambda: last_metrics(tmp_path / "run") is not None, job, "no step was trained")
+    safetensors.numpy.save_file({"out/bias": DELTA}, tmp_path / "delta.safetensors")
+    a_change_reaches_all_workers_at_one_step(tmp_path)
+    bad_updates_are_refused_before_they_are_sent(tmp_path)
+    bad_updates_in_the_inbox_are_refused_by_the_job(job, tmp_path)
+    the_step_can_be_chosen(job, tmp_path)
+    the_other_commands_tell_of_it(tmp_path)
+    the_last_one_ends_the_training_and_all_weights_are_equal(job, tmp_path)
+
+
+def a_change_reaches_all_workers_at_one_step(directory: Path) -> None:
+    options = ("--id", "delta", "--note", "by hand", "--wait")
+    added = process("push", "run", "--add", "delta.safetensors", *options)
+    assert added.code == 0, added
+    assert re.search(r"^verified: number 1, applied at step \d+$", added.said, re.MULTILINE), added
+    assert re.search(r"^  digest [0-9a-f]{32}, the same on 3 workers$", added.said, re.MULTILINE), added
+
+
+def bad_updates_are_refused_before_they_are_sent(directory: Path) -> None:
+    bad = {
+        "nan": {"out/bias": DELTA * np.float32(np.nan)},
+        "shape": {"out/bias": np.ones(3, np.float32)},
+        "name": {"\x1b[31m../../out/bias": DELTA},
+    }
+    for name, tensors in bad.items():
+        safetensors.numpy.save_file(tensors, directory / f"{name}.safetensors")
+    content = (directory / "delta.safetensors").read_bytes()
+    (directory / "torn.safetensors").write_bytes(content[:-1])
+    for name in (*bad, "torn"):
+        refused = command("push", "run", "--add", f"{name}.safetensors", "--wait")
+        assert refused.code == 1, refused
+        assert "\x1b" not in refused.said
+        assert "Traceback" not in refused.said
+    assert inbox.waiting(directory / "run") == []
+
+
+def bad_updates_in_the_inbox_are_refused_by_the_job(job: subprocess.Popen[str], directory: Path) -> None:
+    run = directory / "run"
+    inbox.submit(run, Update(id="nan").add("out/bias", DELTA * np.float32(np.nan)))
+    inbox.submit(run, Update(id="shape").add("out/bias", DELTA[:1]))
+    for name, source in {"torn": "torn", "\x1b[31mevil": "delta"}.items():
+        complete = directory / f"{source}.copy"
+        complete.write_bytes((directory / f"{source}.safetensors").read_bytes())
+        complete.rename(run / "inbox" / f"{name}.safetensors")
+    eventually(lambda: len(inbox.refusals(run)) == 4 and not inbox.waiting(run), job, "not all were refused")
+    eventually(lambda: stage_of(run, "nan") == Stage.REFUSED, job, "its stage was not noted")
+
+
+def the_step_can_be_chosen(job: subprocess.Popen[str], directory: Path) -> None:
+    run = directory / "run"
+    far = ("push", "run", "--scale", "hidden/kernel=0.5", "--at-step", 10**9, "--id", "far")
+    assert command(*far).code == 0
+
+    eventually(lambda: stage_of(run, "far") == Stage.COMMITTED, job, "it was never committed")
+    given_up = command(*far, "--wait", "--timeout", 0)
+    assert given_up.code == 3, given_up
+    assert f"committed for step {10**9}" in given_up.said
+    assert command("withdraw", "run", "far").code == 1
+
+    (directory / "hold").touch()
+    eventually((directory / "held").exists, job, "the training was not held")
+    step = int((directory / "held").read_text()) + 20  # None is further ahead than an epoch of five steps.
+    near = ("push", "run", "--set", "learning_rate=0.002", "--reset-slots", "--at-step", step, "--id", "near")
+    assert command(*near).code == 0
+    eventually(lambda: stage_of(run, "near") == Stage.COMMITTED, job, "it was never committed")
+    (directory / "hold").unlink()
+    scheduled = command(*near, "--wait")
+    assert scheduled.code == 0, scheduled
+    assert f"applied at step {step}\n" in scheduled.said
+    past = command("push", "run", "--set", "learning_rate=0.002", "--at-step", 1)
+    assert past.code == 1, past
+
+
+def the_other_commands_tell_of_it(directory: Path) -> None:
+    log = command("log", "run", "--json")
+    listed = {one["id"]: one for one in map(json.loads, log.said.splitlines())}
+    assert {name: one["stage"] for name, one in listed.items()} == {
+        "delta": "verified",
+        "far": "committed",
+        "near": "verified",
+    }
+    assert listed["delta"]["note"] == "by hand"
+    assert len(listed["delta"]["digests"]) == WORKERS
+    assert len(set(listed["delta"]["digests"].values())) == 1
+    table = command("log", "run")
+    assert (table.code, "sequential/out/bias" in table.said) == (0, True), table
+    shown = json.loads(command("show", "run", 1, "--json").said)
+    assert shown["edits"][0]["values"]["maximum"] == 0.5
+    status = json.loads(command("status", "run", "--json").said)
+    assert [worker["rank"] for worker in status["workers"]] == list(range(WORKERS))
+    assert "loss" in status["metrics"]["values"]
+    assert {one["id"] for one in status["refused"]} == {"nan", "shape", "torn", "\x1b[31mevil"}
+    seen = command("status", "run")
+    assert (seen.code, "run: 3 workers" in seen.said, "\x1b" in seen.said) == (0, True, False), seen
+
+
+def the_last_one_ends_the_training_and_all_weights_are_equal(
+    job: subprocess.Popen[str], directory: Path
+) -> None:
+    last = process("push", "run", "--set", "learning_rate=0.25", "--wait")
+    assert last.code == 0, last
+    said, _ = job.communicate(timeout=DEADLINE_SECS)
+    assert job.returncode == 0, said
+    logs = directory / "run" / "logs" / "attempt-0"
+    for line in (r"digest of the weights: \w{32}", r"digest of the optimizer: \w{32}"):
+        found = [re.findall(line, (logs / f"worker-{rank}.log").read_text()) for rank in range(WORKERS)]
+        assert [len(lines) for lines in found] == [1] * WORKERS
+        assert found == [found[0]] * WORKERS
