@@ -52,11 +52,12 @@ class Coordinator:
         self._paused: dict[int, dict[int, Paused]] = {}
         self._reminded: dict[int, float] = {}
 
-    def start(self, after_step: int = 0) -> None:
+    def start(self, after_step: int = -1) -> None:
         """Reads the journal and starts the threads.
 
         Args:
             after_step: The step of the state that training starts from: later updates are applied again.
+                Default: no state; all of them are.
         """
         self._known = self._replays.read(after_step)
         self._member.gate.on_stopped = lambda: self._incoming.put(Stopped())

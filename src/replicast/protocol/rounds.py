@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from replicast.errors import JobFailed, UpdateRefused
@@ -73,6 +74,7 @@ class Rounds:
         self._durable = durable
         self._attempt = attempt
         self._round = 0
+        self._latest_step = 0
         self.sequence = 0
         """The number of the last committed update."""
 
@@ -150,9 +152,14 @@ class Rounds:
         except UpdateRefused as error:  # nothing was asked for that could be refused
             logger.warning("the workers could not be asked where they stand: %s", error)
         else:
-            if len({answer.step for answer in answers}) == 1 and all(answer.parked for answer in answers):
-                self._channel.append(Advance())
+            self._advance_if_together(answers)
         self._channel.append(Free(self._round))
+
+    def _advance_if_together(self, answers: Collection[Answer]) -> None:
+        steps = {answer.step for answer in answers}
+        if len(steps) == 1 and all(answer.parked for answer in answers):
+            self._channel.append(Advance())
+            self._latest_step = min(steps)
 
     def drop(self, proposal: Proposal, error: UpdateRefused) -> None:
         """Tells all that a proposal is refused."""
@@ -179,14 +186,20 @@ class Rounds:
     def _agree_on_step(self, round_: int, at_step: int | None, lead: int = 1) -> int:
         answers = self.ask(Hold(round_), self._member.patience.answer_secs).values()
         step = max(answer.step for answer in answers)
+        if (
+            step < self._latest_step
+        ):  # somebody waits before a boundary for which others are committed already
+            self._advance_if_together(answers)
         if at_step is not None and at_step < step:
             raise UpdateRefused(
                 f"Step {at_step} is past", expected=f"step {step} or later", received=f"at_step={at_step}"
             )
         if at_step is not None:
             step = at_step
-        elif self._durable and not any(answer.parked for answer in answers):
-            step += lead
+        else:
+            on_the_way = self._durable and not any(answer.parked for answer in answers)
+            # Never before an earlier one: sequence numbers are the order, here and when they are replayed.
+            step = self._latest_step = max(step + lead if on_the_way else step, self._latest_step)
         if any(answer.step != step for answer in answers):
             self._channel.append(Aim(round_, step))
         return step

@@ -5,11 +5,12 @@ One thread per worker, so that the training thread never touches a file.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ class Housekeeping:
         if logs is None or step == self._last_metrics_step:
             return
         self._last_metrics_step = step
-        append_metrics(run_dir, step, {name: float(value) for name, value in logs.items()})
+        append_metrics(run_dir, step, dict(_numbers(logs)))
 
     def _look_into_inbox(self, run_dir: Path) -> None:
         for waiting in inbox.waiting(run_dir):
@@ -156,3 +157,10 @@ class Housekeeping:
             inbox.done(path)
         del self._proposed[path]
         inbox.clean(run_dir)
+
+
+def _numbers(logs: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """What in the logs is a number; a metric may be anything."""
+    for name, value in logs.items():
+        with contextlib.suppress(TypeError, ValueError):
+            yield name, float(value)

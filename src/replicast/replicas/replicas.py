@@ -68,7 +68,7 @@ class Replicas:
         )
         self._trained = False
         self._closed = False
-        self._proposed_at_step = (0, 0)
+        self._proposed: dict[str, tuple[int, int]] = {}
         self._syncs = 0
         self._parts: Parts | None = None
         if model.built:
@@ -274,6 +274,7 @@ class Replicas:
 
     def _next_id(self, prefix: str) -> str:
         """An id that a restarted job gives to the same proposal, so that it is applied once all the same."""
-        step, count = self._proposed_at_step
-        self._proposed_at_step = (self.step, count + 1 if step == self.step else 1)
-        return f"{prefix}-step-{self.step}-{self._proposed_at_step[1]}"
+        step, count = self._proposed.get(prefix, (0, 0))
+        count = count + 1 if step == self.step else 1
+        self._proposed[prefix] = (self.step, count)
+        return f"{prefix}-step-{self.step}-{count}"

@@ -7,6 +7,7 @@ number: `optimizer/kernel`, `optimizer/kernel#2`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -186,16 +187,23 @@ def _slots(model: keras.Model, optimizer: Any) -> dict[int, tuple[int, float]]:
 
     Keras names them after the weight's path and says so nowhere else.
     """
-    weights = {v.path.replace("/", "_"): v for v in model.trainable_variables}
+    weights: dict[str, list[keras.Variable]] = {}
+    for variable in model.trainable_variables:
+        weights.setdefault(variable.path.replace("/", "_"), []).append(variable)
     longest_first = sorted(weights, key=len, reverse=True)
-    accumulated = float(getattr(optimizer, "initial_accumulator_value", 0.0))
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    accumulated = float(getattr(inner, "initial_accumulator_value", 0.0))
+    met: Counter[str] = Counter()
     owned: dict[int, tuple[int, float]] = {}
     for variable in optimizer.variables:
         last = variable.path.rpartition("/")[2]
         for flat in longest_first:
             if last.startswith(f"{flat}_"):
                 kind = last[len(flat) + 1 :]
+                # Weights of one path: the optimizer has gone through them in their order.
+                weight = weights[flat][met[last] % len(weights[flat])]
+                met[last] += 1
                 if kind != _NO_MOMENT:
-                    owned[id(variable)] = (id(weights[flat]), accumulated if kind == "accumulator" else 0.0)
+                    owned[id(variable)] = (id(weight), accumulated if kind == "accumulator" else 0.0)
                 break
     return owned
