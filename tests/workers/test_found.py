@@ -1,0 +1,182 @@
+"""What real workers do that they should not: each test fails until the reason is mended."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import replicast
+from replicast.update import Stage, Update
+from tests.pool import Pool
+from tests.pool.checks import assert_equal_on_all, state
+from tests.workers.recipes import CLASSES, perceptron
+from tests.workers.test_updates import WAIT_SECS, forget_hosts, quietly, replicas_of
+
+BIAS = "sequential/dense_1/bias"
+
+
+def bias_of(model: keras.Model) -> list[float]:
+    return state(model)[BIAS].tolist()
+
+
+def in_a_row(strategy: Any, directory: Path) -> dict[str, Any]:
+    """A is committed for a later step; B is posted while the training thread is parked before it."""
+    model = perceptron(strategy)
+    ones = np.ones(CLASSES, np.float32)
+    with replicas_of(model, run_dir=directory, durability="disk") as replicas:
+        first = replicas.propose(Update(id="a").assign("dense_1/bias", ones))
+        ends = time.monotonic() + WAIT_SECS
+        while first.stage is not Stage.COMMITTED:
+            assert time.monotonic() < ends, first.stage
+            time.sleep(0.001)
+
+        def wait_until_parked() -> None:
+            while not replicas._member.gate._here:
+                time.sleep(0.001)
+
+        replicas._member._outbox.put(wait_until_parked)
+        replicas.propose(Update(id="b").scale("dense_1/bias", 3.0))
+        replicas.sync()
+        order = [receipt.id for receipt in sorted(replicas.history, key=lambda one: one.sequence)]
+    return {"order": order, "bias": bias_of(model)}
+
+
+def test_updates_are_applied_in_the_order_of_their_sequence_numbers_also_around_a_pause(
+    pool1: Pool, tmp_path: Path
+) -> None:
+    (found,) = pool1.run(in_a_row, tmp_path)
+    assert found["order"] == ["a", "b"]
+    assert found["bias"] == [3.0] * CLASSES, "b was applied before a"
+
+
+def function_after_an_update(strategy: Any) -> str:
+    model = perceptron(strategy)
+    with replicas_of(model) as replicas:
+        replicas.boundary()
+        if strategy.rank == 0:
+            replicas.propose(Update().scale("dense/kernel", 2.0))
+        ticket = replicas.propose(lambda values: {"dense/bias": values["dense/bias"] + 1}, source=1)
+        quietly(replicas, lambda step: None, lambda: len(replicas.history) == 2)
+    try:
+        return ticket.result(0).id
+    except replicast.UpdatePending as error:
+        return str(error)
+
+
+def test_a_function_proposed_by_all_is_one_also_when_one_of_them_has_proposed_something_else(
+    pool2: Pool,
+) -> None:
+    ids = pool2.run(function_after_an_update)
+    assert ids[0] == ids[1]
+
+
+def a_life(strategy: Any, directory: Path) -> list[float]:
+    model = perceptron(strategy)
+    before = bias_of(model)
+    with replicas_of(model, run_dir=directory, durability="disk") as replicas:
+        replicas.propose(Update().add("dense_1/bias", np.ones(CLASSES, np.float32)))
+        quietly(replicas, lambda step: None, lambda: bool(replicas.history))
+    return [after - was for after, was in zip(bias_of(model), before, strict=True)]
+
+
+def test_an_update_that_was_applied_before_the_first_step_is_applied_by_the_next_life_too(
+    pool1: Pool, tmp_path: Path
+) -> None:
+    assert pool1.run(a_life, tmp_path) == [[1.0] * CLASSES]
+    assert pool1.run(a_life, tmp_path) == [[1.0] * CLASSES], "the journal knows it, and nobody applied it"
+
+
+def reset_behind_a_loss_scale(strategy: Any) -> dict[str, float]:
+    def scaled() -> Any:
+        adagrad = keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.25)
+        return keras.optimizers.LossScaleOptimizer(adagrad)
+
+    model = perceptron(strategy, scaled)
+    with replicas_of(model) as replicas:
+        update = Update(reset_slots=True).scale("dense/bias", 1.0)
+        ticket = replicas.propose(update)
+        quietly(replicas, lambda step: None, ticket.done)
+        values = replicas._state.read(variable.name for variable in replicas.schema)
+    return {name: float(value.ravel()[0]) for name, value in values.items() if "accumulator" in name}
+
+
+def test_adagrad_behind_a_loss_scale_is_reset_to_what_it_began_with(pool1: Pool) -> None:
+    (accumulators,) = pool1.run(reset_behind_a_loss_scale)
+    assert set(accumulators.values()) == {0.25}
+
+
+@keras.saving.register_keras_serializable("tests")
+class Twins(keras.Model):
+    """Two layers of one name, which a subclassed model may have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = keras.layers.Dense(3, name="twin")
+        self.second = keras.layers.Dense(3, name="twin")
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+
+def slots_of_twins(strategy: Any) -> dict[str, list[str]]:
+    with strategy.scope():
+        model = Twins()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        model(np.zeros((1, 3), np.float32))
+    with replicas_of(model) as replicas:
+        return {
+            variable.name: [slot for slot, _ in variable.slots]
+            for variable in replicas.schema
+            if variable.kind == "trainable"
+        }
+
+
+def test_each_of_two_layers_of_one_name_has_its_own_moments(pool1: Pool) -> None:
+    (slots,) = pool1.run(slots_of_twins)
+    assert len(slots) == 4
+    assert {name: len(owned) for name, owned in slots.items()} == dict.fromkeys(slots, 1)
+
+
+def log_a_matrix(strategy: Any, directory: Path) -> int:
+    model = perceptron(strategy)
+    with replicas_of(model, run_dir=directory) as replicas:
+        seen = replicas._housekeeping
+        for _ in range(3):
+            replicas.boundary(logs={"loss": 1.0, "confusion": np.zeros((2, 2))})
+            seen._tend(directory, inbox_too=False)  # what its thread does every second
+    return replicas.step
+
+
+def test_a_log_that_is_no_number_does_not_end_the_training(pool1: Pool, tmp_path: Path) -> None:
+    assert pool1.run(log_a_matrix, tmp_path) == [3]
+
+
+def one_after_the_other(strategy: Any, host: str) -> list[Any]:
+    """Two models, one after the other, with updates of different sizes between two hosts."""
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REPLICAST_HOST_ID", host)
+        forget_hosts(strategy)
+        for number in range(2):
+            keras.utils.clear_session()  # the second has the names of the first
+            model = perceptron(strategy)
+            replicas = replicast.Replicas(model, durability="memory")
+            mark = Update(note="x" * 1000 * number).add("dense_1/bias", np.full(CLASSES, 9.0, np.float32))
+            ticket = replicas.propose(mark) if strategy.rank == 0 else None
+            quietly(replicas, lambda step: None, lambda ticket=ticket: ticket is None or ticket.done())
+            if ticket is not None:
+                ticket.result(0)
+            said.append((type(replicas._member.transport).__name__, bias_of(model)))
+            replicas.close()
+    return said
+
+
+def test_a_second_model_across_hosts_is_changed_as_the_first(pool2: Pool) -> None:
+    results = pool2.run_each(one_after_the_other, [["a"], ["b"]], deadline_secs=40)
+    assert_equal_on_all(results)
+    assert results[0] == [("BroadcastTransport", [9.0] * CLASSES)] * 2

@@ -1,0 +1,485 @@
+"""One worker writes, every replica follows: the promises of an update, kept by real workers that train."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import replicast
+from replicast.edits import apply_edit
+from replicast.journal import Journal
+from replicast.strategy.writes import component
+from replicast.update import Update
+from replicast.validate import planned
+from tests.pool import Pool
+from tests.pool.checks import assert_equal_on_all, digest, state
+from tests.workers.recipes import CLASSES, FEATURES, arrays, perceptron
+
+WAIT_SECS = 60.0
+STEPS = 5
+"""Steps between two questions whether all workers have seen enough."""
+
+OUTSIDE = """
+import sys
+from pathlib import Path
+from replicast import inbox
+from replicast.update import Update
+for place in sys.argv[2:]:
+    inbox.submit(Path(sys.argv[1]), Update.load(place))
+assert "tensorflow" not in sys.modules
+"""
+
+
+def forget_hosts(strategy: Any) -> None:
+    """Lets the workers say anew where they are: in one job they say it once, and a pool is one job.
+
+    To be called by all of them before they make `Replicas`, where they wait for each other.
+    """
+    for key in (f"host/{strategy.rank}", *(["job"] if strategy.rank == 0 else [])):
+        strategy.coordination.delete(f"replicast/transport/{key}")
+
+
+@contextlib.contextmanager
+def replicas_of(model: keras.Model, **options: Any) -> Iterator[replicast.Replicas]:
+    """Replicas that are closed together; not after an error, because the others would wait."""
+    forget_hosts(model.distribute_strategy)
+    replicas = replicast.Replicas(model, **{"durability": "memory", **options})
+    yield replicas
+    replicas.close()
+
+
+class Meeting:
+    """Lets all workers decide alike whether they have seen enough."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self._name = strategy.next_name("test-meeting")
+        self._count = 0
+
+    def all_say(self, yes: bool = True) -> bool:
+        self._count += 1
+        words, key = self._strategy.coordination, f"{self._name}/{self._count}"
+        words.put(f"{key}/{self._strategy.rank}", str(yes))
+        said = [words.get(f"{key}/{rank}", WAIT_SECS) for rank in range(self._strategy.size)]
+        assert None not in said, f"not all came: {said}"
+        return said == ["True"] * self._strategy.size
+
+
+class Until(keras.callbacks.Callback):
+    """Ends a training on all workers after the epoch in which `enough` holds on all of them."""
+
+    def __init__(self, meeting: Meeting, enough: Callable[[], bool]) -> None:
+        super().__init__()
+        self._meeting = meeting
+        self._enough = enough
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.stop_training = self._meeting.all_say(self._enough())
+
+
+class AtStep(keras.callbacks.Callback):
+    """Calls a function after each batch, with the number of batches so far."""
+
+    def __init__(self, act: Callable[[int], None]) -> None:
+        super().__init__()
+        self._act = act
+        self._steps = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._steps += 1
+        self._act(self._steps)
+
+
+def quietly(replicas: replicast.Replicas, act: Callable[[int], Any], enough: Callable[[], bool]) -> None:
+    """Boundaries without steps, so that nothing but updates changes the state."""
+    meeting = Meeting(replicas.model.distribute_strategy)
+    ends = time.monotonic() + WAIT_SECS
+    for number in itertools.count(1):
+        replicas.boundary()
+        act(number)
+        if number % STEPS == 0 and meeting.all_say(enough()):
+            return
+        assert time.monotonic() < ends, "never enough"
+        time.sleep(0.001)  # what a step would take: the other threads of a worker need some time as well
+
+
+def adam() -> keras.optimizers.Optimizer:
+    return keras.optimizers.Adam(0.01)
+
+
+def in_thread(act: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=act)
+    thread.start()
+    return thread
+
+
+def from_outside(run_dir: Path, updates: list[Update]) -> subprocess.Popen[bytes]:
+    """Puts updates into the inbox by a process without TensorFlow."""
+    places = [run_dir.parent / f"{update.id}.safetensors" for update in updates]
+    for update, place in zip(updates, places, strict=True):
+        update.save(place)
+    return subprocess.Popen([sys.executable, "-c", OUTSIDE, str(run_dir), *map(str, places)])
+
+
+Seen = list[tuple[int, tuple[bool, ...], dict[str, str]]]
+
+
+def train(
+    replicas: replicast.Replicas, way: str, act: Callable[[int], Any], enough: Callable[[], bool]
+) -> Seen:
+    """Trains until all workers have seen enough; for each boundary its step, the marks and the digests."""
+    model, strategy = replicas.model, replicas.model.distribute_strategy
+    meeting = Meeting(strategy)
+    seen: Seen = []
+
+    def look(_: int) -> None:
+        marked = state(model)["sequential/dense_1/bias"] > 50
+        seen.append((replicas.step, tuple(marked.tolist()), digest(model)))
+
+    def each(step: int) -> None:
+        act(step)
+        look(step)
+
+    if way == "own loop":
+        own_loop(replicas, each, lambda: meeting.all_say(enough()))
+        return seen
+    callbacks = [replicas.callback(), AtStep(each), Until(meeting, enough)]
+    x, y = arrays(STEPS * 8 * 4)
+    model.fit(x, y, batch_size=8, epochs=200, verbose=0, shuffle=False, callbacks=callbacks)
+    return seen
+
+
+def own_loop(replicas: replicast.Replicas, each: Callable[[int], Any], enough: Callable[[], bool]) -> None:
+    model, strategy = replicas.model, replicas.model.distribute_strategy
+    x, y = (part[strategy.rank :: strategy.size][:16] for part in arrays())
+
+    def one_step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(
+                keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True)
+            )
+        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+        model.optimizer.apply(gradients, model.trainable_variables)
+
+    @tf.function
+    def step() -> None:
+        strategy.run(one_step)
+
+    for number in range(1, 1000):
+        step()
+        replicas.boundary()
+        each(number)
+        if number % STEPS == 0 and enough():
+            return
+    raise AssertionError("never enough")
+
+
+def first_seen(seen: Seen, place: int) -> int:
+    return next(step for step, marks, _ in seen if marks[place])
+
+
+# An update from each source, in each kind of training.
+
+
+def mark(place: int) -> Update:
+    """An update that can be seen: no training brings a bias so far."""
+    value = np.zeros(CLASSES, np.float32)
+    value[place] = 100
+    return Update(id=f"mark-{place}", note="to be seen").add("dense_1/bias", value)
+
+
+def reaches_all(strategy: Any, way: str, directory: Path) -> dict[str, Any]:
+    steps = 4 if way == "4 steps per execution" else 1
+    model = perceptron(strategy, adam, steps_per_execution=steps)
+    last = strategy.rank == strategy.size - 1
+    run_dir = directory / "run"
+    given: list[Any] = []
+
+    def act(step: int) -> None:
+        if step == 2 and last:
+            given.append(replicas.propose(mark(0)))
+            given.append(in_thread(lambda: replicas.propose(mark(1)).result(WAIT_SECS)))
+            given.append(from_outside(run_dir, [mark(2)]))
+
+    with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
+        seen = train(replicas, way, act, lambda: len(replicas.history) == 3)
+        if last:
+            ticket, thread, process = given
+            assert ticket.result(0).id == "mark-0"
+            thread.join()
+            assert process.wait(WAIT_SECS) == 0
+        receipts = {receipt.id: (receipt.step, receipt.digests) for receipt in replicas.history}
+    return {"seen": seen, "receipts": receipts, "digest": digest(model)}
+
+
+def assert_all_were_reached(results: list[dict[str, Any]]) -> None:
+    assert_equal_on_all(results)
+    found = results[0]
+    assert sorted(found["receipts"]) == ["mark-0", "mark-1", "mark-2"]
+    for place in range(3):
+        step, digests = found["receipts"][f"mark-{place}"]
+        assert sorted(digests) == list(range(len(results)))
+        assert len(set(digests.values())) == 1
+        assert first_seen(found["seen"], place) == step, "it was seen at another step than its receipt's"
+
+
+WAYS = ["fit", "own loop", "4 steps per execution"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_updates_by_the_last_worker_a_thread_and_another_process_reach_all_at_one_step(
+    pool3: Pool, way: str, tmp_path: Path
+) -> None:
+    assert_all_were_reached(pool3.run(reaches_all, way, tmp_path))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_in_a_job_of_one(pool1: Pool, way: str, tmp_path: Path) -> None:
+    assert_all_were_reached(pool1.run(reaches_all, way, tmp_path))
+
+
+# Many updates at once.
+
+COUNTS = {"callback": 17, "thread": 17, "outside": 16}
+
+
+def numbered(source: str, number: int) -> Update:
+    """One of several kinds, such that another order gives other weights."""
+    random = np.random.default_rng([len(source), number])
+
+    def some(*shape: int) -> np.ndarray:
+        return (0.1 * random.standard_normal(shape)).astype(np.float32)
+
+    update = Update(id=f"{source}-{number}", author=source)
+    match number % 7:
+        case 0:
+            return update.add("dense/kernel", some(FEATURES, 16))
+        case 1:
+            return update.scale("dense/kernel", 0.9).scale("dense_1/kernel", 1.1)
+        case 2:
+            return update.assign_rows("dense/kernel", [number % FEATURES, 0][:1], some(1, 16))
+        case 3:
+            return update.scale("optimizer/learning_rate", 0.97)
+        case 4:
+            return update.blend("sequential_dense_kernel_momentum", some(FEATURES, 16), 0.3)
+        case 5:
+            return update.add_low_rank("dense/kernel", some(FEATURES, 2), some(2, 16))
+        case _:
+            return update.add("optimizer/learning_rate", np.float32(0.001)).assign("dense/bias", some(16))
+
+
+def all_numbered() -> dict[str, Update]:
+    return {u.id: u for source, count in COUNTS.items() for u in (numbered(source, n) for n in range(count))}
+
+
+def fifty(strategy: Any, way: str, directory: Path) -> dict[str, Any]:
+    model = perceptron(strategy, adam)
+    run_dir = directory / "run"
+    outside: list[Any] = []
+
+    def act(step: int) -> None:
+        if strategy.rank == min(1, strategy.size - 1) and step <= COUNTS["callback"]:
+            replicas.propose(numbered("callback", step - 1))
+
+    def from_thread() -> None:
+        tickets = [replicas.propose(numbered("thread", number)) for number in range(COUNTS["thread"])]
+        for ticket in tickets:
+            ticket.result(WAIT_SECS)
+
+    with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
+        before = replicas._state.read(variable.name for variable in replicas.schema)
+        thread = threading.Thread(target=from_thread)
+        if strategy.rank == strategy.size - 1:
+            thread.start()
+        if strategy.rank == 0:
+            given = [numbered("outside", number) for number in range(COUNTS["outside"])]
+            outside.append(from_outside(run_dir, given))
+        seen: Any = None
+        if way == "quietly":
+            quietly(replicas, act, lambda: len(replicas.history) == 50)
+        else:
+            seen = train(replicas, way, act, lambda: len(replicas.history) == 50)
+        if thread.ident is not None:
+            thread.join()
+        assert [process.wait(WAIT_SECS) for process in outside] == [0] * len(outside)
+        after = replicas._state.read(variable.name for variable in replicas.schema)
+        receipts = sorted(replicas.history, key=lambda receipt: receipt.sequence)
+        reference = dict(before)
+        for receipt in receipts:
+            for edit in planned(all_numbered()[receipt.id], replicas.schema).edits:
+                reference[edit.variable] = apply_edit(edit, reference[edit.variable])
+    order = [(receipt.sequence, receipt.id, receipt.step) for receipt in receipts]
+    return {"order": order, "seen": seen, "after": after, "reference": reference}
+
+
+@pytest.mark.parametrize("way", ["quietly", "fit"])
+def test_fifty_updates_of_three_sources_at_once_have_one_order_and_none_is_lost_or_applied_twice(
+    pool3: Pool, way: str, tmp_path: Path
+) -> None:
+    results = pool3.run(fifty, way, tmp_path)
+    assert_equal_on_all(results)
+    order = results[0]["order"]
+    assert [sequence for sequence, _, _ in order] == list(range(1, 51))
+    assert sorted(id_ for _, id_, _ in order) == sorted(all_numbered())
+    assert [step for _, _, step in order] == sorted(step for _, _, step in order)
+    assert [(r.sequence, r.id) for r in Journal(tmp_path / "run").records()] == [entry[:2] for entry in order]
+    if way == "quietly":
+        assert_equal_on_all([results[0]["reference"], results[0]["after"]])
+    assert not list((tmp_path / "run" / "inbox").glob("*.safetensors")), "the inbox is not empty"
+
+
+def test_fifty_updates_in_a_job_of_one(pool1: Pool, tmp_path: Path) -> None:
+    (result,) = pool1.run(fifty, "quietly", tmp_path)
+    assert len(result["order"]) == 50
+    assert_equal_on_all([result["reference"], result["after"]])
+
+
+# Steps, functions, sync.
+
+
+def at_steps(strategy: Any, steps_per_execution: int) -> dict[str, Any]:
+    model = perceptron(strategy, adam, steps_per_execution=steps_per_execution)
+    tickets: list[Any] = []
+
+    def act(step: int) -> None:
+        if step == 2 and strategy.rank == strategy.size - 1:
+            tickets.append(replicas.propose(mark(0), at_step=18))
+            tickets.append(replicas.propose(mark(1), at_step=10**6))
+            with pytest.raises(replicast.UpdateRefused, match=r"is past.*at_step=2"):
+                replicas.propose(mark(2), at_step=2)
+
+    with replicas_of(model) as replicas:
+        seen = train(replicas, "fit", act, lambda: replicas.step >= 30)
+        receipts = [(receipt.id, receipt.step) for receipt in replicas.history]
+    for ticket in tickets[1:]:
+        with pytest.raises(replicast.UpdatePending, match="The job ended"):
+            ticket.result(0)
+    return {"seen": seen, "receipts": receipts}
+
+
+@pytest.mark.parametrize(("steps_per_execution", "applied"), [(1, 18), (4, 20)])
+def test_a_scheduled_update_is_applied_at_its_step(
+    pool2: Pool, steps_per_execution: int, applied: int
+) -> None:
+    results = pool2.run(at_steps, steps_per_execution)
+    assert_equal_on_all(results)
+    assert results[0]["receipts"] == [("mark-0", applied)]
+    assert first_seen(results[0]["seen"], 0) == applied
+    assert not any(marks[1] or marks[2] for _, marks, _ in results[0]["seen"])
+
+
+def functions(strategy: Any, everywhere: bool) -> dict[str, Any]:
+    model = perceptron(strategy, adam)
+    source = strategy.size - 1
+    ran: list[dict[str, np.ndarray]] = []
+    tickets: list[Any] = []
+    live: dict[int, np.ndarray] = {}
+
+    def corrected(values: Any) -> dict[str, np.ndarray]:
+        kernel = values["dense/kernel"]
+        ran.append({"kernel": kernel, "bias": values["dense/bias"]})
+        return {"dense/kernel": -kernel, "dense/bias": values["dense/bias"] + 1}
+
+    def act(step: int) -> None:
+        live[replicas.step] = state(model)["sequential/dense/kernel"]
+        if step == 3 and (everywhere or strategy.rank == source):
+            tickets.append(replicas.propose(corrected, source=source if everywhere else None))
+
+    with replicas_of(model) as replicas:
+        seen = train(replicas, "fit", act, lambda: len(replicas.history) == 1)
+        (receipt,) = replicas.history
+        assert [ticket.result(0) for ticket in tickets] == [receipt] * len(tickets)
+        assert len(ran) == (strategy.rank == source)
+        for values in ran:  # what it was given was the state at that boundary, and no older one
+            np.testing.assert_array_equal(live[receipt.step], -values["kernel"])
+            assert not np.array_equal(live[receipt.step - 1], values["kernel"])
+    return {"seen": seen, "step": receipt.step}
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_function_runs_once_on_its_source_and_its_result_reaches_all(pool3: Pool, everywhere: bool) -> None:
+    assert_equal_on_all(pool3.run(functions, everywhere))
+
+
+def change_here_only(model: keras.Model, layer: str, weight: str, by: float) -> None:
+    variable = component(getattr(model.get_layer(layer), weight))
+    variable.assign_add(tf.fill(variable.shape, by))
+
+
+def synced(strategy: Any) -> dict[str, Any]:
+    model = perceptron(strategy, adam)
+    steps: dict[str, Any] = {}
+    last = strategy.size - 1
+
+    def note(name: str) -> None:
+        steps[name] = {path: value.sum() for path, value in state(model).items() if "/dense/" in path}
+
+    with replicas_of(model) as replicas:
+        train(replicas, "fit", lambda step: None, lambda: True)
+        assert replicas.sync() is None, "nothing differed"
+        note("before")
+        if strategy.rank == last:
+            change_here_only(model, "dense", "kernel", 1.0)
+            change_here_only(model, "dense", "bias", 1.0)
+        # Found by the next update that touches it; where there is one worker, there is nothing to find.
+        ticket = replicas.propose(mark(0)) if strategy.rank == 0 else None
+        of_bias = replicas.sync(source=last, variables=["dense/bias"])
+        assert (of_bias is None) == (strategy.size == 1)
+        note("the bias is the last worker's")
+        assert ticket is None or ticket.result(WAIT_SECS).sequence == 1
+        whole = replicas.sync(source=0)
+        assert (whole is None) == (strategy.size == 1)
+        note("everything is worker 0's")
+        assert replicas.sync(source=0) is None
+        touched = [receipt.id.split("-")[0] for receipt in replicas.history]
+    return {"digest": digest(model), "steps": steps, "touched": touched}
+
+
+def test_sync_makes_every_replica_that_of_its_source(pool3: Pool) -> None:
+    results = pool3.run(synced)
+    assert_equal_on_all([r["digest"] for r in results])
+    kernel, bias = "sequential/dense/kernel", "sequential/dense/bias"
+    (before, of_bias, whole) = (list(r["steps"].values()) for r in results[::2]).__next__()
+    assert results[0]["touched"] == ["mark", "sync", "sync"]
+    assert of_bias[bias] == pytest.approx(before[bias] + 16, rel=1e-5)
+    assert of_bias[kernel] == before[kernel], "only the bias was asked for"
+    assert whole == of_bias
+    differing = [r["steps"]["the bias is the last worker's"][kernel] for r in results]
+    assert differing[0] == differing[1] != differing[2]
+
+
+def test_sync_in_a_job_of_one_finds_nothing_to_do(pool1: Pool) -> None:
+    assert pool1.run(synced)[0]["touched"] == ["mark"]
+
+
+def found_different(strategy: Any) -> str:
+    model = perceptron(strategy)
+    with replicas_of(model) as replicas:
+        if strategy.rank == 1:
+            change_here_only(model, "dense_1", "bias", 1.0)
+        ticket = replicas.propose(mark(0)) if strategy.rank == 0 else None
+        quietly(replicas, lambda step: None, lambda: ticket is None or ticket.done())
+        said = ""
+        if ticket is not None:
+            with pytest.raises(replicast.ReplicasDiverged, match=r"sync\(source=0\)") as caught:
+                ticket.result(0)
+            said = str(caught.value)
+        assert replicas.sync(source=0) is not None
+        assert_equal_on_all([state(model), state(model)])
+    return said
+
+
+def test_an_update_of_replicas_that_differ_says_so(pool2: Pool) -> None:
+    assert "worker 0: " in pool2.run(found_different)[0]
