@@ -218,7 +218,7 @@ def _say_how_it_ended(run: Path, standing: Standing) -> int:
         click.echo(
             f"verified: number {receipt.sequence}, applied at step {receipt.step}\n"
             f"  digest {digest_text(dict(receipt.digests))}\n"
-            f"  {secs} from the proposal until all had applied it; training stood still for {stall}"
+            f"  {secs} from proposed to applied by all; training stood still for {stall}"
         )
         return 0
     digests = f"\n  digest {digest_text(dict(receipt.digests))}" if receipt is not None else ""
