@@ -6,6 +6,7 @@ function that trains for exactly that many steps. The model, the data and the op
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,14 @@ def replicast_strategy() -> Any:
     return replicast.Strategy()
 
 
+def replicast_strategy_of_several_hosts() -> Any:
+    """As if each worker were on a host of its own."""
+    from replicast.config import HOST_ID
+
+    os.environ[HOST_ID] = f"host-{os.environ['RANK']}"
+    return replicast_strategy()
+
+
 def torch_group() -> Any:
     import torch
 
@@ -85,7 +94,7 @@ def tf_keras_fit_arrays(strategy: Any, task: Task) -> Train:
 def loop_on_a_constant_batch(strategy: Any, task: Task) -> Train:
     import tensorflow as tf
 
-    step, optimizer = _own_step(strategy, task)
+    step, optimizer, _ = own_step(strategy, task)
     mine = task.batch // strategy.num_replicas_in_sync
     share = tuple(tf.constant(array[:mine]) for array in task.arrays())
 
@@ -97,7 +106,7 @@ def loop_on_a_constant_batch(strategy: Any, task: Task) -> Train:
 
 
 def loop_on_the_distributed_iterator(strategy: Any, task: Task) -> Train:
-    step, optimizer = _own_step(strategy, task)
+    step, optimizer, _ = own_step(strategy, task)
     batches = strategy.experimental_distribute_dataset(_dataset(task))
 
     def train() -> None:
@@ -170,8 +179,12 @@ def _fit(strategy: Any, task: Task, model: Any, *data: Any) -> Train:
     )
 
 
-def _own_step(strategy: Any, task: Task) -> tuple[Any, Any]:
-    """One step as TensorFlow's guide to own loops writes it, with a Keras 3 model, and without metrics."""
+def own_step(strategy: Any, task: Task) -> tuple[Any, Any, Any]:
+    """One step as TensorFlow's guide to own loops writes it, with a Keras 3 model, and without metrics.
+
+    Returns:
+        The step, to be given a batch; the optimizer and the model.
+    """
     import keras
     import tensorflow as tf
 
@@ -192,7 +205,7 @@ def _own_step(strategy: Any, task: Task) -> tuple[Any, Any]:
     def step(batch: Any) -> None:
         strategy.run(on_replica, args=batch)
 
-    return step, optimizer
+    return step, optimizer, model
 
 
 def _counted(train: Callable[[], Any], optimizer: Any, task: Task) -> Train:

@@ -19,6 +19,8 @@ from rich.table import Table
 
 from benchmarks.workers import threads_of_a_worker
 
+Bound = Literal["at most", "at least"]
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -40,25 +42,30 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Two contestants compared round by round, and what the comparison should come to."""
+    """Two contestants compared round by round, and what the comparison should come to, if anything."""
 
     name: str
     per_round: tuple[float, ...]
-    bound: Literal["at most", "at least"]
-    target: float
+    bound: Bound = "at most"
+    target: float | None = None
 
     @classmethod
     def of(
-        cls, name: str, above: Row, below: Row, bound: Literal["at most", "at least"], target: float
+        cls, name: str, above: Row, below: Row, bound: Bound = "at most", target: float | None = None
     ) -> Ratio:
         """Divides the figures of the same round: what slowed the machine down slowed down both."""
         pairs = zip(above.times, below.times, strict=True)
         ratios = tuple(a / b for a, b in pairs if a is not None and b is not None)
         return cls(name, ratios, bound, target)
 
+    @classmethod
+    def to(cls, name: str, above: Row, below: float, bound: Bound, target: float) -> Ratio:
+        """Divides the figures of all rounds by a number that is given."""
+        return cls(name, tuple(figure / below for figure in above.measured()), bound, target)
+
     def met(self) -> bool | None:
-        """Whether the median is within the target; None if nothing was measured."""
-        if not self.per_round:
+        """Whether the median is within the target; None without one, or if nothing was measured."""
+        if not self.per_round or self.target is None:
             return None
         middle = median(self.per_round)
         return middle <= self.target if self.bound == "at most" else middle >= self.target
@@ -140,7 +147,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     if not figures:
         return (row.name, "", "", "", row.problem or "not measured")
     numbers = (median(figures), min(figures), max(figures))
-    return (row.name, *(f"{number:.1f}" for number in numbers), row.problem or "")
+    return (row.name, *(_short(number, 1) for number in numbers), row.problem or "")
 
 
 def _show_table(result: Result, console: Console) -> None:
@@ -161,14 +168,19 @@ def _show_plain(result: Result, out: TextIO) -> None:
 
 
 def _sentence(ratio: Ratio) -> str:
+    wanted = "no target" if ratio.target is None else f"target: {ratio.bound} {ratio.target:g}"
     if not ratio.per_round:
-        return f"{ratio.name}: not measured (target: {ratio.bound} {ratio.target:g})"
+        return f"{ratio.name}: not measured ({wanted})"
     lowest, middle, highest = min(ratio.per_round), median(ratio.per_round), max(ratio.per_round)
-    verdict = "met" if ratio.met() else "MISSED"
+    verdict = {True: ", met", False: ", MISSED", None: ""}[ratio.met()]
     return (
-        f"{ratio.name}: {middle:.2f} ({lowest:.2f} to {highest:.2f}); "
-        f"target: {ratio.bound} {ratio.target:g}, {verdict}"
+        f"{ratio.name}: {_short(middle, 2)} ({_short(lowest, 2)} to {_short(highest, 2)}); {wanted}{verdict}"
     )
+
+
+def _short(number: float, digits: int) -> str:
+    """So many digits behind the point, but at least two that say something."""
+    return f"{number:.{digits}f}" if number >= 10**-digits * 10 else f"{number:.2g}"
 
 
 def _processor() -> str:

@@ -8,23 +8,33 @@ from typing import Any
 
 import keras
 
-from benchmarks.update_task import Array, Contestant, Task
+import replicast
+from benchmarks.seats import Array
+from benchmarks.update_task import Adding, Task
 
 
 class Weights(keras.Model):
-    """A model that is nothing but its variables."""
+    """A model that is nothing but its variables.
 
-    def __init__(self, task: Task) -> None:
+    Args:
+        task: How many variables, and their shape.
+        net: A model that is trained, if there is one: its variables are part of the state too.
+    """
+
+    def __init__(self, task: Any, net: keras.Model | None = None) -> None:
         super().__init__(name="weights")
-        for number in range(task.variables):
+        self.parts = [
             self.add_weight(shape=task.shape, initializer="zeros", trainable=False, name=f"part_{number}")
+            for number in range(task.variables)
+        ]
+        self.net = net
         self.built = True
 
     def call(self, inputs: Any) -> Any:
         return inputs
 
 
-class Propose(Contestant):
+class Propose(Adding):
     """An `Update` with one `add` for each variable, proposed by the source, without fsync.
 
     The other workers wait at a boundary, as those of the peers wait for the source's bytes. The time is the
@@ -32,30 +42,35 @@ class Propose(Contestant):
     """
 
     def setup(self) -> None:
-        import replicast
-
         with self.group.scope():
             self.model = Weights(self.task)
         self.replicas = replicast.Replicas(self.model, durability="memory")
-        self.update: Any = None
+        self.proposed: Any = None
 
     def weights(self) -> Iterable[Array]:
-        return (variable.numpy() for variable in self.model.weights)
+        return (variable.numpy() for variable in self.model.parts)
 
     def arrange(self, index: int) -> None:
-        if not self.is_source:
-            return
-        import replicast
-
-        self.update = replicast.Update()
-        for number, change in enumerate(self.task.change(index)):
-            change.flags.writeable = False  # ours alone: no copy is needed
-            self.update = self.update.add(f"part_{number}", change)
+        if self.is_source:
+            self.proposed = self.update(index)
 
     def round(self, index: int) -> tuple[int | None, int]:
         start = time.monotonic_ns()
-        ticket = self.replicas.propose(self.update) if self.is_source else None
+        ticket = self.replicas.propose(self.proposed) if self.is_source else None
         self.replicas.training_ends()
         if ticket is None:
             return None, start  # the receipt, which the source has, tells when the last one was done
         return start, start + int(ticket.result(60.0).propose_to_applied_secs * 1e9)
+
+    def update(self, index: int) -> replicast.Update:
+        """What is proposed in a round."""
+        return adding(self.task, index)
+
+
+def adding(task: Task, index: int) -> replicast.Update:
+    """The change of a round as an update."""
+    update = replicast.Update()
+    for number, change in enumerate(task.change(index)):
+        change.flags.writeable = False  # ours alone: no copy is needed
+        update = update.add(f"part_{number}", change)
+    return update

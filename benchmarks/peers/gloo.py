@@ -7,10 +7,11 @@ from collections.abc import Iterable
 
 import torch
 
-from benchmarks.update_task import SOURCE, Array, Contestant
+from benchmarks.seats import SOURCE, Array
+from benchmarks.update_task import Adding
 
 
-class Fused(Contestant):
+class Fused(Adding):
     """One broadcast of all variables, which lie in one buffer."""
 
     def setup(self) -> None:

@@ -9,14 +9,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from benchmarks.update_task import Array, Contestant
+from benchmarks.seats import Array
+from benchmarks.update_task import Adding
 
 _GROUP_KEY = 7_000
 _FIRST_KEY = 700_000_000
 """Above all keys that the strategy gives to its own transfers."""
 
 
-class _Mirrored(Contestant):
+class _Mirrored(Adding):
     """Variables of the strategy, and the parts of them that are on this worker."""
 
     def setup(self) -> None:

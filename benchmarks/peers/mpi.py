@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.peers.mpi_group import ANSWERS, Line, orders_of
-from benchmarks.update_task import SOURCE, Array, Contestant, Seat, Task
-from benchmarks.update_worker import Entry, seat
+from benchmarks.seats import SOURCE, Array, Entry, Seat, seat
+from benchmarks.update_task import Adding, Task
 from replicast.supervisor.birth import die_with
 
 if TYPE_CHECKING:
     from typing import TextIO
 
 
-class Fused(Contestant):
+class Fused(Adding):
     """One broadcast of all variables, which lie in one buffer."""
 
     def setup(self) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from benchmarks.update_worker import Entry
+from benchmarks.seats import Entry
 from benchmarks.workers import AFTER_A_FAILURE_SECS, REPOSITORY, Failed, threads_of_a_worker
 from replicast.supervisor import birth
 
@@ -76,11 +76,9 @@ class MpiGroup:
                 self._ask(order, entry, patience_secs)
             self._ready.add(entry)
 
-    def arrange(self, entry: Entry, patience_secs: float) -> None:
-        self._ask("arrange", entry, patience_secs)
-
-    def race(self, entry: Entry, patience_secs: float) -> None:
-        self._ask("race", entry, patience_secs)
+    def order(self, order: str, entry: Entry, patience_secs: float) -> None:
+        """Has every rank do one thing."""
+        self._ask(order, entry, patience_secs)
 
     def end(self) -> None:
         """Lets the ranks run out of orders; kills what does not leave."""

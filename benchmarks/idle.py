@@ -1,0 +1,48 @@
+"""The `idle` table: what a training pays for boundaries at which nothing happens."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from benchmarks.fit import Contestant, Say
+from benchmarks.race import CrewGroup, Race
+from benchmarks.report import Ratio, Result
+from benchmarks.seats import Ground
+
+WORKERS = 2
+BUDGET_SECS = 75.0
+TURNS_PER_ROUND = 3
+"""One per cent is looked for: many short turns, close to each other."""
+STEP_MS = 20.0
+MODULE = "benchmarks.idle_replicast"
+BOUNDARY = Contestant("boundary() alone, 20,000 calls", "replicast", f"{MODULE}:Boundaries")
+WITH = Contestant("step of the loop, with Replicas", "replicast", f"{MODULE}:With")
+WITHOUT = Contestant("step of the loop, without", "replicast", f"{MODULE}:Without")
+CONTESTANTS = (WITH, WITHOUT, BOUNDARY)
+
+
+def measure(rounds: int, say: Say) -> Result:
+    """Lets the contestants take turns, all on the same workers.
+
+    Args:
+        rounds: How many rounds, of several turns each, if time allows.
+        say: Told what is being done now.
+    """
+    with tempfile.TemporaryDirectory(prefix="replicast-bench-") as directory:
+        groups = {"replicast": CrewGroup("replicast_strategy", WORKERS)}
+        race = Race("idle", CONTESTANTS, groups, WORKERS, Ground(Path(directory)), say)
+        rows = race.run(rounds * TURNS_PER_ROUND, BUDGET_SECS)
+    return Result(
+        title=f"idle boundaries on {WORKERS} workers",
+        unit=f"ms for one on the slower worker, {race.done} turns",
+        rows=tuple(rows.values()),
+        ratios=(
+            Ratio.to(f"boundary() / a step of {STEP_MS:g} ms", rows[BOUNDARY], STEP_MS, "at most", 0.01),
+            Ratio.of("step with Replicas / without", rows[WITH], rows[WITHOUT], "at most", 1.01),
+        ),
+        notes=(
+            "Turns alternate in the same processes, with the same model; a turn is 50 steps.",
+            "Replicas, with their threads and a run directory, are there in turns with boundaries only.",
+        ),
+    )

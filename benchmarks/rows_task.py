@@ -1,0 +1,75 @@
+"""What the contestants of the `rows` table do: some rows of a large table, or all of it, to every worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from benchmarks.seats import Array, Ground
+from benchmarks.update_task import PERIOD
+
+
+@dataclass(frozen=True, slots=True)
+class TableTask(Ground):
+    """A table of zeros, float32, and what becomes of it.
+
+    Attributes:
+        changed: How many of its rows are changed in a round.
+        variables: One, the table.
+        shape: The table's.
+    """
+
+    changed: ClassVar[int] = 1_000
+    variables: ClassVar[int] = 1
+    shape: ClassVar[tuple[int, int]] = (1_000_000, 64)
+
+    def __str__(self) -> str:
+        rows, columns = self.shape
+        return f"{self.changed:,} rows of a table of {rows:,} × {columns}"
+
+    def indices(self, index: int) -> Array:
+        """Which rows are changed in a round: others in each, anywhere in the table."""
+        return np.random.default_rng(index).choice(self.shape[0], self.changed, replace=False)
+
+    def rows(self, index: int) -> Array:
+        """What is added to these rows."""
+        return _pattern(self.changed, self.shape[1]) + np.float32(index)
+
+    def table(self, index: int) -> Array:
+        """The whole table as it is sent in a round."""
+        table = _pattern(*self.shape)
+        table += np.float32(index)
+        return table
+
+    def check_rows(self, found: Array, rounds: int) -> None:
+        """Fails unless the table is zero plus the rows of that many rounds, exactly."""
+        expected = np.zeros(self.shape, np.float32)
+        for index in range(rounds):
+            expected[self.indices(index)] += self.rows(index)
+        _check(np.array_equal(found, expected), rounds)
+
+    def check_table(self, found: Array, rounds: int) -> None:
+        """Fails unless the table is that of the last round, exactly."""
+        if rounds == 0:
+            _check(not found.any(), rounds)
+            return
+        # Period by period, as another whole table to compare with would take longer to make than to send.
+        numbers = np.arange(PERIOD, dtype=np.float32) + np.float32(rounds - 1)
+        flat = found.reshape(-1)
+        whole = flat.size // PERIOD * PERIOD
+        rest = flat[whole:]
+        same = (flat[:whole].reshape(-1, PERIOD) == numbers).all() and (rest == numbers[: rest.size]).all()
+        _check(bool(same), rounds)
+
+
+def _check(same: bool, rounds: int) -> None:
+    if not same:
+        raise RuntimeError(f"The table is wrong after {rounds} rounds")
+
+
+def _pattern(rows: int, columns: int) -> Array:
+    whole, rest = divmod(rows * columns, PERIOD)
+    numbers = np.arange(PERIOD, dtype=np.float32)
+    return np.concatenate([np.tile(numbers, whole), numbers[:rest]]).reshape(rows, columns)

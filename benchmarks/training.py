@@ -1,0 +1,73 @@
+"""A training for others to be measured in: steps of about 20 ms on a constant batch, on every worker."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from benchmarks.contestants import Task, own_step
+
+TASK = Task(steps=1, epochs=1, batch=512, units=512)
+"""Of a size with which a step takes about 20 ms on two quiet cores of 2.8 GHz."""
+
+
+class Training:
+    """An own loop's model, optimizer and step."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._step, self.optimizer, self.model = own_step(strategy, TASK)
+        mine = TASK.batch // strategy.num_replicas_in_sync
+        self._share = tuple(tf.constant(array[:mine]) for array in TASK.arrays())
+
+    def step(self) -> None:
+        """One step; returns when this worker has the gradients of all and has applied them."""
+        self._step(self._share)
+
+
+class Loop:
+    """Training that all workers leave after the same step, which the source chooses on the way.
+
+    No worker can finish a step that the source has not begun, as it needs the source's gradients. So the
+    source writes down which step is the last before it begins that step, and everybody reads it afterwards.
+
+    Args:
+        training: What is done in a step.
+        path: A file that all workers map.
+        is_source: Whether this worker chooses.
+    """
+
+    def __init__(self, training: Training, path: Path, is_source: bool) -> None:
+        self._training = training
+        self._is_source = is_source
+        self._steps = 0
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        self._last = memoryview(mmap.mmap(descriptor, mmap.PAGESIZE)).cast("q")
+        os.close(descriptor)
+
+    def reset(self) -> None:
+        """Before `run`, while no worker runs."""
+        self._steps = 0
+        if self._is_source:
+            self._last[0] = 0
+
+    def run(self, boundary: Callable[[], None], enough: Callable[[int], bool]) -> None:
+        """Trains until the source says that it is enough.
+
+        Args:
+            boundary: Called after each step.
+            enough: Asked on the source after each step, with the number of steps until now.
+        """
+        while True:
+            self._training.step()
+            self._steps += 1
+            boundary()
+            if self._last[0] == self._steps:
+                return
+            if self._is_source and self._last[0] == 0 and enough(self._steps):
+                self._last[0] = self._steps + 1
