@@ -20,11 +20,11 @@ from replicast.errors import (
     UpdatePending,
     UpdateRefused,
 )
-from replicast.update import Update
 
 if TYPE_CHECKING:
     from replicast.replicas import Replicas
     from replicast.strategy import Strategy
+    from replicast.update import Update
 
 __version__ = "0.1.0"
 
@@ -45,14 +45,16 @@ __all__ = [
 ]
 
 _NEEDS_TENSORFLOW = {"Replicas": "replicast.replicas", "Strategy": "replicast.strategy"}
+_LATE = {**_NEEDS_TENSORFLOW, "Update": "replicast.update"}
+"""What is loaded on first use: the command line answers before numpy could be loaded."""
 
 
 def __getattr__(name: str) -> Any:
-    """Loads the names that need TensorFlow on first use."""
-    if name not in _NEEDS_TENSORFLOW:
+    """Loads the names that need TensorFlow or numpy on first use."""
+    if name not in _LATE:
         raise AttributeError(f"module 'replicast' has no attribute {name!r}")
     try:
-        value = getattr(import_module(_NEEDS_TENSORFLOW[name]), name)
+        value = getattr(import_module(_LATE[name]), name)
     except ModuleNotFoundError as error:
         if error.name not in ("tensorflow", "keras"):
             raise

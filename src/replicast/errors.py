@@ -9,6 +9,7 @@ ReplicastError
 ├── UpdateFailed        an update was committed, or may have been, and did not end well
 │   └── ReplicasDiverged    the workers' digests differ
 ├── UpdatePending       an update is still on its way; waiting for it cannot end here
+├── CheckpointError     a checkpoint is not there, not complete, or of another model
 └── FileDamaged         a file of the run directory cannot be trusted
 
 Each carries what it is about as fields, so that code need not read the message.
@@ -201,6 +202,50 @@ class UpdatePending(ReplicastError):  # noqa: N818 - the update is pending, whic
         super().__init__(message)
         self.stage = stage
         self.update_id = update_id
+
+
+class CheckpointError(ReplicastError):
+    """A checkpoint is not there, was never completed, or does not fit what it is to be used for.
+
+    Attributes:
+        problem: What is wrong, in one sentence.
+        path: The checkpoint's directory, if it is about one.
+        step: The step it was asked for, if by step.
+        variable: The variable it is about, if it is about one.
+        expected: What would have been right.
+        received: What was found instead.
+        remedy: What to do about it.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        path: Path | str | None = None,
+        step: int | None = None,
+        variable: str | None = None,
+        expected: str | None = None,
+        received: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        labelled = {
+            "Checkpoint": path,
+            "Step": step,
+            "Variable": variable,
+            "Expected": expected,
+            "Received": received,
+        }
+        parts = [problem, *(f"{label}: {value}" for label, value in labelled.items() if value is not None)]
+        if remedy is not None:
+            parts.append(remedy)
+        super().__init__(" ".join(_sentence(part) for part in parts))
+        self.problem = problem
+        self.path = None if path is None else Path(path)
+        self.step = step
+        self.variable = variable
+        self.expected = expected
+        self.received = received
+        self.remedy = remedy
 
 
 class FileDamaged(ReplicastError):  # noqa: N818 - reads as a sentence: raise FileDamaged

@@ -11,11 +11,12 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from dataclasses import replace
 
 from replicast.errors import UpdateRefused
 from replicast.journal import AnyJournal
 from replicast.protocol.member import Member
-from replicast.protocol.messages import Drop, Parked, Paused, Proposal, Resume
+from replicast.protocol.messages import Again, Parked, Paused, Proposal, Resume
 from replicast.protocol.replays import Replays
 from replicast.protocol.rounds import OpenRound, Ready, Rounds
 from replicast.protocol.verifier import Verifier
@@ -48,6 +49,8 @@ class Coordinator:
         self._replays = Replays(member, journal, self._rounds, self._verifier)
         self._incoming: queue.Queue[Proposal | Paused | Parked | Stopped] = queue.Queue()
         self._known: dict[str, str] = {}
+        self._twins: dict[str, list[str]] = {}
+        self._failed_functions: dict[str, UpdateRefused] = {}
         self._open: list[OpenRound] = []
         self._paused: dict[int, dict[int, Paused]] = {}
         self._reminded: dict[int, float] = {}
@@ -84,7 +87,7 @@ class Coordinator:
                 case Paused():
                     self._note_paused(first)
                 case Parked():
-                    self._rounds.advance()
+                    self._advance()
                 case Stopped():
                     self._finish_open()
                 case Proposal() if _is_plain(first):
@@ -125,6 +128,8 @@ class Coordinator:
         """One for a given step, or a function."""
         if proposal.source is None:
             self._decide([proposal], proposal.at_step)
+        elif proposal.rank != proposal.source and proposal.id in self._failed_functions:
+            self._rounds.drop(proposal, self._failed_functions[proposal.id])  # its source was here before
         elif self._is_new(proposal):
             try:
                 self._open.append(self._rounds.open(proposal))
@@ -137,7 +142,7 @@ class Coordinator:
             self._known[proposal.id] = proposal.content_digest
             return True
         if known == proposal.content_digest or proposal.source is not None:
-            self._verifier.repeat(proposal.id, proposal.content_digest)
+            self._join_the_first(proposal)
             return False
         error = UpdateRefused(
             f"An update with the id {proposal.id} and other content was proposed before",
@@ -145,23 +150,44 @@ class Coordinator:
             received=proposal.content_digest,
             remedy="Give it an id of its own",
         )
-        self._channel.append(Drop(proposal.id, proposal.content_digest, error.to_json()))
+        self._rounds.drop(proposal, error)
         return False
+
+    def _join_the_first(self, proposal: Proposal) -> None:
+        """What was proposed before has one outcome, for all who proposed it."""
+        id_ = proposal.id
+        if self._verifier.repeat(id_, proposal.content_digest):
+            return
+        self._twins.setdefault(id_, []).append(proposal.ticket)
+        opened = next((one.step for one in self._open if one.proposal.id == id_), None)
+        steps = (opened, self._verifier.step_of(id_), self._replays.step_of(id_))
+        step = next((step for step in steps if step is not None), None)
+        if step is not None:
+            self._channel.append(Again(id_, step))
 
     def _drop(self, refused: list[tuple[Proposal, UpdateRefused]]) -> None:
         for proposal, error in refused:
             del self._known[proposal.id]
-            self._rounds.drop(proposal, error)
+            if proposal.source is not None:
+                self._failed_functions[proposal.id] = error
+            self._rounds.drop(proposal, error, self._twins.pop(proposal.id, ()))
+
+    def _advance(self) -> None:
+        """What is meant for a later boundary is due here, if all wait here; functions too."""
+        step = self._rounds.advance()
+        if step is not None:
+            self._open = [
+                one if one.proposal.at_step is not None else replace(one, step=min(one.step, step))
+                for one in self._open
+            ]
 
     def _finish_open(self) -> None:
-        """Commits what is computed at the boundary at which worker 0 stands."""
-        standing = {stop.round for stop in self._member.gate.due()}
-        self._finish([one for one in self._open if one.round in standing])
-
-    def _finish(self, rounds: list[OpenRound]) -> None:
-        for opened in rounds:
-            self._open.remove(opened)
-            self._drop(self._rounds.finish(opened))
+        """Commits what is computed at the boundary at which worker 0 stands, in the order of the gate."""
+        step = self._member.gate.step
+        for opened in sorted(self._open, key=lambda one: (one.step, one.round)):
+            if opened.step <= step:
+                self._open.remove(opened)
+                self._drop(self._rounds.finish(opened))
 
     def _note_paused(self, paused: Paused) -> None:
         there = self._paused.setdefault(paused.token, {})
@@ -181,14 +207,14 @@ class Coordinator:
 
     def _carry_out(self, paused: Paused) -> UpdateRefused | None:
         """What all workers have paused for. Everything that was proposed before comes first."""
-        self._rounds.advance()
-        self._finish([one for one in self._open if one.proposal.at_step is None])
+        self._advance()
+        self._finish_open()
         intent, *arguments = paused.intent.split("\n")
         if intent == "train":
             self._replays.announce()
         elif intent == "sync":
             source, id_, *variables = arguments
-            proposal = Proposal(id_, f"function-{id_}", 0, time.time(), source=int(source))
+            proposal = Proposal(id_, f"function-{id_}", 0, id_, time.time(), source=int(source))
             try:
                 opened = self._rounds.open(proposal, variables)
             except UpdateRefused as error:

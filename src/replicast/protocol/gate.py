@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from replicast.errors import JobFailed
-from replicast.protocol.messages import Compute, Go
+from replicast.protocol.messages import REPLAY_ROUND, Compute, Go
 
 REMIND_SECS = 0.5
 
@@ -35,6 +35,7 @@ class Stop:
         step: The first boundary at or after it is meant.
         go: The decision, once it is there.
         compute: Set while an update is being computed at this boundary.
+        scheduled: The step is an author's, or the journal's.
         since: When it was put up.
     """
 
@@ -42,6 +43,7 @@ class Stop:
     step: int
     go: Go | None = None
     compute: Compute | None = None
+    scheduled: bool = False
     since: float = field(default_factory=time.monotonic)
 
 
@@ -108,7 +110,7 @@ class Gate:
         with self._changed:
             self._here = True
             step = self.step
-            too_early = any(stop.step > step and _may_move(stop) for stop in self._stops)
+            too_early = any(stop.step > step and not stop.scheduled for stop in self._stops)
         if too_early:
             self._on_parked(step)
         return self._serve(done, timeout_secs)
@@ -128,7 +130,7 @@ class Gate:
     def schedule(self, round_: int, step: int) -> None:
         """Puts up a stop at a known step, before training begins."""
         with self._changed:
-            self._stops.append(Stop(round_, step))
+            self._stops.append(Stop(round_, step, scheduled=True))
 
     def aim(self, round_: int, step: int) -> None:
         """Moves a stop to the boundary that was agreed."""
@@ -140,14 +142,14 @@ class Gate:
         """An update is to be computed at this stop."""
         with self._changed:
             stop = self._stop(order.round)
-            stop.step, stop.compute = order.step, order
+            stop.step, stop.compute, stop.scheduled = order.step, order, order.scheduled
             self._changed.notify_all()
 
     def go(self, go: Go) -> None:
         """Decides a stop: apply."""
         with self._changed:
             stop = self._stop(go.round)
-            stop.step, stop.go = go.step, go
+            stop.step, stop.go, stop.scheduled = go.step, go, go.scheduled
             self._changed.notify_all()
 
     def free(self, round_: int) -> None:
@@ -160,7 +162,7 @@ class Gate:
         """All workers stand here: what was meant for one of the next steps, by nobody's wish, is due now."""
         with self._changed:
             for stop in self._stops:
-                if _may_move(stop):
+                if not stop.scheduled:
                     stop.step = min(stop.step, self.step)
             self._changed.notify_all()
 
@@ -227,11 +229,8 @@ class Gate:
         return next(stop for stop in self._stops if stop.round == round_)
 
 
-def _may_move(stop: Stop) -> bool:
-    """Whether its step is ours to choose: no author asked for it, and no journal."""
-    return stop.round >= 0 and not (stop.go is not None and stop.go.scheduled)
-
-
 def _order(stop: Stop) -> tuple[bool, int, int]:
-    """What is decided comes first, in the order of the journal; what is undecided will be later in it."""
+    """What is in the journal comes first, in its order; what is undecided will be later in it."""
+    if stop.round < 0:
+        return False, stop.step, stop.round - REPLAY_ROUND
     return stop.go is None, stop.step, stop.round if stop.go is None else stop.go.updates[0][0]

@@ -29,6 +29,7 @@ from replicast.protocol.functions import Function, computed_update
 from replicast.protocol.gate import Gate
 from replicast.protocol.messages import (
     Advance,
+    Again,
     Aim,
     Answer,
     Applied,
@@ -96,8 +97,9 @@ class Member:
         self._outbox: queue.Queue[Callable[[], None]] = queue.Queue()
         self._staged: dict[str, Staged] = {}
         self._functions: dict[str, Function] = {}
-        self._own_parcels: dict[tuple[str, str], list[str]] = {}
+        self._own_parcels: dict[str, tuple[str, str, str]] = {}
         self._parcels = itertools.count(1)
+        self._numbers = itertools.count(1)
         self._token = 0
         self._resumed: dict[int, dict[str, Any] | None] = {}
         self._training_thread: int | None = None
@@ -115,14 +117,12 @@ class Member:
         return ticket
 
     def propose_function(self, id_: str, function: Function, source: int, at_step: int | None) -> Ticket:
-        """Proposes what a function will compute on worker `source`; only that worker posts it."""
+        """Proposes what a function will compute on worker `source`, which must propose it too."""
         ticket = self._ticket(id_, f"function-{id_}")
         if source == self.channel.rank:
             self._functions[id_] = function
-            proposal = Proposal(
-                id_, ticket.content_digest, self.channel.rank, time.time(), source=source, at_step=at_step
-            )
-            self._outbox.put(lambda: self.channel.post(proposal))
+        proposal = self._proposal(ticket, source=source, at_step=at_step)
+        self._outbox.put(lambda: self.channel.post(proposal))
         return ticket
 
     def arrive(self, step: int) -> None:
@@ -165,19 +165,20 @@ class Member:
         """A staged update; for the coordinator, which writes it to the journal."""
         return self._staged[id_].update
 
-    def publish(self, update: Update, content_digest: str | None = None) -> Parcel:
+    def publish(self, update: Update, content_digest: str | None = None, ticket: str = "") -> Parcel:
         """Makes an update's bytes, and what it says, available to all workers, until it is settled.
 
         Args:
             update: Planned.
             content_digest: What it is known by. Default: the parcel's digest, which is that of the values and
                 of what is done with them, note included.
+            ticket: The proposal it belongs to, if it is one of this worker's.
         """
         described = np.frombuffer(json.dumps(update.describe()).encode(), np.uint8)
         parcel_id = f"{self.channel.name}-{self.channel.rank}-{next(self._parcels)}"
         parcel = self.transport.publish(parcel_id, [*update.arrays(), described])
-        known_by = (update.id, parcel.digest if content_digest is None else content_digest)
-        self._own_parcels.setdefault(known_by, []).append(parcel.id)
+        known_by = parcel.digest if content_digest is None else content_digest
+        self._own_parcels[parcel.id] = (update.id, known_by, ticket)
         return parcel
 
     # What the training thread does at a boundary.
@@ -222,22 +223,14 @@ class Member:
     def _post_update(self, update: Update, ticket: Ticket, at_step: int | None) -> None:
         try:
             # Its values are looked at when all workers have them, each worker at its share.
-            parcel = self.publish(planned(update, self.state.schema, self.limits, look_at=lambda _: False))
+            update = planned(update, self.state.schema, self.limits, look_at=lambda _: False)
+            parcel = self.publish(update, ticket=ticket.number)
         except UpdateRefused as error:
             self._outcomes.refuse(ticket, error)
             self.gate.wake()
             return
         ticket.content_digest = parcel.digest
-        self.channel.post(
-            Proposal(
-                update.id,
-                ticket.content_digest,
-                self.channel.rank,
-                ticket.proposed_at,
-                parcel=parcel.to_json(),
-                at_step=at_step,
-            )
-        )
+        self.channel.post(self._proposal(ticket, parcel=parcel.to_json(), at_step=at_step))
 
     # The follower thread.
 
@@ -278,6 +271,9 @@ class Member:
                 self.gate.bring_forward()
                 self._resumed[token] = error
                 self.gate.wake()
+            case Again(id_, step):
+                self._outcomes.note_again(id_, step)
+                self.gate.wake()
             case Drop() | Verified() | Failed():
                 self._settle(message)
         return None
@@ -288,8 +284,11 @@ class Member:
         if staged is not None and staged.content_digest == message.content_digest:
             del self._staged[id_]
             self.transport.release(staged.parcel_id)
-        for parcel_id in self._own_parcels.pop((id_, message.content_digest), ()):
-            self.transport.release(parcel_id)
+        for parcel_id, (update_id, content_digest, ticket) in list(self._own_parcels.items()):
+            meant = not isinstance(message, Drop) or ticket in ("", *message.tickets)
+            if (update_id, content_digest) == (id_, message.content_digest) and meant:
+                del self._own_parcels[parcel_id]
+                self.transport.release(parcel_id)
         self.gate.wake()
 
     def _stage(self, message: Stage) -> Answer:
@@ -310,8 +309,13 @@ class Member:
 
     # Waiting.
 
+    def _proposal(self, ticket: Ticket, **content: Any) -> Proposal:
+        known_by = ticket.content_digest
+        return Proposal(ticket.id, known_by, self.channel.rank, ticket.number, ticket.proposed_at, **content)
+
     def _ticket(self, id_: str, content_digest: str) -> Ticket:
-        ticket = Ticket(id_, content_digest, self._wait_for)
+        number = f"{self.channel.rank}-{next(self._numbers)}"
+        ticket = Ticket(id_, number, content_digest, self._wait_for)
         self._outcomes.add(ticket)
         return ticket
 

@@ -2,7 +2,7 @@
 
 - To the coordinator, by any worker: Proposal, Paused, Parked.
 - To all workers, by the coordinator: Stage, Drop, Hold, Aim, Compute, Go, Free, Advance, Replay, Resume,
-  Verified, Failed.
+  Again, Verified, Failed.
 - Back to the coordinator: Answer, to one sentence; Computed, to one order; Applied, to one update.
 """
 
@@ -18,6 +18,7 @@ class Proposal:
     """A worker proposes an update, whose bytes are there, or a function that will compute one.
 
     Attributes:
+        ticket: Which proposal of which worker this is: an update may be proposed more than once.
         parcel: Where the bytes are; None for a function.
         source: The worker that runs the function.
         at_step: The step at which it must be applied; None for the next possible one.
@@ -27,6 +28,7 @@ class Proposal:
     id: str
     content_digest: str
     rank: int
+    ticket: str
     proposed_at: float
     parcel: dict[str, Any] | None = None
     source: int | None = None
@@ -70,10 +72,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """This proposal is refused: forget its bytes, tell its author."""
+    """These proposals of one update are refused: forget their bytes, tell their authors."""
 
     id: str
     content_digest: str
+    tickets: list[str]
     error: dict[str, Any]
 
 
@@ -98,6 +101,7 @@ class Compute:
 
     Attributes:
         variables: For `sync`: whose values are to be assigned; None when the source's own function decides.
+        scheduled: The author named the step.
     """
 
     round: int
@@ -105,6 +109,7 @@ class Compute:
     id: str
     source: int
     variables: list[str] | None = None
+    scheduled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +139,10 @@ class Advance:
     """All workers are held at the same boundary: what was meant for one of the next is due at this one."""
 
 
+REPLAY_ROUND = -(10**9)
+"""Updates of an earlier life of the job have rounds of their own: this plus the sequence number."""
+
+
 @dataclass(frozen=True, slots=True)
 class Replay:
     """What the journal holds from an earlier life of the job: each entry is [round, step]."""
@@ -147,6 +156,14 @@ class Resume:
 
     token: int
     error: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Somebody proposed once more what is meant for this step already."""
+
+    id: str
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +222,7 @@ _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         *(Proposal, Paused, Parked),
-        *(Stage, Drop, Hold, Aim, Compute, Go, Free, Advance, Replay, Resume, Verified, Failed),
+        *(Stage, Drop, Hold, Aim, Compute, Go, Free, Advance, Replay, Resume, Again, Verified, Failed),
         *(Answer, Computed, Applied),
     )
 }

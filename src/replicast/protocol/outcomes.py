@@ -46,6 +46,12 @@ class Outcomes:
         for ticket in self.about(id_):
             ticket.step = step
 
+    def note_again(self, id_: str, step: int) -> None:
+        """What somebody proposed once more is on its way: it is meant for this step."""
+        for ticket in self.about(id_):
+            if ticket.step is None:
+                ticket.step = step
+
     def note_committed(self, go: Go) -> None:
         """These updates are committed."""
         for _, id_ in go.updates:
@@ -55,9 +61,10 @@ class Outcomes:
     def settle(self, message: Drop | Verified | Failed) -> str:
         """Gives all tickets of an update their outcome; returns its id."""
         match message:
-            case Drop(id_, content_digest, error):
+            case Drop(id_, content_digest, tickets, error):
                 for ticket in self.about(id_, content_digest):
-                    ticket.fail(Stage.REFUSED, UpdateRefused.from_json(error))
+                    if ticket.number in tickets:
+                        ticket.fail(Stage.REFUSED, UpdateRefused.from_json(error))
             case Verified(content_digest, described):
                 receipt = Receipt.from_json(described)
                 id_ = receipt.id

@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 
 from replicast.errors import JobFailed, UpdateRefused
-from replicast.journal import AnyJournal, Record
+from replicast.journal import AnyJournal, Receipt, Record
 from replicast.protocol.member import Member
-from replicast.protocol.messages import Go, Replay, Stage
+from replicast.protocol.messages import REPLAY_ROUND, Go, Replay, Stage
 from replicast.protocol.rounds import Rounds
 from replicast.protocol.verifier import Committed, Verifier
+from replicast.update import Stage as Standing
 
 AHEAD = 4
 """So many updates are staged before their step comes."""
-FIRST_ROUND = -(10**9)
-"""Replays have rounds of their own, before all others, in the order of their sequence numbers."""
 
 
 class Replays:
@@ -45,16 +44,20 @@ class Replays:
             step = record.step if receipt is None else min(record.step, receipt.step)
             if step > after_step:
                 self._waiting.append((step, record))
-            elif receipt is not None:
-                self._verifier.knows(record, receipt)
+            else:
+                self._verifier.knows(record, _unwritten(record) if receipt is None else receipt)
         self._waiting.sort(key=lambda waiting: (waiting[0], waiting[1].sequence))
         return {record.id: record.content_digest for record in records}
+
+    def step_of(self, id_: str) -> int | None:
+        """The step for which an update waits, if it waits."""
+        return next((step for step, record in self._waiting if record.id == id_), None)
 
     def announce(self) -> None:
         """Puts a stop before every step at which something is to be applied again."""
         self._announced = True
         if self._waiting:
-            stops = [[FIRST_ROUND + record.sequence, step] for step, record in self._waiting]
+            stops = [[REPLAY_ROUND + record.sequence, step] for step, record in self._waiting]
             self._member.channel.append(Replay(stops))
             self.stage_next()
 
@@ -75,7 +78,21 @@ class Replays:
                     )
             self._verifier.expect(Committed(record, record.content_digest, time.time(), step, scheduled=True))
             updates = [[record.sequence, record.id]]
-            self._member.channel.append(Go(FIRST_ROUND + record.sequence, step, updates, scheduled=True))
+            self._member.channel.append(Go(REPLAY_ROUND + record.sequence, step, updates, scheduled=True))
 
     def _ahead(self) -> int:
         return sum(1 for stop in self._member.gate.pending() if stop.round < 0 and stop.go is not None)
+
+
+def _unwritten(record: Record) -> Receipt:
+    """What can be said of an update whose receipt was never written, and which the start state holds."""
+    return Receipt(
+        sequence=record.sequence,
+        id=record.id,
+        step=record.step,
+        digests={},
+        propose_to_applied_secs=0.0,
+        stall_secs=0.0,
+        verified_at=record.committed_at,
+        stage=Standing.APPLIED,
+    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from replicast.errors import JobFailed, UpdateRefused
@@ -52,6 +52,7 @@ class OpenRound:
     """A round that waits for a boundary, at which an update will be computed."""
 
     round: int
+    step: int
     proposal: Proposal
 
 
@@ -116,15 +117,16 @@ class Rounds:
             UpdateRefused: The step is past, or a worker does not answer.
         """
         self._round += 1
-        opened = OpenRound(self._round, proposal)
+        round_ = self._round
         try:
-            step = self._agree_on_step(opened.round, proposal.at_step, lead=0)
+            step = self._agree_on_step(round_, proposal.at_step, lead=0)
         except UpdateRefused:
-            self._channel.append(Free(opened.round))
+            self._channel.append(Free(round_))
             raise
         source = 0 if proposal.source is None else proposal.source
-        self._channel.append(Compute(opened.round, step, proposal.id, source, variables))
-        return opened
+        scheduled = proposal.at_step is not None
+        self._channel.append(Compute(round_, step, proposal.id, source, variables, scheduled))
+        return OpenRound(round_, step, proposal)
 
     def finish(self, opened: OpenRound) -> list[tuple[Proposal, UpdateRefused]]:
         """Waits for what is computed, and commits it at the boundary at which all stand.
@@ -141,29 +143,37 @@ class Rounds:
         scheduled = opened.proposal.at_step is not None
         return self._write_and_go(opened.round, self._member.gate.step, [ready], scheduled=scheduled)
 
-    def advance(self) -> None:
+    def advance(self) -> int | None:
         """If all workers stand at one boundary, has them apply there what is meant for a later one.
 
         They are held while they are asked: one that only rests must not walk on in between.
+
+        Returns:
+            The step of that boundary, or None when they do not stand together.
         """
+        together = None
         self._round += 1
         try:
             answers = self.ask(Hold(self._round), self._member.patience.answer_secs).values()
         except UpdateRefused as error:  # nothing was asked for that could be refused
             logger.warning("the workers could not be asked where they stand: %s", error)
         else:
-            self._advance_if_together(answers)
+            together = self._advance_if_together(answers)
         self._channel.append(Free(self._round))
+        return together
 
-    def _advance_if_together(self, answers: Collection[Answer]) -> None:
+    def _advance_if_together(self, answers: Collection[Answer]) -> int | None:
         steps = {answer.step for answer in answers}
-        if len(steps) == 1 and all(answer.parked for answer in answers):
-            self._channel.append(Advance())
-            self._latest_step = min(steps)
+        if len(steps) > 1 or not all(answer.parked for answer in answers):
+            return None
+        self._channel.append(Advance())
+        self._latest_step = min(steps)
+        return self._latest_step
 
-    def drop(self, proposal: Proposal, error: UpdateRefused) -> None:
-        """Tells all that a proposal is refused."""
-        self._channel.append(Drop(proposal.id, proposal.content_digest, error.to_json()))
+    def drop(self, proposal: Proposal, error: UpdateRefused, twins: Iterable[str] = ()) -> None:
+        """Tells all that a proposal is refused, and with it those that were proposed again meanwhile."""
+        tickets = [proposal.ticket, *twins]
+        self._channel.append(Drop(proposal.id, proposal.content_digest, tickets, error.to_json()))
 
     def ask(self, message: Stage | Hold, timeout_secs: float) -> dict[int, Answer]:
         """Every worker's answer.

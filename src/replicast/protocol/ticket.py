@@ -16,6 +16,7 @@ class Ticket:
 
     Attributes:
         id: The update's id.
+        number: Tells this proposal from all others of the job, also of the same update.
         content_digest: What was proposed under that id; empty while a function has not computed it.
         stage: Where it stands.
         step: The step it is committed for, once it is.
@@ -25,10 +26,12 @@ class Ticket:
     def __init__(
         self,
         id: str,  # noqa: A002 - the update's own word
+        number: str,
         content_digest: str,
         wait_for: Callable[[Ticket, float | None], bool],
     ) -> None:
         self.id = id
+        self.number = number
         self.content_digest = content_digest
         self.stage = Stage.PROPOSED
         self.step: int | None = None

@@ -60,7 +60,7 @@ class Verifier:
         """Takes over the outcome of an earlier life of the job."""
         self._outcomes[record.id] = Verified(record.content_digest, receipt.to_json())
 
-    def repeat(self, id_: str, content_digest: str) -> None:
+    def repeat(self, id_: str, content_digest: str) -> bool:
         """Tells the outcome once more, if there is one: somebody proposed the same again."""
         outcome = self._outcomes.get(id_)
         match outcome:
@@ -68,6 +68,12 @@ class Verifier:
                 self._channel.append(Verified(content_digest, receipt))
             case Failed(_, _, step, digests, receipt):
                 self._channel.append(Failed(id_, content_digest, step, digests, receipt))
+        return outcome is not None
+
+    def step_of(self, id_: str) -> int | None:
+        """The step for which an update is committed that is not told yet."""
+        with self._changed:
+            return next((one.step for one in self._open.values() if one.record.id == id_), None)
 
     def wait_until_told(self, step: int, timeout_secs: float) -> bool:
         """Blocks until every update that a pause at `step` has made due is told, at most `timeout_secs`."""
@@ -76,8 +82,11 @@ class Verifier:
             due = [one for one in self._open.values() if one.step <= step or not one.scheduled]
             return not due or self._stopping.is_set()
 
+        ends = time.monotonic() + timeout_secs
         with self._changed:
-            return self._changed.wait_for(told, timeout_secs)
+            while not told() and time.monotonic() < ends:
+                self._changed.wait(min(LOOK_SECS, max(0.0, ends - time.monotonic())))
+            return told()
 
     def run(self) -> None:
         """Until the threads are stopped."""
