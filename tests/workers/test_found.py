@@ -1,4 +1,4 @@
-"""What real workers do that they should not: each test fails until the reason is mended."""
+"""What real workers once did and should not have: kept, so that it stays mended."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def in_a_row(strategy: Any, directory: Path) -> dict[str, Any]:
         replicas._member._outbox.put(wait_until_parked)
         replicas.propose(Update(id="b").scale("dense_1/bias", 3.0))
         replicas.sync()
-        order = [receipt.id for receipt in sorted(replicas.history, key=lambda one: one.sequence)]
+    order = [receipt.id for receipt in sorted(replicas.history, key=lambda one: one.sequence)]
     return {"order": order, "bias": bias_of(model)}
 
 

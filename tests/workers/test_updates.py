@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
+import os
 import subprocess
 import sys
 import threading
@@ -11,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -18,11 +21,15 @@ import pytest
 import tensorflow as tf
 
 import replicast
+from replicast import inbox
 from replicast.edits import apply_edit
 from replicast.journal import Journal
+from replicast.protocol import Patience
+from replicast.protocol.messages import Free
 from replicast.strategy.writes import component
+from replicast.transport import SharedMemoryTransport
 from replicast.update import Update
-from replicast.validate import planned
+from replicast.validate import Limits, planned
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, digest, state
 from tests.workers.recipes import CLASSES, FEATURES, arrays, perceptron
@@ -483,3 +490,324 @@ def found_different(strategy: Any) -> str:
 
 def test_an_update_of_replicas_that_differ_says_so(pool2: Pool) -> None:
     assert "worker 0: " in pool2.run(found_different)[0]
+
+
+# Waiting in the training thread.
+
+
+def asked_at_the_end(strategy: Any) -> list[Any]:
+    model = perceptron(strategy)
+    answers = []
+    with replicas_of(model) as replicas:
+        replicas.boundary()
+        if strategy.rank == strategy.size - 1:  # the others close, and wait there
+            answers.append(replicas.propose(mark(0)).result(WAIT_SECS).id)
+    return [state(model)["sequential/dense_1/bias"], replicas.history[0].id, answers]
+
+
+def test_the_result_can_be_waited_for_at_the_end_of_the_script_while_the_others_close(pool3: Pool) -> None:
+    results = pool3.run(asked_at_the_end)
+    assert_equal_on_all([result[:2] for result in results])
+    assert results[0][0][0] == 100.0
+    assert [result[2] for result in results] == [[], [], ["mark-0"]]
+
+
+def asked_too_early(strategy: Any) -> dict[str, Any]:
+    model = perceptron(strategy)
+    said: list[str] = []
+
+    def act(step: int) -> None:
+        if step == 3 and strategy.rank == 0:
+            ticket = replicas.propose(mark(0))
+            with pytest.raises(replicast.UpdatePending, match="cannot wait for it here") as caught:
+                ticket.result()
+            said.append(str(caught.value.stage))
+
+    with replicas_of(model, patience=Patience(park_secs=0.2)) as replicas:
+        seen = train(replicas, "fit", act, lambda: bool(replicas.history))
+    return {"seen": seen, "said": said if strategy.rank == 0 else ["committed"]}
+
+
+def test_a_training_thread_that_waits_for_itself_is_told_and_training_goes_on(pool2: Pool) -> None:
+    results = pool2.run(asked_too_early)
+    assert_equal_on_all(results)
+    assert results[0]["said"] == ["committed"]
+
+
+# Refusals.
+
+
+def bad_updates() -> dict[str, Any]:
+    """Each kind of update that is refused; a function is what it computes."""
+
+    def zeros(*shape: int, dtype: str = "float32") -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    def raises(values: Any) -> None:
+        raise KeyError("no such column")
+
+    return {
+        "unknown": Update().add("dense/bais", zeros(16)),
+        "ambiguous": Update().add("bias", zeros(16)),
+        "shape": Update().add("dense/bias", zeros(3)),
+        "dtype": Update().add("dense/bias", zeros(16, dtype="float64")),
+        "out of range": Update().assign_rows("dense_1/kernel", [99], zeros(1, CLASSES)),
+        "twice": Update().assign_rows("dense_1/kernel", [1, 1], zeros(2, CLASSES)),
+        "NaN": Update().add("dense/bias", np.full(16, np.nan, np.float32)),
+        "factor": Update().scale("dense/bias", np.inf),
+        "empty": Update(),
+        "too large": Update().add("dense/kernel", zeros(FEATURES, 16)),
+        "half bad": Update().scale("dense/bias", 2.0).add("dense_1/bias", zeros(1)),
+        "other content": Update(id="known").scale("dense/bias", 2.0),
+        "raises": raises,
+        "returns nothing": lambda values: None,
+        "returns a stranger": lambda values: {"dense/bais": zeros(16)},
+    }
+
+
+EXPECTED = {
+    "unknown": ("no variable of this name", "sequential/dense/bias"),
+    "ambiguous": ("fits 2 variables", "sequential/dense/bias"),
+    "shape": ("shape", "(16,)"),
+    "dtype": ("dtype", "float32"),
+    "out of range": ("out of range", "0 to 15"),
+    "twice": ("appears twice", "each row once"),
+    "NaN": ("not finite", "allow_nonfinite"),
+    "factor": ("not finite", "allow_nonfinite"),
+    "empty": ("no edits", "at least one"),
+    "too large": ("too large", "at most 512 bytes"),
+    "half bad": ("shape", "(4,)"),
+    "other content": ("other content", "id of its own"),
+    "raises": ("KeyError", "no such column"),
+    "returns nothing": ("must return an Update", "NoneType"),
+    "returns a stranger": ("no variable of this name", "sequential/dense/bias"),
+}
+
+
+def spoil_inbox(run_dir: Path) -> None:
+    place = run_dir / "inbox"
+    place.mkdir(exist_ok=True)
+    good = run_dir / "good.safetensors"
+    Update(id="cut").scale("dense/bias", 2.0).add("dense/bias", np.ones(16, np.float32)).save(good)
+    content = good.read_bytes()
+    files = {
+        "cut": content[:-7],
+        "hostile": b"\xff" * 8 + b"{}",
+        "stranger": content,
+        "pickled": b"\x80\x04cos\nsystem\n.",
+    }
+    for name, written in files.items():
+        (run_dir / name).write_bytes(written)
+        (run_dir / name).rename(place / f"{name}.safetensors")
+
+
+def trained_on(strategy: Any, bad: bool, directory: Path) -> dict[str, Any]:
+    tf.config.experimental.enable_op_determinism()
+    model = perceptron(strategy, adam)
+    run_dir = directory / f"run-{bad}"
+    tickets: dict[str, Any] = {}
+
+    def act(step: int) -> None:
+        if not bad:
+            return
+        if step == 2 and strategy.rank == 0:
+            spoil_inbox(run_dir)
+        if step == 2 and strategy.rank == strategy.size - 1:
+            replicas.propose(Update(id="known").scale("dense/bias", 1.0))
+            tickets.update({kind: replicas.propose(update) for kind, update in bad_updates().items()})
+
+    def all_refused() -> bool:
+        files = len(list((run_dir / "refused").glob("*.json"))) if bad and strategy.rank == 0 else 4
+        return files == 4 and all(ticket.done() for ticket in tickets.values())
+
+    x, y = arrays(80)
+    with replicas_of(model, run_dir=run_dir, limits=Limits(max_bytes=512), durability="disk") as replicas:
+        callbacks = [replicas.callback(), AtStep(act)]
+        model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+        quietly(replicas, lambda step: None, all_refused)
+        refused = {}
+        for kind, ticket in tickets.items():
+            with pytest.raises(replicast.UpdateRefused) as caught:
+                ticket.result(0)
+            refused[kind] = str(caught.value)
+    return {"digest": digest(model), "refused": refused}
+
+
+def assert_refused_without_a_trace(pool: Pool, directory: Path) -> None:
+    without = pool.run(trained_on, False, directory)
+    found = pool.run(trained_on, True, directory)
+    assert_equal_on_all([result["digest"] for result in [*without, *found]])
+    refused = found[-1]["refused"]
+    assert refused.keys() == EXPECTED.keys()
+    for kind, words in EXPECTED.items():
+        assert all(word in refused[kind] for word in words), f"{kind}: {refused[kind]}"
+    assert sorted(inbox.refusals(directory / "run-True")) == ["cut", "hostile", "pickled", "stranger"]
+    assert not list((directory / "run-True" / "inbox").glob("*.safetensors"))
+    assert [record.id for record in Journal(directory / "run-True").records()] == ["known"]
+
+
+def test_bad_updates_are_refused_and_training_comes_to_the_same_weights_as_without_them(
+    pool3: Pool, tmp_path: Path
+) -> None:
+    assert_refused_without_a_trace(pool3, tmp_path)
+
+
+def test_bad_updates_are_refused_in_a_job_of_one(pool1: Pool, tmp_path: Path) -> None:
+    assert_refused_without_a_trace(pool1, tmp_path)
+
+
+def flipped(data: np.ndarray) -> np.ndarray:
+    data[0] ^= 1
+    return data
+
+
+def cannot_stage(strategy: Any) -> list[str]:
+    """Worker 1 proposes; what it is told, in turn."""
+    model = perceptron(strategy)
+    before = digest(model)
+    said: list[str] = []
+
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with replicas_of(model) as replicas:
+        transport = replicas._member.transport
+        assert isinstance(transport, SharedMemoryTransport)
+        mapped, publish = transport.mapped, transport.publish
+
+        def published_and_damaged(parcel_id: str, given: Any) -> Any:
+            parcel = publish(parcel_id, given)
+            with (transport._directory.path / f"parcel-{parcel_id}").open("r+b") as file:
+                first = file.read(1)
+                file.seek(0)
+                file.write(bytes([first[0] ^ 1]))
+            return parcel
+
+        damaged_here = mock.patch.object(transport, "mapped", lambda *given: flipped(mapped(*given)))
+        damaged_there = mock.patch.object(transport, "publish", published_and_damaged)
+        full = mock.patch("os.posix_fallocate", no_room)
+        for worker, fault in ((2, damaged_here), (1, damaged_there), (1, full)):
+            with fault if strategy.rank == worker else contextlib.nullcontext():
+                ticket = replicas.propose(mark(0)) if strategy.rank == 1 else None
+                quietly(replicas, lambda step: None, lambda ticket=ticket: ticket is None or ticket.done())
+            if ticket is not None:
+                with pytest.raises(replicast.UpdateRefused) as caught:
+                    ticket.result(0)
+                said.append(f"{caught.value.worker}: {caught.value}")
+            assert digest(model) == before, "refused, and yet something has changed"
+        ticket = replicas.propose(mark(0)) if strategy.rank == 1 else None
+        quietly(replicas, lambda step: None, lambda: len(replicas.history) == 1)
+        assert state(model)["sequential/dense_1/bias"][0] == 100.0
+    return said
+
+
+def test_a_worker_that_cannot_stage_refuses_for_all_and_is_named(pool3: Pool) -> None:
+    _, said, _ = pool3.run(cannot_stage)
+    alone, everywhere, full = said
+    assert alone.startswith("2: ")
+    assert "damaged at worker 2" in alone
+    assert "damaged" in everywhere
+    assert full.startswith("1: ")
+    assert "no room" in full
+
+
+# Threads.
+
+
+def boundaries_for_ever(replicas: replicast.Replicas) -> None:
+    ends = time.monotonic() + WAIT_SECS
+    while time.monotonic() < ends:
+        replicas.boundary()
+
+
+def dead_thread(strategy: Any, name: str) -> str:
+    model = perceptron(strategy)
+    meeting = Meeting(strategy)
+    said = ""
+
+    def dies(*_: object) -> None:
+        raise ZeroDivisionError("a fault of the test")
+
+    forget_hosts(strategy)
+    replicas = replicast.Replicas(model, durability="memory")
+    replicas.boundary()
+    last = strategy.rank == strategy.size - 1
+    if last and name == "proposer":
+        replicas._member._outbox.put(dies)
+    elif last:
+        replicas._member._heed = dies
+    meeting.all_say()
+    if strategy.rank == 0 and name == "follower":
+        replicas._member.channel.append(Free(0))  # something to read
+    if last:
+        with pytest.raises(replicast.JobFailed) as caught:
+            boundaries_for_ever(replicas)
+        said = str(caught.value)
+    meeting.all_say()
+    replicas._closed = True  # together it cannot be closed any more
+    replicas._stop()
+    return said
+
+
+@pytest.mark.parametrize("name", ["proposer", "follower"])
+def test_a_dead_background_thread_makes_the_next_boundary_raise(pool1: Pool, name: str) -> None:
+    (said,) = pool1.run(dead_thread, name)
+    assert f"'{name}' of replicast died: ZeroDivisionError" in said
+
+
+# What it costs when there is nothing to do.
+
+WATCHED: dict[str, Any] = {"thread": None, "events": []}
+
+
+def watch(event: str, arguments: tuple[Any, ...]) -> None:
+    if threading.get_ident() == WATCHED["thread"] and event.startswith(("open", "os.", "socket.", "fcntl.")):
+        WATCHED["events"].append((event, str(arguments)[:100]))
+
+
+def idle(strategy: Any, directory: Path) -> dict[str, Any]:
+    model = perceptron(strategy, adam)
+    sys.addaudithook(watch)
+    coordination, asked = strategy.coordination, []
+
+    def counted(name: str) -> Any:
+        original = getattr(coordination, name)
+
+        def call(*given: Any) -> Any:
+            if threading.get_ident() == WATCHED["thread"]:
+                asked.append((name, given))
+            return original(*given)
+
+        return mock.patch.object(coordination, name, call)
+
+    def watched_boundary(**given: Any) -> None:
+        transfers = strategy.extended.transfers_started()
+        turns = strategy._lifetime._turn
+        WATCHED["thread"] = threading.get_ident()
+        try:
+            boundary(**given)
+        finally:
+            WATCHED["thread"] = None
+        moved.append(strategy.extended.transfers_started() - transfers + strategy._lifetime._turn - turns)
+
+    moved: list[int] = []
+    WATCHED["events"].clear()
+    with replicas_of(model, run_dir=directory / "run", durability="disk") as replicas:
+        boundary = replicas.boundary
+        patches = [counted(name) for name in ("put", "get", "delete")]
+        with patches[0], patches[1], patches[2], mock.patch.object(replicas, "boundary", watched_boundary):
+            train(replicas, "fit", lambda step: None, lambda: True)
+        WATCHED["thread"] = threading.get_ident()  # and the watch itself works
+        (directory / "run").exists()
+        os.listdir(directory)  # noqa: PTH208 - one event
+        WATCHED["thread"] = None
+    return {"moved": moved, "asked": asked, "events": [event for event, _ in WATCHED["events"]]}
+
+
+def test_an_idle_job_pays_no_transfer_no_question_and_no_file_access_in_the_training_thread(
+    pool2: Pool, tmp_path: Path
+) -> None:
+    for found in pool2.run(idle, tmp_path):
+        assert found["moved"] == [0] * 20
+        assert found["asked"] == []
+        assert found["events"] == ["os.listdir"]
