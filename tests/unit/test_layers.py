@@ -14,7 +14,7 @@ LAYERS = [
     {"digest", "edits", "schema"},
     {"files", "parts"},
     {"update", "state", "records"},
-    {"validate", "journal", "inbox", "runfiles"},
+    {"validate", "journal", "inbox", "runfiles", "checkpoint"},
     {"coordination"},
     {"transport", "lifetime"},
     {"strategy"},

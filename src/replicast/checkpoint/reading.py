@@ -1,0 +1,248 @@
+"""Reads a checkpoint with suspicion: what is not what was written is an error, never a value."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from replicast.checkpoint.digests import PassingDigest
+from replicast.checkpoint.layout import Layout, Span, dtype_of, layout_of
+from replicast.checkpoint.manifest import Manifest
+from replicast.checkpoint.writing import COMMITTED, MANIFEST, PIECE_BYTES, STATE
+from replicast.edits import Array
+from replicast.errors import CheckpointError, FileDamaged, UpdateRefused
+from replicast.files import loads_strictly
+
+Progress = Callable[[int, int], None]
+"""Called now and then with the bytes that are done and those there are."""
+_MAX_COMMITTED = 1000
+
+
+class CheckpointReader:
+    """A committed checkpoint, open for reading until `close`, or until nobody has it any more.
+
+    Its files stay readable until then, also when the checkpoint is removed or replaced meanwhile.
+
+    Attributes:
+        path: The directory.
+        manifest: What the checkpoint says of itself.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, layout: Layout, descriptor: int) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.layout = layout
+        self._descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
+        self._mapped: mmap.mmap | None = None
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file. Arrays that were read stay valid."""
+        self._close()
+
+    def names(self) -> tuple[str, ...]:
+        """The variables, in the order of the state."""
+        return tuple(variable.name for variable in self.manifest.schema)
+
+    def read(self, name: str) -> Array:
+        """A variable's value: a read-only view of the file, without a copy.
+
+        Raises:
+            CheckpointError: There is no such variable.
+            FileDamaged: A bool is neither true nor false. Other damage is found by `verify`.
+        """
+        span = self._span(name)
+        dtype, shape = dtype_of(span.variable), span.variable.shape
+        if not span.nbytes:
+            empty: Array = np.empty(shape, dtype)
+            empty.flags.writeable = False
+            return empty
+        if self._mapped is None:
+            self._mapped = mmap.mmap(self._descriptor, self.layout.nbytes, access=mmap.ACCESS_READ)
+        flat = np.frombuffer(self._mapped, np.uint8, span.nbytes, span.start)
+        if dtype == np.bool_ and flat.max() > 1:
+            raise self._damaged([f"{name} has bytes that are no bool"])
+        return flat.view(dtype).reshape(shape)
+
+    def pieces(self, name: str, sizes: Iterator[int] | None = None) -> Iterator[bytes]:
+        """A variable's bytes in pieces, read rather than mapped, and checked against its digest at the end.
+
+        Args:
+            name: The variable.
+            sizes: The size of each piece; pieces of equal size unless given.
+
+        Raises:
+            CheckpointError: There is no such variable.
+            FileDamaged: The bytes are not those that were written; raised after the last piece.
+        """
+        span, digest, done = self._span(name), PassingDigest(self._span(name).variable), 0
+        while done < span.nbytes:
+            wanted = PIECE_BYTES if sizes is None else next(sizes)
+            piece = self._read_at(span.start + done, min(wanted, span.nbytes - done))
+            digest.update(piece)
+            done += len(piece)
+            yield piece
+        if digest.hexdigest() != self.manifest.digests[name]:
+            raise self._damaged([self._difference(name, digest.hexdigest())])
+
+    def verify(self, progress: Progress | None = None) -> None:
+        """Reads every byte and compares all digests and the sha256 with the manifest's.
+
+        Raises:
+            FileDamaged: Some differ; the message names the variables.
+        """
+        sha256, problems, done = hashlib.sha256(self.layout.header), [], 0
+        for name, span in self.layout.spans.items():
+            digest, end = PassingDigest(span.variable), span.start + span.nbytes
+            for place in range(span.start, end, PIECE_BYTES):
+                piece = self._read_at(place, min(PIECE_BYTES, end - place))
+                sha256.update(piece)
+                digest.update(piece)
+                done += len(piece)
+                if progress is not None:
+                    progress(done, self.layout.nbytes - len(self.layout.header))
+            if digest.hexdigest() != self.manifest.digests[name]:
+                problems.append(self._difference(name, digest.hexdigest()))
+        if sha256.hexdigest() != self.manifest.sha256 and not problems:
+            problems.append(f"its sha256 is not the manifest's. Received: {sha256.hexdigest()}")
+        if problems:
+            raise self._damaged(problems)
+
+    def _span(self, name: str) -> Span:
+        span = self.layout.spans.get(name)
+        if span is None:
+            raise CheckpointError(
+                "There is no such variable in the checkpoint",
+                path=self.path,
+                variable=name,
+                expected=f"one of its {len(self.layout.spans)}",
+                received=name,
+            )
+        return span
+
+    def _read_at(self, place: int, nbytes: int) -> bytes:
+        parts, start = [], place
+        while place < start + nbytes:
+            try:
+                part = os.pread(self._descriptor, start + nbytes - place, place)
+            except OSError as error:
+                raise self._damaged([f"it cannot be read ({error.strerror})"]) from error
+            if not part:
+                raise self._damaged([f"it became shorter. Received: {place} bytes"])
+            parts.append(part)
+            place += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _difference(self, name: str, received: str) -> str:
+        expected = self.manifest.digests[name]
+        return (
+            f"the bytes of {name} are not those that were written (digest {expected}). Received: {received}"
+        )
+
+    def _damaged(self, problems: list[str]) -> FileDamaged:
+        return FileDamaged(self.path / STATE, "; ".join(problems))
+
+
+def open_checkpoint(path: Path | str, *, verify: bool = False) -> CheckpointReader:
+    """Opens a committed checkpoint by its directory.
+
+    Checks everything but the variables' bytes: that it is committed, that the manifest is what was written,
+    and that the state's file has the header and the size that belong to it.
+
+    Args:
+        path: The directory.
+        verify: Also read all bytes and compare their digests.
+
+    Raises:
+        CheckpointError: It is not there, or not committed.
+        FileDamaged: A file of it is not what was written.
+    """
+    path = Path(path)
+    try:
+        # From here on by this descriptor: all files are of one checkpoint, also when it is replaced.
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(
+            f"There is no checkpoint here ({error.strerror})", path=path, received=str(path)
+        ) from error
+    try:
+        manifest = _read_manifest(path, directory)
+        layout = layout_of(manifest.schema)
+        reader = CheckpointReader(path, manifest, layout, _open_state(path, directory, manifest, layout))
+    finally:
+        os.close(directory)
+    if verify:
+        reader.verify()
+    return reader
+
+
+def _read_manifest(path: Path, directory: int) -> Manifest:
+    try:
+        committed = _read_file(COMMITTED, directory, _MAX_COMMITTED)
+    except FileNotFoundError:
+        raise CheckpointError(
+            "The checkpoint is not committed: its writer did not come to the end, or it is none",
+            path=path,
+            expected=f"a file {COMMITTED}",
+            received="none",
+        ) from None
+    except OSError as error:
+        raise FileDamaged(path / COMMITTED, f"it cannot be read ({error.strerror})") from error
+    try:
+        content = _read_file(MANIFEST, directory)
+    except OSError as error:
+        raise FileDamaged(path / MANIFEST, f"it cannot be read ({error.strerror})") from error
+    sha256 = hashlib.sha256(content).hexdigest()
+    if committed != f"{sha256}\n".encode():
+        raise FileDamaged(
+            path / MANIFEST,
+            f"its sha256 is not the one in {COMMITTED}, {committed[:100]!r}. Received: {sha256}",
+        )
+    try:
+        described = loads_strictly(content, MANIFEST)
+        if not isinstance(described, dict):
+            raise ValueError(f"It must hold a JSON object. Received: {type(described).__name__}")
+        return Manifest.from_json(described)
+    except (UpdateRefused, ValueError) as error:
+        raise FileDamaged(path / MANIFEST, str(error)) from error
+
+
+def _open_state(path: Path, directory: int, manifest: Manifest, layout: Layout) -> int:
+    try:
+        descriptor = os.open(STATE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+    except OSError as error:
+        raise FileDamaged(path / STATE, f"it cannot be read ({error.strerror})") from error
+    try:
+        size = os.fstat(descriptor).st_size
+        if not size == manifest.nbytes == layout.nbytes:
+            raise FileDamaged(path / STATE, f"it must have {manifest.nbytes} bytes. Received: {size}")
+        if os.pread(descriptor, len(layout.header), 0) != layout.header:
+            raise FileDamaged(path / STATE, "its header is not the one of the manifest's variables")
+    except OSError as error:
+        os.close(descriptor)
+        raise FileDamaged(path / STATE, f"it cannot be read ({error.strerror})") from error
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _read_file(name: str, directory: int, most: int = 2**30) -> bytes:
+    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read(most)

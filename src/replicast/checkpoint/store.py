@@ -1,0 +1,254 @@
+"""The checkpoints of a run: `RUN/checkpoints/00001200/`. One process writes, any may read."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from replicast.checkpoint.layout import dtype_of
+from replicast.checkpoint.manifest import Draft, Manifest
+from replicast.checkpoint.reading import CheckpointReader, open_checkpoint
+from replicast.checkpoint.writing import (
+    PIECE_BYTES,
+    Pieces,
+    put_in_place,
+    replaced_path,
+    temporary_directory,
+    write_contents,
+)
+from replicast.edits import Array
+from replicast.errors import CheckpointError, FileDamaged
+from replicast.files import TEMPORARY, sync_directory
+from replicast.schema import Variable
+
+Best: TypeAlias = tuple[str, Literal["min", "max"]]
+"""A metric, and which of its values is the best."""
+# Inside the class, `list` is a method.
+_Manifests: TypeAlias = list[Manifest]
+_Problems: TypeAlias = list[FileDamaged]
+_Steps: TypeAlias = list[int]
+
+
+class CheckpointStore:
+    """The checkpoints in a run directory.
+
+    Args:
+        run_dir: The run directory; `checkpoints` is made in it by the first write.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._directory = Path(run_dir) / "checkpoints"
+
+    def path(self, step: int) -> Path:
+        """The directory that the checkpoint of a step has, or would have."""
+        return self._directory / f"{step:08d}"
+
+    def list(self) -> _Manifests:
+        """The committed checkpoints by step. Those that are not committed or damaged are left out."""
+        return [found for found in self._look() if isinstance(found, Manifest)]
+
+    def problems(self) -> _Problems:
+        """What is wrong with the checkpoints that `list` leaves out. Finds damaged bytes only by `verify`."""
+        return [found for found in self._look() if isinstance(found, FileDamaged)]
+
+    def last(self) -> Manifest | None:
+        """The committed checkpoint of the latest step, if there is one."""
+        return next((found for found in self._look(latest_first=True) if isinstance(found, Manifest)), None)
+
+    def manifest(self, step: int) -> Manifest:
+        """What the checkpoint of a step says of itself.
+
+        Raises:
+            CheckpointError: There is none, or it is not committed.
+            FileDamaged: A file of it is not what was written.
+        """
+        with self.open(step) as reader:
+            return reader.manifest
+
+    def open(self, step: int, *, verify: bool = False) -> CheckpointReader:
+        """Opens the checkpoint of a step.
+
+        Args:
+            step: The step.
+            verify: Also read all bytes and compare their digests.
+
+        Raises:
+            CheckpointError: There is none, or it is not committed.
+            FileDamaged: A file of it is not what was written.
+        """
+        reader = open_checkpoint(self._found(step))
+        if reader.manifest.step != step:
+            received = reader.manifest.step
+            reader.close()
+            raise FileDamaged(self.path(step), f"it is the checkpoint of another step. Received: {received}")
+        if verify:
+            reader.verify()
+        return reader
+
+    def write(self, draft: Draft, arrays: Iterable[tuple[str, Array]]) -> Manifest:
+        """Writes a checkpoint. When this returns, it is committed and durable.
+
+        A checkpoint of that step that training would go on from in the same way is left as it is; any other
+        is replaced.
+
+        Args:
+            draft: What is known of the checkpoint.
+            arrays: Each variable's name and value, taken one by one. In the order of `file_order` it is
+                quickest; any other will do.
+
+        Returns:
+            The manifest of the checkpoint that is there now.
+
+        Raises:
+            CheckpointError: The arrays are not those of the draft's schema.
+            OSError: It cannot be written. What was there before is still there, and nothing half; unless it
+                was the parent directory that could not be synced: the new one is there then, whole.
+        """
+        if draft.step < 0:
+            raise ValueError(f"A step is counted from 0. Received: {draft.step}")
+        path = self.path(draft.step)
+        variables = {variable.name: variable for variable in draft.schema}
+        with temporary_directory(self._directory) as temporary:
+            named = ((name, _pieces(array, variables.get(name), name)) for name, array in arrays)
+            manifest = write_contents(temporary, draft, named)
+            existing = self._same(manifest)
+            if existing is not None:
+                return existing
+            put_in_place(temporary, path)
+        return manifest
+
+    def prune(self, keep: int, best: Best | None = None) -> _Steps:
+        """Removes old checkpoints: all but the last `keep` and the best one. Damaged ones are left alone.
+
+        Args:
+            keep: How many of the last ones to keep, at least 1.
+            best: A metric, and whether "min" or "max" of it is the best; of equal ones, the latest is.
+
+        Returns:
+            The steps of those that were removed.
+        """
+        if keep < 1:
+            raise ValueError(
+                f"At least the newest checkpoint is kept: keep must be 1 or more. Received: {keep}"
+            )
+        if best is not None and best[1] not in ("min", "max"):
+            raise ValueError(f'The best is the "min" or the "max" of a metric. Received: {best[1]!r}')
+        manifests = self.list()
+        kept = {manifest.step for manifest in manifests[-keep:]} | _best_steps(manifests, best)
+        removed = [manifest.step for manifest in manifests if manifest.step not in kept]
+        for step in removed:
+            self.remove(step)
+        return removed
+
+    def remove(self, step: int) -> None:
+        """Removes a checkpoint, also a damaged one: at once for every reader, whenever this is interrupted.
+
+        Raises:
+            CheckpointError: There is none.
+            OSError: It cannot be removed.
+        """
+        path = self._found(step)
+        # First what waits behind it, which a reader would find once it is gone.
+        for each in dict.fromkeys((replaced_path(self.path(step)), path)):
+            if each.exists():
+                aside = self._directory / f"{TEMPORARY}{secrets.token_hex(8)}"
+                each.rename(aside)
+                shutil.rmtree(aside, ignore_errors=True)
+        sync_directory(self._directory)
+
+    def clean(self) -> None:
+        """Removes what a writer that died left behind, or finishes it. Only when nobody is writing."""
+        if not self._directory.is_dir():
+            return
+        for path in sorted(self._directory.iterdir()):
+            if not path.name.startswith(TEMPORARY):
+                continue
+            final = self._directory / path.name.removeprefix(f"{TEMPORARY}replaced-")
+            if final.name != path.name and not final.exists():
+                path.rename(final)  # It was to be replaced, and the new one never came.
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+        sync_directory(self._directory)
+
+    def _same(self, manifest: Manifest) -> Manifest | None:
+        """The checkpoint of that step, if training would go on the same from it and its bytes are right."""
+        with contextlib.suppress(CheckpointError, FileDamaged), self.open(manifest.step) as reader:
+            existing = reader.manifest
+            if (existing.state_digest, existing.schema.digest(), existing.position()) == (
+                manifest.state_digest,
+                manifest.schema.digest(),
+                manifest.position(),
+            ):
+                reader.verify()
+                return existing
+        return None
+
+    def _look(self, *, latest_first: bool = False) -> Iterator[Manifest | FileDamaged]:
+        for step in sorted(self._steps(), reverse=latest_first):
+            try:
+                yield self.manifest(step)
+            except FileDamaged as error:
+                yield error
+            except CheckpointError as error:
+                if self.path(step).exists():  # It is not gone meanwhile.
+                    yield FileDamaged(self.path(step), error.problem)
+
+    def _steps(self) -> set[int]:
+        if not self._directory.is_dir():
+            return set()
+        prefix = f"{TEMPORARY}replaced-"
+        names = {path.name.removeprefix(prefix) for path in self._directory.iterdir()}
+        return {
+            int(name) for name in names if name.isascii() and name.isdigit() and f"{int(name):08d}" == name
+        }
+
+    def _found(self, step: int) -> Path:
+        """Where the checkpoint of a step lies: under its own name, or aside while another takes its place."""
+        path = self.path(step)
+        # Once more at the end: the other may have taken the place after the first look.
+        for candidate in (path, replaced_path(path), path):
+            if candidate.exists():
+                return candidate
+        steps = sorted(self._steps())
+        there = f"one of {', '.join(map(str, steps[-5:]))}" if steps else "a run with checkpoints"
+        raise CheckpointError(
+            "There is no checkpoint of this step", path=path, step=step, expected=there, received=str(step)
+        )
+
+
+def _pieces(array: Array, variable: Variable | None, name: str) -> Pieces:
+    """The bytes of an array, after a look at whether it is what the schema says."""
+    if variable is None:
+        return ()  # The writer knows no such name and says so.
+    array = np.asarray(array)
+    if (array.dtype.name, array.shape) != (variable.dtype, variable.shape):
+        raise CheckpointError(
+            "A variable is not what the schema says",
+            variable=name,
+            expected=f"{variable.dtype} of shape {variable.shape}",
+            received=f"{array.dtype.name} of shape {array.shape}",
+        )
+    if not array.nbytes:
+        return ()
+    native = np.ascontiguousarray(array, dtype_of(variable)).reshape(-1).view(np.uint8).data
+    return (native[start : start + PIECE_BYTES] for start in range(0, len(native), PIECE_BYTES))
+
+
+def _best_steps(manifests: Iterable[Manifest], best: Best | None) -> set[int]:
+    if best is None:
+        return set()
+    metric, direction = best
+    sign = 1.0 if direction == "max" else -1.0
+    ranked = [
+        (sign * manifest.metrics[metric], manifest.step)
+        for manifest in manifests
+        if not math.isnan(manifest.metrics.get(metric, math.nan))
+    ]
+    return {max(ranked)[1]} if ranked else set()

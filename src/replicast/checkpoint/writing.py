@@ -1,0 +1,185 @@
+"""Writes the directory of a checkpoint: whole and durable under its final name, or not at all.
+
+    .tmp-<random>/              state.safetensors, manifest.json, COMMITTED: each fsynced, then the directory
+    00001200/                   the same directory, renamed; then its parent is fsynced
+    .tmp-replaced-00001200/     what was there before, from the moment it makes room until the new one is safe
+
+A crash between the two renames leaves no `00001200`: a reader takes the replaced one then, which is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from replicast.checkpoint.digests import PassingDigest, digest_of_digests
+from replicast.checkpoint.layout import Layout, layout_of
+from replicast.checkpoint.manifest import Draft, Manifest
+from replicast.errors import CheckpointError
+from replicast.files import TEMPORARY, json_bytes, sync_directory
+
+STATE, MANIFEST, COMMITTED = "state.safetensors", "manifest.json", "COMMITTED"
+PIECE_BYTES = 4 * 2**20  # Written, hashed and digested while it is in the processor's cache.
+
+Pieces = Iterable[memoryview]
+
+
+def replaced_path(path: Path) -> Path:
+    """Where a checkpoint waits while another takes its place."""
+    return path.with_name(f"{TEMPORARY}replaced-{path.name}")
+
+
+@contextlib.contextmanager
+def temporary_directory(parent: Path) -> Iterator[Path]:
+    """A new directory in `parent`; gone afterwards, unless it was renamed."""
+    _make_durably(parent)
+    path = parent / f"{TEMPORARY}{secrets.token_hex(8)}"
+    path.mkdir()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def write_contents(directory: Path, draft: Draft, variables: Iterable[tuple[str, Pieces]]) -> Manifest:
+    """Writes the three files of a checkpoint, `COMMITTED` last, and makes them durable.
+
+    Args:
+        directory: A new directory under a temporary name.
+        draft: What is known of the checkpoint.
+        variables: Each variable's name and its bytes, in any order; in that of `file_order` it is quickest.
+
+    Raises:
+        CheckpointError: The variables are not those of the draft's schema.
+        OSError: It could not be written.
+    """
+    json_bytes(draft.to_json())  # What cannot be written down should fail before much is written.
+    manifest = _write_state(directory / STATE, draft, variables)
+    described = json_bytes(manifest.to_json())
+    _write_file(directory / MANIFEST, described)
+    _write_file(directory / COMMITTED, f"{hashlib.sha256(described).hexdigest()}\n".encode())
+    sync_directory(directory)
+    return manifest
+
+
+def put_in_place(temporary: Path, path: Path) -> None:
+    """Gives a written checkpoint its final name, in place of what may be there.
+
+    Raises:
+        OSError: It could not be done. What was there before is still there; unless it was the parent that
+            could not be synced: the new one is there then, whole.
+    """
+    replaced = replaced_path(path)
+    if path.exists():
+        if replaced.exists():
+            shutil.rmtree(replaced)  # Of a replacement that had come to its end, but for this.
+        path.rename(replaced)
+    try:
+        temporary.rename(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            replaced.rename(path)
+        raise
+    sync_directory(path.parent)
+    # Only now: until the new name is durable, a power cut may bring back the time when there was none.
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _write_state(path: Path, draft: Draft, variables: Iterable[tuple[str, Pieces]]) -> Manifest:
+    layout = layout_of(draft.schema)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        writer = _StateWriter(descriptor, layout)
+        for name, pieces in variables:
+            writer.write(name, pieces)
+        digests, sha256 = writer.finish()
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return Manifest.completed(
+        draft,
+        digests=digests,
+        state_digest=digest_of_digests(digests),
+        sha256=sha256,
+        nbytes=layout.nbytes,
+    )
+
+
+class _StateWriter:
+    """Writes each variable at its place; hashes the file in passing as long as they come in its order."""
+
+    def __init__(self, descriptor: int, layout: Layout) -> None:
+        self._descriptor, self._layout = descriptor, layout
+        self._digests: dict[str, str] = {}
+        self._sha256 = hashlib.sha256(layout.header)
+        self._hashed = len(layout.header)
+        _write_at(descriptor, memoryview(layout.header), 0)
+
+    def write(self, name: str, pieces: Pieces) -> None:
+        span = self._layout.spans.get(name)
+        if span is None or name in self._digests:
+            problem = "is none of the model's" if span is None else "comes twice"
+            raise CheckpointError(f"A variable {problem}", variable=name, received=name)
+        digest, place, end = PassingDigest(span.variable), span.start, span.start + span.nbytes
+        in_order = place == self._hashed
+        for piece in pieces:
+            if place + len(piece) > end:
+                place += len(piece)
+                break
+            _write_at(self._descriptor, piece, place)
+            digest.update(piece)
+            if in_order:
+                self._sha256.update(piece)
+            place += len(piece)
+        if place != end:
+            raise CheckpointError(
+                "A variable has not the size that it should",
+                variable=name,
+                expected=f"{span.nbytes} bytes",
+                received=f"{'more' if place > end else place - span.start}",
+            )
+        self._hashed = end if in_order else self._hashed
+        self._digests[name] = digest.hexdigest()
+
+    def finish(self) -> tuple[dict[str, str], str]:
+        missing = [name for name in self._layout.spans if name not in self._digests]
+        if missing:
+            raise CheckpointError(
+                "A variable of the model is missing", variable=missing[0], received=f"none of {missing[:5]}"
+            )
+        while self._hashed < self._layout.nbytes:  # What came out of order was not hashed: read it back.
+            piece = os.pread(self._descriptor, PIECE_BYTES, self._hashed)
+            if not piece:
+                raise OSError(f"The file became shorter while it was written. Received: {self._hashed} bytes")
+            self._sha256.update(piece)
+            self._hashed += len(piece)
+        return {name: self._digests[name] for name in self._layout.spans}, self._sha256.hexdigest()
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        _write_at(descriptor, memoryview(content), 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_at(descriptor: int, piece: memoryview, place: int) -> None:
+    while piece:
+        written = os.pwrite(descriptor, piece, place)
+        piece, place = piece[written:], place + written
+
+
+def _make_durably(directory: Path) -> None:
+    """Makes a directory, and those above it, so that their names outlive a power cut."""
+    if directory.is_dir():
+        return
+    _make_durably(directory.parent)
+    directory.mkdir(exist_ok=True)
+    sync_directory(directory.parent)

@@ -1,0 +1,55 @@
+"""States and drafts for the tests of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from replicast.checkpoint import Draft
+from replicast.schema import Schema, Variable
+
+Arrays = dict[str, npt.NDArray[Any]]
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def state_of(seed: int = 0) -> Arrays:
+    """Every dtype, none and no dimension, nothing in it, odd bits."""
+    generator = np.random.default_rng(seed)
+    return {
+        "dense/kernel": generator.normal(size=(4, 3)).astype(np.float32),
+        "dense/bias": np.array([np.nan, -0.0, 1e-40], np.float32),
+        "table": generator.normal(size=(5, 2)).astype(BFLOAT16),
+        "half": generator.normal(size=3).astype(np.float16),
+        "mask": np.array([True, False, True]),
+        "empty": np.zeros((0, 3), np.float64),
+        "optimizer/iteration": np.array(2**62 + seed, np.int64),
+        "optimizer/learning_rate": np.array(0.1, np.float32),
+        "bytes/é": np.arange(5, dtype=np.uint8),
+    }
+
+
+def schema_of(arrays: Mapping[str, npt.NDArray[Any]]) -> Schema:
+    return Schema(
+        Variable(name, array.shape, array.dtype.name, "trainable") for name, array in arrays.items()
+    )
+
+
+def draft_of(arrays: Mapping[str, npt.NDArray[Any]], step: int = 1200, **fields: Any) -> Draft:
+    known: dict[str, Any] = {
+        "step": step,
+        "sequence": 3,
+        "epoch": 2,
+        "batch": 7,
+        "created_at": 1700000000.25,
+        "workers": 3,
+        "attempt": 1,
+        "schema": schema_of(arrays),
+        "metrics": {"loss": 0.5},
+        "versions": {"replicast": "0.1.0"},
+        "extra": {"seeds": [1, 2], "position": {"files": 3}},
+    }
+    return Draft(**known | fields)
