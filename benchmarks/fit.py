@@ -15,7 +15,7 @@ WORKERS = 2
 STEPS = 300
 EPOCHS = 3
 PATIENCE_SECS = 60.0
-BUDGET_SECS = 180.0
+BUDGET_SECS = 120.0
 """No round begins after this: a busy machine gives fewer rounds, not a longer wait."""
 MODULE = "benchmarks.contestants"
 

@@ -12,7 +12,7 @@ from benchmarks.update import BROADCAST_EACH, BROADCAST_FUSED
 from benchmarks.update_task import Task
 
 WORKERS = 2
-BUDGET_SECS = 60.0
+BUDGET_SECS = 45.0
 REPLICAST = Contestant("replicast propose, a host id each", "hosts", "benchmarks.update_replicast:Propose")
 CONTESTANTS = (REPLICAST, BROADCAST_FUSED, BROADCAST_EACH)
 

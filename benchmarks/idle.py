@@ -11,7 +11,7 @@ from benchmarks.report import Ratio, Result
 from benchmarks.seats import Ground
 
 WORKERS = 2
-BUDGET_SECS = 75.0
+BUDGET_SECS = 70.0
 TURNS_PER_ROUND = 3
 """One per cent is looked for: many short turns, close to each other."""
 STEP_MS = 20.0
