@@ -1,0 +1,290 @@
+"""Edits of real variables: the bits that `replicast.edits` defines, and the names that variables go by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import replicast
+from replicast.edits import DTYPES, FLOAT_DTYPES, apply_edit
+from replicast.schema import Schema
+from replicast.strategy import KerasState, optimizers_by_name
+from replicast.strategy.variables import as_tensor
+from replicast.strategy.writes import component
+from replicast.update import Update
+from replicast.validate import planned
+from tests.pool import Pool
+from tests.pool.checks import assert_equal_on_all, digest
+from tests.workers.recipes import FEATURES, arrays, perceptron
+from tests.workers.test_updates import adam, quietly, replicas_of, train
+
+ROWS, COLUMNS = 37, 11
+"""No multiple of what a processor computes at a time."""
+
+
+class Everything(keras.layers.Layer):
+    """A variable of each dtype."""
+
+    def build(self, shape: Any) -> None:
+        for dtype in sorted(DTYPES):
+            self.add_weight(
+                shape=(ROWS, COLUMNS), dtype=dtype, name=dtype, trainable=False, initializer="zeros"
+            )
+
+    def call(self, x: Any) -> Any:
+        return x
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def values_of(name: str, seed: int, rows: int = ROWS, columns: int = COLUMNS) -> np.ndarray:
+    """Numbers of all sizes: denormal ones, both zeros, the smallest and the largest among them."""
+    random, dtype = np.random.default_rng(seed), numpy_dtype(name)
+    if name not in FLOAT_DTYPES:
+        bits = random.integers(0, 256, (rows, columns * dtype.itemsize), np.uint8)
+        return (bits > 127) if name == "bool" else bits.view(dtype)
+    info = ml_dtypes.finfo(dtype)
+    exponents = random.integers(int(info.minexp) - int(info.nmant), int(info.maxexp) // 2, (rows, columns))
+    made = np.ldexp(random.uniform(-1, 1, (rows, columns)), exponents).astype(dtype)
+    special = [
+        0.0,
+        -0.0,
+        info.tiny,
+        -info.tiny,
+        info.smallest_subnormal,
+        -info.smallest_subnormal,
+        info.max,
+        1.0,
+    ]
+    made.reshape(-1)[: 2 * len(special)] = random.permutation(np.array(special * 2, dtype))
+    return made
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    """A copy that TensorFlow can take over."""
+    memory = np.zeros(array.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def unaligned(array: np.ndarray) -> np.ndarray:
+    """A copy that TensorFlow has to copy."""
+    memory = np.zeros(array.nbytes + 128, np.uint8)
+    start = -memory.ctypes.data % 64 + max(8, array.dtype.itemsize)
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def updates_of(name: str, place: Callable[[np.ndarray], np.ndarray], seed: int) -> Iterator[Update]:
+    """One update for each operation that a variable of this dtype takes."""
+    rows = np.random.default_rng(seed).permutation(ROWS)[:9]
+
+    def values(offset: int, *shape: int) -> np.ndarray:
+        array = place(values_of(name, seed + offset, *shape))
+        array.flags.writeable = False  # kept as they are, without a copy
+        return array
+
+    yield Update().assign(name, values(1))
+    yield Update().assign_rows(name, rows, values(2, 9))
+    if name == "bool":
+        return
+    yield Update().add(name, values(3))
+    yield Update().add_rows(name, rows, values(4, 9))
+    yield Update().add_low_rank(name, values(5, ROWS, 3), values(6, 3, COLUMNS))
+    if name in FLOAT_DTYPES:
+        yield Update().scale(name, 0.7)
+        yield Update().scale(name, -0.0)
+        yield Update().blend(name, values(7), 0.3)
+
+
+def differences(strategy: Any) -> dict[str, Any]:
+    """Which edits of which dtypes give other bits, and how many were compared."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), Everything(name="all")])
+        model.compile("sgd", "mse")
+    held = KerasState(model, optimizers_by_name(model))
+    wrong, compared = [], 0
+    for dtype in sorted(DTYPES):
+        for place in (aligned, unaligned):
+            for seed, update in enumerate(updates_of(dtype, place, 100)):
+                (edit,) = planned(Update(allow_nonfinite=True).replaced(update.edits), held.schema).edits
+                for array in edit.arrays.values():
+                    array.flags.writeable = True  # as what comes out of a transport
+                name = edit.variable
+                component(held._variables[name]).assign(tf.constant(values_of(dtype, seed)))
+                before = held.read([name])[name]
+                expected = apply_edit(edit, before)
+                held.apply([edit])
+                found = held.read([name])[name]
+                compared += 1
+                if found.tobytes() != expected.tobytes():
+                    count = int(np.sum(found.view(np.uint8) != expected.view(np.uint8)))
+                    wrong.append(f"{dtype} {edit.operation} {place.__name__}: {count} bytes")
+    return {"wrong": wrong, "compared": compared}
+
+
+def is_taken_over(array: np.ndarray) -> bool:
+    """Whether TensorFlow has taken the memory over."""
+    return bool(np.asarray(memoryview(as_tensor(array))).ctypes.data == array.ctypes.data)
+
+
+def test_every_edit_of_a_real_variable_gives_the_bits_of_its_definition(pool1: Pool) -> None:
+    (found,) = pool1.run(differences)
+    assert found["wrong"] == []
+    assert found["compared"] == 2 * (4 * 8 + 8 * 5 + 2)
+
+
+def test_memory_is_taken_over_where_tensorflow_can_use_it_and_copied_elsewhere() -> None:
+    for dtype in ("float32", "float64", "int32", "int64", "uint32"):
+        assert is_taken_over(aligned(values_of(dtype, 1)))
+        assert not is_taken_over(unaligned(values_of(dtype, 1)))
+
+
+def assigned_and_changed(strategy: Any) -> dict[str, Any]:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(4096), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+    value = np.random.default_rng(5).standard_normal((FEATURES, 4096)).astype(np.float32)
+    kernel = component(model.layers[0].kernel)
+    with replicas_of(model) as replicas:
+        if strategy.rank == 1:
+            replicas.propose(Update().assign("dense/kernel", value))
+        quietly(replicas, lambda step: None, lambda: bool(replicas.history))
+        kernel.assign_add(tf.fill(kernel.shape, float(strategy.rank)))  # in place, on this worker only
+        np.testing.assert_array_equal(kernel.numpy(), value + np.float32(strategy.rank))
+        quietly(replicas, lambda step: None, lambda: True)  # all have changed theirs
+        np.testing.assert_array_equal(kernel.numpy(), value + np.float32(strategy.rank))
+        replicas.sync(source=2)
+        np.testing.assert_array_equal(kernel.numpy(), value + np.float32(2))
+        x, y = arrays(30)
+        model.fit(x, y.astype("float32"), batch_size=15, verbose=0, callbacks=[replicas.callback()])
+        assert not np.array_equal(kernel.numpy(), value + np.float32(2)), "nothing was trained"
+    return digest(model)
+
+
+def test_what_was_assigned_belongs_to_each_worker_alone_and_training_goes_on(pool3: Pool) -> None:
+    assert_equal_on_all(pool3.run(assigned_and_changed))
+
+
+# Names, and what is reset with a weight.
+
+
+def schema_of(strategy: Any, make: Callable[[], keras.Model]) -> dict[str, Any]:
+    with strategy.scope():
+        model = make()
+    with replicas_of(model) as replicas:
+        return replicas.schema.to_json()
+
+
+def dense_model(optimizer: Any) -> keras.Model:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, name="only")])
+    model.compile(optimizer, "mse")
+    return model
+
+
+def scheduled() -> keras.Model:
+    return dense_model(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)))
+
+
+def loss_scaled() -> keras.Model:
+    return dense_model(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))
+
+
+def adafactor() -> keras.Model:
+    return dense_model(keras.optimizers.Adafactor())
+
+
+def nested() -> keras.Model:
+    block = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3, name="same")], name="block")
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, keras.layers.Dense(3, name="same")(block(inputs)), name="outer")
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    return model
+
+
+def names(found: Schema) -> list[str]:
+    return [variable.name for variable in found]
+
+
+def test_a_learning_rate_that_is_computed_is_explained(pool1: Pool) -> None:
+    found = Schema.from_json(pool1.run(schema_of, scheduled)[0])
+    with pytest.raises(replicast.UpdateRefused, match="computed by a schedule"):
+        found.resolve("optimizer/learning_rate")
+
+
+def test_a_loss_scale_has_names_of_its_own_beside_the_inner_optimizer(pool1: Pool) -> None:
+    found = Schema.from_json(pool1.run(schema_of, loss_scaled)[0])
+    assert found.resolve("optimizer/learning_rate").kind == "optimizer"
+    assert found.resolve("loss_scale/dynamic_scale").dtype == "float32"
+    assert [slot for slot, _ in found.resolve("only/kernel").slots] == [
+        "optimizer/sequential_only_kernel_momentum",
+        "optimizer/sequential_only_kernel_velocity",
+    ]
+
+
+def test_variables_that_keras_gives_one_name_are_numbered(pool1: Pool) -> None:
+    found = names(Schema.from_json(pool1.run(schema_of, adafactor)[0]))
+    assert len(set(found)) == len(found)
+    assert any(name.endswith("#2") for name in found)
+
+
+def test_layers_of_one_name_in_nested_models_are_told_apart_by_their_paths(pool1: Pool) -> None:
+    found = Schema.from_json(pool1.run(schema_of, nested)[0])
+    inner, outer = found.resolve("block/same/kernel"), found.resolve("same/kernel")
+    assert (inner.name, outer.name) == ("block/same/kernel", "same/kernel")
+    assert len(inner.slots) == len(outer.slots) == 1
+    assert inner.slots != outer.slots
+
+
+def reset(strategy: Any, make: Callable[[], Any]) -> dict[str, Any]:
+    """The optimizer's variables of both layers before and after an update of the first with reset_slots."""
+    model = perceptron(strategy, make)
+    with replicas_of(model) as replicas:
+        train(replicas, "fit", lambda step: None, lambda: True)
+        slots = [variable.name for variable in replicas.schema if variable.kind == "optimizer"]
+        before = replicas._state.read(slots)
+        if strategy.rank == 0:
+            replicas.propose(Update(id="keeps").scale("dense_1/kernel", 0.5))
+            replicas.propose(Update(id="resets", reset_slots=True).scale("dense/kernel", 0.5))
+        quietly(replicas, lambda step: None, lambda: len(replicas.history) == 2)
+        after = replicas._state.read(slots)
+        changed = {name: after[name] for name in slots if before[name].tobytes() != after[name].tobytes()}
+        unchanged = {name: before[name] for name in slots if name not in changed}
+    return {"changed": changed, "unchanged": unchanged, "digest": digest(model)}
+
+
+def averaging() -> Any:
+    return keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.5)
+
+
+def adagrad() -> Any:
+    return keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.25)
+
+
+@pytest.mark.parametrize(
+    ("make", "endings", "fill"),
+    [(adam, ["momentum", "velocity"], 0.0), (averaging, ["momentum"], 0.0), (adagrad, ["accumulator"], 0.25)],
+    ids=["adam", "averaging", "adagrad"],
+)
+def test_what_the_optimizer_remembers_of_a_touched_weight_is_reset_on_request_only(
+    pool2: Pool, make: Callable[[], Any], endings: list[str], fill: float
+) -> None:
+    results = pool2.run(reset, make)
+    assert_equal_on_all(results)
+    changed, unchanged = results[0]["changed"], results[0]["unchanged"]
+    assert sorted(changed) == [f"optimizer/sequential_dense_kernel_{ending}" for ending in endings]
+    assert all((value == fill).all() for value in changed.values())
+    assert all(np.any(value) for name, value in unchanged.items() if "dense_1_kernel" in name)
+    averages = [value for name, value in unchanged.items() if name.endswith("kernel_average")]
+    assert len(averages) == (2 if make is averaging else 0), "averaged weights are weights"

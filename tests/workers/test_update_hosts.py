@@ -1,0 +1,143 @@
+"""The promises of an update between hosts: one machine that plays several, while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import replicast
+from replicast.transport import BroadcastTransport
+from replicast.update import Update
+from tests.pool import Pool
+from tests.pool.checks import assert_equal_on_all, digest
+from tests.workers.recipes import CLASSES, FEATURES, perceptron
+from tests.workers.test_updates import (
+    WAYS,
+    adam,
+    change_here_only,
+    mark,
+    quietly,
+    reaches_all,
+    replicas_of,
+    train,
+)
+from tests.workers.test_updates import assert_all_were_reached as assert_reached
+
+HOSTS = [("a", "b", "b"), ("a", "a", "b")]
+
+
+@contextlib.contextmanager
+def on_host(strategy: Any, hosts: Sequence[str]) -> Iterator[None]:
+    with mock.patch.dict(os.environ, {"REPLICAST_HOST_ID": hosts[strategy.rank]}):
+        yield
+
+
+def reaches_all_hosts(strategy: Any, hosts: Sequence[str], way: str, directory: Path) -> dict[str, Any]:
+    made: list[Any] = []
+    original = replicast.Replicas.callback
+
+    def noted(replicas: replicast.Replicas) -> Any:
+        made.append(replicas._member.transport)
+        return original(replicas)
+
+    with on_host(strategy, hosts), mock.patch.object(replicast.Replicas, "callback", noted):
+        found = reaches_all(strategy, way, directory)
+    assert all(isinstance(transport, BroadcastTransport) for transport in made)
+    assert len(made) == (way != "own loop")
+    return found
+
+
+@pytest.mark.parametrize(("hosts", "way"), [(HOSTS[0], WAYS[0]), (HOSTS[1], WAYS[1]), (HOSTS[0], WAYS[2])])
+def test_updates_of_three_sources_reach_the_workers_of_two_hosts_at_one_step(
+    pool3: Pool, hosts: Sequence[str], way: str, tmp_path: Path
+) -> None:
+    assert_reached(pool3.run(reaches_all_hosts, hosts, way, tmp_path))
+
+
+def many_while_training(strategy: Any, hosts: Sequence[str]) -> dict[str, Any]:
+    """Every worker proposes at every step; each has a large update of many chunks' worth as well."""
+    model = perceptron(strategy, adam)
+    random = np.random.default_rng(strategy.rank)
+
+    def act(step: int) -> None:
+        if step <= 6:
+            value = (0.01 * random.standard_normal((FEATURES, 16))).astype(np.float32)
+            update = Update(id=f"{strategy.rank}-{step}", note="x" * 1000 * strategy.rank)
+            replicas.propose(update.add("dense/kernel", value).scale("dense/kernel", 0.99))
+
+    with on_host(strategy, hosts), replicas_of(model) as replicas:
+        assert isinstance(replicas._member.transport, BroadcastTransport)
+        seen = train(replicas, "fit", act, lambda: len(replicas.history) == 18)
+        order = [(receipt.sequence, receipt.id, receipt.step) for receipt in replicas.history]
+        if strategy.rank == 2:
+            change_here_only(model, "dense_1", "bias", 1.0)
+        assert replicas.sync(source=2) is not None
+        if strategy.rank == 1:
+            replicas.propose(lambda values: {"dense_1/bias": -values["dense_1/bias"]})
+        quietly(replicas, lambda step: None, lambda: len(replicas.history) == 20)
+    return {"seen": seen, "order": order, "digest": digest(model)}
+
+
+def test_updates_of_all_workers_cross_hosts_in_one_order_while_they_train(pool3: Pool) -> None:
+    results = pool3.run(many_while_training, HOSTS[0])
+    assert_equal_on_all(results)
+    order = results[0]["order"]
+    assert [sequence for sequence, _, _ in order] == list(range(1, 19))
+    assert {id_ for _, id_, _ in order} == {f"{rank}-{step}" for rank in range(3) for step in range(1, 7)}
+
+
+def no_room_there(strategy: Any, hosts: Sequence[str]) -> str:
+    model = perceptron(strategy)
+    before = digest(model)
+    said = ""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with on_host(strategy, hosts), replicas_of(model) as replicas:
+        full = mock.patch("os.posix_fallocate", refuse)
+        with full if strategy.rank == 1 else contextlib.nullcontext():
+            ticket = replicas.propose(mark(0)) if strategy.rank == 0 else None
+            quietly(replicas, lambda step: None, lambda: ticket is None or ticket.done())
+        if ticket is not None:
+            with pytest.raises(replicast.UpdateRefused, match="Worker 1 has no room") as caught:
+                ticket.result(0)
+            said = str(caught.value.worker)
+        assert digest(model) == before
+        again = replicas.propose(mark(0)) if strategy.rank == 0 else None
+        quietly(replicas, lambda step: None, lambda: len(replicas.history) == 1)
+        assert again is None or again.result(0).digests.keys() == {0, 1, 2}
+    return said
+
+
+def test_a_host_without_room_refuses_for_all_and_the_next_update_passes(pool3: Pool) -> None:
+    assert pool3.run(no_room_there, HOSTS[0]) == ["1", "", ""]
+
+
+def assigned_across_hosts(strategy: Any, hosts: Sequence[str]) -> dict[str, str]:
+    """Assigned from memory that a host shares; then each worker goes its way, and training goes on."""
+    model = perceptron(strategy)
+    value = np.arange(CLASSES, dtype=np.float32)
+    with on_host(strategy, hosts), replicas_of(model) as replicas:
+        if strategy.rank == 2:
+            replicas.propose(Update().assign("dense_1/bias", value))
+        quietly(replicas, lambda step: None, lambda: bool(replicas.history))
+        bias = model.get_layer("dense_1").bias
+        change_here_only(model, "dense_1", "bias", float(strategy.rank))
+        quietly(replicas, lambda step: None, lambda: True)
+        np.testing.assert_array_equal(bias.numpy(), value + np.float32(strategy.rank))
+        replicas.sync(source=1)
+        train(replicas, "fit", lambda step: None, lambda: True)
+    return digest(model)
+
+
+def test_what_was_assigned_across_hosts_belongs_to_each_worker_alone(pool3: Pool) -> None:
+    assert_equal_on_all(pool3.run(assigned_across_hosts, HOSTS[0]))
