@@ -42,7 +42,7 @@ class Worker:
             Channel(self.coordination, "test", rank, job.size),
             MemoryTransport(job.board, rank),
             self.state,
-            patience=PATIENCE,
+            patience=job.patience,
             check=self._check,
         )
         self.applied: list[tuple[int, str]] = []
@@ -70,8 +70,16 @@ class Worker:
 class Job:
     """A job of `size` workers. Leaving the context stops every thread."""
 
-    def __init__(self, size: int, journal: AnyJournal | None = None, *, durable: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        journal: AnyJournal | None = None,
+        *,
+        durable: bool = False,
+        patience: Patience = PATIENCE,
+    ) -> None:
         self.size = size
+        self.patience = patience
         self.store = MemoryCoordination.Store()
         self.board = MemoryTransport.Board()
         self.journal = journal or MemoryJournal()
