@@ -1,20 +1,30 @@
 """Checkpoints: the whole state in files that any tool can read, and what can be done with them offline.
 
-`CheckpointStore` has the checkpoints of a run; `open_checkpoint` opens one by its directory.
+`CheckpointStore` has the checkpoints of a run; `open_checkpoint` opens one by its directory; `patch` applies
+an update to one; `diff` compares two, and `differences` two models.
 """
 
 from __future__ import annotations
 
+from replicast.checkpoint.comparing import Comparison, Difference, Verdict, diff, differences
 from replicast.checkpoint.layout import file_order
 from replicast.checkpoint.manifest import Draft, Manifest
-from replicast.checkpoint.reading import CheckpointReader, open_checkpoint
+from replicast.checkpoint.patching import patch
+from replicast.checkpoint.reading import CheckpointReader, Progress, open_checkpoint
 from replicast.checkpoint.store import CheckpointStore
 
 __all__ = [
     "CheckpointReader",
     "CheckpointStore",
+    "Comparison",
+    "Difference",
     "Draft",
     "Manifest",
+    "Progress",
+    "Verdict",
+    "diff",
+    "differences",
     "file_order",
     "open_checkpoint",
+    "patch",
 ]

@@ -245,4 +245,4 @@ def _open_state(path: Path, directory: int, manifest: Manifest, layout: Layout) 
 def _read_file(name: str, directory: int, most: int = 2**30) -> bytes:
     descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     with os.fdopen(descriptor, "rb") as file:
-        return file.read(most)
+        return file.read(min(most, os.fstat(descriptor).st_size))  # It takes memory for all it is asked.

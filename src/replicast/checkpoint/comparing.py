@@ -1,0 +1,195 @@
+"""What differs between two checkpoints, or between two models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from replicast.checkpoint.layout import dtype_of
+from replicast.checkpoint.reading import CheckpointReader, Progress, open_checkpoint
+from replicast.edits import FLOAT_DTYPES, Array
+from replicast.parts import factor_to_json
+from replicast.schema import Schema, Variable
+
+NOTHING = "nothing"
+_PIECE_BYTES = 2**20  # In float64 and with what is computed of it, a piece takes up to forty times its size.
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A variable that two models do not have alike.
+
+    Attributes:
+        name: The variable.
+        expected: What the first has: dtype and shape, or nothing.
+        received: What the second has.
+    """
+
+    name: str
+    expected: str
+    received: str
+
+
+class Verdict(StrEnum):
+    """How a variable of two checkpoints compares."""
+
+    EQUAL = "equal"  # every bit
+    DIFFERENT = "different"  # other bits
+    CHANGED = "changed"  # another shape or dtype, so that values cannot be compared
+    ONLY_FIRST = "only in the first"
+    ONLY_SECOND = "only in the second"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One variable of two checkpoints. The numbers are None where values were not compared.
+
+    Attributes:
+        name: The variable.
+        verdict: How it compares.
+        first: What the first checkpoint has: dtype and shape, or nothing.
+        second: What the second has.
+        elements: How many elements it has.
+        differing: How many of them differ in their bits.
+        one_is_nan: How many are NaN in one checkpoint only.
+        max_absolute: The largest absolute difference of elements that are no NaN.
+        max_relative: The largest difference relative to the larger of the two.
+    """
+
+    name: str
+    verdict: Verdict
+    first: str
+    second: str
+    elements: int | None = None
+    differing: int | None = None
+    one_is_nan: int | None = None
+    max_absolute: float | None = None
+    max_relative: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        numbers = {name: factor_to_json(getattr(self, name)) for name in ("max_absolute", "max_relative")}
+        return asdict(self) | numbers | {"verdict": str(self.verdict)}
+
+
+def differences(a: Schema, b: Schema) -> list[Difference]:
+    """The variables whose shape or dtype differ, or that only one has: those of `a` first, in its order."""
+    first, second = ({variable.name: _described(variable) for variable in schema} for schema in (a, b))
+    return [
+        Difference(name, first.get(name, NOTHING), second.get(name, NOTHING))
+        for name in dict.fromkeys((*first, *second))
+        if first.get(name) != second.get(name)
+    ]
+
+
+def diff(
+    a: Path | str, b: Path | str, *, values: bool = True, progress: Progress | None = None
+) -> list[Comparison]:
+    """Compares two checkpoints variable by variable, in a stream.
+
+    What has the same digest in both is equal and is not read. What is read is checked against its digest.
+
+    Args:
+        a: The first checkpoint's directory.
+        b: The second's.
+        values: Whether to read what differs and say by how much.
+        progress: Called with the bytes that are done and those there are.
+
+    Raises:
+        CheckpointError: One is not there, or not committed.
+        FileDamaged: One is not what was written.
+    """
+    with open_checkpoint(a) as first, open_checkpoint(b) as second:
+        changed = {each.name: each for each in differences(first.manifest.schema, second.manifest.schema)}
+        digests = first.manifest.digests, second.manifest.digests
+        differing = {
+            name for name in first.names() if name not in changed and digests[0][name] != digests[1][name]
+        }
+        done, total = 0, sum(first.layout.spans[name].nbytes for name in differing)
+        made = []
+        for name in dict.fromkeys((*first.names(), *second.names())):
+            if name in changed:
+                made.append(_changed(changed[name]))
+                continue
+            variable = first.layout.spans[name].variable
+            if name not in differing:
+                made.append(_same(variable))
+            elif not values:
+                text = _described(variable)
+                made.append(Comparison(name, Verdict.DIFFERENT, text, text))
+            else:
+                made.append(_compared(first, second, variable))
+                done += first.layout.spans[name].nbytes
+                if progress is not None:
+                    progress(done, total)
+        return made
+
+
+def _described(variable: Variable) -> str:
+    return f"{variable.dtype} of shape {variable.shape}"
+
+
+def _changed(difference: Difference) -> Comparison:
+    verdict = Verdict.CHANGED
+    if NOTHING in (difference.expected, difference.received):
+        verdict = Verdict.ONLY_FIRST if difference.received == NOTHING else Verdict.ONLY_SECOND
+    return Comparison(difference.name, verdict, difference.expected, difference.received)
+
+
+def _same(variable: Variable) -> Comparison:
+    text, elements = _described(variable), int(np.prod(variable.shape, dtype=np.int64))
+    return Comparison(variable.name, Verdict.EQUAL, text, text, elements, 0, 0, 0.0, 0.0)
+
+
+def _compared(first: CheckpointReader, second: CheckpointReader, variable: Variable) -> Comparison:
+    elements = differing = one_is_nan = 0
+    max_absolute = max_relative = 0.0
+    for left, right in zip(_pieces(first, variable), _pieces(second, variable), strict=True):
+        elements += left.size
+        bits = np.dtype(f"u{left.dtype.itemsize}")
+        where = left.view(bits) != right.view(bits)
+        differing += int(np.count_nonzero(where))
+        if not where.any():
+            continue
+        absolute, relative, nans = _distances(left[where], right[where], variable.dtype)
+        one_is_nan += nans
+        max_absolute, max_relative = max(max_absolute, absolute), max(max_relative, relative)
+    text = _described(variable)
+    verdict = Verdict.DIFFERENT if differing else Verdict.EQUAL
+    numbers = elements, differing, one_is_nan, max_absolute, max_relative
+    return Comparison(variable.name, verdict, text, text, *numbers)
+
+
+def _pieces(reader: CheckpointReader, variable: Variable) -> Iterator[Array]:
+    dtype = dtype_of(variable)
+    sizes = iter(lambda: _PIECE_BYTES, None)
+    return (np.frombuffer(piece, np.uint8).view(dtype) for piece in reader.pieces(variable.name, sizes))
+
+
+def _distances(left: Array, right: Array, dtype: str) -> tuple[float, float, int]:
+    """The largest absolute and relative difference, and how many are NaN on one side only."""
+    with np.errstate(all="ignore"):
+        if dtype in FLOAT_DTYPES:
+            left, right = left.astype(np.float64), right.astype(np.float64)
+            one_is_nan = int(np.count_nonzero(np.isnan(left) != np.isnan(right)))
+            numbers = ~(np.isnan(left) | np.isnan(right))
+            left, right = left[numbers], right[numbers]
+            absolute = np.abs(left - right)
+        else:
+            # Wrapped around, the difference of integers is right as an unsigned one.
+            unsigned = np.dtype(f"u{left.dtype.itemsize}")
+            forth, back = (
+                pair[0].view(unsigned) - pair[1].view(unsigned) for pair in ((left, right), (right, left))
+            )
+            absolute = np.where(left > right, forth, back).astype(np.float64)
+            one_is_nan = 0
+        if not absolute.size:
+            return 0.0, 0.0, one_is_nan
+        larger = np.maximum(np.abs(left.astype(np.float64)), np.abs(right.astype(np.float64)))
+        relative = np.where(np.isinf(absolute), np.inf, absolute / np.where(larger == 0, 1.0, larger))
+    return float(absolute.max()), float(relative.max()), one_is_nan

@@ -1,0 +1,125 @@
+"""Applies an update to a checkpoint offline, in a stream, into a new checkpoint that names its parent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+
+from replicast.checkpoint.layout import dtype_of
+from replicast.checkpoint.manifest import Draft, Manifest
+from replicast.checkpoint.reading import CheckpointReader, Progress, open_checkpoint
+from replicast.checkpoint.slices import apply_edits, blocks_of
+from replicast.checkpoint.writing import (
+    Pieces,
+    put_in_place,
+    replaced_path,
+    temporary_directory,
+    write_contents,
+)
+from replicast.edits import Edit
+from replicast.errors import CheckpointError
+from replicast.update import Update
+from replicast.validate import planned
+
+
+def patch(
+    source: Path | str, update: Update, destination: Path | str, *, progress: Progress | None = None
+) -> Manifest:
+    """Writes what a checkpoint would hold if the update had been applied at its step.
+
+    Takes little memory beyond that of the update, however large the checkpoint is. Every byte that is read
+    is checked against its digest, so that damage is never carried over.
+
+    Args:
+        source: The checkpoint's directory; left as it is.
+        update: What to change; names and values as a running job would take them.
+        destination: The new checkpoint's directory, which must not be there yet.
+        progress: Called with the bytes that are done and those there are.
+
+    Returns:
+        The new checkpoint's manifest: its parent is named, its place in the journal is the parent's, and it
+        has no metrics, since nobody has measured it.
+
+    Raises:
+        UpdateRefused: The update does not fit the checkpoint.
+        CheckpointError: There is no committed checkpoint at the source, or something at the destination.
+        FileDamaged: The source is not what was written.
+        OSError: The destination cannot be written; nothing is left there.
+    """
+    source, destination = Path(source), Path(destination)
+    with open_checkpoint(source) as reader:
+        _check_destination(destination, reader.manifest)
+        plan = planned(update, reader.manifest.schema)
+        by_variable: dict[str, list[Edit]] = {}
+        for edit in plan.edits:
+            by_variable.setdefault(edit.variable, []).append(edit)
+        with temporary_directory(destination.absolute().parent) as temporary:
+            variables = _variables(reader, by_variable, progress)
+            manifest = write_contents(temporary, _draft(reader, update), variables)
+            _check_destination(destination, manifest)  # Somebody may have been quicker.
+            put_in_place(temporary, destination.absolute())
+    return manifest
+
+
+def _check_destination(destination: Path, manifest: Manifest) -> None:
+    # One that is just being replaced is there too, under another name.
+    if any(path.exists() or path.is_symlink() for path in (destination, replaced_path(destination))):
+        raise CheckpointError(
+            "There is something at the destination already",
+            path=destination,
+            received=str(destination),
+            remedy="Give a directory that is not there yet",
+        )
+    name = destination.name
+    if name.isascii() and name.isdigit() and len(name) >= 8 and int(name) != manifest.step:
+        raise CheckpointError(
+            "The destination has the name of another step",
+            path=destination,
+            expected=f"{manifest.step:08d}, or a name that is no number",
+            received=name,
+        )
+
+
+def _draft(reader: CheckpointReader, update: Update) -> Draft:
+    manifest = reader.manifest
+    known = {each.name: getattr(manifest, each.name) for each in fields(Draft)}
+    parent = {"step": manifest.step, "path": str(reader.path.resolve()), "update_id": update.id}
+    return Draft(**known | {"parent": parent, "created_at": time.time(), "metrics": {}})
+
+
+def _variables(
+    reader: CheckpointReader, by_variable: dict[str, list[Edit]], progress: Progress | None
+) -> Iterator[tuple[str, Pieces]]:
+    done, total = 0, reader.layout.nbytes - len(reader.layout.header)
+
+    def counted(pieces: Iterator[memoryview]) -> Pieces:
+        nonlocal done
+        for piece in pieces:
+            yield piece
+            done += len(piece)
+            if progress is not None:
+                progress(done, total)
+
+    for name in reader.layout.spans:
+        edits = by_variable.get(name)
+        yield name, counted(_copied(reader, name) if edits is None else _edited(reader, name, edits))
+
+
+def _copied(reader: CheckpointReader, name: str) -> Iterator[memoryview]:
+    return (memoryview(piece) for piece in reader.pieces(name))
+
+
+def _edited(reader: CheckpointReader, name: str, edits: Sequence[Edit]) -> Iterator[memoryview]:
+    variable = reader.layout.spans[name].variable
+    dtype = dtype_of(variable)
+    sizes = (block.shape[0] * block.shape[1] * dtype.itemsize for block in blocks_of(variable))
+    blocks = blocks_of(variable)
+    for piece in reader.pieces(name, sizes):
+        block = next(blocks)
+        current = np.frombuffer(piece, np.uint8).view(dtype).reshape(block.shape)
+        after = apply_edits(edits, variable, block, current)
+        yield np.ascontiguousarray(after).reshape(-1).view(np.uint8).data

@@ -1,0 +1,92 @@
+"""Edits on one slice of a variable after the other: the same bits as on the whole, in little memory.
+
+Every edit computes each element from that element alone and from the edit's own arrays. So a variable is seen
+as a table, a row for each index of its first dimension, and cut into blocks that follow one another in the
+file: whole rows, or a part of one row where a row is too long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from replicast.edits import Array, Edit, Operation, apply_edit
+from replicast.schema import Variable
+
+SLICE_ELEMENTS = 2**20
+"""Arithmetic takes about ten arrays of this size, and is quicker where they stay in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a variable whose elements follow one another.
+
+    Attributes:
+        rows: Which rows.
+        columns: Which columns of them.
+    """
+
+    rows: slice
+    columns: slice
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """How many rows and columns."""
+        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+
+
+def blocks_of(variable: Variable, elements: int = SLICE_ELEMENTS) -> Iterator[Block]:
+    """Cuts a variable into blocks of at most so many elements, in the order of its bytes."""
+    rows, width = _table(variable.shape)
+    if not rows * width:
+        return
+    if width > elements:
+        for row in range(rows):
+            for start in range(0, width, elements):
+                yield Block(slice(row, row + 1), slice(start, min(start + elements, width)))
+        return
+    step = elements // width
+    for start in range(0, rows, step):
+        yield Block(slice(start, min(start + step, rows)), slice(0, width))
+
+
+def apply_edits(edits: Sequence[Edit], variable: Variable, block: Block, current: Array) -> Array:
+    """What a block holds after the edits.
+
+    Args:
+        edits: Planned edits of this variable, in order.
+        variable: The variable.
+        block: Which part of it.
+        current: What that part holds before, as a table; left as it is.
+    """
+    for edit in edits:
+        part = _part(edit, variable, block)
+        if part is not None:
+            current = apply_edit(part, current)
+    return current
+
+
+def _table(shape: tuple[int, ...]) -> tuple[int, int]:
+    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+
+
+def _part(edit: Edit, variable: Variable, block: Block) -> Edit | None:
+    """The edit as this block sees it; None when it does not."""
+    arrays = edit.arrays
+    rows, width = _table(variable.shape)
+    match edit.operation:
+        case Operation.ADD | Operation.ASSIGN | Operation.BLEND:
+            part = {"value": arrays["value"].reshape(rows, width)[block.rows, block.columns]}
+        case Operation.ADD_ROWS | Operation.ASSIGN_ROWS:
+            indices = arrays["indices"]
+            chosen = (indices >= block.rows.start) & (indices < block.rows.stop)
+            if not chosen.any():
+                return None
+            values = arrays["rows"].reshape(len(indices), width)[:, block.columns]
+            part = {"indices": indices[chosen] - block.rows.start, "rows": values[chosen]}
+        case Operation.ADD_LOW_RANK:
+            part = {"a": arrays["a"][block.rows], "b": arrays["b"][:, block.columns]}
+        case Operation.SCALE | Operation.RESET:
+            part = {}
+    return Edit(edit.operation, edit.variable, part, edit.factor)
