@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from replicast.checkpoint import Draft
+from replicast.checkpoint import CheckpointStore, Draft, Manifest
 from replicast.schema import Schema, Variable
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -53,3 +54,24 @@ def draft_of(arrays: Mapping[str, npt.NDArray[Any]], step: int = 1200, **fields:
         "extra": {"seeds": [1, 2], "position": {"files": 3}},
     }
     return Draft(**known | fields)
+
+
+def written(store: CheckpointStore, step: int, seed: int = 0, **fields: Any) -> Manifest:
+    arrays = state_of(seed)
+    return store.write(draft_of(arrays, step, **fields), arrays.items())
+
+
+def assert_holds(store: CheckpointStore, step: int, arrays: Arrays) -> None:
+    reader = store.open(step, verify=True)
+    assert reader.names() == tuple(arrays)
+    for name, array in arrays.items():
+        found = reader.read(name)
+        assert (found.dtype, found.shape) == (array.dtype, array.shape)
+        assert found.tobytes() == array.tobytes()
+        assert not found.flags.writeable
+
+
+def flip(path: Path, place: int, bit: int = 1) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= bit
+    path.write_bytes(content)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,31 +12,16 @@ import numpy.typing as npt
 import pytest
 import safetensors.numpy
 
-from replicast.checkpoint import CheckpointStore, Manifest, file_order, open_checkpoint
+from replicast.checkpoint import CheckpointStore, file_order, open_checkpoint
 from replicast.digest import digest_array, digest_state
-from replicast.errors import CheckpointError, FileDamaged
+from replicast.errors import CheckpointError
 from replicast.schema import Schema, Variable
-from tests.unit.checkpoint.samples import Arrays, draft_of, schema_of, state_of
+from tests.unit.checkpoint.samples import assert_holds, draft_of, flip, schema_of, state_of, written
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path)
-
-
-def written(store: CheckpointStore, step: int, seed: int = 0, **fields: Any) -> Manifest:
-    arrays = state_of(seed)
-    return store.write(draft_of(arrays, step, **fields), arrays.items())
-
-
-def assert_holds(store: CheckpointStore, step: int, arrays: Arrays) -> None:
-    reader = store.open(step, verify=True)
-    assert reader.names() == tuple(arrays)
-    for name, array in arrays.items():
-        found = reader.read(name)
-        assert (found.dtype, found.shape) == (array.dtype, array.shape)
-        assert found.tobytes() == array.tobytes()
-        assert not found.flags.writeable
 
 
 @pytest.mark.parametrize("order", ["state", "file", "reversed"])
@@ -273,109 +257,6 @@ def test_a_variable_that_is_not_there_is_named(store: CheckpointStore) -> None:
     written(store, 5)
     with pytest.raises(CheckpointError, match="Received: nothing/here"):
         store.open(5).read("nothing/here")
-
-
-def flip(path: Path, place: int, bit: int = 1) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= bit
-    path.write_bytes(content)
-
-
-def test_a_flipped_byte_anywhere_in_any_file_is_found(store: CheckpointStore) -> None:
-    written(store, 5)
-    for name in ("state.safetensors", "manifest.json", "COMMITTED"):
-        path = store.path(5) / name
-        size = path.stat().st_size
-        for place in range(0, size, max(1, size // 200)):
-            flip(path, place, 1 << place % 8)
-            with pytest.raises(FileDamaged):
-                store.open(5, verify=True)
-            flip(path, place, 1 << place % 8)
-    assert_holds(store, 5, state_of())
-
-
-def test_every_truncated_or_longer_file_is_found_without_verifying(store: CheckpointStore) -> None:
-    written(store, 5)
-    for name in ("state.safetensors", "manifest.json", "COMMITTED"):
-        path = store.path(5) / name
-        content = path.read_bytes()
-        for size in range(0, len(content), 7):
-            path.write_bytes(content[:size])
-            with pytest.raises(FileDamaged):
-                store.open(5)
-        path.write_bytes(content + b"\0")
-        with pytest.raises(FileDamaged):
-            store.open(5)
-        path.write_bytes(content)
-
-
-def test_damaged_ones_are_left_out_and_named(store: CheckpointStore) -> None:
-    good = written(store, 1)
-    for step in range(2, 8):
-        written(store, step)
-    (store.path(2) / "state.safetensors").unlink()
-    (store.path(3) / "manifest.json").unlink()
-    (store.path(4) / "COMMITTED").write_text("")
-    (store.path(5) / "COMMITTED").unlink()
-    store.path(6).rename(store.path(8))
-    (store.path(7) / "state.safetensors").write_bytes(b"")
-    assert store.list() == [good]
-    assert store.last() == good
-    assert [problem.path.relative_to(store.path(0).parent).parts[0] for problem in store.problems()] == [
-        f"{step:08d}" for step in (2, 3, 4, 5, 7, 8)
-    ]
-    with pytest.raises(CheckpointError, match="not committed"):
-        store.open(5)
-    with pytest.raises(FileDamaged, match=r"another step\. Received: 6"):
-        store.open(8)
-    store.remove(4)
-
-
-def test_verifying_names_all_damaged_variables(store: CheckpointStore) -> None:
-    written(store, 5)
-    reader = store.open(5)
-    for name in ("half", "dense/kernel"):
-        flip(store.path(5) / "state.safetensors", reader.layout.spans[name].start)
-    with pytest.raises(FileDamaged, match=r"dense/kernel.*half"):
-        store.open(5).verify()
-
-
-def test_verifying_tells_how_far_it_is(store: CheckpointStore) -> None:
-    manifest = written(store, 5)
-    seen: list[tuple[int, int]] = []
-    reader = store.open(5)
-    reader.verify(lambda done, total: seen.append((done, total)))
-    size = manifest.nbytes - len(reader.layout.header)
-    assert seen[-1] == (size, size)
-    assert seen == sorted(seen)
-
-
-def test_a_bool_that_is_neither_is_never_read(store: CheckpointStore) -> None:
-    written(store, 5)
-    flip(store.path(5) / "state.safetensors", store.open(5).layout.spans["mask"].start, 2)
-    with pytest.raises(FileDamaged, match="no bool"):
-        store.open(5).read("mask")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"format": 2}, {"schema": []}, {"digests": {}}, {"step": "x"}, {"metrics": 3},
-        {"schema": {"variables": [], "hints": {}}},
-    ],
-)  # fmt: skip
-def test_a_manifest_of_another_kind_is_refused_although_its_sum_is_right(
-    store: CheckpointStore, change: dict[str, Any]
-) -> None:
-    import hashlib
-
-    written(store, 5)
-    path = store.path(5) / "manifest.json"
-    content = json.dumps(json.loads(path.read_text()) | change).encode()
-    path.write_bytes(content)
-    (store.path(5) / "COMMITTED").write_text(hashlib.sha256(content).hexdigest() + "\n")
-    with pytest.raises(FileDamaged, match="Received: "):
-        store.open(5)
 
 
 def test_a_checkpoint_is_opened_by_its_path(store: CheckpointStore, tmp_path: Path) -> None:

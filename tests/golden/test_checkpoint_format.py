@@ -1,0 +1,64 @@
+"""Bytes of a checkpoint that an earlier version wrote: they must be read, and written the same."""
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from replicast.checkpoint import CheckpointStore, Draft, open_checkpoint
+from replicast.schema import Schema, Variable
+
+FOLDER = Path(__file__).parent / "files" / "checkpoint"
+FILES = ("COMMITTED", "manifest.json", "state.safetensors")
+
+
+def arrays() -> dict[str, np.ndarray]:
+    return {
+        "dense/kernel": np.array([[1.5, -0.0], [1e-40, np.inf]], np.float32),
+        "dense/bias": np.array([0.25, -3.0], ml_dtypes.bfloat16),
+        "mask": np.array([True, False]),
+        "nothing": np.zeros((0, 3), np.float16),
+        "optimizer/m": np.array([[0.0, 1.0], [2.0, 3.0]], np.float32),
+        "optimizer/iteration": np.array(2**62 + 1, np.int64),
+    }
+
+
+def draft() -> Draft:
+    kinds = {"optimizer/m": "optimizer", "optimizer/iteration": "optimizer", "mask": "non_trainable"}
+    variables = [
+        Variable(
+            name,
+            array.shape,
+            array.dtype.name,
+            kinds.get(name, "trainable"),  # type: ignore[arg-type]
+            (("optimizer/m", 0.5),) if name == "dense/kernel" else (),
+        )
+        for name, array in arrays().items()
+    ]
+    return Draft(
+        step=1200,
+        sequence=42,
+        epoch=3,
+        batch=17,
+        created_at=1700000000.25,
+        workers=3,
+        attempt=1,
+        schema=Schema(variables, {"optimizer/learning_rate": "it is computed by a schedule"}),
+        parent={"step": 1200, "path": "runs/é/checkpoints/00001200", "update_id": "golden-1"},
+        metrics={"loss": 0.5, "perplexity": float("inf")},
+        versions={"replicast": "0.1.0", "keras": "3.12.0"},
+        extra={"seeds": [1, 2], "position": None},
+    )
+
+
+def test_a_checkpoint_stays_what_it_is(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    manifest = store.write(draft(), arrays().items())
+    assert {name: (store.path(1200) / name).read_bytes() for name in FILES} == {
+        name: (FOLDER / name).read_bytes() for name in FILES
+    }
+    with open_checkpoint(FOLDER, verify=True) as reader:
+        assert reader.manifest == manifest
+        assert reader.manifest.to_json() == manifest.to_json()
+        for name, array in arrays().items():
+            assert reader.read(name).tobytes() == array.tobytes()
