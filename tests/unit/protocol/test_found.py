@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from functools import partial
 from typing import Any
@@ -199,6 +200,28 @@ def test_nothing_is_applied_between_what_a_function_saw_and_what_it_returned() -
 
         job.on_all(script)
         assert job.workers[0].state.values["dense/bias"].tolist() == [11.0] * 3
+
+
+def test_a_restarted_worker_that_waits_before_training_is_not_kept_for_ever() -> None:
+    with Job(2) as first:
+        first.workers[0].member.propose(bias(1.0, id="old"))
+        first.train(5)
+    again = Job(2, first.journal)
+    for worker in again.workers:
+        worker.member.start()
+    again.coordinator.start()
+
+    def script(worker: Worker) -> None:
+        worker.member.pause("begin")
+        if worker.rank == 1:
+            with contextlib.suppress(UpdatePending):
+                worker.member.propose(bias(1.0, id="new")).result()
+        worker.member.pause("train")
+
+    try:
+        again.on_all(script)
+    finally:
+        again.__exit__()
 
 
 @pytest.mark.parametrize("broken", [True, False])

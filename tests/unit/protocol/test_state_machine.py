@@ -194,8 +194,9 @@ class Life:
         """Every thread of every worker ends at what it does next."""
         for worker in self.job.workers:
             worker.member.threads.stopping.set()
-            worker.failure = JobFailed("the job crashed")
         self.crashed.set()
+        for worker in self.job.workers:
+            worker.failure = JobFailed("the job crashed")
         self.release()
         for barrier in self.barriers:
             barrier.abort()
