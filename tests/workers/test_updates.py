@@ -252,8 +252,8 @@ def test_updates_by_the_last_worker_a_thread_and_another_process_reach_all_at_on
     assert_all_were_reached(pool3.run(reaches_all, way, tmp_path))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_same_in_a_job_of_one(pool1: Pool, way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_updates_of_three_sources_are_applied_in_a_job_of_one(pool1: Pool, way: str, tmp_path: Path) -> None:
     assert_all_were_reached(pool1.run(reaches_all, way, tmp_path))
 
 
@@ -276,7 +276,7 @@ def numbered(source: str, number: int) -> Update:
         case 1:
             return update.scale("dense/kernel", 0.9).scale("dense_1/kernel", 1.1)
         case 2:
-            return update.assign_rows("dense/kernel", [number % FEATURES, 0][:1], some(1, 16))
+            return update.assign_rows("dense/kernel", [number % FEATURES], some(1, 16))
         case 3:
             return update.scale("optimizer/learning_rate", 0.97)
         case 4:
@@ -440,7 +440,6 @@ def synced(strategy: Any) -> dict[str, Any]:
         if strategy.rank == last:
             change_here_only(model, "dense", "kernel", 1.0)
             change_here_only(model, "dense", "bias", 1.0)
-        # Found by the next update that touches it; where there is one worker, there is nothing to find.
         ticket = replicas.propose(mark(0)) if strategy.rank == 0 else None
         of_bias = replicas.sync(source=last, variables=["dense/bias"])
         assert (of_bias is None) == (strategy.size == 1)
@@ -458,7 +457,7 @@ def test_sync_makes_every_replica_that_of_its_source(pool3: Pool) -> None:
     results = pool3.run(synced)
     assert_equal_on_all([r["digest"] for r in results])
     kernel, bias = "sequential/dense/kernel", "sequential/dense/bias"
-    (before, of_bias, whole) = (list(r["steps"].values()) for r in results[::2]).__next__()
+    before, of_bias, whole = results[0]["steps"].values()
     assert results[0]["touched"] == ["mark", "sync", "sync"]
     assert of_bias[bias] == pytest.approx(before[bias] + 16, rel=1e-5)
     assert of_bias[kernel] == before[kernel], "only the bias was asked for"
@@ -484,7 +483,6 @@ def found_different(strategy: Any) -> str:
                 ticket.result(0)
             said = str(caught.value)
         assert replicas.sync(source=0) is not None
-        assert_equal_on_all([state(model), state(model)])
     return said
 
 

@@ -1,0 +1,235 @@
+"""Updates in a job that is killed, interrupted or has no room: none is lost, applied twice or half there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import replicast
+from replicast.journal import Journal
+from tests.pool import Pool
+from tests.pool.checks import assert_equal_on_all, digest, state
+from tests.workers.recipes import perceptron
+from tests.workers.test_updates import mark, quietly, replicas_of
+
+DEADLINE_SECS = 90
+
+HEAD = """
+import os, signal, sys, time
+from pathlib import Path
+import keras, numpy as np, tensorflow as tf, replicast
+from replicast.update import Stage
+keras.utils.set_random_seed(7)
+tf.config.experimental.enable_op_determinism()
+strategy = replicast.Strategy()
+rank, attempt = strategy.rank, int(os.environ["REPLICAST_ATTEMPT"])
+with strategy.scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.05), "mse")
+random = np.random.default_rng(3)
+x = random.normal(size=(64, 3)).astype("float32")
+y = x[:, :1]
+replicas = replicast.Replicas(model)
+
+def fit(act):
+    class Act(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            act(replicas.step)
+    callbacks = [replicas.callback(), Act()]
+    model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+"""
+
+
+def start(directory: Path, body: str, *options: str) -> subprocess.Popen[str]:
+    """A job of two under the launcher, with shared memory of its own."""
+    directory.mkdir(exist_ok=True)
+    (directory / "shm").mkdir(exist_ok=True)
+    (directory / "train.py").write_text(HEAD + textwrap.dedent(body))
+    command = [
+        sys.executable,
+        "-m",
+        "replicast.cli",
+        "run",
+        "-n",
+        "2",
+        "--run-dir",
+        "run",
+        *options,
+        "train.py",
+    ]
+    environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "REPLICAST_SHM_DIR": str(directory / "shm")}
+    return subprocess.Popen(
+        command, cwd=directory, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(job: subprocess.Popen[str]) -> tuple[int, str]:
+    with job:
+        try:
+            out, err = job.communicate(timeout=DEADLINE_SECS)
+        except BaseException:
+            job.send_signal(signal.SIGTERM)
+            raise
+    return job.returncode, out + err
+
+
+CORRECTED = """
+def doubled(values):
+    return {{"dense/kernel": values["dense/kernel"] * 2}}
+
+def act(step):
+    if step == 3 and rank == 1:
+        replicas.propose(replicast.Update(note="first").add("dense_1/bias", np.full(1, 5, "float32")))
+        replicas.propose(replicast.Update(note="second").scale("dense/kernel", -0.5))
+        scheduled = replicast.Update(reset_slots=True).scale("dense/kernel", 0.9)
+        replicas.propose(scheduled.scale("optimizer/learning_rate", 0.5), at_step=9)
+    if step == 5 and rank == 0:
+        replicas.propose(doubled)
+    if step == 20 and rank == 1:
+        replicas.propose(replicast.Update(note="after the crash").add("dense/bias", np.ones(4, "float32")))
+    if step in (3, 5, 20):
+        replicas.sync()  # so that it is at this very step in every life
+    if step == 14 and rank == {killed} and attempt == 0:
+        Path("killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+fit(act)
+np.savez(f"state-{{rank}}.npz", **{{v.path.replace("/", "."): v.numpy() for v in model.variables}},
+         **{{f"optimizer.{{v.path}}".replace("/", "."): v.numpy() for v in model.optimizer.variables}})
+"""
+
+
+def states(directory: Path) -> list[dict[str, np.ndarray]]:
+    return [dict(np.load(directory / f"state-{rank}.npz")) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("undisturbed")
+    code, said = finish(start(directory, CORRECTED.format(killed=-1)))
+    assert code == 0, said
+    return directory
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_job_that_was_killed_comes_to_the_weights_of_an_undisturbed_one(
+    tmp_path: Path, killed: int, undisturbed: Path
+) -> None:
+    code, said = finish(start(tmp_path, CORRECTED.format(killed=killed), "--max-restarts", "1"))
+    assert code == 0, said
+    assert (tmp_path / "killed").exists(), "nobody was killed"
+    assert (tmp_path / "run" / "logs" / "attempt-1").is_dir()
+    assert_equal_on_all([*states(undisturbed), *states(tmp_path)])
+    orders = [
+        [(record.sequence, record.id, record.step) for record in Journal(directory / "run").records()]
+        for directory in (undisturbed, tmp_path)
+    ]
+    assert orders[0] == orders[1]
+    assert [record[1:] for record in orders[0]] == [
+        ("worker-1-step-3-1", 3),
+        ("worker-1-step-3-2", 3),
+        ("worker-1-step-3-3", 9),
+        ("function-0-step-5-1", 5),
+        ("worker-1-step-20-1", 20),
+    ]
+    assert not list((tmp_path / "shm").iterdir()), "the killed job's memory is still there"
+
+
+# A full disk.
+
+
+def disk_full(strategy: Any, call: str, directory: Path) -> dict[str, Any]:
+    """The disk is full for one update, and then no more."""
+    model = perceptron(strategy)
+    run_dir = directory / "run"
+    before = digest(model)
+    original = getattr(os, call)
+    fired = 0
+
+    def fails(*given: Any) -> Any:
+        nonlocal fired
+        if "/updates/" not in f"{Path(f'/proc/self/fd/{given[0]}').readlink()}/":
+            return original(*given)
+        fired += 1
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    said = ""
+    with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
+        ticket = replicas.propose(mark(0)) if strategy.rank == 1 else None
+        with mock.patch(f"os.{call}", fails if strategy.rank == 0 else original):
+            quietly(replicas, lambda step: None, lambda: ticket is None or ticket.done())
+        assert fired == (strategy.rank == 0)
+        if ticket is not None:
+            with pytest.raises(replicast.UpdateRefused, match="journal cannot be written") as caught:
+                ticket.result(0)
+            said = str(caught.value)
+        assert digest(model) == before
+        left = sorted(path.name for path in (run_dir / "updates").iterdir())
+        if strategy.rank == 1:
+            replicas.propose(mark(0))
+        quietly(replicas, lambda step: None, lambda: bool(replicas.history))
+        assert state(model)["sequential/dense_1/bias"][0] == 100.0
+    return {"said": said, "left": left}
+
+
+@pytest.mark.parametrize("call", ["fsync", "write"])
+def test_an_update_that_the_journal_has_no_room_for_is_refused_and_the_next_one_passes(
+    pool2: Pool, call: str, tmp_path: Path
+) -> None:
+    results = pool2.run(disk_full, call, tmp_path)
+    assert "No space left on device" in results[1]["said"]
+    assert results[0]["left"] == [], "half of it is still there"
+    assert [record.id for record in Journal(tmp_path / "run").records()] == ["mark-0"]
+
+
+# The end of a job while an update is on its way.
+
+STAGED = """
+big = np.ones((3, 4), "float32")
+
+def act(step):
+    if step == 5 and rank == {author}:
+        ticket = replicas.propose(replicast.Update().add("dense/kernel", big))
+        while ticket.stage in (Stage.PROPOSED,):
+            time.sleep(0.001)
+        Path("staged").touch()
+        {then}
+
+fit(act)
+"""
+
+
+def test_a_worker_that_raises_while_an_update_is_staged_ends_all_and_leaves_no_memory_behind(
+    tmp_path: Path,
+) -> None:
+    body = STAGED.format(author=0, then='raise ValueError("no such column")')
+    code, said = finish(start(tmp_path, body))
+    assert (tmp_path / "staged").exists()
+    assert code == 1, said
+    assert "worker 0 failed first" in said
+    assert "no such column" in said
+    assert not list((tmp_path / "shm").iterdir())
+
+
+def test_ctrl_c_while_an_update_is_staged_ends_all_and_leaves_no_memory_behind(tmp_path: Path) -> None:
+    job = start(tmp_path, STAGED.format(author=1, then="time.sleep(600)"))
+    ends = time.monotonic() + DEADLINE_SECS
+    while not (tmp_path / "staged").exists() and job.poll() is None and time.monotonic() < ends:
+        time.sleep(0.05)
+    job.send_signal(signal.SIGINT)
+    code, said = finish(job)
+    assert (tmp_path / "staged").exists(), said
+    assert code == 130, said
+    assert not list((tmp_path / "shm").iterdir())
