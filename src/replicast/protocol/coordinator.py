@@ -11,14 +11,13 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from dataclasses import replace
 
 from replicast.errors import UpdateRefused
 from replicast.journal import AnyJournal
 from replicast.protocol.member import Member
 from replicast.protocol.messages import Again, Parked, Paused, Proposal, Resume
 from replicast.protocol.replays import Replays
-from replicast.protocol.rounds import OpenRound, Ready, Rounds
+from replicast.protocol.rounds import Ready, Rounds
 from replicast.protocol.verifier import Verifier
 
 logger = logging.getLogger("replicast")
@@ -51,7 +50,7 @@ class Coordinator:
         self._known: dict[str, str] = {}
         self._twins: dict[str, list[str]] = {}
         self._failed_functions: dict[str, UpdateRefused] = {}
-        self._open: list[OpenRound] = []
+        self._behind: list[Ready] = []
         self._paused: dict[int, dict[int, Paused]] = {}
         self._reminded: dict[int, float] = {}
 
@@ -87,13 +86,15 @@ class Coordinator:
                 case Paused():
                     self._note_paused(first)
                 case Parked():
-                    self._advance()
+                    self._rounds.advance()
                 case Stopped():
                     self._finish_open()
                 case Proposal() if _is_plain(first):
+                    self._replays.announce()
                     batch, following = self._take_batch(first)
                     self._decide(batch)
                 case Proposal():
+                    self._replays.announce()
                     self._decide_special(first)
             self._replays.stage_next()
 
@@ -121,18 +122,35 @@ class Coordinator:
                 ready.append(self._rounds.stage(proposal))
             except UpdateRefused as error:
                 self._drop([(proposal, error)])
-        if ready:
-            self._drop(self._rounds.commit(ready, at_step))
+        if ready and at_step is not None:
+            self._drop(self._rounds.commit(ready, at_step=at_step) or [])
+        elif ready:
+            self._behind += ready
+            self._commit_those_behind()
+
+    def _commit_those_behind(self) -> None:
+        """Commits what is ready, unless a function runs at its boundary: then after the function.
+
+        A function that has seen the values must not find that others were applied after it looked.
+        """
+        before = min((one.step for one in self._rounds.opened), default=None)
+        if self._behind:
+            refused = self._rounds.commit(self._behind, before=before)
+            if refused is not None:
+                self._behind = []
+                self._drop(refused)
 
     def _decide_special(self, proposal: Proposal) -> None:
         """One for a given step, or a function."""
         if proposal.source is None:
             self._decide([proposal], proposal.at_step)
         elif proposal.rank != proposal.source and proposal.id in self._failed_functions:
-            self._rounds.drop(proposal, self._failed_functions[proposal.id])  # its source was here before
+            self._rounds.drop(proposal, self._failed_functions[proposal.id])
+        elif proposal.rank != proposal.source and proposal.id not in self._known:
+            self._twins.setdefault(proposal.id, []).append(proposal.ticket)  # its source will propose it too
         elif self._is_new(proposal):
             try:
-                self._open.append(self._rounds.open(proposal))
+                self._rounds.open(proposal)
             except UpdateRefused as error:
                 self._drop([(proposal, error)])
 
@@ -159,7 +177,7 @@ class Coordinator:
         if self._verifier.repeat(id_, proposal.content_digest):
             return
         self._twins.setdefault(id_, []).append(proposal.ticket)
-        opened = next((one.step for one in self._open if one.proposal.id == id_), None)
+        opened = next((one.step for one in self._rounds.opened if one.proposal.id == id_), None)
         steps = (opened, self._verifier.step_of(id_), self._replays.step_of(id_))
         step = next((step for step in steps if step is not None), None)
         if step is not None:
@@ -172,22 +190,12 @@ class Coordinator:
                 self._failed_functions[proposal.id] = error
             self._rounds.drop(proposal, error, self._twins.pop(proposal.id, ()))
 
-    def _advance(self) -> None:
-        """What is meant for a later boundary is due here, if all wait here; functions too."""
-        step = self._rounds.advance()
-        if step is not None:
-            self._open = [
-                one if one.proposal.at_step is not None else replace(one, step=min(one.step, step))
-                for one in self._open
-            ]
-
     def _finish_open(self) -> None:
-        """Commits what is computed at the boundary at which worker 0 stands, in the order of the gate."""
-        step = self._member.gate.step
-        for opened in sorted(self._open, key=lambda one: (one.step, one.round)):
-            if opened.step <= step:
-                self._open.remove(opened)
-                self._drop(self._rounds.finish(opened))
+        """Commits what is computed at the boundary at which worker 0 stands, and what waited for that."""
+        refused = self._rounds.finish_due()
+        if refused is not None:
+            self._drop(refused)
+            self._commit_those_behind()
 
     def _note_paused(self, paused: Paused) -> None:
         there = self._paused.setdefault(paused.token, {})
@@ -207,19 +215,19 @@ class Coordinator:
 
     def _carry_out(self, paused: Paused) -> UpdateRefused | None:
         """What all workers have paused for. Everything that was proposed before comes first."""
-        self._advance()
-        self._finish_open()
         intent, *arguments = paused.intent.split("\n")
-        if intent == "train":
+        if intent != "begin":
             self._replays.announce()
-        elif intent == "sync":
+        self._rounds.advance()
+        self._finish_open()
+        if intent == "sync":
             source, id_, *variables = arguments
             proposal = Proposal(id_, f"function-{id_}", 0, id_, time.time(), source=int(source))
             try:
-                opened = self._rounds.open(proposal, variables)
+                self._rounds.open(proposal, variables)
             except UpdateRefused as error:
                 return error
-            for _, refused in self._rounds.finish(opened):
+            for _, refused in self._rounds.finish_due() or ():
                 return refused
             self._verifier.wait_until_told(paused.step, self._member.patience.decide_secs)
         elif intent == "close":

@@ -34,7 +34,8 @@ class Stop:
     Attributes:
         step: The first boundary at or after it is meant.
         go: The decision, once it is there.
-        compute: Set while an update is being computed at this boundary.
+        compute: What this worker's training thread still has to do for an update that is computed here.
+        computes: Whether an update is computed here.
         scheduled: The step is an author's, or the journal's.
         since: When it was put up.
     """
@@ -43,6 +44,7 @@ class Stop:
     step: int
     go: Go | None = None
     compute: Compute | None = None
+    computes: bool = False
     scheduled: bool = False
     since: float = field(default_factory=time.monotonic)
 
@@ -143,6 +145,7 @@ class Gate:
         with self._changed:
             stop = self._stop(order.round)
             stop.step, stop.compute, stop.scheduled = order.step, order, order.scheduled
+            stop.computes = True
             self._changed.notify_all()
 
     def go(self, go: Go) -> None:
@@ -229,8 +232,13 @@ class Gate:
         return next(stop for stop in self._stops if stop.round == round_)
 
 
-def _order(stop: Stop) -> tuple[bool, int, int]:
-    """What is in the journal comes first, in its order; what is undecided will be later in it."""
+def _order(stop: Stop) -> tuple[int, int, int]:
+    """What is in the journal comes first, in its order; then what is undecided, and will be later in it.
+
+    What is to be computed comes last: its values must be those after all others of the boundary.
+    """
     if stop.round < 0:
-        return False, stop.step, stop.round - REPLAY_ROUND
-    return stop.go is None, stop.step, stop.round if stop.go is None else stop.go.updates[0][0]
+        return 0, stop.step, stop.round - REPLAY_ROUND
+    if stop.go is not None:
+        return 0, stop.step, stop.go.updates[0][0]
+    return 2 if stop.computes else 1, stop.step, stop.round

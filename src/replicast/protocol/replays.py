@@ -54,12 +54,15 @@ class Replays:
         return next((step for step, record in self._waiting if record.id == id_), None)
 
     def announce(self) -> None:
-        """Puts a stop before every step at which something is to be applied again."""
-        self._announced = True
-        if self._waiting:
+        """Puts a stop before every step at which something is to be applied again, once.
+
+        Before anything else is decided: what the journal holds comes before what is proposed in this life.
+        """
+        if self._waiting and not self._announced:
             stops = [[REPLAY_ROUND + record.sequence, step] for step, record in self._waiting]
             self._member.channel.append(Replay(stops))
-            self.stage_next()
+        self._announced = True
+        self.stage_next()
 
     def stage_next(self) -> None:
         """Stages the next few; their stops are up already, so training waits should it come there first."""

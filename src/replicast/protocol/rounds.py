@@ -76,6 +76,8 @@ class Rounds:
         self._attempt = attempt
         self._round = 0
         self._latest_step = 0
+        self.opened: list[OpenRound] = []
+        """The rounds that wait for their boundary."""
         self.sequence = 0
         """The number of the last committed update."""
 
@@ -95,11 +97,18 @@ class Rounds:
         update = self._member.staged(proposal.id)
         return Ready(proposal, update, self._journal.stage(update))
 
-    def commit(self, ready: list[Ready], at_step: int | None = None) -> list[tuple[Proposal, UpdateRefused]]:
+    def commit(
+        self, ready: list[Ready], *, at_step: int | None = None, before: int | None = None
+    ) -> list[tuple[Proposal, UpdateRefused]] | None:
         """Agrees on a step, writes the records, and lets all workers go; or calls it off.
 
+        Args:
+            ready: What to commit, in order.
+            at_step: The step that its author wants.
+            before: Only if the step is before this one.
+
         Returns:
-            Those that were not committed, and why.
+            Those that were not committed, and why; None when the step was too late, and all are ready still.
         """
         self._round += 1
         round_ = self._round
@@ -108,9 +117,12 @@ class Rounds:
         except UpdateRefused as error:
             self._channel.append(Free(round_))
             return self._discard(ready, error)
+        if before is not None and step >= before:
+            self._channel.append(Free(round_))
+            return None
         return self._write_and_go(round_, step, ready, scheduled=at_step is not None)
 
-    def open(self, proposal: Proposal, variables: list[str] | None = None) -> OpenRound:
+    def open(self, proposal: Proposal, variables: list[str] | None = None) -> None:
         """Has the source compute an update at an agreed boundary, at which all will wait for `finish`.
 
         Raises:
@@ -126,7 +138,18 @@ class Rounds:
         source = 0 if proposal.source is None else proposal.source
         scheduled = proposal.at_step is not None
         self._channel.append(Compute(round_, step, proposal.id, source, variables, scheduled))
-        return OpenRound(round_, step, proposal)
+        self.opened.append(OpenRound(round_, step, proposal))
+
+    def finish_due(self) -> list[tuple[Proposal, UpdateRefused]] | None:
+        """Commits what is computed at the boundary at which worker 0 stands, in the order of the gate.
+
+        Returns:
+            Those that were not committed, and why; None when nothing was due.
+        """
+        step = self._member.gate.step
+        due = sorted((one for one in self.opened if one.step <= step), key=lambda one: (one.step, one.round))
+        self.opened = [one for one in self.opened if one not in due]
+        return [refused for one in due for refused in self.finish(one)] if due else None
 
     def finish(self, opened: OpenRound) -> list[tuple[Proposal, UpdateRefused]]:
         """Waits for what is computed, and commits it at the boundary at which all stand.
@@ -143,32 +166,31 @@ class Rounds:
         scheduled = opened.proposal.at_step is not None
         return self._write_and_go(opened.round, self._member.gate.step, [ready], scheduled=scheduled)
 
-    def advance(self) -> int | None:
+    def advance(self) -> None:
         """If all workers stand at one boundary, has them apply there what is meant for a later one.
 
         They are held while they are asked: one that only rests must not walk on in between.
 
-        Returns:
-            The step of that boundary, or None when they do not stand together.
         """
-        together = None
         self._round += 1
         try:
             answers = self.ask(Hold(self._round), self._member.patience.answer_secs).values()
         except UpdateRefused as error:  # nothing was asked for that could be refused
             logger.warning("the workers could not be asked where they stand: %s", error)
         else:
-            together = self._advance_if_together(answers)
+            self._advance_if_together(answers)
         self._channel.append(Free(self._round))
-        return together
 
-    def _advance_if_together(self, answers: Collection[Answer]) -> int | None:
+    def _advance_if_together(self, answers: Collection[Answer]) -> None:
         steps = {answer.step for answer in answers}
         if len(steps) > 1 or not all(answer.parked for answer in answers):
-            return None
+            return
         self._channel.append(Advance())
-        self._latest_step = min(steps)
-        return self._latest_step
+        step = self._latest_step = min(steps)
+        self.opened = [
+            one if one.proposal.at_step is not None else replace(one, step=min(one.step, step))
+            for one in self.opened
+        ]
 
     def drop(self, proposal: Proposal, error: UpdateRefused, twins: Iterable[str] = ()) -> None:
         """Tells all that a proposal is refused, and with it those that were proposed again meanwhile."""
