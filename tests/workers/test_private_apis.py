@@ -135,3 +135,21 @@ def callbacks_found(strategy: Any) -> list[Any]:
 
 def test_the_callbacks_are_found_before_keras_calls_any(pool1: Pool) -> None:
     assert pool1.run(callbacks_found)[0] == [("fit", "ArrayDataAdapter", ["Spy"])]
+
+
+def test_an_optimizer_names_what_it_remembers_after_the_weight_in_the_order_of_the_weights() -> None:
+    weights = [keras.Variable(np.zeros(2), name=name) for name in ("kernel", "bias")]
+    remembered = {
+        keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True): ["momentum", "average"],
+        keras.optimizers.Adam(): ["momentum", "velocity"],
+        keras.optimizers.Adagrad(initial_accumulator_value=0.25): ["accumulator"],
+    }
+    for optimizer, kinds in remembered.items():
+        optimizer.build(weights)
+        last = [variable.path.rpartition("/")[2] for variable in optimizer.variables]
+        for kind in kinds:
+            expected = [f"{weight.path.replace('/', '_')}_{kind}" for weight in weights]
+            assert [name for name in last if name in expected] == expected, type(optimizer).__name__
+    assert keras.optimizers.Adagrad(initial_accumulator_value=0.25).initial_accumulator_value == 0.25
+    adam = keras.optimizers.Adam()
+    assert keras.optimizers.LossScaleOptimizer(adam).inner_optimizer is adam
