@@ -50,6 +50,23 @@ class CheckpointStore:
         """The directory that the checkpoint of a step has, or would have."""
         return self._directory / f"{step:08d}"
 
+    def find(self, step: int) -> Path:
+        """Where the checkpoint of a step lies: under its own name, or aside while another takes its place.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        path = self.path(step)
+        # Once more at the end: the other may have taken the place after the first look.
+        for candidate in (path, replaced_path(path), path):
+            if candidate.exists():
+                return candidate
+        steps = sorted(self._steps())
+        there = f"one of {', '.join(map(str, steps[-5:]))}" if steps else "a run with checkpoints"
+        raise CheckpointError(
+            "There is no checkpoint of this step", path=path, step=step, expected=there, received=str(step)
+        )
+
     def list(self) -> _Manifests:
         """The committed checkpoints by step. Those that are not committed or damaged are left out."""
         return [found for found in self._look() if isinstance(found, Manifest)]
@@ -83,7 +100,7 @@ class CheckpointStore:
             CheckpointError: There is none, or it is not committed.
             FileDamaged: A file of it is not what was written.
         """
-        reader = open_checkpoint(self._found(step))
+        reader = open_checkpoint(self.find(step))
         if reader.manifest.step != step:
             received = reader.manifest.step
             reader.close()
@@ -154,7 +171,7 @@ class CheckpointStore:
             CheckpointError: There is none.
             OSError: It cannot be removed.
         """
-        path = self._found(step)
+        path = self.find(step)
         # First what waits behind it, which a reader would find once it is gone.
         for each in dict.fromkeys((replaced_path(self.path(step)), path)):
             if each.exists():
@@ -208,19 +225,6 @@ class CheckpointStore:
         return {
             int(name) for name in names if name.isascii() and name.isdigit() and f"{int(name):08d}" == name
         }
-
-    def _found(self, step: int) -> Path:
-        """Where the checkpoint of a step lies: under its own name, or aside while another takes its place."""
-        path = self.path(step)
-        # Once more at the end: the other may have taken the place after the first look.
-        for candidate in (path, replaced_path(path), path):
-            if candidate.exists():
-                return candidate
-        steps = sorted(self._steps())
-        there = f"one of {', '.join(map(str, steps[-5:]))}" if steps else "a run with checkpoints"
-        raise CheckpointError(
-            "There is no checkpoint of this step", path=path, step=step, expected=there, received=str(step)
-        )
 
 
 def _pieces(array: Array, variable: Variable | None, name: str) -> Pieces:

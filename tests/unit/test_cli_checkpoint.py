@@ -1,0 +1,269 @@
+"""`replicast checkpoint` on the files of a run, with no job and no TensorFlow."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from replicast.checkpoint import CheckpointStore, open_checkpoint
+from replicast.digest import digest_state
+from replicast.state import MemoryState
+from replicast.update import Update
+from replicast.validate import planned
+from tests.unit.checkpoint.samples import Arrays, draft_of, flip
+from tests.unit.played_job import BIAS, SCHEMA, invoke, made_run, tensors
+
+COMMANDS = ("list", "show", "verify", "diff", "patch")
+
+
+def state_of(step: int) -> Arrays:
+    made: Arrays = {}
+    for variable in SCHEMA:
+        dtype = "float32" if variable.dtype == "bfloat16" else variable.dtype
+        values = np.arange(int(np.prod(variable.shape))).reshape(variable.shape).astype(dtype) + step
+        made[variable.name] = values.astype(dtype)
+        if variable.dtype == "bfloat16":
+            import ml_dtypes
+
+            made[variable.name] = made[variable.name].astype(ml_dtypes.bfloat16)
+    return made
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run with the checkpoints of steps 100 and 200."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    path = made_run()
+    for step in (100, 200):
+        arrays = state_of(step)
+        draft = draft_of(arrays, step, schema=SCHEMA, metrics={"loss": 1 / step}, sequence=step // 100)
+        CheckpointStore(path).write(draft, arrays.items())
+    return path
+
+
+def at(run: Path, step: int) -> Path:
+    return CheckpointStore(run).path(step)
+
+
+def damage(run: Path, step: int, variable: str = "model/dense/bias") -> None:
+    with open_checkpoint(at(run, step)) as reader:
+        place = reader.layout.spans[variable].start
+    flip(at(run, step) / "state.safetensors", place)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_an_example_and_loads_neither_tensorflow_nor_tables(name: str) -> None:
+    code = (
+        "import sys\nfrom replicast.cli import main\n"
+        f"try: main(['checkpoint', {name!r}, '--help'], prog_name='replicast')\n"
+        "finally: sys.stderr.write(repr([n for n in ('tensorflow', 'keras', 'rich') if n in sys.modules]))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0
+    assert f"Examples:\n    replicast checkpoint {name} " in result.stdout
+    assert "Exit code:" in result.stdout
+    assert result.stderr == "[]"
+
+
+def test_no_command_loads_tensorflow_when_it_works(run: Path) -> None:
+    code = (
+        "import sys\nfrom replicast.cli import main\n"
+        "def do(*words):\n"
+        "    try: main(('checkpoint', *words), prog_name='replicast')\n"
+        "    except SystemExit as end: assert end.code in (0, None), (words, end.code)\n"
+        "do('list', 'run'); do('show', 'run'); do('verify', 'run'); do('diff', 'run', 'run')\n"
+        "do('patch', 'run/checkpoints/00000100', '--set', 'learning_rate=1', '-o', 'out')\n"
+        "assert not [name for name in ('tensorflow', 'keras') if name in sys.modules]"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_group_lists_its_commands() -> None:
+    result = invoke("checkpoint", "--help")
+    assert result.exit_code == 0
+    assert [result.output.index(f"\n  {name} ") for name in COMMANDS] == sorted(
+        result.output.index(f"\n  {name} ") for name in COMMANDS
+    )
+
+
+def test_checkpoints_are_listed_by_step(run: Path) -> None:
+    result = invoke("checkpoint", "list", run)
+    assert result.exit_code == 0
+    heading, first, second = result.output.splitlines()
+    assert heading.split()[:4] == ["step", "epoch", "batch", "update"]
+    assert first.split()[:4] == ["100", "2", "7", "1"]
+    assert "loss 0.005" in second
+
+
+def test_checkpoints_are_listed_as_json(run: Path) -> None:
+    result = invoke("checkpoint", "list", run, "--json")
+    described = [json.loads(line) for line in result.output.splitlines()]
+    assert [each["step"] for each in described] == [100, 200]
+    assert described[0]["path"] == str(at(run, 100))
+    assert described[1]["state_digest"] == digest_state(state_of(200))
+
+
+def test_a_run_without_checkpoints_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = made_run()
+    for name in ("list", "verify"):
+        result = invoke("checkpoint", name, run)
+        assert (result.exit_code, result.output) == (0, "The run has no checkpoints yet.\n")
+    result = invoke("checkpoint", "show", run)
+    assert result.exit_code == 1
+    assert "no checkpoint that can be used" in result.output
+
+
+def test_damaged_checkpoints_are_named_in_the_list(run: Path) -> None:
+    (at(run, 200) / "COMMITTED").write_text("torn")
+    result = invoke("checkpoint", "list", run)
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1].split()[0] == "100"
+    assert "Damaged: run/checkpoints/00000200/manifest.json" in result.stderr
+    assert invoke("checkpoint", "show", run, "--json").output.startswith("{")  # The last that can be used.
+
+
+@pytest.mark.parametrize("words", [("run", "100"), ("run/checkpoints/00000100",)])
+def test_a_checkpoint_is_shown_with_its_variables(run: Path, words: tuple[str, ...]) -> None:
+    result = invoke("checkpoint", "show", *words)
+    assert result.exit_code == 0
+    assert "100, batch 7 of epoch 2" in result.output
+    assert "model/dense/kernel" in result.output
+    assert "4×3" in result.output
+    digest = open_checkpoint(at(run, 100)).manifest.digests["model/dense/kernel"]
+    assert digest[:16] in result.output
+    assert all(len(line) <= 80 for line in result.output.splitlines())
+
+
+def test_a_checkpoint_is_shown_as_json(run: Path) -> None:
+    described = json.loads(invoke("checkpoint", "show", run, "--json").output)
+    manifest = open_checkpoint(at(run, 200)).manifest
+    assert described == manifest.to_json() | {"path": str(at(run, 200))}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (("show", "run", "150"), 1, "received: 150"),
+        (("show", "run/checkpoints/00000100", "100"), 2, "leave the step out"),
+        (("show", "nowhere"), 2, "There is no directory nowhere"),
+        (("list", "run/checkpoints"), 2, "Perhaps: run."),
+        (("verify", "."), 2, "no run directory"),
+        (("diff", "run", "nowhere"), 2, "There is no directory nowhere"),
+        (("patch", "run/checkpoints/00000100", "-o", "out"), 2, "Say what to change"),
+        (("patch", "run/checkpoints/00000100", "--set", "learning_rate=1"), 2, "-o"),
+        (("patch", "run/checkpoints/00000100", "--set", "rate=1", "-o", "out"), 1, "Refused: There is no"),
+        (("patch", "run/checkpoints/00000100", "--set", "learning_rate=1", "-o", "run"), 1, "already"),
+    ],
+)
+def test_what_cannot_be_done_is_said_with_its_exit_code(
+    run: Path, words: tuple[str, ...], code: int, text: str
+) -> None:
+    result = invoke("checkpoint", *words)
+    assert (result.exit_code, text in result.output) == (code, True), result.output
+    assert not Path("out").exists()
+
+
+def test_whole_checkpoints_are_verified(run: Path) -> None:
+    result = invoke("checkpoint", "verify", run)
+    assert result.exit_code == 0
+    assert [line.split()[:2] for line in result.output.splitlines()] == [
+        ["00000100", "as"],
+        ["00000200", "as"],
+    ]
+
+
+def test_damage_is_named_by_variable(run: Path) -> None:
+    damage(run, 100)
+    for words in ((run,), (run, 100), (at(run, 100),)):
+        result = invoke("checkpoint", "verify", *words)
+        assert result.exit_code == 1
+        assert "00000100  damaged" in result.stdout
+        assert "model/dense/bias" in result.stderr
+    assert invoke("checkpoint", "verify", run, 200).exit_code == 0
+
+
+def test_a_checkpoint_that_is_not_committed_is_named(run: Path) -> None:
+    (at(run, 100) / "COMMITTED").unlink()
+    result = invoke("checkpoint", "verify", run)
+    assert result.exit_code == 1
+    assert "not committed" in result.stderr
+    assert invoke("checkpoint", "verify", at(run, 100)).exit_code == 1
+
+
+def test_two_checkpoints_are_compared(run: Path) -> None:
+    result = invoke("checkpoint", "diff", at(run, 100), at(run, 200))
+    assert result.exit_code == 1
+    assert "model/dense/bias" in result.output
+    assert "0 of 6 variables are equal" in result.output
+    same = invoke("checkpoint", "diff", run, at(run, 200))
+    assert (same.exit_code, same.output) == (0, "All 6 variables are equal, bit for bit.\n")
+    listed = invoke("checkpoint", "diff", run, run, "--all", "--json")
+    assert {json.loads(line)["verdict"] for line in listed.output.splitlines()} == {"equal"}
+    quick = invoke("checkpoint", "diff", at(run, 100), at(run, 200), "--digests-only", "--json")
+    assert json.loads(quick.output.splitlines()[0])["differing"] is None
+
+
+def test_a_patched_checkpoint_has_the_bits_of_a_running_job(run: Path) -> None:
+    bias = tensors("bias", dense__bias=BIAS)
+    result = invoke(
+        "checkpoint", "patch", at(run, 100), "--add", bias, "--scale", "dense/kernel=0.5",
+        "--set", "learning_rate=0.25", "--add", bias, "--reset-slots", "-o", "out",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    update = (
+        Update(reset_slots=True)
+        .add("dense/bias", BIAS)
+        .scale("dense/kernel", 0.5)
+        .assign("learning_rate", 0.25)
+        .add("dense/bias", BIAS)
+    )
+    job = MemoryState(state_of(100), SCHEMA)
+    job.apply(planned(update, SCHEMA).edits)
+    with open_checkpoint("out", verify=True) as reader:
+        assert reader.manifest.state_digest == digest_state(job.values)
+        assert reader.manifest.parent is not None
+        assert reader.manifest.parent["step"] == 100
+    assert "4 of 6 variables changed" in result.output
+    assert digest_state(job.values) in result.output
+    assert "patched" in invoke("checkpoint", "show", "out").output
+
+
+def test_an_update_of_the_journal_keeps_its_id_in_the_patched_checkpoint(run: Path) -> None:
+    Update(id="fix-7").add("dense/bias", BIAS).save("fix.safetensors")
+    store = CheckpointStore(Path("second"))
+    result = invoke("checkpoint", "patch", run, "--update", "fix.safetensors", "-o", store.path(200))
+    assert result.exit_code == 0, result.output
+    (manifest,) = store.list()
+    assert manifest.parent is not None
+    assert manifest.parent["update_id"] == "fix-7"
+    assert "patched by fix-7" in invoke("checkpoint", "list", "second").output
+
+
+def test_a_dry_run_writes_nothing(run: Path) -> None:
+    result = invoke("checkpoint", "patch", run, "--scale", "dense/kernel=2", "-o", "out", "--dry-run")
+    assert result.exit_code == 0
+    assert "Nothing is wrong with it" in result.output
+    assert not Path("out").exists()
+
+
+def test_a_damaged_checkpoint_is_not_patched(run: Path) -> None:
+    damage(run, 100, "model/dense/kernel")
+    result = invoke("checkpoint", "patch", at(run, 100), "--add", tensors("b", dense__bias=BIAS), "-o", "out")
+    assert result.exit_code == 1
+    assert "model/dense/kernel" in result.output
+    assert not Path("out").exists()
+
+
+def test_a_place_that_cannot_be_written_is_named(run: Path) -> None:
+    Path("file").write_text("")
+    result = invoke("checkpoint", "patch", run, "--scale", "dense/kernel=2", "-o", "file/out")
+    assert result.exit_code == 1
+    assert "file/out cannot be written (File exists)" in result.output
