@@ -226,7 +226,8 @@ class Gate:
                         f"is applied at step {stop.step}",
                         worker=0,
                     )
-                self._changed.wait(REMIND_SECS if ends is None else max(0.0, min(REMIND_SECS, ends - now)))
+                left = REMIND_SECS if ends is None or ends <= now else ends - now
+                self._changed.wait(min(REMIND_SECS, left))
 
     def _stop(self, round_: int) -> Stop:
         return next(stop for stop in self._stops if stop.round == round_)

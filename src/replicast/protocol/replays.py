@@ -25,6 +25,7 @@ class Replays:
         self._rounds = rounds
         self._verifier = verifier
         self._waiting: list[tuple[int, Record]] = []
+        self._with_receipt: set[int] = set()
         self._announced = False
 
     def read(self, after_step: int) -> dict[str, str]:
@@ -38,6 +39,7 @@ class Replays:
         """
         records, receipts = self._journal.records(), self._journal.receipts()
         self._rounds.sequence = records[-1].sequence if records else 0
+        self._with_receipt = set(receipts)
         for record in records:
             receipt = receipts.get(record.sequence)
             # A pause of the training may have brought it forward.
@@ -79,7 +81,9 @@ class Replays:
                         f"{UpdateRefused.from_json(answer.error)}",
                         worker=worker,
                     )
-            self._verifier.expect(Committed(record, record.content_digest, time.time(), step, scheduled=True))
+            has_receipt = record.sequence in self._with_receipt
+            committed = Committed(record, record.content_digest, time.time(), step, True, has_receipt)
+            self._verifier.expect(committed)
             updates = [[record.sequence, record.id]]
             self._member.channel.append(Go(REPLAY_ROUND + record.sequence, step, updates, scheduled=True))
 

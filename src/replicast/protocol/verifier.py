@@ -25,6 +25,8 @@ class Committed:
 
     Attributes:
         step: Where; a pause of the training may bring it forward, unless it is scheduled.
+        has_receipt: An earlier life of the job has written its receipt, which stays: it says where the update
+            was first applied.
     """
 
     record: Record
@@ -32,6 +34,7 @@ class Committed:
     proposed_at: float
     step: int
     scheduled: bool
+    has_receipt: bool = False
 
 
 class Verifier:
@@ -128,7 +131,8 @@ class Verifier:
             stage=Stage.VERIFIED if equal else Stage.FAILED,
         )
         try:
-            self._journal.write_receipt(receipt)
+            if not committed.has_receipt:
+                self._journal.write_receipt(receipt)
         except OSError as error:
             logger.warning("the receipt of update %d could not be written: %s", record.sequence, error)
         outcome: Verified | Failed
