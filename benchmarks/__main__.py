@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from rich.console import Console
 
 from benchmarks import fit, hosts, idle, rows, stall, update
 from benchmarks.report import Result, machine_facts, show, write_json
+from replicast.config import shared_memory_directory
+from replicast.transport.directory import remove_leftovers
 
 TABLES = ("fit", "update", "stall", "idle", "rows", "hosts")
 
@@ -29,6 +32,7 @@ def main() -> int:
                 results.extend(tables(name, options, say))
             except Exception:  # the other tables are worth having all the same
                 broken.append(f"The {name} table could not be measured:\n{traceback.format_exc()}")
+    remove_leftovers(shared_memory_directory(os.environ))  # of the crews, which were killed
     show(facts, results, sys.stdout)
     if options.json is not None:
         write_json(facts, results, options.json)
