@@ -13,7 +13,7 @@ import tensorflow as tf
 from benchmarks.contestants import Task, own_step
 
 TASK = Task(steps=1, epochs=1, batch=512, units=512)
-"""Of a size with which a step takes about 20 ms on two quiet cores of 2.8 GHz."""
+"""A step of this size took 12 to 28 ms on two busy cores of 2.8 GHz; the `idle` table prints its time."""
 
 
 class Training:
