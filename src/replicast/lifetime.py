@@ -69,6 +69,7 @@ class Lifetime:
         self._thread = threading.Thread(target=self._watch, name="replicast-lifetime", daemon=True)
         self._interrupted = False
         self._before_leaving: list[Callable[[], None]] = []
+        self._at_the_end: list[Callable[[], None]] = []
         self._blamed = False
         self.looks = 0
         """How often the thread has looked at all keys."""
@@ -135,6 +136,13 @@ class Lifetime:
         """
         self._before_leaving.insert(0, act)
 
+    def at_the_end(self, act: Callable[[], None]) -> None:
+        """Has `act` called at the end of the process in any case, after those of `before_leaving`.
+
+        It must wait for nobody.
+        """
+        self._at_the_end.insert(0, act)
+
     def check(self) -> None:
         """Raises when the job has failed, so that waiting for another worker is in vain."""
         if self.failure is not None:
@@ -175,6 +183,8 @@ class Lifetime:
         if not self._interrupted and self.failure is None:
             for act in self._before_leaving:
                 act()
+        for act in self._at_the_end:
+            act()
         self._put(f"left/{self._rank}", {})
         if not self._interrupted and (self._rank == 0 or self.failure is None):
             self._wait_for_the_others()

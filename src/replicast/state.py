@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replicast.digest import digest_state
+from replicast.digest import digest_array, digest_state
 from replicast.edits import Edit, apply_edit
 from replicast.schema import Schema, Variable
 
@@ -36,6 +36,10 @@ class State(abc.ABC):
     @abc.abstractmethod
     def read(self, names: Iterable[str]) -> Arrays:
         """Copies of these variables' values."""
+
+    @abc.abstractmethod
+    def digests(self, names: Iterable[str]) -> dict[str, str]:
+        """The digest of each of these variables."""
 
 
 def touched_parts(edits: Sequence[Edit]) -> tuple[list[str], Arrays]:
@@ -69,3 +73,6 @@ class MemoryState(State):
 
     def read(self, names: Iterable[str]) -> Arrays:  # noqa: D102
         return {name: self.values[name].copy() for name in names}
+
+    def digests(self, names: Iterable[str]) -> dict[str, str]:  # noqa: D102
+        return {name: digest_array(self.values[name]) for name in names}

@@ -73,6 +73,7 @@ class CheckpointReader:
             empty.flags.writeable = False
             return empty
         if self._mapped is None:
+            self._check_open()
             self._mapped = mmap.mmap(self._descriptor, self.layout.nbytes, access=mmap.ACCESS_READ)
         flat = np.frombuffer(self._mapped, np.uint8, span.nbytes, span.start)
         if dtype == np.bool_ and flat.max() > 1:
@@ -136,6 +137,7 @@ class CheckpointReader:
         return span
 
     def _read_at(self, place: int, nbytes: int) -> bytes:
+        self._check_open()
         parts, start = [], place
         while place < start + nbytes:
             try:
@@ -147,6 +149,10 @@ class CheckpointReader:
             parts.append(part)
             place += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _check_open(self) -> None:
+        if not self._close.alive:  # Its number may be that of another file by now.
+            raise ValueError(f"The checkpoint is closed: open it again. Received: {self.path}")
 
     def _difference(self, name: str, received: str) -> str:
         expected = self.manifest.digests[name]

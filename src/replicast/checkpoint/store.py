@@ -6,7 +6,7 @@ import contextlib
 import math
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -125,6 +125,7 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: The arrays are not those of the draft's schema.
+            TypeError, ValueError: The draft cannot be written as JSON.
             OSError: It cannot be written. What was there before is still there, and nothing half; unless it
                 was the parent directory that could not be synced: the new one is there then, whole.
         """
@@ -133,8 +134,7 @@ class CheckpointStore:
         path = self.path(draft.step)
         variables = {variable.name: variable for variable in draft.schema}
         with temporary_directory(self._directory) as temporary:
-            named = ((name, _pieces(array, variables.get(name), name)) for name, array in arrays)
-            manifest = write_contents(temporary, draft, named)
+            manifest = write_contents(temporary, draft, _in_pieces(arrays, variables))
             existing = self._same(manifest)
             if existing is not None:
                 return existing
@@ -225,6 +225,16 @@ class CheckpointStore:
         return {
             int(name) for name in names if name.isascii() and name.isdigit() and f"{int(name):08d}" == name
         }
+
+
+def _in_pieces(
+    arrays: Iterable[tuple[str, Array]], variables: Mapping[str, Variable]
+) -> Iterator[tuple[str, Pieces]]:
+    for name, array in arrays:
+        pieces = _pieces(array, variables.get(name), name)
+        del array  # Nobody should hold it any more while the next one is made.
+        yield name, pieces
+        del pieces
 
 
 def _pieces(array: Array, variable: Variable | None, name: str) -> Pieces:

@@ -108,6 +108,14 @@ class Channel:
         text = self._get(f"computed/{round_}", LOOK_SECS / 10)  # somebody may park meanwhile
         return None if text is None else decode(text)
 
+    def tell(self, what: str, value: str) -> None:
+        """Leaves a word for the others, once."""
+        self._put(f"told/{what}", value)
+
+    def hear(self, what: str, timeout_secs: float) -> str | None:
+        """A word that somebody has left; None when it did not come in time."""
+        return self._get(f"told/{what}", timeout_secs)
+
     def agree(self, what: str, value: str, timeout_secs: float) -> dict[int, str]:
         """Every worker says its value and hears everyone's. Blocks until all have, at most `timeout_secs`.
 

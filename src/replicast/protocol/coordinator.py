@@ -216,7 +216,13 @@ class Coordinator:
     def _carry_out(self, paused: Paused) -> UpdateRefused | None:
         """What all workers have paused for. Everything that was proposed before comes first."""
         intent, *arguments = paused.intent.split("\n")
-        if intent != "begin":
+        if intent == "restored":
+            try:
+                self._replays.start_from({int(sequence) for sequence in arguments})
+            except UpdateRefused as error:
+                return error
+            return None
+        if intent not in ("begin", "restore"):
             self._replays.announce()
         self._rounds.advance()
         self._finish_open()

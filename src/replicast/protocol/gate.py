@@ -117,6 +117,11 @@ class Gate:
             self._on_parked(step)
         return self._serve(done, timeout_secs)
 
+    def start_from(self, step: int) -> None:
+        """The state is that of another step: the training thread stands at its boundary."""
+        with self._changed:
+            self.step = step
+
     def wake(self) -> None:
         """Something changed that a parked thread may wait for."""
         with self._changed:

@@ -102,6 +102,8 @@ class Member:
         self._numbers = itertools.count(1)
         self._token = 0
         self._resumed: dict[int, dict[str, Any] | None] = {}
+        self.applied: set[int] = set()
+        """The sequence numbers of what this worker's state holds. Written by the training thread."""
         self._training_thread: int | None = None
 
     def start(self) -> None:
@@ -161,6 +163,11 @@ class Member:
         self._outcomes.end(self.gate.step)
         self.transport.close()
 
+    def abandon(self) -> None:
+        """The process ends, in whatever state: nothing of it must stay in shared memory."""
+        self.threads.stopping.set()
+        self.transport.close()
+
     def staged(self, id_: str) -> Update:
         """A staged update; for the coordinator, which writes it to the journal."""
         return self._staged[id_].update
@@ -188,6 +195,7 @@ class Member:
         for sequence, id_ in go.updates:
             staged = self._staged.pop(id_)
             self.state.apply(staged.update.edits)
+            self.applied.add(sequence)
             applied_at = time.time()
             digest = self.state.digest(staged.update.edits)
             # Giving back the memory takes as long as applying: not in this thread.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Container
 
 from replicast.errors import JobFailed, UpdateRefused
 from replicast.journal import AnyJournal, Receipt, Record
@@ -25,7 +26,7 @@ class Replays:
         self._rounds = rounds
         self._verifier = verifier
         self._waiting: list[tuple[int, Record]] = []
-        self._with_receipt: set[int] = set()
+        self._receipts: dict[int, Receipt] = {}
         self._announced = False
 
     def read(self, after_step: int) -> dict[str, str]:
@@ -39,7 +40,7 @@ class Replays:
         """
         records, receipts = self._journal.records(), self._journal.receipts()
         self._rounds.sequence = records[-1].sequence if records else 0
-        self._with_receipt = set(receipts)
+        self._receipts = receipts
         for record in records:
             receipt = receipts.get(record.sequence)
             # A pause of the training may have brought it forward.
@@ -50,6 +51,23 @@ class Replays:
                 self._verifier.knows(record, _unwritten(record) if receipt is None else receipt)
         self._waiting.sort(key=lambda waiting: (waiting[0], waiting[1].sequence))
         return {record.id: record.content_digest for record in records}
+
+    def start_from(self, holds: Container[int]) -> None:
+        """The state that training starts from holds these updates: all others are applied again.
+
+        Raises:
+            UpdateRefused: Something was decided already for the state before.
+        """
+        if self._announced:
+            raise UpdateRefused(
+                "Updates were decided before the state was restored",
+                remedy="Restore before anything is proposed and before training",
+            )
+        for _, record in self._waiting:
+            if record.sequence in holds:
+                receipt = self._receipts.get(record.sequence)
+                self._verifier.knows(record, _unwritten(record) if receipt is None else receipt)
+        self._waiting = [(step, record) for step, record in self._waiting if record.sequence not in holds]
 
     def step_of(self, id_: str) -> int | None:
         """The step for which an update waits, if it waits."""
@@ -81,7 +99,7 @@ class Replays:
                         f"{UpdateRefused.from_json(answer.error)}",
                         worker=worker,
                     )
-            has_receipt = record.sequence in self._with_receipt
+            has_receipt = record.sequence in self._receipts
             committed = Committed(record, record.content_digest, time.time(), step, True, has_receipt)
             self._verifier.expect(committed)
             updates = [[record.sequence, record.id]]

@@ -258,7 +258,7 @@ class Replicas:
     def _open(self) -> None:
         """Joins the other workers. All of them come here, each with a built model."""
         self._parts = join(self.model, self._optimizer, self._strategy, self._settings)
-        self._strategy.before_leaving(self.close)
+        self._strategy.before_leaving(self.close, always=self._member.abandon)
         self._member.pause("begin")
 
     def _stop(self) -> None:

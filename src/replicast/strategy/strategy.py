@@ -132,12 +132,19 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         """Raises `JobFailed` when another worker has failed."""
         self._lifetime.check()
 
-    def before_leaving(self, act: Callable[[], None]) -> None:
-        """Has `act` called at the end of the script, on a worker of a job that has not failed."""
+    def before_leaving(self, act: Callable[[], None], always: Callable[[], None]) -> None:
+        """Has `act` called at the end of the script, on a worker of a job that has not failed.
+
+        Args:
+            act: May wait for the other workers.
+            always: Called after it, and also when the job has failed; must wait for nobody.
+        """
         if self._size > 1:
             self._lifetime.before_leaving(act)
+            self._lifetime.at_the_end(always)
         else:
-            atexit.register(act)
+            atexit.register(always)
+            atexit.register(act)  # the last one registered is the first one called
 
     def wait_for_device(self) -> None:
         """Blocks until the device has done all it was told; on a CPU it has when a call returns."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from replicast.digest import digest_state
+from replicast.digest import digest_array, digest_state
 from replicast.edits import Edit, Operation
 from replicast.schema import Schema, Variable
 from replicast.state import Arrays, State, touched_parts
@@ -73,14 +73,31 @@ class KerasState(State):
 
     def digest(self, edits: Sequence[Edit]) -> str:  # noqa: D102
         whole, rows = touched_parts(edits)
-        parts = {name: as_array(component(self._variables[name]).read_value()) for name in whole}
+        parts = {name: as_array(self._value(name)) for name in whole}
         for name, indices in rows.items():
             touched = component(self._variables[name]).sparse_read(tf.constant(indices))
             parts[f"{name}[rows]"] = as_array(touched)
         return digest_state(parts)
 
+    def digests(self, names: Iterable[str]) -> dict[str, str]:  # noqa: D102
+        return {name: digest_array(as_array(self._value(name))) for name in names}
+
+    def snapshot(self, buffers: Arrays) -> None:
+        """Copies every variable into the buffers, which are made where they are missing: the second time is
+        as quick as memory.
+        """
+        for name in self._variables:
+            value = as_array(self._value(name))
+            if name in buffers:
+                np.copyto(buffers[name], value)
+            else:
+                buffers[name] = np.array(value)
+
+    def _value(self, name: str) -> tf.Tensor:
+        return component(self._variables[name]).read_value()
+
     def read(self, names: Iterable[str]) -> Arrays:  # noqa: D102
-        return {name: np.array(as_array(component(self._variables[name]).read_value())) for name in names}
+        return {name: np.array(as_array(self._value(name))) for name in names}
 
 
 def optimizers_by_name(
