@@ -190,6 +190,15 @@ def test_damage_is_named_by_variable(run: Path) -> None:
     assert invoke("checkpoint", "verify", run, 200).exit_code == 0
 
 
+def test_a_terminal_gets_a_bar_beside_the_output(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    result = invoke("checkpoint", "verify", run, 100)
+    assert result.exit_code == 0
+    assert "━" in result.stderr
+    assert result.stdout.startswith("00000100  as it was written")
+
+
 def test_a_checkpoint_that_is_not_committed_is_named(run: Path) -> None:
     (at(run, 100) / "COMMITTED").unlink()
     result = invoke("checkpoint", "verify", run)

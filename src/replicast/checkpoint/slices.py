@@ -3,6 +3,9 @@
 Every edit computes each element from that element alone and from the edit's own arrays. So a variable is seen
 as a table, a row for each index of its first dimension, and cut into blocks that follow one another in the
 file: whole rows, or a part of one row where a row is too long.
+
+Sign and payload of a NaN that arithmetic makes of two different NaNs are left open: processors give one
+answer where they compute many elements at once and another in the rest. It takes an update that brings NaNs.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,30 @@ def test_arrays_are_taken_one_at_a_time(store: CheckpointStore, tmp_path: Path) 
     store.write(draft_of({f"v{number}": array for number in range(3)}), arrays())
     header = sizes[0]
     assert [size - header for size in sizes] == [0, array.nbytes, 2 * array.nbytes]
+
+
+def test_an_array_is_given_up_before_the_next_one_is_asked_for(store: CheckpointStore) -> None:
+    still_there: list[object] = []
+
+    def arrays() -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        for number in range(3):
+            array = np.ones((100, 100), np.float32)
+            reference = weakref.ref(array)
+            yield f"v{number}", array
+            del array
+            still_there.append(reference())
+
+    store.write(draft_of({f"v{number}": np.ones((100, 100), np.float32) for number in range(3)}), arrays())
+    assert still_there == [None] * 3
+
+
+def test_a_closed_reader_reads_nothing(store: CheckpointStore) -> None:
+    written(store, 1)
+    reader = store.open(1)
+    reader.close()
+    for read in (lambda: reader.read("half"), reader.verify):
+        with pytest.raises(ValueError, match="is closed"):
+            read()
 
 
 def test_a_value_stays_valid_when_its_checkpoint_is_removed(store: CheckpointStore) -> None:
