@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -35,6 +36,12 @@ class Variable:
     dtype: str
     kind: Kind
     slots: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its value."""
+        bits = "".join(character for character in self.dtype if character.isdigit())
+        return math.prod(self.shape) * (int(bits) // 8 if bits else 1)
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from typing import TypeAlias
 
 from replicast.errors import UpdateRefused
 from replicast.journal import AnyJournal
 from replicast.protocol.member import Member
-from replicast.protocol.messages import Again, Parked, Paused, Proposal, Resume
+from replicast.protocol.messages import Again, Parked, Paused, Proposal, Request, Resume
 from replicast.protocol.replays import Replays
 from replicast.protocol.rounds import Ready, Rounds
 from replicast.protocol.verifier import Verifier
@@ -29,6 +30,9 @@ REMIND_SECS = 30.0
 
 class Stopped:
     """Worker 0's training thread stands at a boundary at which something is undecided."""
+
+
+Incoming: TypeAlias = Proposal | Paused | Parked | Request | Stopped
 
 
 class Coordinator:
@@ -46,7 +50,7 @@ class Coordinator:
         self._verifier = Verifier(member.channel, journal, member.threads.stopping)
         self._rounds = Rounds(member, journal, self._verifier, durable=durable, attempt=attempt)
         self._replays = Replays(member, journal, self._rounds, self._verifier)
-        self._incoming: queue.Queue[Proposal | Paused | Parked | Stopped] = queue.Queue()
+        self._incoming: queue.Queue[Incoming] = queue.Queue()
         self._known: dict[str, str] = {}
         self._twins: dict[str, list[str]] = {}
         self._failed_functions: dict[str, UpdateRefused] = {}
@@ -75,7 +79,7 @@ class Coordinator:
                 self._incoming.put(proposal)
 
     def _run(self) -> None:
-        following: Proposal | Paused | Parked | Stopped | None = None
+        following: Incoming | None = None
         while not self._member.threads.stopping.is_set():
             first = following or self._member.threads.take(self._incoming)
             following = None
@@ -89,6 +93,8 @@ class Coordinator:
                     self._rounds.advance()
                 case Stopped():
                     self._finish_open()
+                case Request(action):
+                    self._rounds.act(action)
                 case Proposal() if _is_plain(first):
                     self._replays.announce()
                     batch, following = self._take_batch(first)
@@ -98,9 +104,7 @@ class Coordinator:
                     self._decide_special(first)
             self._replays.stage_next()
 
-    def _take_batch(
-        self, first: Proposal
-    ) -> tuple[list[Proposal], Proposal | Paused | Parked | Stopped | None]:
+    def _take_batch(self, first: Proposal) -> tuple[list[Proposal], Incoming | None]:
         """What waits behind `first` and may share its round, and the one after them that may not."""
         batch = [first]
         while len(batch) < BATCH:

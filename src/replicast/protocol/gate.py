@@ -241,10 +241,12 @@ class Gate:
 def _order(stop: Stop) -> tuple[int, int, int]:
     """What is in the journal comes first, in its order; then what is undecided, and will be later in it.
 
-    What is to be computed comes last: its values must be those after all others of the boundary.
+    What is to be computed comes after all others: it must see their values. An action comes last.
     """
     if stop.round < 0:
         return 0, stop.step, stop.round - REPLAY_ROUND
+    if stop.go is not None and stop.go.action:
+        return 3, stop.step, stop.round
     if stop.go is not None:
         return 0, stop.step, stop.go.updates[0][0]
     return 2 if stop.computes else 1, stop.step, stop.round

@@ -44,6 +44,7 @@ from replicast.protocol.messages import (
     Paused,
     Proposal,
     Replay,
+    Request,
     Resume,
     Stage,
     Verified,
@@ -102,6 +103,9 @@ class Member:
         self._numbers = itertools.count(1)
         self._token = 0
         self._resumed: dict[int, dict[str, Any] | None] = {}
+        self.actions: dict[str, Callable[[], None]] = {}
+        """What all workers may be asked to do at a boundary, by name. Written before the first one."""
+        self._wishes: set[str] = set()
         self.applied: set[int] = set()
         """The sequence numbers of what this worker's state holds. Written by the training thread."""
         self._training_thread: int | None = None
@@ -126,6 +130,10 @@ class Member:
         proposal = self._proposal(ticket, source=source, at_step=at_step)
         self._outbox.put(lambda: self.channel.post(proposal))
         return ticket
+
+    def wish(self, action: str) -> None:
+        """Asks for an action of all workers at one of the next boundaries. A signal handler may call it."""
+        self._wishes.add(action)
 
     def arrive(self, step: int) -> None:
         """The training thread stands at a boundary; see `Gate.arrive`."""
@@ -192,6 +200,8 @@ class Member:
 
     def apply(self, go: Go, step: int, since: float) -> None:
         """Applies committed updates, in order, and reports each."""
+        if go.action:
+            self.actions[go.action]()
         for sequence, id_ in go.updates:
             staged = self._staged.pop(id_)
             self.state.apply(staged.update.edits)
@@ -224,6 +234,8 @@ class Member:
             send = self.threads.take(self._outbox)
             if send is not None:
                 send()
+            while self._wishes:
+                self.channel.post(Request(self._wishes.pop(), self.channel.rank))
 
     def _let_go(self, staged: Staged) -> None:
         self.transport.release(staged.parcel_id)

@@ -1,6 +1,6 @@
 """What workers say to each other about updates: one small frozen class per sentence, JSON on the way.
 
-- To the coordinator, by any worker: Proposal, Paused, Parked.
+- To the coordinator, by any worker: Proposal, Paused, Parked, Request.
 - To all workers, by the coordinator: Stage, Drop, Hold, Aim, Compute, Go, Free, Advance, Replay, Resume,
   Again, Verified, Failed.
 - Back to the coordinator: Answer, to one sentence; Computed, to one order; Applied, to one update.
@@ -62,6 +62,14 @@ class Parked:
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """Somebody wants all workers to do something at one boundary, which every worker knows by its name."""
+
+    action: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """Fetch these bytes, check them, answer whether you could apply them."""
 
@@ -119,12 +127,14 @@ class Go:
     Attributes:
         updates: Pairs of sequence number and id, in order.
         scheduled: The author named the step, so a pause before it does not bring it forward.
+        action: What to do there instead, after all updates of that boundary.
     """
 
     round: int
     step: int
     updates: list[list[Any]]
     scheduled: bool = False
+    action: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +231,7 @@ class Applied:
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        *(Proposal, Paused, Parked),
+        *(Proposal, Paused, Parked, Request),
         *(Stage, Drop, Hold, Aim, Compute, Go, Free, Advance, Replay, Resume, Again, Verified, Failed),
         *(Answer, Computed, Applied),
     )

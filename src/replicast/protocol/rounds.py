@@ -122,6 +122,18 @@ class Rounds:
             return None
         return self._write_and_go(round_, step, ready, scheduled=at_step is not None)
 
+    def act(self, action: str) -> None:
+        """Has all workers do something at one boundary, if they all answer."""
+        self._round += 1
+        round_ = self._round
+        try:
+            step = self._agree_on_step(round_, None, lead=0)
+        except UpdateRefused as error:
+            logger.warning("the workers could not agree on a step to %s: %s", action, error)
+            self._channel.append(Free(round_))
+            return
+        self._channel.append(Go(round_, step, [], action=action))
+
     def open(self, proposal: Proposal, variables: list[str] | None = None) -> None:
         """Has the source compute an update at an agreed boundary, at which all will wait for `finish`.
 

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from replicast.errors import NotSupported
+from replicast.replicas.position import Position
+from replicast.strategy import start_at_epoch
 
 if TYPE_CHECKING:
+    from replicast.replicas.recovery import Saves
     from replicast.replicas.replicas import Replicas
 
 
@@ -18,13 +21,17 @@ class BoundaryCallback(keras.callbacks.Callback):
     Give it to `fit` on all workers.
     """
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: Replicas, saves: Saves) -> None:
         super().__init__()
         self._replicas = replicas
+        self._saves = saves
         self._first_step = 0
+        self._resumed = Position()
+        self._epoch = 0
+        self._batches = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Applies what the journal holds for this step."""
+        """Applies what the journal holds for this step, and goes on where a restored state was left."""
         if self.model is not self._replicas.model:
             raise NotSupported(
                 "This callback with another model",
@@ -32,6 +39,15 @@ class BoundaryCallback(keras.callbacks.Callback):
                 remedy="Make a replicast.Replicas(model) for the model that is trained",
             )
         self._replicas.training_begins()
+        self._replicas.recovery.plan(self._saves)
+        self._resumed = self._replicas.recovery.take_resumed()
+        self._batches = 0
+        start_at_epoch(self.model, self._resumed.epoch)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes the epoch."""
+        self._epoch = epoch
+        self._replicas.begin_epoch(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes where the execution starts."""
@@ -39,8 +55,29 @@ class BoundaryCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """A boundary."""
-        self._replicas.boundary(steps=batch - self._first_step + 1, logs=logs)
+        steps = batch - self._first_step + 1
+        self._batches += steps
+        self._replicas.recovery.reached(self._position(batch), logs)
+        self._replicas.boundary(steps=steps, logs=logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """The end of an epoch is where the next one begins."""
+        self._replicas.recovery.reached(self._position(None), logs)
+        self._replicas.recovery.after_epoch()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Settles what was proposed during training, so that nothing waits for a step that never comes."""
+        start_at_epoch(self.model, 0)
+        self._replicas.begin_epoch(None)
         self._replicas.training_ends()
+
+    def _position(self, batch: int | None) -> Position:
+        """Where the data stands. Data without end goes on from epoch to epoch, whatever Keras calls them."""
+        length = (self.params or {}).get("steps")
+        if length is None:
+            skipped = self._resumed.batch if self._epoch == self._resumed.epoch else 0
+            return Position(self._epoch + 1) if batch is None else Position(self._epoch, skipped + batch + 1)
+        done = self._resumed.epoch * length + self._resumed.batch + self._batches
+        if done >= self.params["epochs"] * length:
+            self.model.stop_training = True  # resumed within an epoch of data without end: that is the end
+        return Position(*divmod(done, length))

@@ -5,18 +5,18 @@ One thread per worker, so that the training thread never touches a file.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from replicast import inbox
 from replicast.errors import ReplicastError, UpdateFailed, UpdatePending, UpdateRefused
 from replicast.protocol import Member, Ticket
+from replicast.replicas.recovery import numbers
 from replicast.runfiles import WorkerNote, append_metrics, write_worker_note
 from replicast.update import Stage
 
@@ -106,7 +106,7 @@ class Housekeeping:
         if logs is None or step == self._last_metrics_step:
             return
         self._last_metrics_step = step
-        append_metrics(run_dir, step, dict(_numbers(logs)))
+        append_metrics(run_dir, step, numbers(logs))
 
     def _look_into_inbox(self, run_dir: Path) -> None:
         for waiting in inbox.waiting(run_dir):
@@ -157,10 +157,3 @@ class Housekeeping:
             inbox.done(path)
         del self._proposed[path]
         inbox.clean(run_dir)
-
-
-def _numbers(logs: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """What in the logs is a number; a metric may be anything."""
-    for name, value in logs.items():
-        with contextlib.suppress(TypeError, ValueError):
-            yield name, float(value)

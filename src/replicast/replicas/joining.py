@@ -15,6 +15,7 @@ from replicast.errors import ClusterError, NotSupported
 from replicast.journal import AnyJournal, Journal, MemoryJournal
 from replicast.protocol import Channel, Coordinator, Member, Patience
 from replicast.replicas.housekeeping import Housekeeping
+from replicast.replicas.recovery import Recovery
 from replicast.runfiles import FORMAT, RunInfo, write_run_info
 from replicast.strategy import KerasState, Strategy, optimizers_by_name
 from replicast.transport import open_transport
@@ -49,6 +50,7 @@ class Parts:
     state: KerasState
     member: Member
     housekeeping: Housekeeping
+    recovery: Recovery
 
 
 def settle(
@@ -123,7 +125,8 @@ def join(
     if strategy.rank == 0:
         _coordinate(member, settings)
     housekeeping.start()
-    return Parts(state, member, housekeeping)
+    recovery = Recovery(member, state, settings.run_dir, settings.attempt)
+    return Parts(state, member, housekeeping, recovery)
 
 
 def _check_same_model(channel: Channel, state: KerasState, patience: Patience) -> None:

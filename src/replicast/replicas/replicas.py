@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import keras
-import numpy.typing as npt
 
-from replicast.digest import digest_array
 from replicast.errors import NotSupported, ReplicastError, UpdateRefused
 from replicast.journal import Receipt
 from replicast.protocol import Member, Patience, Ticket
@@ -20,6 +18,10 @@ from replicast.protocol.functions import Function
 from replicast.replicas.callback import BoundaryCallback
 from replicast.replicas.housekeeping import Housekeeping
 from replicast.replicas.joining import Durability, Parts, join, settle, strategy_of
+from replicast.replicas.position import Position
+from replicast.replicas.recovery import Recovery, SaveEvery, Saves, on_sigterm
+from replicast.replicas.restoring import Restored
+from replicast.replicas.saving import Keeping, Saving, WhenBusy
 from replicast.schema import Schema
 from replicast.strategy import KerasState
 from replicast.update import Update
@@ -104,9 +106,69 @@ class Replicas:
         """The receipts of the updates that were verified so far, the same on every worker."""
         return tuple(self._member.history)
 
-    def callback(self) -> BoundaryCallback:
-        """The callback to give to `fit`, on all workers."""
-        return BoundaryCallback(self)
+    @property
+    def recovery(self) -> Recovery:
+        """This worker's part in checkpoints, for the callback."""
+        return self._opened().recovery
+
+    @property
+    def position(self) -> Position:
+        """Where in its data the training stands: the epoch, and how many batches of it are done."""
+        return self.recovery.position
+
+    def callback(
+        self,
+        *,
+        save_every: SaveEvery | None = None,
+        keep: int = 3,
+        keep_best: tuple[str, Literal["min", "max"]] | None = None,
+        when_busy: WhenBusy = "wait",
+    ) -> BoundaryCallback:
+        """The callback to give to `fit`, on all workers.
+
+        Args:
+            save_every: Makes a checkpoint every so many steps, after a `datetime.timedelta`, or "epoch".
+            keep: How many of the latest checkpoints stay.
+            keep_best: A metric and "min" or "max": the best one by it stays too.
+            when_busy: What becomes of a checkpoint that is due while the one before is being written: the
+                training can "wait" for that, or "skip" the new one.
+        """
+        return BoundaryCallback(self, Saves(save_every, Keeping(keep, keep_best), when_busy))
+
+    def save(self) -> Saving:
+        """Saves the whole state, of this boundary, as a checkpoint. All workers must call it.
+
+        Worker 0 writes, in the background and only if the state is the same on all workers.
+
+        Returns:
+            What is being written: `result(timeout)` gives its manifest on worker 0, when it is durable.
+        """
+        self._member.pause("save")
+        return self.recovery.save()
+
+    def restore(self, step: int | None = None, *, partial: bool = False) -> Restored | None:
+        """Gives every worker the state of a checkpoint, bit for bit. All workers call it, before training.
+
+        Only worker 0 needs to see the run directory. `fit` then goes on where the checkpoint was made, in the
+        middle of an epoch too, and what the journal holds for later steps is applied again at its steps.
+
+        Args:
+            step: Which checkpoint. Default: the last one.
+            partial: Take the variables that fit a model that was changed, and say which were left out.
+
+        Returns:
+            What was restored; None when there is no checkpoint yet.
+
+        Raises:
+            CheckpointError: There is none of that step, or it is of another model.
+        """
+        restored = self.recovery.restore(step, partial)
+        if restored is not None:
+            position = restored.position
+            self._strategy.start_data_at(position.epoch, position.batch, restored.step)
+            if restored.left_out and self.rank == 0:
+                logger.warning("not in the checkpoint, left as they are: %s", ", ".join(restored.left_out))
+        return restored
 
     def propose(
         self,
@@ -170,6 +232,7 @@ class Replicas:
             self._housekeeping.logs = logs
         self._strategy.wait_for_device()
         self._member.arrive(self._member.gate.step + steps)
+        self.recovery.after_step(steps)
 
     def sync(self, source: int = 0, variables: Sequence[str] | None = None) -> Receipt | None:
         """Makes every replica equal to worker `source`'s. All workers must call it, with the same arguments.
@@ -191,7 +254,7 @@ class Replicas:
         names = sorted({variable.name for variable in chosen})
         self._syncs += 1
         self._member.pause(f"compare\n{source}\n" + "\n".join(names))
-        mine = {name: digest_array(value) for name, value in self._each(names)}
+        mine = self._state.digests(names)
         all_digests = self._member.channel.agree(
             f"sync/{self._syncs}", json.dumps(mine), self._member.patience.begin_secs
         )
@@ -203,6 +266,10 @@ class Replicas:
         self._member.pause("\n".join(["sync", str(source), id_, *differing]))
         return next((receipt for receipt in reversed(self._member.history) if receipt.id == id_), None)
 
+    def begin_epoch(self, epoch: int | None) -> None:
+        """All workers: called by the callback. The order of the data follows from the epoch's number."""
+        self._strategy.begin_epoch(epoch)
+
     def training_begins(self) -> None:
         """All workers: called by the callback, or by the first boundary. Schedules what the journal holds."""
         if self._parts is None:
@@ -212,9 +279,11 @@ class Replicas:
             self._member.pause("train")
         self._member.arrive(self._member.gate.step)
         self._housekeeping.training = True
+        on_sigterm(lambda: self.recovery.terminated(self._housekeeping.training))
 
     def training_ends(self) -> None:
         """All workers: called by the callback. Everything proposed so far is settled when it returns."""
+        self.recovery.settle()
         self._member.pause("drain")
         self._housekeeping.training = False
 
@@ -227,6 +296,7 @@ class Replicas:
             return
         self._closed = True
         try:
+            self.recovery.settle()
             self._member.pause("drain")
             self._member.pause("close")
         except ReplicastError as error:
@@ -264,10 +334,6 @@ class Replicas:
     def _stop(self) -> None:
         self._member.stop()
         self._housekeeping.finish()
-
-    def _each(self, names: Sequence[str]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-        for name in names:
-            yield name, self._state.read([name])[name]
 
     def _in_training_thread(self) -> bool:
         return self._member.in_training_thread()

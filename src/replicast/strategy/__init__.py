@@ -12,10 +12,12 @@ use says why in a comment, and `tests/workers/test_private_apis.py` fails on the
     feeding      each worker's share of every batch, without a transfer per step
     writing      files that one worker writes for all
     variables    the state of a model: its variables by name, and how edits change them
+    resuming     the epoch at which `fit` goes on
     seeds        the same shuffle on every worker
 """
 
+from replicast.strategy.resuming import start_at_epoch
 from replicast.strategy.strategy import Strategy
 from replicast.strategy.variables import KerasState, optimizers_by_name
 
-__all__ = ["KerasState", "Strategy", "optimizers_by_name"]
+__all__ = ["KerasState", "Strategy", "optimizers_by_name", "start_at_epoch"]

@@ -8,8 +8,10 @@ the last short batch included, and all workers run out at the same step without 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,26 @@ logger = logging.getLogger("replicast")
 
 PREFETCHED_BATCHES = 2
 LARGE_SHARE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a pass over the data goes on.
+
+    Attributes:
+        epoch: The epoch that the pass is.
+        batch: How many of its batches are skipped.
+        batches: How many batches were used in all epochs, for data without end.
+    """
+
+    epoch: int
+    batch: int
+    batches: int
+
+
+def from_the_start() -> Start | None:
+    """The pass begins with its first batch."""
+    return None
 
 
 def rows_of_share(rows: Any, rank: int, size: int) -> tuple[Any, Any]:
@@ -42,11 +64,14 @@ class Share(tf.data.Dataset):
         size: int,
         *,
         opened: Callable[[], int],
+        start: Callable[[], Start | None] = from_the_start,
         first_batch: Any = None,
         check: Callable[[str], None] | None = None,
     ) -> None:
         self._batches = batches
         self._opened = opened
+        self._start = start
+        self._not_made = 0
         self._first_batch = first_batch
         if check is not None:
             batches = _checked(batches, check)
@@ -70,7 +95,23 @@ class Share(tf.data.Dataset):
             if batch is not None:
                 return iter([batch])
         self._opened()
-        return iter(self._share)
+        start = self._start()
+        for _ in range(self._not_made):
+            iter(self._share)
+        self._not_made = 0
+        return iter(self._share) if start is None else iter(self._from(start))
+
+    def _from(self, start: Start) -> tf.data.Dataset:
+        """The rest of the pass. What is skipped is read and thrown away, each epoch's shuffle drawn anew."""
+        if self._share.cardinality() == tf.data.INFINITE_CARDINALITY:
+            return self._share.skip(start.batches)
+        # Each pass draws a new order, when its iterator is made; Keras makes two an epoch where it knows the
+        # length, of which it uses the first.
+        made = 2 if self._share.cardinality() != tf.data.UNKNOWN_CARDINALITY else 1
+        for _ in range(made * start.epoch):
+            iter(self._share)
+        self._not_made = made - 1 if start.batch else 0  # a pass that ends early has no second one made
+        return self._share.skip(start.batch)
 
 
 class ArrayShare:
@@ -93,7 +134,11 @@ class ArrayShare:
         seed: tuple[int, ...],
         opened: Callable[[], int],
         in_graph: bool,
+        start: Callable[[], Start | None] = from_the_start,
+        epoch: Callable[[], int | None] = lambda: None,
     ) -> None:
+        self._start = start
+        self._epoch_told = epoch
         with tf.device("CPU:0"):
             self._tensors = tf.nest.map_structure(tf.convert_to_tensor, arrays)
         leaves = tf.nest.flatten(self._tensors)
@@ -113,8 +158,12 @@ class ArrayShare:
             rows = min(self._rows, self._batch_size)
             return iter([tf.nest.map_structure(lambda tensor: tensor[:rows], self._tensors)])
         self._opened()
-        shares = self._shares(self._epoch)
+        told, start = self._epoch_told(), self._start()
+        epoch = self._epoch if told is None else told
         self._epoch += 1
+        shares = self._shares(epoch)
+        if start is not None:  # Keras takes an early end of a pass from TensorFlow only
+            return iter(self._pipeline(itertools.islice(shares, start.batch, None)))
         return iter(self._pipeline(shares)) if self._ahead else map(self._gather, shares)
 
     def _shares(self, epoch: int) -> Iterator[np.ndarray[Any, Any]]:

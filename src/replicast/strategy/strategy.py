@@ -89,6 +89,8 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         super(tf.distribute.MultiWorkerMirroredStrategy, self).__init__(extended)
         self._statistics = statistics
         self._named: Counter[str] = Counter()
+        self._start: feeding.Start | None = None
+        self._epoch: int | None = None
         self._checks = 0
         self._coordination: Coordination = (
             ServiceCoordination() if self._size > 1 else MemoryCoordination(MemoryCoordination.Store())
@@ -145,6 +147,24 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         else:
             atexit.register(always)
             atexit.register(act)  # the last one registered is the first one called
+
+    def start_data_at(self, epoch: int, batch: int, batches: int) -> None:
+        """The next pass of `fit` over its data goes on where another one was left.
+
+        Args:
+            epoch: The epoch that it is.
+            batch: How many batches of that epoch were used.
+            batches: How many batches were used in all, for data without end.
+        """
+        self._start = feeding.Start(epoch, batch, batches)
+
+    def begin_epoch(self, epoch: int | None) -> None:
+        """`fit` is in this epoch, as far as somebody knows: its shuffle follows from the number."""
+        self._epoch = epoch
+
+    def _take_start(self) -> feeding.Start | None:
+        start, self._start = self._start, None
+        return start
 
     def wait_for_device(self) -> None:
         """Blocks until the device has done all it was told; on a CPU it has when a call returns."""
@@ -216,6 +236,8 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             shuffle=adapter._shuffle,
             seed=self._seeds.next(),
             opened=self._opened,
+            start=self._take_start if call.method == "fit" else feeding.from_the_start,
+            epoch=lambda: self._epoch if call.method == "fit" else None,
             in_graph=getattr(call.model, "steps_per_execution", 1) > 1,
         )
 
@@ -233,6 +255,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             self._rank,
             self._size,
             opened=_nothing if call is None else self._opened,
+            start=self._take_start if call is not None and call.method == "fit" else feeding.from_the_start,
             first_batch=first_batches[0] if first_batches else None,
             check=self._checker() if checked else None,
         )

@@ -83,9 +83,7 @@ class KerasState(State):
         return {name: digest_array(as_array(self._value(name))) for name in names}
 
     def snapshot(self, buffers: Arrays) -> None:
-        """Copies every variable into the buffers, which are made where they are missing: the second time is
-        as quick as memory.
-        """
+        """Copies every variable into the buffers, which are made where they are missing."""
         for name in self._variables:
             value = as_array(self._value(name))
             if name in buffers:

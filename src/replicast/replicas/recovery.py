@@ -1,0 +1,199 @@
+"""Save, restore, and leave in good order when the machine is taken away."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from replicast.checkpoint import CheckpointStore
+from replicast.errors import NotSupported, ReplicastError
+from replicast.protocol import Member
+from replicast.replicas.position import Position
+from replicast.replicas.restoring import Restored, restore
+from replicast.replicas.saving import Keeping, Saver, Saving, WhenBusy
+from replicast.strategy import KerasState
+
+logger = logging.getLogger("replicast")
+
+SaveEvery = int | timedelta | Literal["epoch"]
+TERMINATED = 128 + signal.SIGTERM
+LOOK_SECS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Saves:
+    """When checkpoints are made, and which of them stay.
+
+    Attributes:
+        every: So many steps, a time, or "epoch"; None for never.
+        keeping: Which ones stay.
+        when_busy: What becomes of one that is due while the one before is still being written.
+    """
+
+    every: SaveEvery | None = None
+    keeping: Keeping = field(default_factory=Keeping)
+    when_busy: WhenBusy = "wait"
+
+    def __post_init__(self) -> None:
+        wrong = isinstance(self.every, bool) or (isinstance(self.every, int) and self.every < 1)
+        if wrong or not (
+            self.every is None or self.every == "epoch" or isinstance(self.every, int | timedelta)
+        ):
+            raise ValueError(
+                f'save_every is a number of steps, a datetime.timedelta or "epoch". Received: {self.every!r}'
+            )
+
+
+class Recovery:
+    """One worker's part in checkpoints. All methods but `terminated` are for the training thread.
+
+    Attributes:
+        position: Where in its data the training stands.
+    """
+
+    def __init__(self, member: Member, state: KerasState, run_dir: Path | None, attempt: int) -> None:
+        self._member = member
+        self._run_dir = run_dir
+        self._saver: Saver | None = None
+        self._store: CheckpointStore | None = None
+        if run_dir is not None:
+            store = CheckpointStore(run_dir)
+            self._saver = Saver(member, state, store, attempt)
+            if member.channel.rank == 0:
+                store.clean()
+                self._store = store
+                self._saver.start()
+        self._restores = 0
+        self._saves = Saves()
+        self._timer: threading.Thread | None = None
+        self._resumed = Position()
+        self.position = Position()
+        self._metrics: Mapping[str, Any] = {}
+        member.actions["save"] = self._save_on_request
+        member.actions["leave"] = self._leave
+
+    def plan(self, saves: Saves) -> None:
+        """Sets when checkpoints are made."""
+        if saves.every is not None and self._saver is None:
+            raise _no_run_dir()
+        self._saves = saves
+        if isinstance(saves.every, timedelta) and self._member.channel.rank == 0 and self._timer is None:
+            self._member.threads.start("timer", self._wish_in_time)
+
+    def reached(self, position: Position, logs: Mapping[str, Any] | None) -> None:
+        """Notes where in its data the training stands, and the last loss and metrics."""
+        self.position = position
+        self._metrics = logs if logs is not None else {}
+
+    def after_step(self, steps: int) -> None:
+        """A boundary: makes the checkpoint that is due, and raises why the last one failed."""
+        if self._saver is not None:
+            self._saver.check()
+        every, step = self._saves.every, self._member.gate.step
+        if isinstance(every, int) and step // every > (step - steps) // every:
+            self.save()
+
+    def after_epoch(self) -> None:
+        """The end of an epoch."""
+        if self._saves.every == "epoch":
+            self.save()
+
+    def save(self) -> Saving:
+        """Saves the state of this boundary; returns while it is being written."""
+        if self._saver is None:
+            raise _no_run_dir()
+        return self._saver.save(
+            self.position, numbers(self._metrics), self._saves.keeping, self._saves.when_busy
+        )
+
+    def restore(self, step: int | None, partial: bool) -> Restored | None:
+        """Gives all workers the state of a checkpoint."""
+        if self._run_dir is None:
+            raise _no_run_dir()
+        self._member.pause("restore")
+        self._restores += 1
+        restored = restore(self._member, self._store, self._restores, step, partial)
+        if restored is None:
+            return None
+        self._member.pause("\n".join(["restored", *map(str, sorted(restored.holds))]))
+        self._member.applied = set(restored.holds)
+        self._member.gate.start_from(restored.step)
+        self.position = self._resumed = restored.position
+        return restored
+
+    def take_resumed(self) -> Position:
+        """Where the training that begins now goes on; one that begins later starts at the beginning."""
+        resumed, self._resumed = self._resumed, Position()
+        return resumed
+
+    def settle(self) -> None:
+        """Waits until the last checkpoint is written, and raises why it could not be."""
+        if self._saver is not None:
+            self._saver.settle()
+            self._saver.check()
+
+    def terminated(self, training: bool) -> None:
+        """SIGTERM has come: all workers save at one boundary and leave. Outside of a training, at once."""
+        if not training:
+            sys.exit(TERMINATED)
+        self._member.wish("leave")
+
+    def _save_on_request(self) -> None:
+        self.save()
+
+    def _leave(self) -> None:
+        if self._saver is not None:
+            with contextlib.suppress(ReplicastError, OSError):
+                self.save()
+                self.settle()
+        logger.warning("worker %d was told to end: the state is saved", self._member.channel.rank)
+        sys.exit(TERMINATED)
+
+    def _wish_in_time(self) -> None:
+        last = time.monotonic()
+        while not self._member.threads.stopping.wait(LOOK_SECS):
+            every = self._saves.every
+            if isinstance(every, timedelta) and time.monotonic() - last >= every.total_seconds():
+                last = time.monotonic()
+                self._member.wish("save")
+
+
+def on_sigterm(act: Any) -> None:
+    """Has `act` called on SIGTERM, unless somebody has a handler already or this is not the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the process
+        act()
+
+    signal.signal(signal.SIGTERM, handle)
+
+
+def numbers(logs: Mapping[str, Any]) -> dict[str, float]:
+    """What in the logs is a number; a metric may be anything."""
+    found = {}
+    for name, value in logs.items():
+        with contextlib.suppress(TypeError, ValueError):
+            found[name] = float(value)
+    return found
+
+
+def _no_run_dir() -> NotSupported:
+    return NotSupported(
+        "A checkpoint without a run directory",
+        reason="there is no place for it",
+        remedy="Give Replicas(model, run_dir=...), or start the job with 'replicast run'",
+    )

@@ -1,0 +1,231 @@
+"""Checkpoints of a running job: the whole state at a boundary, written by worker 0 while training goes on.
+
+    training threads    at one boundary: worker 0 copies its state, the others digest theirs
+    saver thread        on worker 0: digests the copy, hears the others' digests, and only if all are equal
+                        writes the checkpoint
+
+A state that is not the same on all workers is never saved as if it were one.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Literal
+
+from replicast.checkpoint import CheckpointStore, Draft, Manifest, file_order
+from replicast.digest import digest_array
+from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged, ReplicastError
+from replicast.protocol import Member
+from replicast.replicas.position import Position
+from replicast.state import Arrays
+from replicast.strategy import KerasState
+
+WhenBusy = Literal["wait", "skip"]
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Which checkpoints stay.
+
+    Attributes:
+        last: So many of the latest ones.
+        best: A metric and whether its smallest or largest value is the best: that one stays too.
+    """
+
+    last: int = 3
+    best: tuple[str, Literal["min", "max"]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A copy of the state, on its way to a file."""
+
+    number: int
+    draft: Draft
+    arrays: Arrays
+
+
+class Saving:
+    """A checkpoint that is being written. The others' workers hold one too, which is done at once."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._manifest: Manifest | None = None
+        self._error: Exception | None = None
+
+    def done(self) -> bool:
+        """Whether it is written, or never will be."""
+        return self._done.is_set()
+
+    def result(self, timeout: float | None = None) -> Manifest | None:
+        """Blocks until the checkpoint is durable, at most `timeout` seconds.
+
+        Returns:
+            Its manifest; None on the workers that do not write, and when it was skipped.
+
+        Raises:
+            ReplicasDiverged: The workers' states differ: nothing was saved.
+            OSError, CheckpointError: It could not be written.
+        """
+        if not self._done.wait(timeout):
+            raise CheckpointError("The checkpoint is still being written", received=f"after {timeout} s")
+        if self._error is not None:
+            raise self._error
+        return self._manifest
+
+    def finish(self, manifest: Manifest | None = None, error: Exception | None = None) -> None:
+        """Settles it."""
+        self._manifest, self._error = manifest, error
+        self._done.set()
+
+
+class Saver:
+    """Saves the state of one job. `save` is for the training thread of all workers, at the same boundary.
+
+    Args:
+        store: Where; only worker 0 looks at it.
+        attempt: Which life of the job this is.
+    """
+
+    def __init__(self, member: Member, state: KerasState, store: CheckpointStore, attempt: int) -> None:
+        self._member = member
+        self._state = state
+        self._store = store
+        self._attempt = attempt
+        self._saves = 0
+        self._buffers: Arrays = {}
+        self._queue: queue.Queue[tuple[Snapshot, Keeping, Saving]] = queue.Queue()
+        self._current: Saving | None = None
+        self._failure: Exception | None = None
+
+    def start(self) -> None:
+        """Starts the thread that writes. Worker 0 only."""
+        self._member.threads.start("saver", self._run)
+
+    def check(self) -> None:
+        """Raises, once, why the last checkpoint could not be written."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def save(
+        self,
+        position: Position,
+        metrics: Mapping[str, float],
+        keeping: Keeping,
+        when_busy: WhenBusy = "wait",
+    ) -> Saving:
+        """Takes the state of this boundary. The training thread pays for a copy, or for digests."""
+        self._saves += 1
+        saving = Saving()
+        if self._member.channel.rank != 0:
+            digests = self._state.digests(v.name for v in self._state.schema)
+            said = {"step": self._member.gate.step, "digests": digests}
+            self._member.channel.tell(f"save/{self._saves}/{self._member.channel.rank}", json.dumps(said))
+            saving.finish()
+            return saving
+        if self._current is not None and not self._current.done():
+            if when_busy == "skip":
+                saving.finish()
+                return saving
+            self._wait_for(self._current)
+        self._state.snapshot(self._buffers)
+        snapshot = Snapshot(self._saves, self._draft(position, metrics), self._buffers)
+        self._current = saving
+        self._queue.put((snapshot, keeping, saving))
+        return saving
+
+    def settle(self) -> None:
+        """Blocks until nothing is being written. Worker 0's training thread, at a pause or at the end."""
+        if self._current is not None:
+            self._wait_for(self._current)
+
+    def _wait_for(self, saving: Saving) -> None:
+        while not saving.done():
+            self._member.threads.check()
+            if self._member.threads.stopping.is_set():
+                return
+            time.sleep(0.005)
+
+    def _draft(self, position: Position, metrics: Mapping[str, float]) -> Draft:
+        holds = self._member.applied
+        latest = max(holds, default=0)
+        later = [sequence for sequence in range(1, latest) if sequence not in holds]
+        return Draft(
+            step=self._member.gate.step,
+            sequence=latest,
+            epoch=position.epoch,
+            batch=position.batch,
+            created_at=time.time(),
+            workers=self._member.channel.size,
+            attempt=self._attempt,
+            schema=self._state.schema,
+            metrics=dict(metrics),
+            versions=_versions(),
+            extra={"committed_for_later": later},
+        )
+
+    def _run(self) -> None:
+        while not self._member.threads.stopping.is_set():
+            work = self._member.threads.take(self._queue)
+            if work is None:
+                continue
+            snapshot, keeping, saving = work
+            try:
+                saving.finish(self._write(snapshot, keeping))
+            except (ReplicastError, OSError) as error:
+                self._failure = error
+                saving.finish(error=error)
+
+    def _write(self, snapshot: Snapshot, keeping: Keeping) -> Manifest:
+        mine = {name: digest_array(value) for name, value in snapshot.arrays.items()}
+        for worker in range(1, self._member.channel.size):
+            self._compare(snapshot, mine, worker)
+        arrays = ((name, snapshot.arrays[name]) for name in file_order(snapshot.draft.schema))
+        manifest = self._store.write(snapshot.draft, arrays)
+        self._store.prune(keeping.last, keeping.best)
+        return manifest
+
+    def _compare(self, snapshot: Snapshot, mine: dict[str, str], worker: int) -> None:
+        timeout_secs = self._member.patience.begin_secs
+        text = self._member.channel.hear(f"save/{snapshot.number}/{worker}", timeout_secs)
+        if text is None:
+            raise JobFailed(
+                f"worker {worker} did not come to checkpoint {snapshot.number} within {timeout_secs:.0f} s",
+                worker=worker,
+            )
+        said = json.loads(text)
+        step = snapshot.draft.step
+        if said["step"] != step:
+            raise CheckpointError(
+                "The workers save at different steps",
+                step=step,
+                expected=f"step {step} on all workers",
+                received=f"worker {worker} at step {said['step']}",
+                remedy="Call save() on all workers at the same place of the script",
+            )
+        differing = [name for name, digest in mine.items() if said["digests"].get(name) != digest]
+        if differing:
+            raise ReplicasDiverged(
+                f"The state is not saved: at step {step} worker {worker} differs from worker 0 in "
+                f"{', '.join(differing[:5])}{' and others' if len(differing) > 5 else ''}. "
+                "replicas.sync(source=0) makes them equal",
+                worker=worker,
+                step=step,
+            )
+
+
+def _versions() -> dict[str, Any]:
+    found = {}
+    for package in ("replicast", "tensorflow", "tensorflow-cpu", "keras", "numpy"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
