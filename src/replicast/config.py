@@ -21,16 +21,21 @@ RUN_DIR = "REPLICAST_RUN_DIR"
 ATTEMPT = "REPLICAST_ATTEMPT"
 HOST_ID = "REPLICAST_HOST_ID"
 SHM_DIR = "REPLICAST_SHM_DIR"
+FAULTS = "REPLICAST_FAULTS"
 LAUNCHED = "REPLICAST_LAUNCHED"
 """Set by `replicast run` for its workers: their exit codes are watched by a launcher on the same host."""
 FAILED_BECAUSE_OF_ANOTHER = 75
 """The exit code of a worker that ends only because another one failed. Such a worker may well end first,
 while the one that failed still tells the others; the launcher then knows whom to name."""
 
+TOLD_TO_END = 143
+"""The exit code of a worker that got SIGTERM, saved its state with all others, and left."""
+
 _EXAMPLE = (
     'Expected something like {"cluster": {"worker": ["host1:2222", "host2:2222"]}, '
     '"task": {"type": "worker", "index": 0}}'
 )
+_FAULTS_EXAMPLE = 'Expected something like [{"worker": 1, "point": "apply", "action": "kill"}]'
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,28 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
         attempt=int(attempt),
         launched=environ.get(LAUNCHED) == "1",
     )
+
+
+def read_faults(environ: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Reads the faults that `REPLICAST_FAULTS` asks for; `faults.Fault` checks what each of them says.
+
+    Raises:
+        ClusterError: It is there and is no list of JSON objects.
+    """
+    text = environ.get(FAULTS, "").strip()
+    if not text:
+        return []
+    try:
+        described = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ClusterError(
+            f"{FAULTS} is not JSON ({error})", received=_shortened(text), remedy=_FAULTS_EXAMPLE
+        ) from None
+    if not isinstance(described, list) or not all(isinstance(fault, dict) for fault in described):
+        raise ClusterError(
+            f"{FAULTS} is not a list of JSON objects", received=_shortened(text), remedy=_FAULTS_EXAMPLE
+        )
+    return described
 
 
 def shared_memory_directory(environ: Mapping[str, str]) -> Path:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from replicast import faults
 from replicast.edits import BFLOAT16, Array
 from replicast.errors import FileDamaged, UpdateRefused
 
@@ -70,7 +71,9 @@ def write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     with _temporary(path) as (descriptor, temporary):
         for chunk in chunks:
             _write_all(descriptor, chunk)
+        faults.point("write")
         os.fsync(descriptor)
+        faults.point("rename")
         temporary.rename(path)
     sync_directory(path.parent)
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from replicast import faults
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import (
     json_bytes,
@@ -100,10 +101,12 @@ class Journal(AnyJournal):
 
     Args:
         run_dir: The run directory; `updates` is made in it by the first write.
+        check: Raises when this process must not commit any more.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, check: Callable[[], None] = lambda: None) -> None:
         self._directory = Path(run_dir) / "updates"
+        self._check = check
 
     def stage(self, update: Update) -> StagedPayload:
         """As in `AnyJournal`."""
@@ -136,9 +139,11 @@ class Journal(AnyJournal):
         if record.sequence > 1 and not self._path(record.sequence - 1, _RECORD).exists():
             raise ValueError(f"The order has no place before this one. Received: {record.sequence}")
         payload_path, content = self._path(record.sequence, _PAYLOAD), json_bytes(record.to_json())
+        self._check()
         try:
             staged.path.rename(payload_path)
             sync_directory(self._directory)
+            faults.point("journal")
             write_durably(record_path, [content])
         except OSError as error:
             if record_path.exists():

@@ -10,11 +10,11 @@ import pytest
 import replicast
 
 LAYERS = [
-    {"errors", "config"},
+    {"errors", "config", "faults"},
     {"digest", "edits", "schema"},
     {"files", "parts"},
     {"update", "state", "records"},
-    {"validate", "journal", "inbox", "runfiles", "checkpoint"},
+    {"fence", "validate", "journal", "inbox", "runfiles", "checkpoint"},
     {"coordination"},
     {"transport", "lifetime"},
     {"strategy"},

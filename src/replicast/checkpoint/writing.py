@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from replicast import faults
 from replicast.checkpoint.digests import PassingDigest, digest_of_digests
 from replicast.checkpoint.layout import Layout, layout_of
 from replicast.checkpoint.manifest import Draft, Manifest
@@ -79,6 +80,7 @@ def put_in_place(temporary: Path, path: Path) -> None:
         if replaced.exists():
             shutil.rmtree(replaced)  # Of a replacement that had come to its end, but for this.
         path.rename(replaced)
+    faults.point("rename")
     try:
         temporary.rename(path)
     except OSError:
@@ -98,6 +100,7 @@ def _write_state(path: Path, draft: Draft, variables: Iterable[tuple[str, Pieces
         for name, pieces in variables:
             writer.write(name, pieces)
         digests, sha256 = writer.finish()
+        faults.point("write")
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -165,6 +168,7 @@ def _write_file(path: Path, content: bytes) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         _write_at(descriptor, memoryview(content), 0)
+        faults.point("write")
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

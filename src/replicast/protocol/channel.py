@@ -11,6 +11,7 @@ import threading
 import time
 from typing import Any
 
+from replicast import faults
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed
 from replicast.protocol.messages import Answer, Applied, Computed, decode, encode
@@ -92,6 +93,7 @@ class Channel:
 
     def applied(self, sequence: int, applied: Applied) -> None:
         """Reports that this worker has applied an update."""
+        faults.point("ack")
         self._put(f"applied/{sequence}/{self.rank}", encode(applied))
 
     def applied_by(self, sequence: int, worker: int) -> Applied | None:

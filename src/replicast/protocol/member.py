@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from replicast import faults
 from replicast.errors import UpdateRefused
 from replicast.journal import Receipt
 from replicast.protocol.channel import Channel
@@ -204,6 +205,7 @@ class Member:
             self.actions[go.action]()
         for sequence, id_ in go.updates:
             staged = self._staged.pop(id_)
+            faults.point("apply")
             self.state.apply(staged.update.edits)
             self.applied.add(sequence)
             applied_at = time.time()
@@ -250,6 +252,7 @@ class Member:
             self.gate.wake()
             return
         ticket.content_digest = parcel.digest
+        faults.point("propose")
         self.channel.post(self._proposal(ticket, parcel=parcel.to_json(), at_step=at_step))
 
     # The follower thread.
@@ -312,6 +315,7 @@ class Member:
         self.gate.wake()
 
     def _stage(self, message: Stage) -> Answer:
+        faults.point("stage")
         try:
             parcel = Parcel.from_json(message.parcel)
             *arrays, described = self.transport.receive(parcel, self.patience.stage_secs)
@@ -325,6 +329,7 @@ class Member:
             return Answer(error=UpdateRefused(said, worker=self.channel.rank).to_json())
         self._staged[message.id] = Staged(update, parcel.id, message.content_digest)
         self._outcomes.note_stage(message.id, Standing.STAGED)
+        faults.point("ready")
         return Answer()
 
     # Waiting.

@@ -16,6 +16,7 @@ import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
+from replicast import faults
 from replicast.errors import JobFailed, UpdateRefused
 from replicast.journal import AnyJournal, Record, StagedPayload, summarized
 from replicast.protocol.member import Member
@@ -266,6 +267,7 @@ class Rounds:
             self._verifier.expect(
                 Committed(record, proposal.content_digest, proposal.proposed_at, step, scheduled)
             )
+        faults.point("commit")
         self._channel.append(Go(round_, step, updates, scheduled) if updates else Free(round_))
         return refused
 

@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import dataclass
 
+from replicast import faults
 from replicast.journal import AnyJournal, Receipt, Record
 from replicast.protocol.channel import Channel
 from replicast.protocol.messages import Applied, Failed, Verified
@@ -130,6 +131,7 @@ class Verifier:
             verified_at=time.time(),
             stage=Stage.VERIFIED if equal else Stage.FAILED,
         )
+        faults.point("verify")
         try:
             if not committed.has_receipt:
                 self._journal.write_receipt(receipt)

@@ -12,6 +12,7 @@ import keras
 
 from replicast.config import read_launch
 from replicast.errors import ClusterError, NotSupported
+from replicast.fence import Fence
 from replicast.journal import AnyJournal, Journal, MemoryJournal
 from replicast.protocol import Channel, Coordinator, Member, Patience
 from replicast.replicas.housekeeping import Housekeeping
@@ -122,10 +123,12 @@ def join(
     )
     housekeeping = Housekeeping(member, settings.run_dir, settings.attempt)
     member.start()
+    fence = None
     if strategy.rank == 0:
-        _coordinate(member, settings)
+        fence = None if settings.run_dir is None else Fence(settings.run_dir, settings.attempt)
+        _coordinate(member, settings, fence)
     housekeeping.start()
-    recovery = Recovery(member, state, settings.run_dir, settings.attempt)
+    recovery = Recovery(member, state, settings.run_dir, settings.attempt, fence)
     return Parts(state, member, housekeeping, recovery)
 
 
@@ -140,13 +143,13 @@ def _check_same_model(channel: Channel, state: KerasState, patience: Patience) -
         )
 
 
-def _coordinate(member: Member, settings: Settings) -> None:
+def _coordinate(member: Member, settings: Settings, fence: Fence | None) -> None:
     journal: AnyJournal = MemoryJournal()
     if settings.run_dir is not None:
         size = member.channel.size
         info = RunInfo(FORMAT, member.state.schema, size, settings.attempt, created_at=time.time())
         write_run_info(settings.run_dir, info)
         if settings.durable:
-            journal = Journal(settings.run_dir)
+            journal = Journal(settings.run_dir) if fence is None else Journal(settings.run_dir, fence.check)
             journal.clean()
     Coordinator(member, journal, durable=settings.durable, attempt=settings.attempt).start()

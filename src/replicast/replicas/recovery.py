@@ -16,7 +16,9 @@ from types import FrameType
 from typing import Any, Literal
 
 from replicast.checkpoint import CheckpointStore
+from replicast.config import TOLD_TO_END
 from replicast.errors import NotSupported, ReplicastError
+from replicast.fence import Fence
 from replicast.protocol import Member
 from replicast.replicas.position import Position
 from replicast.replicas.restoring import Restored, restore
@@ -26,7 +28,6 @@ from replicast.strategy import KerasState
 logger = logging.getLogger("replicast")
 
 SaveEvery = int | timedelta | Literal["epoch"]
-TERMINATED = 128 + signal.SIGTERM
 LOOK_SECS = 0.5
 
 
@@ -61,14 +62,16 @@ class Recovery:
         position: Where in its data the training stands.
     """
 
-    def __init__(self, member: Member, state: KerasState, run_dir: Path | None, attempt: int) -> None:
+    def __init__(
+        self, member: Member, state: KerasState, run_dir: Path | None, attempt: int, fence: Fence | None
+    ) -> None:
         self._member = member
         self._run_dir = run_dir
         self._saver: Saver | None = None
         self._store: CheckpointStore | None = None
         if run_dir is not None:
             store = CheckpointStore(run_dir)
-            self._saver = Saver(member, state, store, attempt)
+            self._saver = Saver(member, state, store, attempt, fence)
             if member.channel.rank == 0:
                 store.clean()
                 self._store = store
@@ -145,7 +148,7 @@ class Recovery:
     def terminated(self, training: bool) -> None:
         """SIGTERM has come: all workers save at one boundary and leave. Outside of a training, at once."""
         if not training:
-            sys.exit(TERMINATED)
+            sys.exit(TOLD_TO_END)
         self._member.wish("leave")
 
     def _save_on_request(self) -> None:
@@ -157,7 +160,7 @@ class Recovery:
                 self.save()
                 self.settle()
         logger.warning("worker %d was told to end: the state is saved", self._member.channel.rank)
-        sys.exit(TERMINATED)
+        sys.exit(TOLD_TO_END)
 
     def _wish_in_time(self) -> None:
         last = time.monotonic()

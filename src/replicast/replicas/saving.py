@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal
 
+from replicast import faults
 from replicast.checkpoint import CheckpointStore, Draft, Manifest, file_order
 from replicast.digest import digest_array
 from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged, ReplicastError
+from replicast.fence import Fence
 from replicast.protocol import Member
 from replicast.replicas.position import Position
 from replicast.state import Arrays
@@ -91,10 +93,14 @@ class Saver:
     Args:
         store: Where; only worker 0 looks at it.
         attempt: Which life of the job this is.
+        fence: On worker 0: whether this group may still write.
     """
 
-    def __init__(self, member: Member, state: KerasState, store: CheckpointStore, attempt: int) -> None:
+    def __init__(
+        self, member: Member, state: KerasState, store: CheckpointStore, attempt: int, fence: Fence | None
+    ) -> None:
         self._member = member
+        self._fence = fence
         self._state = state
         self._store = store
         self._attempt = attempt
@@ -122,6 +128,7 @@ class Saver:
         when_busy: WhenBusy = "wait",
     ) -> Saving:
         """Takes the state of this boundary. The training thread pays for a copy, or for digests."""
+        faults.point("snapshot")
         self._saves += 1
         saving = Saving()
         if self._member.channel.rank != 0:
@@ -187,6 +194,8 @@ class Saver:
         mine = {name: digest_array(value) for name, value in snapshot.arrays.items()}
         for worker in range(1, self._member.channel.size):
             self._compare(snapshot, mine, worker)
+        if self._fence is not None:
+            self._fence.check()
         arrays = ((name, snapshot.arrays[name]) for name in file_order(snapshot.draft.schema))
         manifest = self._store.write(snapshot.draft, arrays)
         self._store.prune(keeping.last, keeping.best)

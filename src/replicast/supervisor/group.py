@@ -38,13 +38,17 @@ class Patience:
     """How long each stage of the end may last.
 
     Attributes:
-        settle_secs: How long workers may go on after another one failed.
+        settle_secs: How long workers may go on after another one failed, which has told them.
+        settle_killed_secs: The same after one was killed: it has told nobody, they wait for it in vain.
         stop_secs: How long they may take to end when asked to.
+        stop_failed_secs: The same when their job has failed: there is nothing left to save.
         kill_secs: How long the kernel may take to end a killed process, before it is left behind.
     """
 
     settle_secs: float = 5.0
+    settle_killed_secs: float = 1.0
     stop_secs: float = 10.0
+    stop_failed_secs: float = 2.0
     kill_secs: float = 10.0
 
 
@@ -158,7 +162,9 @@ class Group:
             return
         self._exits[ended.rank] = ended
         if ended.code != 0 and self._stage is Stage.RUNNING:
-            self._enter(Stage.SETTLING, self._patience.settle_secs)
+            killed = ended.code < 0
+            patience = self._patience
+            self._enter(Stage.SETTLING, patience.settle_killed_secs if killed else patience.settle_secs)
 
     def _take_signals(self) -> None:
         for signum in self._interruptions.take():
@@ -167,18 +173,18 @@ class Group:
             elif self._interrupted_by is None:
                 self._interrupted_by = signum
                 if self._stage < Stage.STOPPING:
-                    self._stop(signum)
+                    self._stop(signum, self._patience.stop_secs)
             elif signum is signal.SIGINT:
                 self._kill()
 
     def _go_on(self) -> None:
         if self._stage is Stage.SETTLING:
-            self._stop(signal.SIGTERM)
+            self._stop(signal.SIGTERM, min(self._patience.stop_failed_secs, self._patience.stop_secs))
         elif self._stage is Stage.STOPPING:
             self._kill()
 
-    def _stop(self, signum: signal.Signals) -> None:
-        self._enter(Stage.STOPPING, self._patience.stop_secs)
+    def _stop(self, signum: signal.Signals, within_secs: float) -> None:
+        self._enter(Stage.STOPPING, within_secs)
         self._signal_the_rest(signum)
 
     def _kill(self) -> None:

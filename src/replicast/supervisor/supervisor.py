@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from replicast.config import TOLD_TO_END
 from replicast.supervisor.group import Group, GroupEnd, Patience
 from replicast.supervisor.interruptions import Interruptions
 from replicast.supervisor.machine import this_machine
@@ -79,7 +80,10 @@ def exit_code(end: GroupEnd) -> int:
 
 
 def _may_restart(end: GroupEnd) -> bool:
-    return end.first_failure is not None and end.interrupted_by is None and not end.left_behind
+    """Not after a worker that was told to end, and has saved its state: somebody wants the machine."""
+    if end.first_failure is None or end.interrupted_by is not None or end.left_behind:
+        return False
+    return end.first_failure.code != TOLD_TO_END
 
 
 def _run_attempt(

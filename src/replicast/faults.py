@@ -1,0 +1,228 @@
+"""Named places in the way of an update and of a checkpoint at which a process can be made to fail.
+
+A plan says which worker fails where, how often it must have come there before, and how. It is read from the
+environment of a worker that `replicast run` has started, or set by a test:
+
+    REPLICAST_FAULTS='[{"worker": 1, "point": "apply", "occurrence": 2, "action": "kill"}]'
+
+A fault that fires is written to `faults.jsonl` in the run directory first, so that a test can tell a job that
+survived from one to which nothing happened. Without a plan a point is one comparison with None.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from replicast.config import FAULTS, read_cluster, read_faults, read_launch
+from replicast.errors import ClusterError
+
+FIRED = "faults.jsonl"
+"""Where in the run directory the faults that fired are written down."""
+
+
+class Point(enum.StrEnum):
+    """Where a process can fail. The comments say between what and what."""
+
+    PROPOSE = "propose"  # The author's bytes can be fetched | the proposal is posted.
+    STAGE = "stage"  # A worker is told to stage | it fetches the bytes.
+    READY = "ready"  # A worker has fetched and checked the bytes | it says so.
+    JOURNAL = "journal"  # Worker 0: the payload has its final name | the record is written.
+    COMMIT = "commit"  # Worker 0: the record is durable | the workers are told to go.
+    APPLY = "apply"  # A worker stands at the boundary | its state changes.
+    ACK = "ack"  # A worker's state has changed | it reports the digest.
+    VERIFY = "verify"  # Worker 0: all digests are there | the receipt is written.
+    SNAPSHOT = "snapshot"  # A checkpoint is due | worker 0 copies the state, the others digest theirs.
+    WRITE = "write"  # A file's bytes are written under a temporary name | they are fsynced.
+    RENAME = "rename"  # A file or checkpoint is whole under a temporary name | it gets its final one.
+
+
+class Action(enum.StrEnum):
+    """How a process fails."""
+
+    KILL = "kill"  # As by kill -9: nothing is cleaned up.
+    RAISE = "raise"  # As by a mistake in the code: `FaultInjected`, in whatever thread it is.
+    STOP = "stop"  # As by SIGSTOP: silent, and perhaps continued long after the others gave up on it.
+
+
+class FaultInjected(RuntimeError):  # noqa: N818 - reads as a sentence: raise FaultInjected
+    """A plan asked for this error. No `ReplicastError`: nothing that handles foreseen errors may catch it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One failure.
+
+    Attributes:
+        worker: The rank of the worker that fails.
+        point: Where.
+        occurrence: At the how-manieth time that its process comes there, counted from 1.
+        action: How.
+        attempt: In which life of the job: one that is started again does not fail again.
+    """
+
+    worker: int
+    point: Point
+    occurrence: int = 1
+    action: Action = Action.KILL
+    attempt: int = 0
+
+    @classmethod
+    def from_json(cls, described: Mapping[str, Any]) -> Fault:
+        """Reads one entry of a plan.
+
+        Raises:
+            ClusterError: A field is missing, unknown or not what it must be; it is named.
+        """
+        unknown = sorted(set(described) - set(cls.__slots__))
+        if unknown:
+            problem = f"{FAULTS}: a fault has no field {unknown[0]!r}"
+            raise ClusterError(
+                problem, remedy=f"Its fields are {', '.join(cls.__slots__)}", received=described
+            )
+        for name, least, default in (("worker", 0, None), ("occurrence", 1, 1), ("attempt", 0, 0)):
+            number = described.get(name, default)
+            if type(number) is not int or number < least:  # `type`, since True is an int to isinstance
+                problem = f"{FAULTS}: {name!r} must be a whole number, at least {least}"
+                raise ClusterError(problem, received=described)
+        point = _one_of(Point, described, "point", None)
+        action = _one_of(Action, described, "action", Action.KILL)
+        numbers = {name: described[name] for name in ("worker", "occurrence", "attempt") if name in described}
+        return cls(point=Point(point), action=Action(action), **numbers)
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in a plan."""
+        return asdict(self)
+
+
+class Plan:
+    """The faults that are meant for this process, and how often it came to which point. For any thread.
+
+    Args:
+        faults: Those of all workers and all lives of the job.
+        worker: The rank of this process.
+        attempt: Which life of the job this is.
+        run_dir: Where what fired is written down; nowhere if None.
+    """
+
+    def __init__(
+        self, faults: Sequence[Fault], *, worker: int, attempt: int = 0, run_dir: Path | None = None
+    ) -> None:
+        self._waiting = [fault for fault in faults if (fault.worker, fault.attempt) == (worker, attempt)]
+        self._run_dir = run_dir
+        self._seen: Counter[Point] = Counter()
+        self._lock = threading.Lock()
+        self.fired: list[Fault] = []
+        """Those that have acted, in order."""
+
+    def reach(self, name: str) -> None:
+        """A thread has come to a point: counts it, and fails if that is the plan."""
+        here = Point(name)
+        with self._lock:
+            self._seen[here] += 1
+            meant = (here, self._seen[here])
+            due = [fault for fault in self._waiting if (fault.point, fault.occurrence) == meant]
+            self.fired += due
+            for fault in due:
+                self._write_down(fault)
+        for fault in due:  # outside of the lock: a process that is stopped may be continued
+            _act(fault)
+
+    def _write_down(self, fault: Fault) -> None:
+        if self._run_dir is None:
+            return
+        line = json.dumps({**fault.to_json(), "pid": os.getpid(), "time": time.time()}) + "\n"
+        descriptor = os.open(
+            self._run_dir / FIRED, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
+        )
+        try:
+            os.write(descriptor, line.encode())
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def point(name: str) -> None:
+    """A place where this process fails if a plan says so. Costs next to nothing when there is none.
+
+    Args:
+        name: One of `Point`.
+    """
+    if _plan is not None:
+        _plan.reach(name)
+
+
+def set_plan(
+    faults: Sequence[Fault], *, worker: int = 0, attempt: int = 0, run_dir: Path | None = None
+) -> Plan | None:
+    """Sets this process's plan in place of the one it has; for tests.
+
+    Args:
+        faults: Those of all workers and lives. None at all: points are inert again.
+        worker: The rank of this process.
+        attempt: Which life of the job this is.
+        run_dir: Where what fires is written down.
+    """
+    global _plan
+    _plan = Plan(faults, worker=worker, attempt=attempt, run_dir=run_dir) if faults else None
+    return _plan
+
+
+def read_plan(environ: Mapping[str, str]) -> Plan | None:
+    """The plan in the environment of a worker of `replicast run`.
+
+    The launcher and the other commands have the same environment, and must not fail of it.
+
+    Raises:
+        ClusterError: It is no plan; the message says which part and what was expected.
+    """
+    launch = read_launch(environ)
+    faults = [Fault.from_json(described) for described in read_faults(environ)] if launch.launched else []
+    if not faults:
+        return None
+    cluster = read_cluster(environ)
+    worker = 0 if cluster is None else cluster.rank
+    return Plan(faults, worker=worker, attempt=launch.attempt, run_dir=launch.run_dir)
+
+
+def read_fired(run_dir: Path) -> list[dict[str, Any]]:
+    """What is written down of the faults that fired in a run, in order: their fields, `pid` and `time`."""
+    path = run_dir / FIRED
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _act(fault: Fault) -> None:
+    match fault.action:
+        case Action.KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case Action.STOP:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case Action.RAISE:
+            raise FaultInjected(
+                f"The fault plan asked for an error at the point {fault.point}. Unset {FAULTS} to run "
+                f"without. Received: {fault.to_json()}"
+            )
+
+
+def _one_of(kind: type[enum.StrEnum], described: Mapping[str, Any], name: str, default: str | None) -> str:
+    value = described.get(name, default)
+    allowed = [str(member) for member in kind]
+    if value not in allowed:
+        raise ClusterError(
+            f"{FAULTS}: there is no {name} {value!r}",
+            remedy=f"Use one of {', '.join(allowed)}",
+            received=described,
+        )
+    return str(value)
+
+
+_plan = read_plan(os.environ)
