@@ -16,6 +16,7 @@ from replicast.fence import Fence
 from replicast.journal import AnyJournal, Journal, MemoryJournal
 from replicast.protocol import Channel, Coordinator, Member, Patience
 from replicast.replicas.housekeeping import Housekeeping
+from replicast.replicas.proposing import Proposing
 from replicast.replicas.recovery import Recovery
 from replicast.runfiles import FORMAT, RunInfo, write_run_info
 from replicast.strategy import KerasState, Strategy, optimizers_by_name
@@ -52,6 +53,7 @@ class Parts:
     member: Member
     housekeeping: Housekeeping
     recovery: Recovery
+    proposing: Proposing
 
 
 def settle(
@@ -129,7 +131,7 @@ def join(
         _coordinate(member, settings, fence)
     housekeeping.start()
     recovery = Recovery(member, state, settings.run_dir, settings.attempt, fence)
-    return Parts(state, member, housekeeping, recovery)
+    return Parts(state, member, housekeeping, recovery, Proposing(member))
 
 
 def _check_same_model(channel: Channel, state: KerasState, patience: Patience) -> None:

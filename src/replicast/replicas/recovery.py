@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+import tensorflow as tf
+
 from replicast.checkpoint import CheckpointStore
 from replicast.config import TOLD_TO_END
 from replicast.errors import NotSupported, ReplicastError
@@ -80,6 +82,7 @@ class Recovery:
         self._saves = Saves()
         self._timer: threading.Thread | None = None
         self._resumed = Position()
+        self._steps_to_skip = 0
         self.position = Position()
         self._metrics: Mapping[str, Any] = {}
         member.actions["save"] = self._save_on_request
@@ -132,12 +135,31 @@ class Recovery:
         self._member.applied = set(restored.holds)
         self._member.gate.start_from(restored.step)
         self.position = self._resumed = restored.position
+        self._steps_to_skip = restored.step
         return restored
 
     def take_resumed(self) -> Position:
         """Where the training that begins now goes on; one that begins later starts at the beginning."""
         resumed, self._resumed = self._resumed, Position()
         return resumed
+
+    def resume(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """The rest of the pass in which the restored state was left, once."""
+        done, self._steps_to_skip = self._steps_to_skip, 0
+        length = int(dataset.cardinality())
+        if done == 0:
+            return dataset
+        if length == tf.data.INFINITE_CARDINALITY:
+            return dataset.skip(done)
+        if length == tf.data.UNKNOWN_CARDINALITY:
+            logger.warning(
+                "The length of the dataset is not known: it cannot be positioned, and starts at its "
+                "beginning. dataset.apply(tf.data.experimental.assert_cardinality(n)) tells it"
+            )
+            return dataset
+        for _ in range(done // length):
+            iter(dataset)  # each pass draws its own order: those before have had theirs
+        return dataset.skip(done % length)
 
     def settle(self) -> None:
         """Waits until the last checkpoint is written, and raises why it could not be."""

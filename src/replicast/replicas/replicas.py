@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import keras
+import tensorflow as tf
 
 from replicast.errors import NotSupported, ReplicastError, UpdateRefused
 from replicast.journal import Receipt
@@ -18,10 +18,12 @@ from replicast.protocol.functions import Function
 from replicast.replicas.callback import BoundaryCallback
 from replicast.replicas.housekeeping import Housekeeping
 from replicast.replicas.joining import Durability, Parts, join, settle, strategy_of
+from replicast.replicas.moving import move, read_model, write_model
 from replicast.replicas.position import Position
 from replicast.replicas.recovery import Recovery, SaveEvery, Saves, on_sigterm
 from replicast.replicas.restoring import Restored
 from replicast.replicas.saving import Keeping, Saving, WhenBusy
+from replicast.replicas.syncing import sync
 from replicast.schema import Schema
 from replicast.strategy import KerasState
 from replicast.update import Update
@@ -70,8 +72,8 @@ class Replicas:
         )
         self._trained = False
         self._closed = False
-        self._proposed: dict[str, tuple[int, int]] = {}
         self._syncs = 0
+        self._moves = 0
         self._parts: Parts | None = None
         if model.built:
             self._open()
@@ -193,29 +195,7 @@ class Replicas:
         Raises:
             UpdateRefused: `source` or `at_step` make no sense.
         """
-        if at_step is not None and at_step <= self.step:
-            raise UpdateRefused(
-                f"Step {at_step} is past", expected=f"a step after {self.step}", received=f"at_step={at_step}"
-            )
-        if isinstance(update, Update):
-            if source is not None:
-                raise UpdateRefused(
-                    "source is for functions: an update's values are given", received=f"{source}"
-                )
-            if not update.id_was_given and self._in_training_thread():
-                update = update.with_id(self._next_id(f"worker-{self.rank}"))
-            return self._member.propose(update, at_step)
-        runs_on = self.rank if source is None else source
-        if not 0 <= runs_on < self.size:
-            raise UpdateRefused(
-                "There is no such worker", expected=f"source from 0 to {self.size - 1}", received=f"{source}"
-            )
-        if runs_on != self.rank and not self._in_training_thread():
-            raise UpdateRefused(
-                f"A function for worker {runs_on} cannot be sent there by worker {self.rank}",
-                remedy=f"Propose it on worker {runs_on}, or in the training thread of every worker",
-            )
-        return self._member.propose_function(self._next_id(f"function-{runs_on}"), update, runs_on, at_step)
+        return self._opened().proposing.propose(update, source=source, at_step=at_step)
 
     def boundary(self, *, steps: int = 1, logs: Mapping[str, Any] | None = None) -> None:
         """The training thread has finished `steps` more steps. Call it after each step of an own loop.
@@ -253,18 +233,45 @@ class Replicas:
         chosen = list(self.schema) if variables is None else [self.schema.resolve(name) for name in variables]
         names = sorted({variable.name for variable in chosen})
         self._syncs += 1
-        self._member.pause(f"compare\n{source}\n" + "\n".join(names))
-        mine = self._state.digests(names)
-        all_digests = self._member.channel.agree(
-            f"sync/{self._syncs}", json.dumps(mine), self._member.patience.begin_secs
-        )
-        theirs = [json.loads(text) for text in all_digests.values()]
-        differing = [n for n in names if any(their[n] != theirs[source][n] for their in theirs)]
-        if not differing:
-            return None
-        id_ = f"sync-{self._settings.attempt}-{self.step}-{self._syncs}"
-        self._member.pause("\n".join(["sync", str(source), id_, *differing]))
-        return next((receipt for receipt in reversed(self._member.history) if receipt.id == id_), None)
+        return sync(self._member, source, names, self._syncs, self._settings.attempt)
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Writes the model for other tools. All workers must call it; worker 0 writes.
+
+        Args:
+            path: Ends in `.keras` (the whole model), in `.weights.h5` (Keras' weights), or is the prefix of a
+                `tf.train.Checkpoint` with `model` and `optimizer`.
+        """
+        self._member.pause("export")
+        self._moves += 1
+        move(self._member, self._moves, lambda: write_model(self.model, Path(path)))
+
+    def import_weights(self, path: str | os.PathLike[str]) -> Receipt | None:
+        """Gives every replica the weights of a file that `export`, Keras or TensorFlow wrote.
+
+        All workers must call it: worker 0 reads the file, the others receive what differs, as in `sync`.
+
+        Args:
+            path: As for `export`. A `.keras` file is read in Keras' safe mode: no code in it is run.
+
+        Returns:
+            The receipt, or None when the weights were those already.
+
+        Raises:
+            CheckpointError: Worker 0 cannot read it.
+        """
+        self._member.pause("import")
+        self._moves += 1
+        move(self._member, self._moves, lambda: read_model(self.model, Path(path)))
+        return self.sync(source=0)
+
+    def resume(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """For an own loop: the rest of the pass over `dataset` in which the restored state was left.
+
+        `fit` with the callback does this by itself. Without a restore, or asked a second time, the dataset as
+        it is. One whose length is unknown cannot be positioned: that is said once, in the log.
+        """
+        return self.recovery.resume(dataset)
 
     def begin_epoch(self, epoch: int | None) -> None:
         """All workers: called by the callback. The order of the data follows from the epoch's number."""
@@ -334,13 +341,3 @@ class Replicas:
     def _stop(self) -> None:
         self._member.stop()
         self._housekeeping.finish()
-
-    def _in_training_thread(self) -> bool:
-        return self._member.in_training_thread()
-
-    def _next_id(self, prefix: str) -> str:
-        """An id that a restarted job gives to the same proposal, so that it is applied once all the same."""
-        step, count = self._proposed.get(prefix, (0, 0))
-        count = count + 1 if step == self.step else 1
-        self._proposed[prefix] = (self.step, count)
-        return f"{prefix}-step-{self.step}-{count}"

@@ -1,0 +1,54 @@
+"""What a worker may propose, and under which id."""
+
+from __future__ import annotations
+
+from replicast.errors import UpdateRefused
+from replicast.protocol import Member, Ticket
+from replicast.protocol.functions import Function
+from replicast.update import Update
+
+
+class Proposing:
+    """Checks what can be checked at once, and hands proposals to the protocol. Any thread may call."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._rank = member.channel.rank
+        self._size = member.channel.size
+        self._last: dict[str, tuple[int, int]] = {}
+
+    def propose(self, update: Update | Function, *, source: int | None, at_step: int | None) -> Ticket:
+        """See `Replicas.propose`."""
+        step = self._member.gate.step
+        if at_step is not None and at_step <= step:
+            raise UpdateRefused(
+                f"Step {at_step} is past", expected=f"a step after {step}", received=f"at_step={at_step}"
+            )
+        if isinstance(update, Update):
+            return self._propose_update(update, source, at_step)
+        runs_on = self._rank if source is None else source
+        if not 0 <= runs_on < self._size:
+            raise UpdateRefused(
+                "There is no such worker", expected=f"source from 0 to {self._size - 1}", received=f"{source}"
+            )
+        if runs_on != self._rank and not self._member.in_training_thread():
+            raise UpdateRefused(
+                f"A function for worker {runs_on} cannot be sent there by worker {self._rank}",
+                remedy=f"Propose it on worker {runs_on}, or in the training thread of every worker",
+            )
+        return self._member.propose_function(self._next_id(f"function-{runs_on}"), update, runs_on, at_step)
+
+    def _propose_update(self, update: Update, source: int | None, at_step: int | None) -> Ticket:
+        if source is not None:
+            raise UpdateRefused("source is for functions: an update's values are given", received=f"{source}")
+        if not update.id_was_given and self._member.in_training_thread():
+            update = update.with_id(self._next_id(f"worker-{self._rank}"))
+        return self._member.propose(update, at_step)
+
+    def _next_id(self, prefix: str) -> str:
+        """An id that a restarted job gives to the same proposal, so that it is applied once all the same."""
+        now = self._member.gate.step
+        step, count = self._last.get(prefix, (now, 0))
+        count = count + 1 if step == now else 1
+        self._last[prefix] = (now, count)
+        return f"{prefix}-step-{now}-{count}"
