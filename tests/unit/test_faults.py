@@ -1,0 +1,257 @@
+"""Fault points: inert without a plan, and with one exactly what it says, once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import replicast
+from replicast import faults
+from replicast.config import Cluster
+from replicast.errors import ClusterError, ReplicastError
+from replicast.faults import Action, Fault, FaultInjected, Plan, Point
+from replicast.files import write_durably
+
+PACKAGE = Path(replicast.__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def no_plan_outlives_its_test() -> Iterator[None]:
+    yield
+    faults.set_plan(())
+
+
+def raising(point: str = "apply", **fields: int) -> Fault:
+    return Fault(worker=fields.pop("worker", 0), point=Point(point), action=Action.RAISE, **fields)
+
+
+def environ_of(plan: object, *, rank: int = 0, attempt: int = 0, **more: str) -> dict[str, str]:
+    cluster = Cluster(addresses=("a:1", "b:2"), rank=rank)
+    return {
+        "REPLICAST_FAULTS": plan if isinstance(plan, str) else json.dumps(plan),
+        "REPLICAST_LAUNCHED": "1",
+        "REPLICAST_ATTEMPT": str(attempt),
+        "TF_CONFIG": cluster.tf_config(),
+        **more,
+    }
+
+
+def fires(plan: Plan | None, point: str = "apply") -> bool:
+    """Whether coming to a point once makes this process fail."""
+    if plan is None:
+        return False
+    try:
+        plan.reach(point)
+    except FaultInjected:
+        return True
+    return False
+
+
+# The points.
+
+
+def test_every_point_lies_somewhere_and_every_call_names_a_point() -> None:
+    called = {
+        name
+        for path in PACKAGE.rglob("*.py")
+        for name in re.findall(r'^\s*faults\.point\("(\w+)"\)$', path.read_text(), re.MULTILINE)
+    }
+    assert called == set(Point)
+
+
+def test_the_points_are_those_that_people_know() -> None:
+    known = "propose journal stage ready commit ack apply verify snapshot write rename"
+    assert sorted(Point) == sorted(known.split())
+
+
+def test_without_a_plan_nothing_happens() -> None:
+    for name in Point:
+        faults.point(name)
+
+
+def test_a_name_that_is_no_point_is_a_mistake_once_there_is_a_plan() -> None:
+    faults.set_plan([raising()])
+    with pytest.raises(ValueError, match="aply"):
+        faults.point("aply")
+
+
+# What a plan does.
+
+
+def test_a_fault_fires_at_its_occurrence_and_never_again() -> None:
+    plan = faults.set_plan([raising(occurrence=3)])
+    assert plan is not None
+    assert [fires(plan) for _ in range(6)] == [False, False, True, False, False, False]
+    assert plan.fired == [raising(occurrence=3)]
+
+
+def test_points_are_counted_apart() -> None:
+    plan = faults.set_plan([raising("apply", occurrence=2)])
+    assert not fires(plan, "stage")
+    assert not fires(plan, "apply")
+    assert fires(plan, "apply")
+
+
+def test_two_faults_at_one_point_each_have_their_occurrence() -> None:
+    plan = faults.set_plan([raising(occurrence=1), raising(occurrence=3)])
+    assert [fires(plan) for _ in range(4)] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("meant", [raising(worker=1), raising(attempt=1)])
+def test_a_fault_of_another_worker_or_another_life_does_not_fire(meant: Fault) -> None:
+    assert not fires(faults.set_plan([meant], worker=0, attempt=0))
+    assert fires(faults.set_plan([meant], worker=meant.worker, attempt=meant.attempt))
+
+
+def test_an_empty_plan_is_none() -> None:
+    assert faults.set_plan(()) is None
+    faults.point("apply")
+
+
+def test_occurrences_are_counted_over_all_threads() -> None:
+    plan = faults.set_plan([raising(occurrence=400)])
+    fired: list[bool] = []
+
+    def come_often() -> None:
+        fired.extend([fires(plan) for _ in range(100)])
+
+    threads = [threading.Thread(target=come_often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert fired.count(True) == 1
+
+
+def test_an_injected_error_is_caught_by_nothing_that_handles_foreseen_errors(tmp_path: Path) -> None:
+    faults.set_plan([raising("rename")])
+    with pytest.raises(FaultInjected, match=r"asked for an error at the point rename.*Received: ") as caught:
+        write_durably(tmp_path / "file", [b"content"])
+    assert not isinstance(caught.value, OSError | ReplicastError)
+    assert not list(tmp_path.iterdir()), "a file was left behind"
+
+
+def test_what_fires_is_written_down_before_it_acts(tmp_path: Path) -> None:
+    faults.set_plan([raising(), raising("stage")], run_dir=tmp_path)
+    for name in ("apply", "stage"):
+        with pytest.raises(FaultInjected):
+            faults.point(name)
+    faults.point("apply")
+    first, second = faults.read_fired(tmp_path)
+    assert (first["point"], first["action"], second["point"]) == ("apply", "raise", "stage")
+    assert {"worker", "occurrence", "attempt", "pid", "time"} <= set(first)
+
+
+def test_a_run_in_which_nothing_fired_has_nothing_written_down(tmp_path: Path) -> None:
+    faults.set_plan([raising()], run_dir=tmp_path)
+    faults.point("stage")
+    assert faults.read_fired(tmp_path) == []
+
+
+DOOMED = """
+import sys
+from pathlib import Path
+from replicast.files import write_durably
+write_durably(Path(sys.argv[1]), [b"content"])
+print("it went on")
+"""
+
+
+def doomed(directory: Path, action: str, **environ: str) -> subprocess.Popen[str]:
+    plan = environ_of(
+        [{"worker": 0, "point": "write", "action": action}], REPLICAST_RUN_DIR=str(directory), **environ
+    )
+    command = [sys.executable, "-c", DOOMED, str(directory / "file")]
+    return subprocess.Popen(
+        command, env={"PYTHONPATH": str(PACKAGE.parent), **plan}, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_a_process_that_is_killed_leaves_the_line_and_its_temporary_file(tmp_path: Path) -> None:
+    with doomed(tmp_path, "kill") as process:
+        said, _ = process.communicate(timeout=60)
+    assert (process.returncode, said) == (-signal.SIGKILL, "")
+    assert [(fired["point"], fired["pid"]) for fired in faults.read_fired(tmp_path)] == [
+        ("write", process.pid)
+    ]
+    assert not (tmp_path / "file").exists()
+    assert len(list(tmp_path.glob(".tmp-*"))) == 1
+
+
+def test_a_process_that_is_stopped_goes_on_when_it_is_continued(tmp_path: Path) -> None:
+    with doomed(tmp_path, "stop") as process:
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        assert faults.read_fired(tmp_path)[0]["pid"] == process.pid
+        process.send_signal(signal.SIGCONT)
+        said, _ = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, "it went on\n")
+
+
+def test_the_launcher_and_other_commands_do_not_fail_of_the_plan_for_workers(tmp_path: Path) -> None:
+    with doomed(tmp_path, "kill", REPLICAST_LAUNCHED="") as process:
+        said, _ = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, "it went on\n")
+    assert faults.read_fired(tmp_path) == []
+
+
+# What a plan says.
+
+
+def test_a_plan_is_read_from_the_environment_of_a_worker() -> None:
+    described = [{"worker": 1, "point": "apply", "occurrence": 2, "action": "raise", "attempt": 3}]
+    plan = faults.read_plan(environ_of(described, rank=1, attempt=3))
+    assert [fires(plan) for _ in range(3)] == [False, True, False]
+
+
+def test_what_is_left_out_is_the_first_time_in_the_first_life_by_kill() -> None:
+    assert Fault.from_json({"worker": 1, "point": "ack"}) == Fault(1, Point.ACK, 1, Action.KILL, 0)
+
+
+def test_a_restarted_job_does_not_fail_again() -> None:
+    described = [{"worker": 0, "point": "apply", "action": "raise"}]
+    assert fires(faults.read_plan(environ_of(described, attempt=0)))
+    assert not fires(faults.read_plan(environ_of(described, attempt=1)))
+
+
+@pytest.mark.parametrize("plan", ["", "  ", "[]"])
+def test_no_faults_are_no_plan(plan: str) -> None:
+    assert faults.read_plan(environ_of(plan)) is None
+
+
+def test_what_a_fault_writes_it_can_read() -> None:
+    fault = Fault(2, Point.RENAME, 7, Action.STOP, 4)
+    assert Fault.from_json(json.loads(json.dumps(fault.to_json()))) == fault
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        ("[{", "is not JSON"),
+        ('{"worker": 0}', "is not a list of JSON objects"),
+        ("[1]", "is not a list of JSON objects"),
+        ([{"worker": 0, "point": "aply"}], "there is no point 'aply'. Use one of propose, .*rename"),
+        ([{"worker": 0}], "there is no point None"),
+        ([{"worker": 0, "point": ["apply"]}], "there is no point"),
+        ([{"worker": 0, "point": "apply", "action": "die"}], "there is no action 'die'.*kill, raise, stop"),
+        ([{"point": "apply"}], "'worker' must be a whole number, at least 0"),
+        ([{"worker": "1", "point": "apply"}], "'worker' must be a whole number"),
+        ([{"worker": True, "point": "apply"}], "'worker' must be a whole number"),
+        ([{"worker": 0, "point": "apply", "occurrence": 0}], "'occurrence' must be .* at least 1"),
+        ([{"worker": 0, "point": "apply", "attempt": -1}], "'attempt' must be .* at least 0"),
+        ([{"worker": 0, "point": "apply", "step": 1}], "no field 'step'. Its fields are worker, point"),
+    ],
+)
+def test_a_plan_that_cannot_be_meant_is_refused(plan: object, expected: str) -> None:
+    with pytest.raises(ClusterError, match=expected) as caught:
+        faults.read_plan(environ_of(plan))
+    assert "Received: " in str(caught.value)
