@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
 import json
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +22,9 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from replicast.cli import main
-from replicast.demo import act_two
+from replicast.demo import act_three, act_two
 from replicast.demo.act_one import ASSIGNED, CONTINUED, TRAINED, OneWorkerAssigns, differences_from_the_claim
+from replicast.demo.act_three import HALFWAY, RECOVERED, RESTORED, UNDISTURBED, NothingIsLost
 from replicast.demo.act_two import PUSHED, SYNCED, EveryReplicaFollows
 from replicast.demo.acts import WORKERS, programme, total_steps
 from replicast.demo.audience import Audience
@@ -32,12 +36,28 @@ from replicast.supervisor import Job, Settings
 from replicast.update import Update
 
 ACT_ONE_AS_CLAIMED = {TRAINED: "aa", ASSIGNED: "ba", CONTINUED: "dc"}
-AS_CLAIMED = {**ACT_ONE_AS_CLAIMED, SYNCED: "00", PUSHED: "ff", act_two.CONTINUED: "ee"}
+ACT_THREE_AS_CLAIMED = {UNDISTURBED: "cc", HALFWAY: "bb", RESTORED: "aa", RECOVERED: "cc"}
+AS_CLAIMED = {
+    **ACT_ONE_AS_CLAIMED,
+    SYNCED: "00",
+    PUSHED: "ff",
+    act_two.CONTINUED: "ee",
+    **ACT_THREE_AS_CLAIMED,
+}
 """At each moment the digests of worker 0 and worker 1, a character each, which stands for the sum too."""
+FIRST_PROCESS = 2**22 + 1  # Above what the kernel gives out: no process has it.
 
 
 def moment(name: str, worker: int, digest: str) -> Moment:
-    return Moment(name=name, worker=worker, weights_sum=float(ord(digest)), digest=digest * 32)
+    later_life = name in (RESTORED, RECOVERED)
+    return Moment(
+        name=name,
+        worker=worker,
+        weights_sum=float(ord(digest)),
+        digest=digest * 32,
+        step=act_three.EXPECTED_STEPS.get(name, 0),
+        process=FIRST_PROCESS + worker + (WORKERS if later_life else 0),
+    )
 
 
 def replicas(digests: dict[str, str]) -> dict[str, list[Moment]]:
@@ -175,7 +195,7 @@ class FakePlayer:
         self._update_at = update_at
         self._replicas = FakeReplicas()
 
-    def train(self, doing: str, steps: int) -> None:
+    def train(self, doing: str, steps: int, after_step: Callable[[int], None] | None = None) -> None:
         self.done.append(steps)
         self._replicas.step += steps
         if self._update_at is not None and self._update_at <= self._replicas.step:
@@ -184,8 +204,17 @@ class FakePlayer:
     def open_replicas(self) -> Any:
         return self._replicas
 
+    def begin_again(self, run: str, *, save_every: int) -> Any:
+        raise NotImplementedError
+
     def note_moment(self, name: str) -> None:
         self.done.append(name)
+
+    def has_noted(self, name: str) -> bool:
+        return name in self.done
+
+    def wait_for_the_end(self, sender: str) -> None:
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize(("update_at", "pieces"), [(1, 1), (99, 1), (100, 2), (101, 2), (250, 3)])
@@ -203,19 +232,170 @@ def test_act_two_gives_up_when_no_update_comes() -> None:
 
 def test_act_two_pushes_a_plain_file_of_the_change_of_act_one(tmp_path: Path) -> None:
     act = EveryReplicaFollows()
-    errand = act.errand(SYNCED, tmp_path)
+    errand = act.errand(SYNCED, {}, tmp_path)
     assert errand is not None
     assert errand.command == "replicast push run --add delta.safetensors --wait"
     (edit,) = Update.from_tensors(tmp_path / "delta.safetensors", "add").edits
     assert edit.variable == "hidden/kernel"
     np.testing.assert_array_equal(edit.arrays["value"], np.full((64, 32), 0.05, np.float32))
-    assert act.errand(PUSHED, tmp_path) is None
+    assert act.errand(PUSHED, {}, tmp_path) is None
+
+
+class Killed(BaseException):
+    """The end of a process that is played."""
+
+
+@dataclass
+class PlayedReplicas:
+    """Replicas with checkpoints, as act three knows them."""
+
+    checkpoint: int | None
+    settled: int = 0
+    proposed: list[tuple[Update, int]] = field(default_factory=list)
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        self.recovery = self
+
+    def restore(self) -> object | None:
+        self.step = self.checkpoint or 0
+        return None if self.checkpoint is None else object()
+
+    def settle(self) -> None:
+        self.settled += 1
+
+    def propose(self, update: Update, *, at_step: int) -> None:
+        self.proposed.append((update, at_step))
+
+
+class LivingPlayer:
+    """A worker that has lives: one that is killed, and the next, which knows what the first has noted."""
+
+    model = None
+
+    def __init__(self, rank: int, noted: Mapping[str, int], checkpoint: int | None) -> None:
+        self.rank = rank
+        self.noted = dict(noted)
+        self.replicas: dict[str, PlayedReplicas] = {}
+        self._checkpoint = checkpoint
+        self._now = PlayedReplicas(None)
+
+    def begin_again(self, run: str, *, save_every: int) -> Any:
+        self._now = self.replicas[run] = PlayedReplicas(self._checkpoint if run == "killed" else None)
+        return self._now
+
+    def train(self, doing: str, steps: int, after_step: Callable[[int], None] | None = None) -> None:
+        assert after_step is not None
+        while self._now.step < steps:
+            self._now.step += 1
+            after_step(self._now.step)
+
+    def open_replicas(self) -> Any:
+        raise NotImplementedError
+
+    def note_moment(self, name: str) -> None:
+        self.noted[name] = self._now.step
+
+    def has_noted(self, name: str) -> bool:
+        return name in self.noted
+
+    def wait_for_the_end(self, sender: str) -> None:
+        raise Killed(sender)
+
+
+def test_act_three_waits_to_be_killed_and_goes_on_from_the_checkpoint_in_its_next_life() -> None:
+    first = LivingPlayer(1, {}, None)
+    with pytest.raises(Killed, match=f"kill -9 {os.getpid()}"):
+        NothingIsLost().play(first)
+    assert first.noted == {UNDISTURBED: 200, HALFWAY: 150}
+    assert list(first.replicas) == ["undisturbed", "killed"]
+    assert first.replicas["killed"].settled == 1
+
+    second = LivingPlayer(1, first.noted, 100)
+    NothingIsLost().play(second)
+    assert second.noted == act_three.EXPECTED_STEPS
+    assert list(second.replicas) == ["killed"]
+    assert second.replicas["killed"].settled == 0
+
+
+def test_act_three_proposes_the_same_change_in_every_run_on_one_worker() -> None:
+    first, second = LivingPlayer(1, {}, None), LivingPlayer(1, {UNDISTURBED: 200}, 100)
+    with pytest.raises(Killed):
+        NothingIsLost().play(first)
+    NothingIsLost().play(second)
+    proposed = [run.proposed for run in (*first.replicas.values(), *second.replicas.values())]
+    assert [[step for _, step in each] for each in proposed] == [[140], [140], [140]]
+    other = LivingPlayer(0, {}, None)
+    NothingIsLost().play(other)
+    assert [run.proposed for run in other.replicas.values()] == [[], []]
+
+
+def test_act_three_kills_a_process_of_the_first_life(tmp_path: Path) -> None:
+    act = NothingIsLost()
+    errand = act.errand(HALFWAY, replicas(AS_CLAIMED), tmp_path)
+    assert errand is not None
+    assert errand.command == f"kill -9 {FIRST_PROCESS + 1}"
+    assert [act.errand(name, {}, tmp_path) for name in act.moments if name != HALFWAY] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, []),
+        ({HALFWAY: "bc"}, ["equal at 'before the kill, 150'"]),
+        ({RESTORED: "ab"}, ["equal at 'restored, step 100'"]),
+        ({RECOVERED: "dd"}, ["worker 0 should end as in the undisturbed run", "worker 1 should end as in"]),
+        ({RECOVERED: "cd"}, ["equal at 'recovered, step 200'", "worker 1 should end as in"]),
+    ],
+)
+def test_act_three_says_what_did_not_happen(changed: dict[str, str], expected: list[str]) -> None:
+    problems = act_three.differences_from_the_claim(replicas({**AS_CLAIMED, **changed}))
+    assert len(problems) == len(expected)
+    for problem, part in zip(problems, expected, strict=True):
+        assert part in problem
+
+
+def test_act_three_notices_a_worker_that_was_never_killed_and_a_checkpoint_of_another_step() -> None:
+    found = replicas(AS_CLAIMED)
+    process = found[HALFWAY][1].process
+    found[RESTORED][1] = dataclasses.replace(found[RESTORED][1], process=process, step=0)
+    wrong_step, same_process = act_three.differences_from_the_claim(found)
+    assert "worker 1 should be at step 100 at 'restored, step 100', and is at step 0" in wrong_step
+    assert "worker 1 should be a new process" in same_process
+
+
+def test_act_three_ends_with_both_digests_and_draws_its_conclusion_only_when_it_is_true() -> None:
+    true, false = Screen(), Screen()
+    assert NothingIsLost().show(replicas(AS_CLAIMED), true.console) == []
+    last = " ".join(true.text.split())[-120:]
+    assert "Undisturbed: cccccccc. Killed and recovered: cccccccc. Equal, bit for bit" in last
+    assert NothingIsLost().show(replicas({**AS_CLAIMED, RECOVERED: "dd"}), false.console) != []
+    assert "Equal, bit for bit" not in " ".join(false.text.split())
+
+
+def test_the_bar_says_what_goes_on_after_the_kill(tmp_path: Path) -> None:
+    shown: list[Progress] = []
+    bar = SimpleNamespace(show=shown.append)
+    NoteWriter(notes_path(tmp_path, 0)).write(Progress(doing="training", done=7, loss=0.5))
+    with Audience(programme(), tmp_path, bar, Screen().console):
+        for worker in range(WORKERS):
+            for name, both in AS_CLAIMED.items():
+                NoteWriter(notes_path(tmp_path, worker)).write(moment(name, worker, both[worker]))
+    assert Progress(doing="starting both again", done=7, loss=None) in shown
+
+
+def test_an_errand_can_be_a_command_of_the_shell(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as victim:
+        running = start(Errand("", ("-9", str(victim.pid)), tmp_path, program="kill"), 80)
+        assert running.exit_code(60.0) == 0
+        assert victim.wait(60.0) == -signal.SIGKILL
+    assert running.output() == ""
 
 
 def test_an_errand_is_shown_as_typed_and_with_all_that_it_printed(tmp_path: Path, errands: Errands) -> None:
     screen = Screen()
     audience = play(tmp_path, AS_CLAIMED, screen)
-    assert len(errands.started) == 1
+    assert [errand.program for errand in errands.started] == ["replicast", "kill"]
     assert f"   $ {errands.started[0].command}\n   the receipt [of the errand]\n" in screen.text
     assert audience.problems == []
     assert errands.stopped == 0
@@ -225,7 +405,7 @@ def test_an_errand_that_fails_is_a_problem(tmp_path: Path, errands: Errands) -> 
     errands.code = 3
     screen = Screen()
     problems = play(tmp_path, AS_CLAIMED, screen).problems
-    assert problems == [f"`{errands.started[0].command}` ended with exit code 3"]
+    assert problems == [f"`{errand.command}` ended with exit code 3" for errand in errands.started]
     assert "the receipt [of the errand]" in screen.text
 
 
@@ -235,7 +415,7 @@ def test_an_errand_that_does_not_end_is_stopped_when_the_workers_have_ended(
     errands.code = None
     audience = play(tmp_path, AS_CLAIMED, Screen())
     assert errands.stopped == 1
-    assert audience.missing == [PUSHED, act_two.CONTINUED]
+    assert audience.missing == [PUSHED, act_two.CONTINUED, *ACT_THREE_AS_CLAIMED]
 
 
 def test_an_errand_is_a_process_whose_output_and_exit_code_are_kept(tmp_path: Path) -> None:
@@ -270,7 +450,7 @@ def test_act_one_draws_its_conclusion_only_when_it_is_true() -> None:
 def test_the_table_compares_whole_digests_and_shows_short_ones() -> None:
     late_difference = replicas(AS_CLAIMED)
     late_difference[TRAINED] = [
-        Moment(name=TRAINED, worker=worker, weights_sum=1.0, digest="a" * 31 + str(worker))
+        dataclasses.replace(moment(TRAINED, worker, "a"), weights_sum=1.0, digest="a" * 31 + str(worker))
         for worker in (0, 1)
     ]
     screen = Screen()
@@ -292,7 +472,14 @@ def test_an_audience_tells_every_moment_and_shows_the_act(tmp_path: Path) -> Non
 def test_an_audience_knows_which_moments_never_came(tmp_path: Path) -> None:
     screen = Screen()
     audience = play(tmp_path, {TRAINED: "aa"}, screen)
-    assert audience.missing == [ASSIGNED, CONTINUED, SYNCED, PUSHED, act_two.CONTINUED]
+    assert audience.missing == [
+        ASSIGNED,
+        CONTINUED,
+        SYNCED,
+        PUSHED,
+        act_two.CONTINUED,
+        *ACT_THREE_AS_CLAIMED,
+    ]
     assert "equal?" not in screen.text
 
 
@@ -354,7 +541,8 @@ def test_the_bar_is_as_long_as_the_acts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("digests", "workers_code", "expected", "said"),
     [
-        (AS_CLAIMED, 0, 0, "every replica follows"),
+        (AS_CLAIMED, 0, 0, "the crash has lost nothing"),
+        ({**AS_CLAIMED, RECOVERED: "dd"}, 0, 1, "worker 0 should end as in the undisturbed run"),
         (ACT_ONE_AS_CLAIMED, 0, 1, "the moment 'after the push' never came"),
         ({**AS_CLAIMED, PUSHED: "fe"}, 0, 1, "should be equal after the push, and are not"),
         ({**AS_CLAIMED, CONTINUED: "cc"}, 0, 1, "should still differ after 50 more steps"),

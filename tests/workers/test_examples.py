@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from replicast.config import FAULTS
+from replicast.faults import FIRED, Fault, Point
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEADLINE_SECS = 120.0
 DIGEST = re.compile(r"^digest of the weights: ([0-9a-f]{32})$", re.MULTILINE)
@@ -17,13 +21,13 @@ SPECIAL_LINE = "strategy = replicast.Strategy()"
 STOCK_LINE = "import tensorflow as tf; strategy = tf.distribute.get_strategy()"
 
 
-def run(command: list[str], directory: Path) -> str:
+def run(command: list[str], directory: Path, **settings: str) -> str:
     unwanted = ("TF_CONFIG", "FORCE_COLOR")
     environ = {name: value for name, value in os.environ.items() if name not in unwanted}
     ended = subprocess.run(
         [sys.executable, *command],
         cwd=directory,
-        env={**environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        env={**environ, "TF_CPP_MIN_LOG_LEVEL": "3", **settings},
         capture_output=True,
         text=True,
         timeout=DEADLINE_SECS,
@@ -35,7 +39,10 @@ def run(command: list[str], directory: Path) -> str:
 def digests_of_workers(script: Path, workers: int, directory: Path) -> list[str]:
     """Runs a script on so many workers and returns the digest that each printed, from its log."""
     run(["-m", "replicast.cli", "run", "-n", str(workers), "--run-dir", "run", str(script)], directory)
-    logs = directory / "run" / "logs" / "attempt-0"
+    return digests_in_logs(directory / "run" / "logs" / "attempt-0", workers)
+
+
+def digests_in_logs(logs: Path, workers: int) -> list[str]:
     found = [DIGEST.findall((logs / f"worker-{rank}.log").read_text()) for rank in range(workers)]
     assert [len(digests) for digests in found] == [1] * workers
     return [digests[0] for digests in found]
@@ -97,6 +104,25 @@ def test_the_script_with_changes_runs_alone(tmp_path: Path) -> None:
     printed = run([str(EXAMPLES / "update.py")], tmp_path)
     assert "worker 0: the bias has drifted by" in printed
     assert len(UPDATED.findall(printed)) == 2
+
+
+def test_a_script_whose_worker_is_killed_ends_with_the_weights_of_an_undisturbed_run(tmp_path: Path) -> None:
+    start = ["-m", "replicast.cli", "run", "-n", "2", "--max-restarts", "1", "--run-dir"]
+    script = str(EXAMPLES / "restart.py")
+    run([*start, "undisturbed", script], tmp_path)
+    # The fifth of the checkpoints that are due every 20 steps.
+    killed = Fault(worker=1, point=Point.SNAPSHOT, occurrence=5)
+    run([*start, "killed", script], tmp_path, **{FAULTS: json.dumps([killed.to_json()])})
+    assert [json.loads(line)["point"] for line in (tmp_path / "killed" / FIRED).read_text().splitlines()] == [
+        "snapshot"
+    ]
+    undisturbed = digests_in_logs(tmp_path / "undisturbed" / "logs" / "attempt-0", 2)
+    recovered = digests_in_logs(tmp_path / "killed" / "logs" / "attempt-1", 2)
+    assert undisturbed == recovered
+    assert len({*undisturbed, *recovered}) == 1
+    log = (tmp_path / "killed" / "logs" / "attempt-1" / "worker-1.log").read_text()
+    assert re.search(r"^goes on after step (20|40|60|80)$", log, re.MULTILINE)
+    assert "trained 290 steps" in log
 
 
 def test_the_slurm_script_is_valid_shell() -> None:

@@ -49,7 +49,7 @@ class OneWorkerAssigns:
             CONTINUED: f"3. Both trained {MORE_STEPS} more steps. Does that bring them together again?",
         }[moment]
 
-    def errand(self, moment: str, directory: Path) -> Errand | None:
+    def errand(self, moment: str, replicas: Replicas, directory: Path) -> Errand | None:
         """Nobody outside takes part."""
         return None
 

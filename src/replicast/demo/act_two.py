@@ -62,7 +62,7 @@ class EveryReplicaFollows:
             CONTINUED: f"3. Both trained {MORE_STEPS} more steps. Are they still equal?",
         }[moment]
 
-    def errand(self, moment: str, directory: Path) -> Errand | None:
+    def errand(self, moment: str, replicas: Replicas, directory: Path) -> Errand | None:
         """Pushes the change of act one, in a plain safetensors file, while the workers train."""
         if moment != SYNCED:
             return None

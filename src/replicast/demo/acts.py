@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 WORKERS = 2
 CHANGED, CHANGED_SHAPE, DELTA = "hidden/kernel", (64, 32), 0.05
-"""The correction of both acts: what is added, to each element of which variable of the workers' model."""
+"""The correction of all acts: what is added, to each element of which variable of the workers' model."""
 RUN = "run"
 """The directory, beside the notes, through which a process outside reaches the workers."""
 
@@ -30,14 +30,36 @@ class Player(Protocol):
     rank: int
     model: Any
 
-    def train(self, doing: str, steps: int) -> None:
-        """Trains for so many steps, together with the other workers."""
+    def train(self, doing: str, steps: int, after_step: Callable[[int], None] | None = None) -> None:
+        """Trains for so many steps, or for what a restored state has left of them, with the other workers.
+
+        Args:
+            doing: What the progress bar says.
+            steps: How many.
+            after_step: Called after each step with its number, in the training thread.
+        """
 
     def open_replicas(self) -> replicast.Replicas:
         """Makes this worker's `Replicas`; training has their callback from then on. All workers, once."""
 
+    def begin_again(self, run: str, *, save_every: int) -> replicast.Replicas:
+        """Makes the model anew, with the same first weights and the same data to come, and its `Replicas`.
+
+        All workers. Those from before are closed.
+
+        Args:
+            run: The name of its run directory, beside the notes.
+            save_every: A checkpoint is made every so many steps.
+        """
+
     def note_moment(self, name: str) -> None:
         """Notes down what this worker's replica is now."""
+
+    def has_noted(self, name: str) -> bool:
+        """Whether this worker has noted a moment, in this life or in the one before."""
+
+    def wait_for_the_end(self, sender: str) -> None:
+        """Waits for a signal that ends this process; raises when it does not come, and names the sender."""
 
 
 class Act(Protocol):
@@ -59,13 +81,14 @@ class Act(Protocol):
     def tell(self, moment: str) -> str:
         """What was done to come to a moment, and why: one or two lines for the screen."""
 
-    def errand(self, moment: str, directory: Path) -> Errand | None:
+    def errand(self, moment: str, replicas: Replicas, directory: Path) -> Errand | None:
         """What a process outside of the job is to do once all workers have come to a moment.
 
         The next moment is told when it has ended.
 
         Args:
             moment: Where all workers are.
+            replicas: All moments so far.
             directory: Holds the notes, and `RUN`; files of the errand go here too.
         """
 
@@ -84,9 +107,10 @@ class Act(Protocol):
 def programme() -> tuple[Act, ...]:
     """The acts that the demo plays."""
     from replicast.demo.act_one import OneWorkerAssigns
+    from replicast.demo.act_three import NothingIsLost
     from replicast.demo.act_two import EveryReplicaFollows
 
-    return (OneWorkerAssigns(), EveryReplicaFollows())
+    return (OneWorkerAssigns(), EveryReplicaFollows(), NothingIsLost())
 
 
 def total_steps(acts: Sequence[Act]) -> int:

@@ -10,9 +10,9 @@ from typing import Self
 
 from rich.console import Console
 
-from replicast.demo.acts import WORKERS, Act
+from replicast.demo.acts import WORKERS, Act, Replicas
 from replicast.demo.errands import Errand, RunningErrand, start
-from replicast.demo.notes import Moment, Note, NoteReader, notes_path
+from replicast.demo.notes import Moment, Note, NoteReader, Progress, notes_path
 from replicast.demo.screen import INDENT, Bar, print_command, print_heading, print_output, print_text
 
 LOOK_SECS = 0.05
@@ -32,6 +32,7 @@ class Audience:
         self._acts = acts
         self._notes_dir = notes_dir
         self._bar = bar
+        self._done = 0
         self._errand: tuple[Errand, RunningErrand] | None = None
         self._console = console
         self._readers = [NoteReader(notes_path(notes_dir, worker)) for worker in range(WORKERS)]
@@ -91,12 +92,15 @@ class Audience:
         print_output(running.output(), self._console)
         if code != 0:
             self.problems.append(f"`{errand.command}` ended with exit code {code}")
+        if errand.then:
+            self._bar.show(Progress(doing=errand.then, done=self._done, loss=None))
         return True
 
     def _take(self, note: Note) -> None:
         if isinstance(note, Moment):
             self._replicas.setdefault(note.name, {})[note.worker] = note
         else:
+            self._done = note.done
             self._bar.show(note)
 
     def _reach(self, act: Act, moment: str) -> None:
@@ -105,15 +109,18 @@ class Audience:
                 self._console.print()
             print_heading(act.title, self._console)
         print_text(act.tell(moment), self._console)
-        errand = act.errand(moment, self._notes_dir)
+        replicas = self._replicas_so_far()
+        errand = act.errand(moment, replicas, self._notes_dir)
         if errand is not None:
             print_text(errand.announcement, self._console)
             print_command(errand.command, self._console)
             self._errand = errand, start(errand, self._console.width - len(INDENT))
         if moment == act.moments[-1]:
-            replicas = {
-                name: [workers[worker] for worker in range(WORKERS)]
-                for name, workers in self._replicas.items()
-                if self._all_are_at(name)
-            }
             self.problems += act.show(replicas, self._console)
+
+    def _replicas_so_far(self) -> Replicas:
+        return {
+            name: [workers[worker] for worker in range(WORKERS)]
+            for name, workers in self._replicas.items()
+            if self._all_are_at(name)
+        }

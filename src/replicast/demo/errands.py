@@ -19,18 +19,22 @@ class Errand:
 
     Attributes:
         announcement: What the screen says before it.
-        arguments: What follows `replicast` on the command line.
+        arguments: What follows the program on the command line.
         directory: Where it is run.
+        program: `replicast`, or a command that every shell has.
+        then: What the progress bar says when it has ended, until a worker tells more.
     """
 
     announcement: str
     arguments: tuple[str, ...]
     directory: Path
+    program: str = "replicast"
+    then: str = ""
 
     @property
     def command(self) -> str:
         """The command as people type it."""
-        return f"replicast {shlex.join(self.arguments)}"
+        return f"{self.program} {shlex.join(self.arguments)}"
 
 
 class RunningErrand(Protocol):
@@ -58,10 +62,13 @@ def start(errand: Errand, width: int) -> RunningErrand:
 
 class _Process:
     def __init__(self, errand: Errand, width: int) -> None:
+        ours = errand.program == "replicast"
         # Into a file: nobody has to read it while the process runs.
-        self._output = errand.directory / f"{errand.arguments[0]}.log"
+        self._output = errand.directory / f"{errand.arguments[0] if ours else errand.program}.log"
         # -P: a file of the current directory must not take the place of a module.
         command = [sys.executable, "-P", "-m", "replicast.cli", *errand.arguments]
+        if not ours:
+            command = ["sh", "-c", errand.command]  # Not every machine has a `kill` outside of its shell.
         with self._output.open("wb") as file:
             self._process = subprocess.Popen(
                 command,

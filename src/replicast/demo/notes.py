@@ -16,12 +16,12 @@ class Progress:
     Attributes:
         doing: What, in a few words.
         done: How many training steps of the whole demo are behind it.
-        loss: The mean loss of the epoch so far, over all workers.
+        loss: The mean loss of the epoch so far, over all workers; None when nothing is trained.
     """
 
     doing: str
     done: int
-    loss: float
+    loss: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,16 @@ class Moment:
         worker: Whose replica.
         weights_sum: The sum of all weights.
         digest: The digest of all weights.
+        step: How many steps the model has been trained.
+        process: The worker's process, by its id.
     """
 
     name: str
     worker: int
     weights_sum: float
     digest: str
+    step: int
+    process: int
 
 
 Note = Progress | Moment

@@ -23,8 +23,10 @@ QUIET = {
     "KERAS_BACKEND": "tensorflow",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
+RESTARTS = 1
+"""As many as workers will be killed: one that fails by itself leaves none for that, and the demo fails."""
 _STOPPED = tuple(128 + signum for signum in STOP_SIGNALS)
-_PATIENCE = Patience(settle_secs=3.0, stop_secs=3.0)
+_PATIENCE = Patience(settle_secs=3.0, settle_killed_secs=0.3, stop_secs=3.0, stop_failed_secs=1.0)
 
 
 def run_demo(acts: Sequence[Act], run_dir: Path, console: Console, environ: Mapping[str, str]) -> int:
@@ -75,7 +77,13 @@ def _job(notes_dir: Path) -> Job:
 
 
 def _settings(run_dir: Path) -> Settings:
-    return Settings(run_dir=run_dir, log_dir=run_dir / "logs", tee=frozenset(), patience=_PATIENCE)
+    return Settings(
+        run_dir=run_dir,
+        log_dir=run_dir / "logs",
+        tee=frozenset(),
+        max_restarts=RESTARTS,
+        patience=_PATIENCE,
+    )
 
 
 def _close(audience: Audience, took_secs: float, run_dir: Path, console: Console) -> None:

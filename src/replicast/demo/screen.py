@@ -55,6 +55,8 @@ def print_command(command: str, console: Console) -> None:
 
 def print_output(output: str, console: Console) -> None:
     """What a command has printed, as it is; lines that are too long go on below."""
+    if not output:
+        return
     for line in Text(output.rstrip("\n")).wrap(console, console.width - len(INDENT)):
         console.print(Text(INDENT) + line)
 
@@ -83,13 +85,18 @@ def print_replicas(
     console.print(Padding(table, (1, 0)))
 
 
+def short(digest: str) -> str:
+    """As much of a digest as people compare by eye."""
+    return digest[:_SHORT_DIGEST]
+
+
 def _cells(workers: Sequence[Moment]) -> list[Text]:
     equal = all_equal(workers)
     style = "green" if equal else "red"
     cells = []
     for replica in workers:
         cells.append(Text(f"{replica.weights_sum:.4f}"))
-        cells.append(Text(replica.digest[:_SHORT_DIGEST], style=style))
+        cells.append(Text(short(replica.digest), style=style))
     return [*cells, Text("yes" if equal else "NO", style=f"bold {style}")]
 
 
@@ -125,9 +132,10 @@ class _LiveBar:
 
     def show(self, now: Progress) -> None:
         """Shows what is being done and how many steps are done."""
+        loss = "" if now.loss is None else f", loss {now.loss:.3f}"
         self._bar.update(
             self._task,
-            description=f"{now.doing}, loss {now.loss:.3f}",
+            description=f"{now.doing}{loss}",
             completed=min(now.done, self._steps),  # How long an act takes is known only about.
             total=self._steps,
         )
