@@ -1,0 +1,59 @@
+"""A job is killed at every named point, one after the other, and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from replicast.faults import Fault, Point
+from tests.soak.jobs import PUSHED, Outcome, losses, run_job
+
+HANGS_SECS = 900
+"""Far more than a job takes, also on a busy machine."""
+
+# One life of the job for each. Not at the first occurrence, so that a life gets a few steps further; those
+# that only worker 0 comes to take turns with those for which worker 1 can be the one to die.
+WALK = [
+    (1, "propose", 2),
+    (0, "journal", 2),
+    (1, "stage", 3),
+    (0, "commit", 2),
+    (1, "ready", 3),
+    (0, "verify", 3),
+    (1, "apply", 4),
+    (0, "write", 9),
+    (1, "ack", 3),
+    (0, "snapshot", 2),
+    (0, "rename", 7),
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    outcome = run_job(tmp_path_factory.mktemp("points") / "undisturbed", workers=2, give_up_secs=HANGS_SECS)
+    assert outcome.code == 0, outcome.said
+    assert not outcome.fired
+    return outcome
+
+
+def test_a_job_that_is_killed_at_every_point_ends_with_the_state_of_an_undisturbed_one(
+    tmp_path: Path, undisturbed: Outcome
+) -> None:
+    plan = [
+        Fault(worker, Point(name), occurrence, attempt=life)
+        for life, (worker, name, occurrence) in enumerate(WALK)
+    ]
+    outcome = run_job(tmp_path / "run", plan, workers=2, max_restarts=len(plan) + 1, give_up_secs=HANGS_SECS)
+    assert losses(outcome, undisturbed) == [], outcome.said
+    assert [fired["point"] for fired in outcome.fired] == [name for _, name, _ in WALK]
+    assert {name for _, name, _ in WALK} == set(Point)
+    assert outcome.lives == len(plan) + 1, "somebody died who was not meant to"
+
+
+def test_the_undisturbed_job_has_updates_of_every_kind(undisturbed: Outcome) -> None:
+    ids = {id_ for id_, _ in undisturbed.updates}
+    assert PUSHED in ids
+    assert {"worker-1-step-2-1", "worker-1-step-2-2", "function-0-step-4-1"} <= ids
+    assert undisturbed.verified == ids
+    assert len(set(undisturbed.finals)) == 1

@@ -1,0 +1,45 @@
+"""Random plans of faults, the same for the same seed. Pure: nothing here starts anything."""
+
+from __future__ import annotations
+
+from random import Random
+
+from replicast.faults import Action, Fault, Point
+
+ONLY_WORKER_0 = {Point.JOURNAL, Point.COMMIT, Point.VERIFY, Point.WRITE, Point.RENAME}
+MOST_OCCURRENCES = {Point.WRITE: 40, Point.RENAME: 30, Point.PROPOSE: 8, Point.SNAPSHOT: 5}
+"""About how often a life of the job comes to a point; to the others, this many times."""
+USUALLY = 12
+ACTIONS = {Action.KILL: 6, Action.RAISE: 3, Action.STOP: 2}
+STOPPED_SECS = (1.0, 5.0, 45.0)
+"""Short enough to go unnoticed, and longer than anybody waits for a silent worker."""
+
+
+def random_plan(random: Random, workers: int, lives: int) -> list[Fault]:
+    """One fault in each of the first lives of a job; some may lie further than their life comes."""
+    return [_random_fault(random, workers, life) for life in range(lives)]
+
+
+def stopped_secs(seed: str, life: int) -> float:
+    """How long a worker stays stopped."""
+    return Random(f"{seed} stopped in {life}").choice(STOPPED_SECS)
+
+
+def _random_fault(random: Random, workers: int, life: int) -> Fault:
+    point = random.choice(list(Point))
+    if point in ONLY_WORKER_0:
+        worker = 0
+    elif point is Point.PROPOSE:
+        worker = workers - 1  # the one that proposes
+    else:
+        worker = random.randrange(workers)
+    occurrence = random.randint(1, MOST_OCCURRENCES.get(point, USUALLY))
+    action = random.choices(list(ACTIONS), weights=list(ACTIONS.values()))[0]
+    return Fault(worker, point, occurrence, action, attempt=life)
+
+
+def in_words(plan: list[Fault]) -> str:
+    """A plan as people read it."""
+    return ", ".join(
+        f"{fault.action} worker {fault.worker} at {fault.point} {fault.occurrence}" for fault in plan
+    )

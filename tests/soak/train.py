@@ -1,0 +1,64 @@
+"""A training whose end is the same to the last bit in every job of the same size, however often it is killed.
+
+Updates come from the last worker, for the next step and for a later one, from a function, and from the inbox;
+`sync` settles what has no step of its own at the step at which it is proposed, in every life.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import replicast
+from replicast.digest import digest_state
+
+STEPS_PER_EPOCH, EPOCHS, BATCH = 24, 2, 6
+
+keras.utils.set_random_seed(7)
+tf.config.experimental.enable_op_determinism()
+strategy = replicast.Strategy()
+with strategy.scope():
+    model = keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dropout(0.2), keras.layers.Dense(1)]
+    )
+    model.compile(keras.optimizers.Adam(0.05), "mse")
+replicas = replicast.Replicas(model)
+replicas.restore()
+features = np.random.default_rng(3).normal(size=(STEPS_PER_EPOCH * BATCH, 3)).astype("float32")
+
+
+def halved(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {"dense/kernel": values["dense/kernel"] * np.float32(0.5)}
+
+
+class Corrections(keras.callbacks.Callback):
+    """Proposes at the same steps in every life."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        step = replicas.step
+        if step % 6 == 2 and replicas.rank == replicas.size - 1:
+            later = replicast.Update(note="for later").add("dense_1/bias", np.full(1, step, "float32"))
+            replicas.propose(later, at_step=step + 5)
+            replicas.propose(replicast.Update(note="for now").scale("dense/kernel", 0.9))
+        if step % 12 == 4:
+            replicas.propose(halved, source=0)
+        if step % 6 in (2, 4):
+            replicas.sync()
+
+
+model.fit(
+    features,
+    features[:, :1],
+    batch_size=BATCH,
+    epochs=EPOCHS,
+    verbose=0,
+    callbacks=[replicas.callback(save_every=5), Corrections()],
+)
+values = {variable.path: variable.numpy() for variable in model.variables}
+values |= {f"optimizer/{variable.path}": variable.numpy() for variable in model.optimizer.variables}
+assert replicas.run_dir is not None
+final = replicas.run_dir / f"final-{replicas.rank}.txt"
+final.write_text(f"{replicas.step} {digest_state(values)}\n")
