@@ -39,6 +39,10 @@ test: $(STAMP) ## All tests: unit, real workers, faults, golden files
 test-oldest: $(OLDEST_STAMP) ## The worker tests on the oldest supported TensorFlow and Keras
 	$(OLDEST)/bin/python -m pytest tests/workers
 
+.PHONY: soak
+soak: $(STAMP) ## Jobs with random faults for MINUTES=5: what fired, and what was lost (SEED=… repeats a run)
+	$(VENV)/bin/python -m tests.soak --minutes $(or $(MINUTES),5) $(if $(SEED),--seed $(SEED))
+
 lint: $(STAMP) ## ruff and mypy --strict
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
