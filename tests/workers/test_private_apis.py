@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from replicast.strategy import feeding, start_at_epoch
+from replicast.strategy.caller import only_looks_at_shapes
 from tests.pool import Pool
 from tests.workers.recipes import arrays, perceptron
 
@@ -153,3 +156,72 @@ def test_an_optimizer_names_what_it_remembers_after_the_weight_in_the_order_of_t
     assert keras.optimizers.Adagrad(initial_accumulator_value=0.25).initial_accumulator_value == 0.25
     adam = keras.optimizers.Adam()
     assert keras.optimizers.LossScaleOptimizer(adam).inner_optimizer is adam
+
+
+class StartsLater(keras.callbacks.Callback):
+    """Does in `on_train_begin` what a restored job does."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__()
+        self._epoch = epoch
+        self.epochs: list[int] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        start_at_epoch(self.model, self._epoch)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epochs.append(epoch)
+
+
+def epochs_seen(strategy: Any) -> list[list[int]]:
+    model, seen = perceptron(strategy), []
+    for epoch in (2, 0):
+        callback = StartsLater(epoch)
+        model.fit(*arrays(), verbose=0, epochs=4, callbacks=[callback])
+        seen.append(callback.epochs)
+    return seen
+
+
+def test_fit_looks_for_its_first_epoch_after_the_beginning_of_training(pool1: Pool) -> None:
+    assert pool1.run(epochs_seen)[0] == [[2, 3], [0, 1, 2, 3]]
+
+
+class Counted(keras.callbacks.Callback):
+    """Notes how many iterators there were at the first batch of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+        self.at_first_batch: list[int] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch == 0:
+            self.at_first_batch.append(self.made)
+
+
+def iterators_made(strategy: Any) -> dict[str, tuple[list[int], int]]:
+    make, found = feeding.Share.__iter__, {}
+    rows = tf.data.Dataset.from_tensor_slices(arrays())
+    lengths = {
+        "known": {"x": rows.batch(50)},
+        "unknown": {"x": rows.batch(50).filter(lambda x, y: True)},
+        "none": {"x": rows.repeat().batch(50), "steps_per_epoch": 3},
+    }
+    for name, data in lengths.items():
+        counted = Counted()
+
+        def counting(share: Any, counted: Counted = counted) -> Any:
+            counted.made += not only_looks_at_shapes()
+            return make(share)
+
+        with mock.patch.object(feeding.Share, "__iter__", counting):
+            perceptron(strategy).fit(**data, epochs=3, verbose=0, shuffle=False, callbacks=[counted])
+        found[name] = (counted.at_first_batch, counted.made)
+    return found
+
+
+def test_keras_makes_two_iterators_an_epoch_where_it_knows_the_length_and_uses_the_first(
+    pool1: Pool,
+) -> None:
+    (found,) = pool1.run(iterators_made)
+    assert found == {"known": ([1, 3, 5], 6), "unknown": ([1, 2, 3], 3), "none": ([1, 1, 1], 1)}
