@@ -12,12 +12,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import fit, hosts, idle, rows, stall, update
+from benchmarks import checkpoint, checkpoint_restart, fit, hosts, idle, rows, stall, update
 from benchmarks.report import Result, machine_facts, show, write_json
 from replicast.config import shared_memory_directory
 from replicast.transport.directory import remove_leftovers
 
-TABLES = ("fit", "update", "stall", "idle", "rows", "hosts")
+TABLES = ("fit", "update", "stall", "idle", "rows", "hosts", "checkpoint")
 
 
 def main() -> int:
@@ -44,6 +44,10 @@ def tables(name: str, options: argparse.Namespace, say: Callable[[str], None]) -
     if name == "update":
         for workers in options.workers or update.WORKERS:
             yield update.measure(workers, options.rounds, say)
+        return
+    if name == "checkpoint":
+        yield checkpoint.measure(options.rounds, say)
+        yield checkpoint_restart.measure(options.rounds, say)
         return
     measures = {"fit": fit, "stall": stall, "idle": idle, "rows": rows, "hosts": hosts}
     yield measures[name].measure(options.rounds, say)

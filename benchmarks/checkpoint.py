@@ -1,0 +1,54 @@
+"""The `checkpoint` table: what it costs to save a state of 100 MB, and to get it back."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from benchmarks.fit import Contestant, Say
+from benchmarks.race import TURNS, CrewGroup, Race
+from benchmarks.report import Ratio, Result
+from benchmarks.update_task import Task
+
+WORKERS = 2
+BUDGET_SECS = 90.0
+OURS, THEIRS = "benchmarks.checkpoint_replicast", "benchmarks.checkpoint_tensorflow"
+STALL = Contestant("save: stall of training, replicast", "replicast", f"{OURS}:Stall")
+COPY = Contestant("save: a copy of the state in memory", "replicast", f"{OURS}:Copy")
+DURABLE = Contestant("save: until durable, replicast", "replicast", f"{OURS}:Durable")
+WRITE = Contestant("save: tf.train.Checkpoint.write, fsync", "stock", f"{THEIRS}:Write")
+RESTORE = Contestant("restore: replicast", "replicast", f"{OURS}:Restore")
+READ = Contestant("restore: tf.train.Checkpoint.read", "stock", f"{THEIRS}:Read")
+CONTESTANTS = (STALL, COPY, DURABLE, WRITE, RESTORE, READ)
+
+
+def measure(rounds: int, say: Say) -> Result:
+    """Lets the contestants take turns.
+
+    Args:
+        rounds: How many turns each gets, if time allows.
+        say: Told what is being done now.
+    """
+    with tempfile.TemporaryDirectory(prefix="replicast-bench-") as directory:
+        task = Task(Path(directory))
+        groups = {
+            "stock": CrewGroup("stock_strategy", WORKERS),
+            "replicast": CrewGroup("replicast_strategy", WORKERS),
+        }
+        race = Race("checkpoint", CONTESTANTS, groups, WORKERS, task, say)
+        rows = race.run(rounds, BUDGET_SECS)
+    return Result(
+        title=f"checkpoint on {WORKERS} workers, {task}",
+        unit=f"ms, on the slowest worker, {race.done} rounds",
+        rows=tuple(rows.values()),
+        ratios=(
+            Ratio.of("stall / copy in memory", rows[STALL], rows[COPY], "at most", 3.0),
+            Ratio.of("save until durable / TF write with fsync", rows[DURABLE], rows[WRITE], "at most", 1.0),
+            Ratio.of("TF read / restore", rows[READ], rows[RESTORE], "at least", 3.0),
+        ),
+        notes=(
+            TURNS,
+            "replicast compares the workers as it saves and verifies as it restores. No worker trains.",
+            "replicast: worker 0 reads and all receive. TF: every worker reads, from the page cache.",
+        ),
+    )

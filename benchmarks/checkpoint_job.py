@@ -1,0 +1,70 @@
+"""The job of the restart table: two workers with a state of 100 MB, one of which kills itself with -9, once.
+
+Run by `replicast run -m`, with a file for its notes as the argument: lines of a word and a time of
+`time.monotonic_ns`, which is the same clock in all processes of a machine.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+
+import replicast
+from benchmarks.checkpoint_restart import FIRST_STEP, KILLED
+
+UNITS = 2880
+"""Weights and both moments of Adam: 3 x 2880 x 2880 float32."""
+BATCH = 32
+KILL_AT = 3
+
+
+class Story(keras.callbacks.Callback):
+    """Notes the first step; at the step of the kill the checkpoint is there, and a worker ends."""
+
+    def __init__(self, replicas: replicast.Replicas, notes: Path, restarted: bool) -> None:
+        super().__init__()
+        self._replicas = replicas
+        self._notes = notes
+        self._restarted = restarted
+        self._steps = 0
+
+    def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+        self._steps += 1
+        last = self._replicas.rank == self._replicas.size - 1
+        if self._steps == 1 and last:
+            self._note(FIRST_STEP)
+        if self._restarted:
+            self.model.stop_training = True
+            return
+        if self._replicas.step == KILL_AT:
+            self._replicas.save().result(60.0)  # durable on worker 0
+            if last:
+                self._note(KILLED)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _note(self, word: str) -> None:
+        with self._notes.open("a") as file:
+            file.write(f"{word} {time.monotonic_ns()}\n")
+
+
+def main() -> None:
+    keras.utils.set_random_seed(1)
+    strategy = replicast.Strategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((UNITS,)), keras.layers.Dense(UNITS, use_bias=False)])
+        model.compile("adam", "mse")
+    replicas = replicast.Replicas(model)
+    restarted = replicas.restore() is not None
+    x = np.random.default_rng(0).standard_normal((BATCH, UNITS), dtype=np.float32)
+    callbacks = [replicas.callback(), Story(replicas, Path(sys.argv[1]), restarted)]
+    model.fit(x, x, batch_size=BATCH, epochs=KILL_AT + 1, verbose=0, callbacks=callbacks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""replicast in the `checkpoint` table, and the copy in memory that its stall is compared with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+import replicast
+from benchmarks.checkpoint_task import Keeping
+from benchmarks.seats import Array, lasted
+from benchmarks.update_replicast import Weights
+from replicast.checkpoint import CheckpointStore
+
+RESULT_SECS = 40.0
+KEPT_ROUND = 3
+"""Restored in every round: any state but zeros."""
+
+
+class _Replicast(Keeping):
+    def setup(self) -> None:
+        with self.group.scope():
+            self.model = Weights(self.task)
+        self.run_dir: Path = self.task.directory / f"run-{type(self).__name__}"
+        self.replicas = replicast.Replicas(self.model, run_dir=self.run_dir)
+
+    def assign(self, values: Iterable[Array]) -> None:
+        for variable, value in zip(self.model.parts, values, strict=True):
+            variable.assign(value)
+
+
+class Stall(_Replicast):
+    """A save, as `save_every` makes it at a boundary: how long the slowest training thread was in it.
+
+    Worker 0 copies its state, the others digest theirs; the file is written afterwards.
+    """
+
+    def setup(self) -> None:
+        super().setup()
+        self.replicas.training_begins()
+
+    def arrange(self, index: int) -> None:
+        self.assign(self.state(index))
+        self.replicas.boundary()  # a checkpoint of another step
+
+    def found(self, rounds: int) -> Iterable[Array] | None:
+        if not self.is_source:
+            return None
+        with CheckpointStore(self.run_dir).open(self.replicas.step, verify=True) as reader:
+            names = {name.rpartition("/")[2]: name for name in reader.names()}
+            return [reader.read(names[f"part_{number}"]) for number in range(self.task.variables)]
+
+    def round(self, index: int) -> tuple[int | None, int]:
+        start = time.monotonic_ns()
+        saving = self.replicas.recovery.save()
+        stalled = time.monotonic_ns() - start
+        saving.result(RESULT_SECS)
+        return lasted(stalled)
+
+
+class Durable(Stall):
+    """The same save until the checkpoint is compared with the other workers' digests, written and fsynced."""
+
+    def round(self, index: int) -> tuple[int | None, int]:
+        start = time.monotonic_ns()
+        self.replicas.recovery.save().result(RESULT_SECS)
+        return start if self.is_source else None, time.monotonic_ns()
+
+
+class Restore(_Replicast):
+    """Worker 0 reads and verifies a checkpoint; all receive it, apply it and compare the digests."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.assign(self.state(KEPT_ROUND))
+        self.replicas.save().result(RESULT_SECS)
+
+    def arrange(self, index: int) -> None:
+        self.replicas.close()  # a restore is the first thing in the life of a job
+        self.replicas = replicast.Replicas(self.model, run_dir=self.run_dir)
+        self.assign(np.zeros((self.task.variables, *self.task.shape), np.float32))
+
+    def found(self, rounds: int) -> Iterable[Array] | None:
+        return (variable.numpy() for variable in self.model.parts)
+
+    def kept(self, rounds: int) -> int:
+        return KEPT_ROUND
+
+    def round(self, index: int) -> tuple[int | None, int]:
+        start = time.monotonic_ns()
+        self.replicas.restore()
+        return start, time.monotonic_ns()
+
+
+class Copy(Keeping):
+    """A copy of all variables, from array to array, into memory that is there; on all workers at once."""
+
+    def setup(self) -> None:
+        self.values = self.state(0)
+        self.copies = np.zeros_like(self.values)
+
+    def arrange(self, index: int) -> None:
+        self.values[:] = self.state(index)
+
+    def found(self, rounds: int) -> Iterable[Array] | None:
+        return self.copies
+
+    def round(self, index: int) -> tuple[int | None, int]:
+        start = time.monotonic_ns()
+        for value, copy in zip(self.values, self.copies, strict=True):
+            np.copyto(copy, value)
+        return lasted(time.monotonic_ns() - start)
