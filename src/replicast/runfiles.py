@@ -18,6 +18,8 @@ from replicast.records import reading
 from replicast.schema import Schema
 
 FORMAT = 1
+ENDED = "nothing: it has ended"
+"""What a worker waits for that has come to its end."""
 _TAIL_BYTES = 64 * 1024
 
 

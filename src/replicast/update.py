@@ -162,6 +162,14 @@ class Update:
         copy._id, copy._id_was_given = checked_id(id), True
         return copy
 
+    def signed(self, author: str) -> Update:
+        """The same update with this author, if it has none."""
+        if self._author:
+            return self
+        copy = self._copy(self._edits)
+        copy._author = checked_text("author", author)
+        return copy
+
     def replaced(self, edits: Sequence[Edit]) -> Update:
         """The same update with other edits, taken as they are, and nothing left to expand."""
         return self._copy(tuple(edits), reset_slots=False)

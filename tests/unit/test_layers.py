@@ -21,7 +21,7 @@ LAYERS = [
     {"protocol", "supervisor"},
     {"replicas"},
     {"demo"},
-    {"cli"},
+    {"__main__", "cli"},
 ]
 """From the bottom to the top. What shares a layer may know each other."""
 PACKAGE = Path(replicast.__file__).parent

@@ -13,7 +13,7 @@ import click
 
 from replicast.cli.checks import Check, Verdict, all_checks
 
-_PROBE = Path(__file__).with_name("probe.py")
+_PROBE = "replicast.cli.probe"  # by its name: as a script, its neighbours would hide modules of Python's
 _DEEP_SECS = 120.0
 _END_SECS = 30.0
 _STYLES = {Verdict.GOOD: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "red"}
@@ -70,7 +70,8 @@ def _run_probe(run_dir: Path, deadline_secs: float) -> tuple[int | None, str]:
         "2",
         "--run-dir",
         str(run_dir),
-        str(_PROBE),
+        "-m",
+        _PROBE,
     ]
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     with subprocess.Popen(

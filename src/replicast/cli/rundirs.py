@@ -48,8 +48,10 @@ def silent_secs(notes: list[WorkerNote], now: float) -> float | None:
 
 
 def is_running(notes: list[WorkerNote], now: float) -> bool:
-    """Whether a worker has said something lately."""
-    silent = silent_secs(notes, now)
+    """Whether a worker has said something lately, and not that it has ended."""
+    from replicast.runfiles import ENDED
+
+    silent = silent_secs([note for note in notes if note.waiting_for != ENDED], now)
     return silent is not None and silent <= ABSENT_SECS
 
 

@@ -210,7 +210,7 @@ class Coordinator:
         del self._paused[paused.token], self._reminded[paused.token]
         refused: UpdateRefused | None
         if len({(one.step, one.intent) for one in there.values()}) > 1:
-            said = "; ".join(f"worker {r} at step {p.step}: {p.intent}" for r, p in sorted(there.items()))
+            said = "; ".join(f"worker {r} at step {p.step}: {_short(p)}" for r, p in sorted(there.items()))
             problem = "The workers wait for each other at different places of their scripts"
             refused = UpdateRefused(problem, received=said)
         else:
@@ -256,3 +256,11 @@ class Coordinator:
 
 def _is_plain(proposal: Proposal) -> bool:
     return proposal.source is None and proposal.at_step is None
+
+
+def _short(paused: Paused) -> str:
+    """What a worker waits for, in a few words: the intent, and how it differs at most."""
+    intent, *arguments = paused.intent.split("\n")
+    if intent in ("compare", "sync"):
+        return f"sync(source={arguments[0]}) of {len(arguments) - 1} variables"
+    return intent

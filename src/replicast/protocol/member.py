@@ -107,6 +107,8 @@ class Member:
         self.actions: dict[str, Callable[[], None]] = {}
         """What all workers may be asked to do at a boundary, by name. Written before the first one."""
         self._wishes: set[str] = set()
+        self.trained: Callable[[], int] = lambda: 0
+        """How much this worker has trained, in a unit that all workers count alike."""
         self.applied: set[int] = set()
         """The sequence numbers of what this worker's state holds. Written by the training thread."""
         self._training_thread: int | None = None
@@ -121,6 +123,12 @@ class Member:
         """Proposes an update. Returns at once."""
         ticket = self._ticket(update.id, "")
         self._outbox.put(lambda: self._post_update(update, ticket, at_step))
+        return ticket
+
+    def refuse(self, id_: str, error: UpdateRefused) -> Ticket:
+        """A ticket for what is refused before it leaves this worker."""
+        ticket = self._ticket(id_, "")
+        self._outcomes.refuse(ticket, error)
         return ticket
 
     def propose_function(self, id_: str, function: Function, source: int, at_step: int | None) -> Ticket:
@@ -214,7 +222,7 @@ class Member:
             self._outbox.put(partial(self._let_go, staged))
             del staged
             stall_secs = time.monotonic() - since
-            self.channel.applied(sequence, Applied(digest, step, applied_at, stall_secs))
+            self.channel.applied(sequence, Applied(digest, step, applied_at, stall_secs, self.trained()))
             self._outcomes.note_stage(id_, Standing.APPLIED)
 
     def compute(self, order: Compute) -> None:
@@ -227,6 +235,10 @@ class Member:
             computed = Computed(self.publish(update, f"function-{order.id}").to_json())
         except UpdateRefused as error:
             computed = Computed(error=_by(error, self.channel.rank))
+        except BaseException as error:  # sys.exit, Ctrl-C: this worker ends, but nobody must wait for it
+            said = UpdateRefused(f"The function ended worker {order.source} ({type(error).__name__})")
+            self.channel.computed(order.round, Computed(error=_by(said, self.channel.rank)))
+            raise
         self.channel.computed(order.round, computed)
 
     # The proposer thread.

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -186,13 +186,18 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Applied, and the digests differ."""
+    """Applied, and the digests differ, or the workers had not trained equally far.
+
+    Attributes:
+        trained: How far each had, if they differ.
+    """
 
     id: str
     content_digest: str
     step: int
     digests: dict[str, str]
     receipt: dict[str, Any]
+    trained: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,12 +225,17 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """One worker has applied one update."""
+    """One worker has applied one update.
+
+    Attributes:
+        trained: How much it had trained by then, by a measure that does not depend on its boundaries.
+    """
 
     digest: str
     step: int
     at: float
     stall_secs: float
+    trained: int = 0
 
 
 _KINDS: dict[str, type[Any]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
 
 from replicast.errors import ReplicasDiverged, ReplicastError, UpdatePending, UpdateRefused
 from replicast.journal import Receipt
@@ -72,10 +71,9 @@ class Outcomes:
                     self.history.append(receipt)
                 for ticket in self.about(id_, content_digest):
                     ticket.succeed(receipt)
-            case Failed(id_, content_digest, step, digests, _):
-                diverged = _diverged(id_, step, {int(rank): digest for rank, digest in digests.items()})
+            case Failed(id_, content_digest):
                 for ticket in self.about(id_, content_digest):
-                    ticket.fail(Stage.FAILED, diverged)
+                    ticket.fail(Stage.FAILED, diverged(message))
         self._forget_settled(id_)
         return id_
 
@@ -100,17 +98,28 @@ class Outcomes:
                 self._open[id_] = left
 
 
-def _diverged(id_: str, step: int, digests: Mapping[int, str]) -> ReplicasDiverged:
+def diverged(failed: Failed) -> ReplicasDiverged:
     """The error of an update after which the replicas are not equal."""
-    groups: dict[str, list[str]] = {}
-    for worker, digest in sorted(digests.items()):
-        groups.setdefault(digest, []).append(str(worker))
-    said = "; ".join(f"worker {', '.join(workers)}: {digest}" for digest, workers in groups.items())
+    by_rank = {int(rank): digest for rank, digest in failed.digests.items()}
+    if failed.trained:
+        counted = ", ".join(f"worker {rank}: {count}" for rank, count in sorted(failed.trained.items()))
+        why = (
+            f"the workers had not trained equally far at that boundary (transfers so far: {counted}): one "
+            "has missed a boundary, or has made one too many. Every worker must call replicas.boundary() "
+            "after each step"
+        )
+    else:
+        groups: dict[str, list[str]] = {}
+        for worker, digest in sorted(by_rank.items()):
+            groups.setdefault(digest, []).append(str(worker))
+        said = "; ".join(f"worker {', '.join(workers)}: {digest}" for digest, workers in groups.items())
+        why = (
+            f"the variables it touched are not equal ({said}). They must have differed before: a worker has "
+            "assigned to a variable by itself. replicas.sync(source=0) makes them equal"
+        )
     return ReplicasDiverged(
-        f"Update {id_} was applied by all workers at step {step}, and the variables it touched are not equal "
-        f"({said}). They must have differed before: a worker has assigned to a variable by itself. "
-        "replicas.sync(source=0) makes them equal",
-        digests=digests,
-        update_id=id_,
-        step=step,
+        f"Update {failed.id} was applied by all workers at step {failed.step}, and {why}",
+        digests=by_rank,
+        update_id=failed.id,
+        step=failed.step,
     )

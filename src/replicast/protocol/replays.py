@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Container
 
@@ -12,6 +13,8 @@ from replicast.protocol.messages import REPLAY_ROUND, Go, Replay, Stage
 from replicast.protocol.rounds import Rounds
 from replicast.protocol.verifier import Committed, Verifier
 from replicast.update import Stage as Standing
+
+logger = logging.getLogger("replicast")
 
 AHEAD = 4
 """So many updates are staged before their step comes."""
@@ -80,6 +83,8 @@ class Replays:
         """
         if self._waiting and not self._announced:
             stops = [[REPLAY_ROUND + record.sequence, step] for step, record in self._waiting]
+            steps = ", ".join(str(step) for _, step in stops[:10])
+            logger.warning("%d updates of an earlier start are applied again, at step %s", len(stops), steps)
             self._member.channel.append(Replay(stops))
         self._announced = True
         self.stage_next()
@@ -95,8 +100,9 @@ class Replays:
             for worker, answer in answers.items():
                 if answer.error is not None:
                     raise JobFailed(
-                        f"Update {record.sequence} of the journal cannot be applied again: "
-                        f"{UpdateRefused.from_json(answer.error)}",
+                        f"Update {record.sequence} of the journal, from an earlier start in this run "
+                        f"directory, cannot be applied again: {UpdateRefused.from_json(answer.error)} Start "
+                        "with the model that it was made for, or in another run directory",
                         worker=worker,
                     )
             has_receipt = record.sequence in self._receipts

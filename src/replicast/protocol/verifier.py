@@ -7,12 +7,13 @@ import logging
 import queue
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from replicast import faults
 from replicast.journal import AnyJournal, Receipt, Record
 from replicast.protocol.channel import Channel
 from replicast.protocol.messages import Applied, Failed, Verified
+from replicast.protocol.outcomes import diverged
 from replicast.update import Stage
 
 LOOK_SECS = 0.5
@@ -70,8 +71,8 @@ class Verifier:
         match outcome:
             case Verified(_, receipt):
                 self._channel.append(Verified(content_digest, receipt))
-            case Failed(_, _, step, digests, receipt):
-                self._channel.append(Failed(id_, content_digest, step, digests, receipt))
+            case Failed():
+                self._channel.append(replace(outcome, content_digest=content_digest))
         return outcome is not None
 
     def step_of(self, id_: str) -> int | None:
@@ -120,7 +121,8 @@ class Verifier:
     def _tell(self, committed: Committed, reports: dict[int, Applied]) -> None:
         record = committed.record
         digests = {worker: report.digest for worker, report in reports.items()}
-        equal = len(set(digests.values())) == 1
+        together = len({report.trained for report in reports.values()}) == 1
+        equal = together and len(set(digests.values())) == 1
         receipt = Receipt(
             sequence=record.sequence,
             id=record.id,
@@ -142,6 +144,9 @@ class Verifier:
             outcome = Verified(committed.content_digest, receipt.to_json())
         else:
             by_name = {str(worker): digest for worker, digest in digests.items()}
-            outcome = Failed(record.id, committed.content_digest, receipt.step, by_name, receipt.to_json())
+            trained = {} if together else {str(w): report.trained for w, report in reports.items()}
+            described = receipt.to_json()
+            outcome = Failed(record.id, committed.content_digest, receipt.step, by_name, described, trained)
+            logger.error("%s", diverged(outcome))
         self._outcomes[record.id] = outcome
         self._channel.append(outcome)

@@ -17,7 +17,7 @@ from replicast import inbox
 from replicast.errors import ReplicastError, UpdateFailed, UpdatePending, UpdateRefused
 from replicast.protocol import Member, Ticket
 from replicast.replicas.recovery import numbers
-from replicast.runfiles import WorkerNote, append_metrics, write_worker_note
+from replicast.runfiles import ENDED, WorkerNote, append_metrics, write_worker_note
 from replicast.update import Stage
 
 logger = logging.getLogger("replicast")
@@ -43,6 +43,7 @@ class Housekeeping:
         self._proposed: dict[Path, tuple[Ticket, str]] = {}
         self._last_metrics_step = -1
         self._complained = False
+        self._waiting_for = ""
         self.logs: Mapping[str, Any] | None = None
         self.training = False
 
@@ -54,8 +55,15 @@ class Housekeeping:
     def finish(self) -> None:
         """Writes the last word, when the thread has ended."""
         self.training = False
+        self._waiting_for = ENDED
         if self._run_dir is not None:
             self._tend(self._run_dir, inbox_too=True)
+
+    def say_ended(self) -> None:
+        """The process ends, in whatever state: others need not wonder for ten seconds."""
+        self._waiting_for, self.training = ENDED, False
+        if self._run_dir is not None:
+            self._with_files(self._write_note, self._run_dir)
 
     def _run(self) -> None:
         if self._run_dir is None:
@@ -97,7 +105,7 @@ class Housekeeping:
                 attempt=self._attempt,
                 time=time.time(),
                 training=self.training,
-                waiting_for="",
+                waiting_for=self._waiting_for,
             ),
         )
 
@@ -109,7 +117,8 @@ class Housekeeping:
         append_metrics(run_dir, step, numbers(logs))
 
     def _look_into_inbox(self, run_dir: Path) -> None:
-        for waiting in inbox.waiting(run_dir):
+        # What is pushed while nobody trains waits for a training: it would come after the script's last look.
+        for waiting in inbox.waiting(run_dir) if self.training else ():
             if waiting.path not in self._proposed:
                 self._propose(run_dir, waiting.path)
         self._settle_inbox(run_dir)

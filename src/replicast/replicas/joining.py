@@ -54,6 +54,7 @@ class Parts:
     housekeeping: Housekeeping
     recovery: Recovery
     proposing: Proposing
+    optimizers: dict[str, keras.optimizers.Optimizer]
 
 
 def settle(
@@ -123,6 +124,7 @@ def join(
         limits=settings.limits,
         check=strategy.check_job,
     )
+    member.trained = strategy.transfers_started
     housekeeping = Housekeeping(member, settings.run_dir, settings.attempt)
     member.start()
     fence = None
@@ -131,7 +133,7 @@ def join(
         _coordinate(member, settings, fence)
     housekeeping.start()
     recovery = Recovery(member, state, settings.run_dir, settings.attempt, fence)
-    return Parts(state, member, housekeeping, recovery, Proposing(member))
+    return Parts(state, member, housekeeping, recovery, Proposing(member), optimizers)
 
 
 def _check_same_model(channel: Channel, state: KerasState, patience: Patience) -> None:
@@ -155,3 +157,18 @@ def _coordinate(member: Member, settings: Settings, fence: Fence | None) -> None
             journal = Journal(settings.run_dir) if fence is None else Journal(settings.run_dir, fence.check)
             journal.clean()
     Coordinator(member, journal, durable=settings.durable, attempt=settings.attempt).start()
+
+
+def check_not_compiled_again(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer | None, parts: Parts
+) -> None:
+    """Raises when the model has other optimizers than those whose variables have names here."""
+    now = optimizers_by_name(model, optimizer)
+    if {name: id(one) for name, one in now.items()} != {
+        name: id(one) for name, one in parts.optimizers.items()
+    }:
+        raise NotSupported(
+            "A model that was compiled again",
+            reason="its optimizer is another one, which these replicas do not know",
+            remedy="Call close() on these, and make another replicast.Replicas(model) after compile",
+        )

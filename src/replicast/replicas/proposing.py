@@ -19,13 +19,18 @@ class Proposing:
 
     def propose(self, update: Update | Function, *, source: int | None, at_step: int | None) -> Ticket:
         """See `Replicas.propose`."""
-        step = self._member.gate.step
-        if at_step is not None and at_step <= step:
+        if at_step is not None and (isinstance(at_step, bool) or not isinstance(at_step, int)):
             raise UpdateRefused(
-                f"Step {at_step} is past", expected=f"a step after {step}", received=f"at_step={at_step}"
+                "at_step is a number of steps", expected="a whole number", received=repr(at_step)
             )
         if isinstance(update, Update):
             return self._propose_update(update, source, at_step)
+        if not callable(update):
+            raise UpdateRefused(
+                "Only an Update or a function can be proposed",
+                expected="Update().assign(name, value), or a function of the live values",
+                received=type(update).__name__,
+            )
         runs_on = self._rank if source is None else source
         if not 0 <= runs_on < self._size:
             raise UpdateRefused(
@@ -36,14 +41,29 @@ class Proposing:
                 f"A function for worker {runs_on} cannot be sent there by worker {self._rank}",
                 remedy=f"Propose it on worker {runs_on}, or in the training thread of every worker",
             )
-        return self._member.propose_function(self._next_id(f"function-{runs_on}"), update, runs_on, at_step)
+        id_ = self._next_id(f"function-{runs_on}")
+        if self._is_past(at_step):
+            return self._refused(id_, at_step)
+        return self._member.propose_function(id_, update, runs_on, at_step)
 
     def _propose_update(self, update: Update, source: int | None, at_step: int | None) -> Ticket:
         if source is not None:
             raise UpdateRefused("source is for functions: an update's values are given", received=f"{source}")
         if not update.id_was_given and self._member.in_training_thread():
             update = update.with_id(self._next_id(f"worker-{self._rank}"))
-        return self._member.propose(update, at_step)
+        if self._is_past(at_step):
+            return self._refused(update.id, at_step)
+        return self._member.propose(update.signed(f"worker {self._rank}"), at_step)
+
+    def _is_past(self, at_step: int | None) -> bool:
+        return at_step is not None and at_step <= self._member.gate.step
+
+    def _refused(self, id_: str, at_step: int | None) -> Ticket:
+        step = self._member.gate.step
+        error = UpdateRefused(
+            f"Step {at_step} is past", expected=f"a step after {step}", received=f"at_step={at_step}"
+        )
+        return self._member.refuse(id_, error)
 
     def _next_id(self, prefix: str) -> str:
         """An id that a restarted job gives to the same proposal, so that it is applied once all the same."""

@@ -167,6 +167,18 @@ class Recovery:
             self._saver.settle()
             self._saver.check()
 
+    def say_what_was_left(self) -> None:
+        """An update for a step that this training did not reach stays in the journal; somebody may wonder."""
+        step = self._member.gate.step
+        later = sorted({stop.step for stop in self._member.gate.pending() if stop.step > step})
+        if later and self._member.channel.rank == 0:
+            logger.warning(
+                "the training ended at step %d; updates committed for step %s were not applied, and wait in "
+                "the journal for a training that goes on",
+                step,
+                ", ".join(map(str, later[:10])),
+            )
+
     def terminated(self, training: bool) -> None:
         """SIGTERM has come: all workers save at one boundary and leave. Outside of a training, at once."""
         if not training:

@@ -17,7 +17,14 @@ from replicast.protocol import Member, Patience, Ticket
 from replicast.protocol.functions import Function
 from replicast.replicas.callback import BoundaryCallback
 from replicast.replicas.housekeeping import Housekeeping
-from replicast.replicas.joining import Durability, Parts, join, settle, strategy_of
+from replicast.replicas.joining import (
+    Durability,
+    Parts,
+    check_not_compiled_again,
+    join,
+    settle,
+    strategy_of,
+)
 from replicast.replicas.moving import move, read_model, write_model
 from replicast.replicas.position import Position
 from replicast.replicas.recovery import Recovery, SaveEvery, Saves, on_sigterm
@@ -230,6 +237,8 @@ class Replicas:
             raise UpdateRefused(
                 "There is no such worker", expected=f"source from 0 to {self.size - 1}", received=f"{source}"
             )
+        if isinstance(variables, str):
+            variables = [variables]
         chosen = list(self.schema) if variables is None else [self.schema.resolve(name) for name in variables]
         names = sorted({variable.name for variable in chosen})
         self._syncs += 1
@@ -281,6 +290,7 @@ class Replicas:
         """All workers: called by the callback, or by the first boundary. Schedules what the journal holds."""
         if self._parts is None:
             self._open()
+        check_not_compiled_again(self.model, self._optimizer, self._opened())
         if not self._trained:
             self._trained = True
             self._member.pause("train")
@@ -301,16 +311,24 @@ class Replicas:
         """
         if self._closed or self._parts is None:
             return
-        self._closed = True
+        self._housekeeping.training = False
         try:
             self.recovery.settle()
             self._member.pause("drain")
             self._member.pause("close")
         except ReplicastError as error:
             logger.debug("the updates could not be settled at the end: %s", error)
+        self.recovery.say_what_was_left()
         self._stop()
+        self._closed = True
 
     def _opened(self) -> Parts:
+        if self._closed:
+            raise NotSupported(
+                "A closed Replicas",
+                reason="its threads have ended, on all workers",
+                remedy="Make another replicast.Replicas(model)",
+            )
         if self._parts is None:
             raise NotSupported(
                 "A model that is not built",
@@ -335,8 +353,13 @@ class Replicas:
     def _open(self) -> None:
         """Joins the other workers. All of them come here, each with a built model."""
         self._parts = join(self.model, self._optimizer, self._strategy, self._settings)
-        self._strategy.before_leaving(self.close, always=self._member.abandon)
+        self._strategy.before_leaving(self.close, always=self._abandon)
         self._member.pause("begin")
+
+    def _abandon(self) -> None:
+        if self._parts is not None and not self._closed:
+            self._parts.member.abandon()
+            self._parts.housekeeping.say_ended()
 
     def _stop(self) -> None:
         self._member.stop()

@@ -25,6 +25,17 @@ loop when another one has left it, the two wait for each other, which is noticed
 """
 
 
+CARRIERS = {
+    tf.bfloat16: tf.float32,
+    tf.uint8: tf.int32,
+    tf.int8: tf.int32,
+    tf.uint16: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint32: tf.int64,
+}
+"""Dtypes that TensorFlow's transfers do not know, and one that holds all of their values."""
+
+
 class CountingLauncher(cross_device_utils.CollectiveReplicaLauncher):
     """Draws each collective's key from a counter variable, in the graph.
 
@@ -108,6 +119,25 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         if kwargs.get("aggregation") == tf.VariableAggregation.ONLY_FIRST_REPLICA:
             kwargs["aggregation"] = tf.VariableAggregation.NONE
         return super()._create_variable(next_creator, **kwargs)
+
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
+    ) -> Any:
+        # TensorFlow broadcasts worker 0's initial value, and cannot for every dtype that Keras uses.
+        dtype = tf.as_dtype(kwargs["dtype"]) if kwargs.get("dtype") is not None else None
+        if dtype not in CARRIERS:
+            return super()._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
+        given = kwargs["initial_value"]
+
+        def carried() -> tf.Tensor:
+            value = given() if callable(given) else given
+            return tf.cast(
+                tf.convert_to_tensor(getattr(value, "wrapped_value", value), dtype), CARRIERS[dtype]
+            )
+
+        kwargs = {**kwargs, "initial_value": carried, "dtype": CARRIERS[dtype]}
+        initial_value = super()._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
+        return lambda: tf.cast(initial_value(), dtype)
 
     @contextlib.contextmanager
     def as_if_alone(self) -> Iterator[None]:

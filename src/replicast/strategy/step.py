@@ -22,7 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replicast.strategy.collectives import ReplicatedExtended
+from replicast.strategy.collectives import CARRIERS, ReplicatedExtended
 from replicast.strategy.rows import at_least_one_row, rows_of
 from replicast.strategy.writes import Writes, component, local
 
@@ -160,11 +160,12 @@ class Transfer:
         """Blocks until every worker has sent the same kinds of values."""
         context = tf.distribute.get_replica_context()
         summed: dict[int, Any] = {}
-        for dtype in dict.fromkeys(value.dtype for value in self._values):
-            places = [place for place, value in enumerate(self._values) if value.dtype == dtype]
-            totals = context.all_reduce(tf.distribute.ReduceOp.SUM, [self._values[p] for p in places])
+        carried = [_cast(value, CARRIERS.get(value.dtype, value.dtype)) for value in self._values]
+        for dtype in dict.fromkeys(value.dtype for value in carried):
+            places = [place for place, value in enumerate(carried) if value.dtype == dtype]
+            totals = context.all_reduce(tf.distribute.ReduceOp.SUM, [carried[p] for p in places])
             summed.update(zip(places, totals, strict=True))
-        self._summed = [summed[place] for place in range(len(self._values))]
+        self._summed = [_cast(summed[place], value.dtype) for place, value in enumerate(self._values)]
 
 
 def mark_whole(variable: keras.Variable) -> None:
@@ -231,6 +232,14 @@ def _times(value: Any, factor: tf.Tensor) -> Any:
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(_times(value.values, factor), value.indices, value.dense_shape)
     return tf.math.multiply_no_nan(value, tf.cast(factor, value.dtype))
+
+
+def _cast(value: Any, dtype: tf.DType) -> Any:
+    if value.dtype == dtype:
+        return value
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(tf.cast(value.values, dtype), value.indices, value.dense_shape)
+    return tf.cast(value, dtype)
 
 
 def _sums_its_loss(model: keras.Model) -> bool:

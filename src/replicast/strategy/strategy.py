@@ -130,6 +130,10 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._named[kind] += 1
         return f"{kind}-{self._named[kind]}"
 
+    def transfers_started(self) -> int:
+        """How many transfers this worker has started in steps: the same on all workers at the same step."""
+        return int(self.extended.transfers_started())
+
     def check_job(self) -> None:
         """Raises `JobFailed` when another worker has failed."""
         self._lifetime.check()
