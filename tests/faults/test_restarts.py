@@ -1,0 +1,316 @@
+"""Jobs that are killed, preempted or given up: a later life ends with the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from replicast import inbox
+from replicast.checkpoint import CheckpointStore
+from replicast.journal import Journal
+from tests.pool.checks import assert_equal_on_all
+
+DEADLINE_SECS = 120.0
+
+TRAIN = """
+import os, signal, sys, time
+from pathlib import Path
+import keras, numpy as np, tensorflow as tf, replicast
+from replicast import inbox
+from replicast.journal import Journal
+from replicast.update import Update
+
+tf.config.experimental.enable_op_determinism()
+strategy = replicast.Strategy()
+rank, attempt = strategy.rank, int(os.environ["REPLICAST_ATTEMPT"])
+Path(f"pid-{attempt}-{rank}").write_text(str(os.getpid()))
+kinds, *plan = sys.argv[1:]
+what, at_step, who = plan[attempt].split(",") if attempt < len(plan) else ("nothing", 0, 0)
+
+random = np.random.default_rng(3)
+x = random.normal(size=(80, 6)).astype("float32")
+y = random.integers(0, 3, 80)
+
+def wait_until(there):
+    while not there():
+        time.sleep(0.002)
+
+def data_of(kind):
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(80, seed=3)
+    if kind == "dataset":
+        return {"x": rows.batch(8)}
+    if kind == "endless":
+        return {"x": rows.repeat().batch(8), "steps_per_epoch": 10}
+    return {"x": x, "y": y, "batch_size": 8}
+
+def model_of(kind):
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(16, activation="relu"),
+            keras.layers.Dropout(0.2), keras.layers.BatchNormalization(), keras.layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        per_execution = 2 if kind == "executions" else 1
+        model.compile(keras.optimizers.Adam(0.01), loss, steps_per_execution=per_execution)
+    return model
+
+def bias(value):
+    return Update().add("dense_1/bias", np.full(3, value, "float32"))
+
+class Act(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        step = replicas.step
+        if step == 2 and rank == strategy.size - 1:
+            replicas.propose(bias(0.5).scale("dense/kernel", 0.9), at_step=6)    # in the checkpoints
+            replicas.propose(bias(0.25).scale("optimizer/learning_rate", 0.5), at_step=13)    # in the journal
+        if step == 8 and rank == 0:
+            replicas.propose(bias(-1.0).scale("dense/kernel", 1.1))    # after this step's checkpoint
+        if step in (2, 8):
+            replicas.sync()    # so that all is decided at this step
+        if step == 10 and rank == 0:
+            outside = Update(id="outside", reset_slots=True).scale("dense_1/kernel", -0.5)
+            inbox.submit(replicas.run_dir, outside, at_step=16)
+        if step == int(at_step):
+            self.suffer()
+        if step == 12 and rank == 0:    # a step takes no time here: the inbox would be looked into too late
+            wait_until(lambda: any(record.id == "outside" for record in Journal(replicas.run_dir).records()))
+
+    def suffer(self):
+        if what == "kill":
+            last = replicas.run_dir / "checkpoints" / f"{replicas.step // 4 * 4:08d}" / "COMMITTED"
+            if rank == int(who):
+                wait_until(last.exists)
+                Path(f"killed-{attempt}").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "terminate":
+            if who == "launcher":
+                Path(f"here-{rank}").touch()
+            elif rank == int(who):
+                os.kill(os.getpid(), signal.SIGTERM)
+            wait_until(self.is_told)    # or a training as short as this one would end before
+
+    def is_told(self):
+        return any(stop.go is not None and stop.go.action for stop in replicas._member.gate.pending())
+
+for kind in kinds.split(","):
+    model = model_of(kind)
+    replicas = replicast.Replicas(model)
+    restored = replicas.restore()
+    print("restored", restored and restored.step, flush=True)
+    callbacks = [replicas.callback(save_every=4, keep=9), Act()]
+    model.fit(**data_of(kind), epochs=2, verbose=0, callbacks=callbacks)
+    state = replicas._state.read(variable.name for variable in replicas.schema)
+    values = {name.replace("/", "."): value for name, value in state.items()}
+    np.savez(f"{kind}-{rank}.npz", step=replicas.step, **values)
+    replicas.close()
+"""
+
+
+@dataclass
+class Job:
+    """A launcher in a directory of its own, started as often as a test likes."""
+
+    directory: Path
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.directory / "run"
+
+    def start(self, kinds: str, *plan: str, workers: int = 2, restarts: int = 0) -> subprocess.Popen[str]:
+        """Starts it.
+
+        Args:
+            kinds: Of data: arrays, dataset, endless, executions.
+            plan: What happens in each life: "kill,STEP,WORKER" or "terminate,STEP,WORKER".
+        """
+        (self.directory / "shm").mkdir(exist_ok=True)
+        (self.directory / "train.py").write_text(TRAIN)
+        command = [sys.executable, "-m", "replicast.cli", "run", "-n", str(workers), "--run-dir", "run"]
+        environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+        environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "REPLICAST_SHM_DIR": str(self.directory / "shm")}
+        process = subprocess.Popen(
+            [*command, "--max-restarts", str(restarts), "train.py", kinds, *plan],
+            cwd=self.directory,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, kinds: str, *plan: str, **options: int) -> tuple[int, str]:
+        return finish(self.start(kinds, *plan, **options))
+
+    def states(self, kind: str, workers: int = 2) -> list[dict[str, np.ndarray]]:
+        return [dict(np.load(self.directory / f"{kind}-{rank}.npz")) for rank in range(workers)]
+
+    def restored(self, attempt: int) -> list[str]:
+        """What each worker has restored in a life of the job."""
+        logs = sorted((self.run_dir / "logs" / f"attempt-{attempt}").glob("worker-*.log"))
+        lines = [line for log in logs for line in log.read_text().splitlines()]
+        return [line for line in lines if line.startswith("restored ")]
+
+    def orphans(self) -> list[int]:
+        pids = [int(path.read_text()) for path in self.directory.glob("pid-*")]
+        return [pid for pid in pids if alive(pid)]
+
+    def wait_for(self, name: str) -> None:
+        ends = time.monotonic() + DEADLINE_SECS
+        while not (self.directory / name).exists():
+            assert time.monotonic() < ends, f"{name} never came"
+            assert self.started[-1].poll() is None, finish(self.started[-1])
+            time.sleep(0.02)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    out, err = process.communicate(timeout=DEADLINE_SECS)
+    return process.returncode, out + err
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Job]]:
+    """Makes jobs; what is left of their launchers is ended, and their workers with them."""
+    made: list[Job] = []
+
+    def make(name: str) -> Job:
+        made.append(Job(tmp_path_factory.mktemp(name)))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for process in each.started:
+            with process:
+                process.kill()
+
+
+Jobs = Callable[[str], Job]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(job: Jobs) -> Job:
+    """One job in which nothing happens, that trains on one kind of data after the other."""
+    made = job("undisturbed")
+    code, said = made.run("arrays,dataset,endless,executions")
+    assert code == 0, said
+    return made
+
+
+def journal_of(run_dir: Path) -> list[tuple[int, str, int]]:
+    """What was applied at which step. A pause may bring forward what was committed for the next one."""
+    receipts = Journal(run_dir).receipts()
+    return [(one.sequence, one.id, one.step) for _, one in sorted(receipts.items())]
+
+
+def steps_in(run_dir: Path) -> list[int]:
+    store = CheckpointStore(run_dir)
+    assert store.problems() == []
+    return [found.step for found in store.list()]
+
+
+def assert_same_end(found: Job, undisturbed: Job, kind: str) -> None:
+    place = ["arrays", "dataset", "endless", "executions"].index(kind)
+    expected_run = undisturbed.run_dir / (f"replicas-{place + 1}" if place else "")
+    assert journal_of(found.run_dir) == journal_of(expected_run)
+    assert len(journal_of(found.run_dir)) == 4
+    assert_equal_on_all([*undisturbed.states(kind), *found.states(kind)])
+    assert found.states(kind)[0]["step"] == 20
+    assert list((found.directory / "shm").iterdir()) == [], "shared memory is left behind"
+    assert inbox.waiting(found.run_dir) == []
+    assert found.orphans() == []
+
+
+KILLS = {
+    "arrays": ["kill,10,0", "kill,14,1"],
+    "dataset": ["kill,14,0"],
+    "endless": ["kill,14,1"],
+    "executions": ["kill,10,1"],
+}
+
+
+@pytest.mark.parametrize("kind", KILLS)
+def test_a_job_whose_workers_are_killed_within_an_epoch_ends_with_the_bits_of_an_undisturbed_one(
+    job: Jobs, undisturbed: Job, kind: str
+) -> None:
+    killed, plan = job(kind), KILLS[kind]
+    code, said = killed.run(kind, *plan, restarts=len(plan))
+    assert code == 0, said
+    for attempt, step in enumerate(int(each.split(",")[1]) for each in plan):
+        assert (killed.directory / f"killed-{attempt}").exists(), "nobody was killed"
+        assert killed.restored(attempt + 1) == [f"restored {step // 4 * 4}"] * 2
+    assert_same_end(killed, undisturbed, kind)
+
+
+def test_sigterm_to_one_worker_saves_at_one_boundary_and_a_later_start_goes_on_to_the_same_bits(
+    job: Jobs, undisturbed: Job
+) -> None:
+    left = job("one-worker")
+    code, said = left.run("dataset", "terminate,10,1")
+    assert code == 143, said
+    assert left.orphans() == []
+    assert steps_in(left.run_dir) == [4, 8, 11], said
+    code, said = left.run("dataset", "terminate,10,1")
+    assert code == 0, said
+    assert left.restored(1) == ["restored 11"] * 2
+    assert_same_end(left, undisturbed, "dataset")
+
+
+def test_sigterm_to_the_launcher_does_the_same_and_until_then_no_other_launcher_may_use_the_directory(
+    job: Jobs, undisturbed: Job
+) -> None:
+    left = job("launcher")
+    process = left.start("arrays", "terminate,10,launcher")
+    left.wait_for("here-0")
+    left.wait_for("here-1")
+    code, said = left.run("arrays")
+    assert code == 2
+    assert f"Another `replicast run` (process {process.pid}) is using" in said
+    process.send_signal(signal.SIGTERM)
+    code, said = finish(process)
+    assert code == 143, said
+    assert left.orphans() == []
+    assert steps_in(left.run_dir) == [4, 8, 11], said
+    code, said = left.run("arrays", "terminate,10,launcher")
+    assert code == 0, said
+    assert left.restored(1) == ["restored 11"] * 2
+    assert_same_end(left, undisturbed, "arrays")
+
+
+def test_when_no_restart_is_left_the_run_directory_is_whole_and_another_number_of_workers_goes_on(
+    job: Jobs,
+) -> None:
+    given_up = job("given-up")
+    code, said = given_up.run("arrays", "kill,5,1", "kill,9,0", restarts=1)
+    assert code == 137, said
+    assert "worker 1 failed first: killed by SIGKILL" in said
+    assert "restart 1 of 1 because worker 1 failed" in said
+    assert "worker 0 failed first: killed by SIGKILL" in said
+    assert given_up.orphans() == []
+    store = CheckpointStore(given_up.run_dir)
+    assert steps_in(given_up.run_dir) == [4, 8]
+    for step in (4, 8):
+        store.open(step, verify=True).close()
+    before = journal_of(given_up.run_dir)
+    code, said = given_up.run("arrays", workers=3)
+    assert code == 0, said
+    assert given_up.restored(2) == ["restored 8"] * 3
+    assert_equal_on_all(given_up.states("arrays", workers=3))
+    assert journal_of(given_up.run_dir)[: len(before)] == before
+    assert [found.workers for found in store.list()] == [2, 2, 3, 3, 3]

@@ -1,0 +1,587 @@
+"""Checkpoints of real workers: when they are made, by whom, of which state, and the bits that come back."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+
+import replicast
+from replicast import inbox
+from replicast.checkpoint import CheckpointStore, open_checkpoint, patch
+from replicast.digest import digest_state
+from replicast.edits import DTYPES
+from replicast.errors import CheckpointError
+from replicast.journal import Journal
+from replicast.replicas.saving import Saver
+from replicast.strategy.writes import component
+from replicast.update import Update
+from tests.pool import Pool
+from tests.pool.checks import assert_equal_on_all
+from tests.workers.recipes import CLASSES, FEATURES, arrays, perceptron
+from tests.workers.test_update_edits import values_of
+from tests.workers.test_updates import (
+    WAIT_SECS,
+    Meeting,
+    adam,
+    change_here_only,
+    mark,
+    quietly,
+    replicas_of,
+)
+
+
+def digests(replicas: replicast.Replicas) -> dict[str, str]:
+    return replicas._state.digests(variable.name for variable in replicas.schema)
+
+
+def steps_in(run_dir: Path) -> list[int]:
+    store = CheckpointStore(run_dir)
+    assert store.problems() == []
+    return [manifest.step for manifest in store.list()]
+
+
+def places_in(run_dir: Path) -> list[tuple[int, int, int]]:
+    return [(found.step, found.epoch, found.batch) for found in CheckpointStore(run_dir).list()]
+
+
+def scramble(replicas: replicast.Replicas) -> None:
+    """Other values on each worker, in every variable."""
+    for place, variable in enumerate(replicas.schema):
+        held = component(replicas._state._variables[variable.name])
+        size = held.shape.num_elements()
+        value = values_of(variable.dtype, 100 * replicas.rank + place, rows=max(2, size)).reshape(-1)
+        held.assign(value[:size].reshape(variable.shape))
+
+
+class Driven:
+    """A training of no steps at all: calls the callback as `fit` does, whenever a test says so."""
+
+    def __init__(self, replicas: replicast.Replicas, length: int = 100, **saves: Any) -> None:
+        self._callback = replicas.callback(**saves)
+        self._callback.set_model(replicas.model)
+        self._callback.set_params({"steps": length, "epochs": 100})
+        self._callback.on_train_begin()
+        self._callback.on_epoch_begin(0)
+        self._batch = 0
+
+    def step(self, **logs: float) -> None:
+        self._callback.on_train_batch_begin(self._batch)
+        self._batch += 1
+        self._callback.on_train_batch_end(self._batch - 1, logs)
+
+    def end(self) -> None:
+        self._callback.on_train_end()
+
+
+def until(enough: Callable[[], bool]) -> None:
+    ends = time.monotonic() + WAIT_SECS
+    while not enough():
+        assert time.monotonic() < ends, "it never came"
+        time.sleep(0.002)
+
+
+# Saving.
+
+
+def noisy(strategy: Any) -> keras.Model:
+    """With a seed, moving statistics and an optimizer that remembers."""
+    extra = (lambda: keras.layers.Dropout(0.3), keras.layers.BatchNormalization)
+    return perceptron(strategy, adam, extra=extra)
+
+
+def saved_by_all(strategy: Any, directory: Path) -> dict[str, Any]:
+    model = noisy(strategy)
+    run_dir = directory / f"run-{strategy.rank}"
+    x, y = arrays(48)
+    with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
+        model.fit(x, y, batch_size=12, verbose=0, callbacks=[replicas.callback()])
+        manifest = replicas.save().result(WAIT_SECS)
+        found = digests(replicas)
+    return {"digests": found, "manifest": manifest}
+
+
+def test_a_checkpoint_has_the_digests_of_every_worker_and_is_written_by_worker_0_alone(
+    pool3: Pool, tmp_path: Path
+) -> None:
+    results = pool3.run(saved_by_all, tmp_path)
+    assert_equal_on_all([result["digests"] for result in results])
+    manifest = results[0]["manifest"]
+    assert [result["manifest"] for result in results[1:]] == [None, None]
+    path = tmp_path / "run-0" / "checkpoints" / "00000004"
+    assert sorted(file.name for file in path.iterdir()) == ["COMMITTED", "manifest.json", "state.safetensors"]
+    with open_checkpoint(path) as reader:
+        reader.verify()
+        assert reader.manifest == manifest
+        values = {name: reader.read(name) for name in manifest.digests}
+    assert manifest.digests == results[0]["digests"]
+    assert manifest.state_digest == digest_state(values)
+    assert (manifest.step, manifest.epoch, manifest.batch, manifest.workers) == (4, 1, 0, 3)
+    assert [name for name in manifest.digests if "seed" in name], "the seeds are not in it"
+    assert {"loss", "accuracy"} <= set(manifest.metrics)
+    assert {"replicast", "keras", "numpy"} <= set(manifest.versions)
+    assert not [path for rank in (1, 2) for path in (tmp_path / f"run-{rank}").glob("**/checkpoints")]
+
+
+def saved_in_fit(strategy: Any, run_dir: Path, every: Any, per_execution: int) -> None:
+    model = perceptron(strategy, steps_per_execution=per_execution)
+    x, y = arrays(6 * 8)
+    with replicas_of(model, run_dir=run_dir) as replicas:
+        callback = replicas.callback(save_every=every, keep=10)
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[callback])
+
+
+@pytest.mark.parametrize(
+    ("every", "per_execution", "places"),
+    [
+        (5, 1, [(5, 0, 5), (10, 1, 4)]),
+        ("epoch", 1, [(6, 1, 0), (12, 2, 0)]),
+        (3, 2, [(4, 0, 4), (6, 1, 0), (10, 1, 4), (12, 2, 0)]),
+    ],
+    ids=["steps", "epochs", "steps within executions"],
+)
+def test_fit_saves_when_it_was_asked_to(
+    pool2: Pool, tmp_path: Path, every: Any, per_execution: int, places: list[tuple[int, int, int]]
+) -> None:
+    pool2.run(saved_in_fit, tmp_path, every, per_execution)
+    assert places_in(tmp_path) == places
+
+
+def saved_in_time(strategy: Any, run_dir: Path) -> list[str]:
+    with replicas_of(perceptron(strategy), run_dir=run_dir) as replicas:
+        for fewest in (1, 2):  # a second training goes on with it
+            training = Driven(replicas, save_every=timedelta(seconds=0), keep=10)
+            enough = lambda fewest=fewest: strategy.rank != 0 or len(steps_in(run_dir)) >= fewest  # noqa: E731
+            quietly(replicas, lambda step: None, enough)
+            training.end()
+        return sorted(thread.name for thread in replicas._member.threads._threads)
+
+
+def test_a_checkpoint_is_made_after_a_time_at_one_boundary_and_one_thread_keeps_the_time(
+    pool2: Pool, tmp_path: Path
+) -> None:
+    first, second = pool2.run(saved_in_time, tmp_path)
+    assert len(steps_in(tmp_path)) >= 2
+    assert first.count("replicast-timer") == 1
+    assert "replicast-timer" not in second
+
+
+def kept(strategy: Any, run_dir: Path, saves: dict[str, Any]) -> None:
+    with replicas_of(perceptron(strategy), run_dir=run_dir) as replicas:
+        training = Driven(replicas, save_every=1, **saves)
+        for loss in (5.0, 1.0, 3.0, 4.0, 2.0):
+            training.step(loss=loss)
+        training.end()
+
+
+@pytest.mark.parametrize(
+    ("saves", "steps"),
+    [
+        ({"keep": 2}, [4, 5]),
+        ({"keep": 1, "keep_best": ("loss", "min")}, [2, 5]),
+        ({"keep": 1, "keep_best": ("loss", "max")}, [1, 5]),
+    ],
+    ids=["the last", "the smallest", "the largest"],
+)
+def test_the_last_checkpoints_and_the_best_one_stay(
+    pool2: Pool, tmp_path: Path, saves: dict[str, Any], steps: list[int]
+) -> None:
+    pool2.run(kept, tmp_path, saves)
+    assert steps_in(tmp_path) == steps
+
+
+def busy(strategy: Any, run_dir: Path, when_busy: str) -> bool:
+    """The second checkpoint comes while the first is being written; the third when all is quiet."""
+    written, go_on, waited = CheckpointStore.write, threading.Event(), threading.Event()
+
+    def slow(*given: Any) -> Any:
+        assert go_on.wait(WAIT_SECS)
+        return written(*given)
+
+    wait_for = Saver._wait_for
+
+    def notes(saver: Saver, saving: Any) -> None:
+        waited.set()
+        go_on.set()
+        wait_for(saver, saving)
+
+    with (
+        replicas_of(perceptron(strategy), run_dir=run_dir) as replicas,
+        mock.patch.object(CheckpointStore, "write", slow),
+        mock.patch.object(Saver, "_wait_for", notes),
+    ):
+        training = Driven(replicas, save_every=1, when_busy=when_busy)
+        training.step()
+        training.step()
+        had_to_wait = waited.is_set()
+        go_on.set()
+        if strategy.rank == 0:
+            until(replicas.recovery._saver._current.done)
+        training.step()
+        training.end()
+    return had_to_wait
+
+
+@pytest.mark.parametrize(("when_busy", "steps"), [("wait", [1, 2, 3]), ("skip", [1, 3])])
+def test_a_checkpoint_that_is_due_while_another_is_written_waits_or_is_skipped(
+    pool2: Pool, tmp_path: Path, when_busy: str, steps: list[int]
+) -> None:
+    had_to_wait = pool2.run(busy, tmp_path, when_busy)
+    assert had_to_wait == [when_busy == "wait", False]
+    assert steps_in(tmp_path) == steps
+
+
+def disk_full(strategy: Any, run_dir: Path) -> str:
+    """The disk is full for the checkpoint of step 2, and then no more."""
+    original, fired, said = os.fsync, 0, ""
+
+    def fails(descriptor: int) -> None:
+        nonlocal fired
+        if "/checkpoints/" not in f"{Path(f'/proc/self/fd/{descriptor}').readlink()}/":
+            return original(descriptor)
+        fired += 1
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with replicas_of(perceptron(strategy), run_dir=run_dir) as replicas:
+        training = Driven(replicas, save_every=2)
+        with mock.patch("os.fsync", fails):
+            training.step()
+            training.step()
+            if strategy.rank == 0:
+                until(replicas.recovery._saver._current.done)
+        if strategy.rank == 0:
+            assert fired > 0
+            assert list((run_dir / "checkpoints").iterdir()) == []
+            with pytest.raises(OSError, match="No space left on device") as caught:
+                training.step()
+            said = str(caught.value)
+        else:
+            training.step()
+        training.step()
+        training.end()
+    return said
+
+
+def test_a_checkpoint_that_could_not_be_written_is_told_at_the_next_boundary_and_only_there(
+    pool2: Pool, tmp_path: Path
+) -> None:
+    first, second = pool2.run(disk_full, tmp_path)
+    assert "No space left" in first
+    assert second == ""
+    assert steps_in(tmp_path) == [4]
+
+
+def diverged(strategy: Any, run_dir: Path) -> list[Any]:
+    model = perceptron(strategy, adam)
+    told = []
+    with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
+        training = Driven(replicas, save_every=2)
+        training.step()
+        if strategy.rank == strategy.size - 1:
+            change_here_only(model, model.layers[1].name, "bias", 1.0)
+        training.step()
+        if strategy.rank == 0:
+            until(replicas.recovery._saver._current.done)
+            with pytest.raises(replicast.ReplicasDiverged) as caught:
+                training.step()
+            told.append((caught.value.worker, caught.value.step, str(caught.value)))
+        else:
+            training.step()
+        saving = replicas.save()
+        if strategy.rank == 0:
+            with pytest.raises(replicast.ReplicasDiverged) as caught:
+                saving.result(WAIT_SECS)
+            told.append((caught.value.worker, caught.value.step, str(caught.value)))
+            assert not list(run_dir.glob("checkpoints/*"))
+            with pytest.raises(replicast.ReplicasDiverged):  # who does not ask is told as well
+                replicas.boundary(steps=0)
+        replicas.sync(source=0)
+        training.step()
+        training.end()
+    return told
+
+
+def test_a_state_that_is_not_the_same_everywhere_is_not_saved_and_the_variable_worker_and_step_are_named(
+    pool3: Pool, tmp_path: Path
+) -> None:
+    (by_callback, by_hand), *_ = pool3.run(diverged, tmp_path)
+    assert by_callback[:2] == (2, 2)
+    assert by_hand[:2] == (2, 3)
+    for worker, step, said in (by_callback, by_hand):
+        assert f"at step {step} worker {worker} differs from worker 0 in sequential/dense_1/bias." in said
+    assert steps_in(tmp_path) == [4], "once they are equal again, it is saved"
+
+
+# A checkpoint among updates.
+
+
+def doubled(id_: str) -> Update:
+    """An update of which one time more or less is seen."""
+    some = np.arange(CLASSES, dtype="float32")
+    return Update(id=id_).scale("dense_1/kernel", 1.5).scale("dense_1/bias", 2).add("dense_1/bias", some)
+
+
+def among_updates(strategy: Any, run_dir: Path) -> dict[str, Any]:
+    """Sequence 1 is for step 9, 2 for step 5, 3 applied at step 1, 4 for step 7; saved at step 5."""
+    model = perceptron(strategy, adam)
+    last = strategy.rank == strategy.size - 1
+    with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
+        training = Driven(replicas, save_every=5)
+        training.step()
+        for number, at_step in enumerate((9, 5, None, 7), 1):
+            if last:
+                replicas.propose(doubled(f"number-{number}"), at_step=at_step)
+            replicas.sync()
+        for _ in range(2, 11):
+            training.step()
+        training.end()
+        lived = digests(replicas)
+    scramble(replicas)
+    with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
+        restored = replicas.restore(5)
+        training = Driven(replicas)
+        for _ in range(6, 11):
+            training.step()
+        training.end()
+        again = digests(replicas)
+        history = [(receipt.id, receipt.step) for receipt in replicas.history]
+    return {"lived": lived, "again": again, "holds": sorted(restored.holds), "history": history}
+
+
+def test_of_the_updates_around_a_checkpoint_those_in_it_are_not_applied_again_and_the_others_are(
+    pool2: Pool, tmp_path: Path
+) -> None:
+    results = pool2.run(among_updates, tmp_path)
+    assert_equal_on_all(results)
+    found = results[0]
+    steps = [(record.id, record.step) for record in Journal(tmp_path).records()]
+    assert steps == [("number-1", 9), ("number-2", 5), ("number-3", 1), ("number-4", 7)]
+    manifest = CheckpointStore(tmp_path).manifest(5)
+    assert (manifest.sequence, manifest.extra["committed_for_later"]) == (3, [1])
+    assert found["holds"] == [2, 3]
+    assert found["again"] == found["lived"]
+
+
+def inbox_first(strategy: Any, run_dir: Path) -> dict[str, Any]:
+    """Something waits in the inbox when a job starts, and the job takes its time before it restores."""
+    model = perceptron(strategy)
+    with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
+        Driven(replicas).step()
+        replicas.save().result(WAIT_SECS)
+        saved = replicas._state.read(["sequential/dense_1/bias"])
+    scramble(replicas)
+    if strategy.rank == 0:
+        inbox.submit(run_dir, mark(0))
+    with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
+        ends = time.monotonic() + 1.0  # if the inbox is left alone until then, all is well
+        while strategy.rank == 0 and not Journal(run_dir).records() and time.monotonic() < ends:
+            time.sleep(0.01)
+        replicas.restore()
+        training = Driven(replicas)
+        quietly(replicas, lambda step: None, lambda: bool(replicas.history))
+        training.end()
+        after = replicas._state.read(["sequential/dense_1/bias"])
+    return {"saved": saved, "after": after}
+
+
+def test_what_waits_in_the_inbox_is_applied_after_the_restore_however_late_that_comes(
+    pool2: Pool, tmp_path: Path
+) -> None:
+    results = pool2.run(inbox_first, tmp_path)
+    assert_equal_on_all(results)
+    change = results[0]["after"]["sequential/dense_1/bias"] - results[0]["saved"]["sequential/dense_1/bias"]
+    assert change.tolist() == [100.0, 0.0, 0.0, 0.0]
+
+
+# Restoring.
+
+
+TRANSFERRED = frozenset({"bool", "float16", "float32", "float64", "int32", "int64"})
+"""TensorFlow can make variables of no other dtypes on several workers: it has to send their first values."""
+
+
+class OfEach(keras.layers.Layer):
+    """A variable of each of these dtypes."""
+
+    def __init__(self, dtypes: frozenset[str]) -> None:
+        super().__init__()
+        self._dtypes = sorted(dtypes)
+
+    def build(self, shape: Any) -> None:
+        for place, dtype in enumerate(self._dtypes):
+            value = values_of(dtype, place)
+            held = self.add_weight(shape=value.shape, dtype=dtype, name=dtype, trainable=False)
+            component(held).assign(value)
+
+    def call(self, x: Any) -> Any:
+        return x
+
+
+def restored_bits(strategy: Any, run_dir: Path, dtypes: frozenset[str]) -> dict[str, Any]:
+    extra = (lambda: keras.layers.Dropout(0.3), keras.layers.BatchNormalization, lambda: OfEach(dtypes))
+    model = perceptron(strategy, adam, extra=extra)
+    with replicas_of(model, run_dir=run_dir) as replicas:
+        assert replicas.restore() is None, "there is nothing yet"
+        saved = {}
+        for step in (1, 2):
+            replicas.boundary()
+            replicas.save().result(WAIT_SECS)
+            saved[step] = digests(replicas)
+            component(model.optimizer.iterations).assign_add(step)
+    found = {}
+    for step in (None, 1, 2):
+        with replicas_of(model, run_dir=run_dir) as replicas:
+            scramble(replicas)
+            restored = replicas.restore(step)
+            found[step] = (restored.step, replicas.step, digests(replicas))
+    return {"saved": saved, "found": found}
+
+
+def test_all_workers_have_the_bits_of_the_checkpoint_also_those_that_cannot_see_it(
+    pool3: Pool, tmp_path: Path
+) -> None:
+    (tmp_path / "a file").touch()
+    nowhere = tmp_path / "a file" / "run"  # it cannot even be made
+    places = [tmp_path / "run", nowhere, nowhere]
+    results = pool3.run_each(restored_bits, [(place, TRANSFERRED) for place in places])
+    assert_equal_on_all(results)
+    assert_bits_came_back(results[0], tmp_path / "run", TRANSFERRED)
+
+
+def test_variables_of_every_dtype_come_back_bit_for_bit(pool1: Pool, tmp_path: Path) -> None:
+    (found,) = pool1.run(restored_bits, tmp_path, DTYPES)
+    assert_bits_came_back(found, tmp_path, DTYPES)
+
+
+def assert_bits_came_back(result: dict[str, Any], run_dir: Path, dtypes: frozenset[str]) -> None:
+    saved, found = result["saved"], result["found"]
+    assert saved[1] != saved[2]
+    assert found == {None: (2, 2, saved[2]), 1: (1, 1, saved[1]), 2: (2, 2, saved[2])}
+    variables = list(CheckpointStore(run_dir).manifest(2).schema)
+    assert dtypes <= {variable.dtype for variable in variables}
+    for part in ("seed", "moving_variance", "velocity", "iteration", "learning_rate"):
+        assert [variable for variable in variables if part in variable.name], part
+
+
+def other_model(strategy: Any) -> keras.Model:
+    """As `perceptron`, but for the width of its hidden layer."""
+    with strategy.scope():
+        layers = [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(CLASSES)]
+        model = keras.Sequential([keras.Input((FEATURES,)), *layers])
+        model.compile(adam(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def refused(strategy: Any, run_dir: Path) -> dict[str, Any]:
+    model = perceptron(strategy, adam)
+    with replicas_of(model, run_dir=run_dir) as replicas:
+        replicas.boundary()
+        replicas.save().result(WAIT_SECS)
+        saved = digests(replicas)
+    keras.utils.clear_session()
+    with replicas_of(other_model(strategy), run_dir=run_dir) as replicas:
+        scramble(replicas)
+        before = digests(replicas)
+        said = []
+        for given in ({}, {"step": 7}):
+            with pytest.raises(CheckpointError) as caught:
+                replicas.restore(**given)
+            said.append(str(caught.value))
+        assert digests(replicas) == before, "nothing is changed by what is refused"
+        restored = replicas.restore(partial=True)
+        after = digests(replicas)
+    left_out = set(restored.left_out)
+    taken = {name: digest for name, digest in after.items() if name not in left_out}
+    return {
+        "said": said,
+        "step": restored.step,
+        "left_out": sorted(left_out),
+        "taken": taken,
+        "expected": {name: saved[name] for name in taken},
+        "left_as_they_were": all(after[name] == before[name] for name in left_out if name in before),
+    }
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_list_and_taken_in_part_when_asked(
+    pool2: Pool, tmp_path: Path
+) -> None:
+    results = pool2.run(refused, tmp_path)
+    assert_equal_on_all(results)
+    found = results[0]
+    other, absent = found["said"]
+    changed = ["sequential/dense/bias", "sequential/dense/kernel", "sequential/dense_1/kernel"]
+    for name in changed:
+        assert f"{name}: expected float32" in other
+    assert "dense_1/bias" not in other.replace("dense_1_bias", "")
+    assert "partial=True" in other
+    assert "There is no checkpoint of this step" in absent
+    assert "Expected: one of 1. Received: 7." in absent
+    assert found["left_out"] == sorted(
+        changed
+        + [
+            f"optimizer/{name.replace('/', '_')}_{kind}"
+            for name in changed
+            for kind in ("momentum", "velocity")
+        ]
+    )
+    assert found["step"] == 1
+    assert found["taken"] == found["expected"]
+    assert "optimizer/learning_rate" in found["taken"]
+    assert found["left_as_they_were"]
+
+
+def correction() -> Update:
+    """One of each operation, on weights and on what the optimizer remembers."""
+    random = np.random.default_rng(5)
+
+    def some(*shape: int) -> np.ndarray:
+        return random.standard_normal(shape).astype("float32")
+
+    update = Update(id="correction", reset_slots=True)
+    update = update.add("dense/kernel", some(FEATURES, 16)).scale("dense/kernel", 1 / 3)
+    update = update.add_low_rank("dense/kernel", some(FEATURES, 2), some(2, 16))
+    update = update.assign_rows("dense_1/kernel", [3, 1], some(2, CLASSES))
+    update = update.add_rows("dense_1/kernel", [0, 3], some(2, CLASSES))
+    return update.blend("dense/bias", some(16), 0.3).scale("optimizer/learning_rate", 0.7)
+
+
+def patched_and_live(strategy: Any, directory: Path) -> dict[str, Any]:
+    model = perceptron(strategy, adam)
+    x, y = arrays(48)
+    with replicas_of(model, run_dir=directory / "live", durability="disk") as replicas:
+        model.fit(x, y, batch_size=16, verbose=0, callbacks=[replicas.callback(save_every=3)])
+        if strategy.rank == strategy.size - 1:
+            replicas.propose(correction())
+        replicas.sync()
+        live = digests(replicas)
+    if strategy.rank == 0:
+        source = CheckpointStore(directory / "live").path(3)
+        patch(source, correction(), CheckpointStore(directory / "patched").path(3))
+    Meeting(strategy).all_say()
+    scramble(replicas)
+    with replicas_of(model, run_dir=directory / "patched") as replicas:
+        restored = replicas.restore()
+        found = digests(replicas)
+    return {"live": live, "patched": found, "step": restored.step}
+
+
+def test_a_patched_checkpoint_gives_the_bits_of_the_live_update_at_its_step(
+    pool2: Pool, tmp_path: Path
+) -> None:
+    results = pool2.run(patched_and_live, tmp_path)
+    assert_equal_on_all(results)
+    assert results[0]["step"] == 3
+    assert [record.step for record in Journal(tmp_path / "live").records()] == [3]
+    assert results[0]["patched"] == results[0]["live"]
+    unpatched = CheckpointStore(tmp_path / "live").manifest(3).digests
+    assert results[0]["live"] != unpatched, "the update changed nothing"
