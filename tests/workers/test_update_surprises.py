@@ -1,0 +1,103 @@
+"""What users do that nobody told them not to: each is answered, none goes on as if all were well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import replicast
+from replicast.errors import NotSupported, ReplicasDiverged, UpdateRefused
+from replicast.update import Update
+from tests.pool import Pool
+from tests.pool.checks import assert_equal_on_all, state
+from tests.workers.recipes import CLASSES, FEATURES, arrays, perceptron
+from tests.workers.test_updates import WAIT_SECS, replicas_of
+
+ONES = np.ones(CLASSES, np.float32)
+
+
+def bfloat16_weights(strategy: Any) -> Any:
+    with strategy.scope():
+        layers = [keras.layers.Dense(8, dtype="bfloat16"), keras.layers.Dense(CLASSES)]
+        model = keras.Sequential([keras.Input((FEATURES,)), *layers])
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    with replicas_of(model) as replicas:
+        ticket = replicas.propose(Update().scale("dense/kernel", 0.5)) if strategy.rank == 1 else None
+        model.fit(*arrays(), batch_size=30, verbose=0, callbacks=[replicas.callback()])
+        if ticket is not None:
+            ticket.result(WAIT_SECS)
+    return {name: value.tobytes() for name, value in state(model).items()}
+
+
+def test_weights_in_bfloat16_are_made_trained_and_changed_alike(pool2: Pool) -> None:
+    assert_equal_on_all(pool2.run(bfloat16_weights))
+
+
+def compile_again(strategy: Any) -> None:
+    model = perceptron(strategy)
+    with replicas_of(model) as replicas:
+        model.fit(*arrays(), batch_size=30, verbose=0, callbacks=[replicas.callback()])
+        with strategy.scope():
+            model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        with pytest.raises(NotSupported, match="compiled again"):
+            model.fit(*arrays(), batch_size=30, verbose=0, callbacks=[replicas.callback()])
+
+
+def test_a_model_that_was_compiled_again_is_refused(pool2: Pool) -> None:
+    pool2.run(compile_again)
+
+
+def wrong_proposals(strategy: Any) -> None:
+    model = perceptron(strategy)
+    with replicas_of(model) as replicas:
+        replicas.boundary()
+        late = replicas.propose(Update().add("dense_1/bias", ONES), at_step=1)
+        with pytest.raises(UpdateRefused, match="Step 1 is past"):
+            late.result(WAIT_SECS)
+        with pytest.raises(UpdateRefused, match="Only an Update or a function"):
+            replicas.propose({"dense_1/bias": ONES})
+        with pytest.raises(UpdateRefused, match="whole number"):
+            replicas.propose(Update().add("dense_1/bias", ONES), at_step=2.5)
+        assert replicas.sync(variables="dense_1/bias") is None
+    with pytest.raises(NotSupported, match="closed"):
+        replicas.propose(Update().add("dense_1/bias", ONES))
+    with pytest.raises(NotSupported, match="closed"):
+        replicas.boundary()
+
+
+def test_wrong_proposals_are_answered_without_ending_the_training(pool2: Pool) -> None:
+    pool2.run(wrong_proposals)
+
+
+def miss_a_boundary(strategy: Any) -> str:
+    model = perceptron(strategy)
+    x, y = arrays()
+    with replicas_of(model) as replicas:
+        said = ""
+        ticket = None
+        for step in range(12):
+            model.train_on_batch(x[:30], y[:30])
+            if strategy.rank != 1 or step != 3:
+                replicas.boundary()
+            if strategy.rank == 0 and step == 6:
+                ticket = replicas.propose(Update().assign("dense_1/bias", ONES), at_step=10)
+        if strategy.rank == 1:
+            replicas.boundary()
+        replicas.training_ends()
+        if ticket is not None:
+            with pytest.raises(ReplicasDiverged) as diverged:
+                ticket.result(WAIT_SECS)
+            said = str(diverged.value)
+        replicas.sync(source=0)
+    return said
+
+
+def test_a_boundary_that_one_worker_missed_is_named_as_the_reason(pool2: Pool) -> None:
+    assert "missed a boundary" in pool2.run(miss_a_boundary)[0]
+
+
+def test_the_public_names_of_updates_are_there() -> None:
+    assert replicast.Update is Update
