@@ -1,7 +1,8 @@
 """A training whose end is the same to the last bit in every job of the same size, however often it is killed.
 
 Updates come from the last worker, for the next step and for a later one, from a function, and from the inbox;
-`sync` settles what has no step of its own at the step at which it is proposed, in every life.
+`sync` settles what has no step of its own at the step at which it is proposed, in every life. No checkpoint is
+made at a step of a proposal: a life that starts from it would not come to the line that proposes again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import replicast
 from replicast.digest import digest_state
 
 STEPS_PER_EPOCH, EPOCHS, BATCH = 24, 2, 6
+SAVE_EVERY = 6
+PROPOSE_AT = (2, 4)
+"""Steps after a checkpoint."""
 
 keras.utils.set_random_seed(7)
 tf.config.experimental.enable_op_determinism()
@@ -39,13 +43,13 @@ class Corrections(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         step = replicas.step
-        if step % 6 == 2 and replicas.rank == replicas.size - 1:
+        if step % SAVE_EVERY == PROPOSE_AT[0] and replicas.rank == replicas.size - 1:
             later = replicast.Update(note="for later").add("dense_1/bias", np.full(1, step, "float32"))
             replicas.propose(later, at_step=step + 5)
             replicas.propose(replicast.Update(note="for now").scale("dense/kernel", 0.9))
-        if step % 12 == 4:
+        if step % (2 * SAVE_EVERY) == PROPOSE_AT[1]:
             replicas.propose(halved, source=0)
-        if step % 6 in (2, 4):
+        if step % SAVE_EVERY in PROPOSE_AT:
             replicas.sync()
 
 
@@ -55,7 +59,7 @@ model.fit(
     batch_size=BATCH,
     epochs=EPOCHS,
     verbose=0,
-    callbacks=[replicas.callback(save_every=5), Corrections()],
+    callbacks=[replicas.callback(save_every=SAVE_EVERY), Corrections()],
 )
 values = {variable.path: variable.numpy() for variable in model.variables}
 values |= {f"optimizer/{variable.path}": variable.numpy() for variable in model.optimizer.variables}
