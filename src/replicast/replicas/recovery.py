@@ -80,7 +80,7 @@ class Recovery:
                 self._saver.start()
         self._restores = 0
         self._saves = Saves()
-        self._timer: threading.Thread | None = None
+        self._timed = False
         self._resumed = Position()
         self._steps_to_skip = 0
         self.position = Position()
@@ -93,7 +93,8 @@ class Recovery:
         if saves.every is not None and self._saver is None:
             raise _no_run_dir()
         self._saves = saves
-        if isinstance(saves.every, timedelta) and self._member.channel.rank == 0 and self._timer is None:
+        if isinstance(saves.every, timedelta) and self._member.channel.rank == 0 and not self._timed:
+            self._timed = True
             self._member.threads.start("timer", self._wish_in_time)
 
     def reached(self, position: Position, logs: Mapping[str, Any] | None) -> None:

@@ -98,7 +98,7 @@ class Replicas:
     @property
     def step(self) -> int:
         """How many steps were trained up to the last boundary."""
-        return self._member.gate.step
+        return self._opened().member.gate.step
 
     @property
     def schema(self) -> Schema:
@@ -113,7 +113,7 @@ class Replicas:
     @property
     def history(self) -> Sequence[Receipt]:
         """The receipts of the updates that were verified so far, the same on every worker."""
-        return tuple(self._member.history)
+        return tuple(self._opened().member.history)
 
     @property
     def recovery(self) -> Recovery:
@@ -202,7 +202,7 @@ class Replicas:
         Raises:
             UpdateRefused: `source` or `at_step` make no sense.
         """
-        return self._opened().proposing.propose(update, source=source, at_step=at_step)
+        return self._active().proposing.propose(update, source=source, at_step=at_step)
 
     def boundary(self, *, steps: int = 1, logs: Mapping[str, Any] | None = None) -> None:
         """The training thread has finished `steps` more steps. Call it after each step of an own loop.
@@ -322,13 +322,16 @@ class Replicas:
         self._stop()
         self._closed = True
 
-    def _opened(self) -> Parts:
+    def _active(self) -> Parts:
         if self._closed:
             raise NotSupported(
                 "A closed Replicas",
                 reason="its threads have ended, on all workers",
                 remedy="Make another replicast.Replicas(model)",
             )
+        return self._opened()
+
+    def _opened(self) -> Parts:
         if self._parts is None:
             raise NotSupported(
                 "A model that is not built",
@@ -340,7 +343,7 @@ class Replicas:
 
     @property
     def _member(self) -> Member:
-        return self._opened().member
+        return self._active().member
 
     @property
     def _state(self) -> KerasState:
