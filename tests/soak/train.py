@@ -1,8 +1,8 @@
 """A training whose end is the same to the last bit in every job of the same size, however often it is killed.
 
 Updates come from the last worker, for the next step and for a later one, from a function, and from the inbox;
-`sync` settles what has no step of its own at the step at which it is proposed, in every life. No checkpoint is
-made at a step of a proposal: a life that starts from it would not come to the line that proposes again.
+`sync` settles what has no step of its own at the step at which it is proposed, in every life. There is no
+checkpoint at a step of a proposal: a life that starts from it would not come to the line that proposes again.
 """
 
 from __future__ import annotations
