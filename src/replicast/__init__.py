@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from replicast.errors import (
+    CheckpointError,
     ClusterError,
     FileDamaged,
     JobFailed,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "ClusterError",
     "FileDamaged",
     "JobFailed",

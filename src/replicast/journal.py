@@ -4,6 +4,7 @@
     updates/000042.safetensors            its payload, once the sequence number is decided
     updates/000042.json                   its record: the rename of this file is the commit
     updates/000042.receipt.json           how it ended
+    updates/000042.moved.json             if a pause of the training has brought it forward: to which step
 
 One process writes, the coordinator's; any may read.
 """
@@ -32,7 +33,7 @@ from replicast.update import Update
 __all__ = ["AnyJournal", "Journal", "MemoryJournal", "Receipt", "Record", "StagedPayload", "summarized"]
 
 _PENDING = ".pending-"
-_PAYLOAD, _RECORD, _RECEIPT = ".safetensors", ".json", ".receipt.json"
+_PAYLOAD, _RECORD, _RECEIPT, _MOVED = ".safetensors", ".json", ".receipt.json", ".moved.json"
 
 
 class AnyJournal(ABC):
@@ -65,6 +66,22 @@ class AnyJournal(ABC):
 
         Raises:
             OSError: It cannot be written.
+        """
+
+    @abstractmethod
+    def move(self, sequence: int, step: int) -> None:
+        """Writes down, before it happens, that a committed update is applied at an earlier step.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+
+    @abstractmethod
+    def moves(self) -> dict[int, int]:
+        """The earlier steps of updates that were moved, by sequence number.
+
+        Raises:
+            FileDamaged: One is not what was written.
         """
 
     @abstractmethod
@@ -163,6 +180,21 @@ class Journal(AnyJournal):
         """As in `AnyJournal`."""
         write_durably(self._path(receipt.sequence, _RECEIPT), [json_bytes(receipt.to_json())])
 
+    def move(self, sequence: int, step: int) -> None:
+        """As in `AnyJournal`."""
+        write_durably(self._path(sequence, _MOVED), [json_bytes({"sequence": sequence, "step": step})])
+
+    def moves(self) -> dict[int, int]:
+        """As in `AnyJournal`."""
+        found = {}
+        for sequence in self._sequences(_MOVED):
+            path = self._path(sequence, _MOVED)
+            step = read_json(path).get("step")
+            if not isinstance(step, int) or isinstance(step, bool):
+                raise FileDamaged(path, "it has no step")
+            found[sequence] = step
+        return found
+
     def records(self) -> list[Record]:
         """As in `AnyJournal`."""
         last = max(self._sequences(_RECORD), default=0)
@@ -235,6 +267,7 @@ class MemoryJournal(AnyJournal):
     """A journal without files: for who wants no durability, and for tests."""
 
     def __init__(self) -> None:
+        self._moves: dict[int, int] = {}
         self._staged: dict[str, Update] = {}
         self._committed: list[tuple[Record, Update]] = []
         self._receipts: dict[int, Receipt] = {}
@@ -255,6 +288,14 @@ class MemoryJournal(AnyJournal):
     def discard(self, staged: StagedPayload) -> None:
         """As in `AnyJournal`."""
         self._staged.pop(staged.id, None)
+
+    def move(self, sequence: int, step: int) -> None:
+        """As in `AnyJournal`."""
+        self._moves[sequence] = step
+
+    def moves(self) -> dict[int, int]:
+        """As in `AnyJournal`."""
+        return dict(self._moves)
 
     def write_receipt(self, receipt: Receipt) -> None:
         """As in `AnyJournal`."""

@@ -42,12 +42,14 @@ class Replays:
             The ids of all updates in it, with the digest of what they do.
         """
         records, receipts = self._journal.records(), self._journal.receipts()
+        moves = self._journal.moves()
         self._rounds.sequence = records[-1].sequence if records else 0
         self._receipts = receipts
         for record in records:
             receipt = receipts.get(record.sequence)
             # A pause of the training may have brought it forward.
-            step = record.step if receipt is None else min(record.step, receipt.step)
+            step = min(record.step, moves.get(record.sequence, record.step))
+            step = step if receipt is None else min(step, receipt.step)
             if step > after_step:
                 self._waiting.append((step, record))
             else:

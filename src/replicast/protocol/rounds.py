@@ -198,8 +198,15 @@ class Rounds:
         steps = {answer.step for answer in answers}
         if len(steps) > 1 or not all(answer.parked for answer in answers):
             return
-        self._channel.append(Advance())
         step = self._latest_step = min(steps)
+        for sequence in self._verifier.meant_for_later(step):
+            try:
+                self._journal.move(
+                    sequence, step
+                )  # first, or a later life would apply it where it was meant for
+            except OSError as error:
+                logger.warning("that update %d is applied earlier cannot be noted: %s", sequence, error)
+        self._channel.append(Advance())
         self.opened = [
             one if one.proposal.at_step is not None else replace(one, step=min(one.step, step))
             for one in self.opened

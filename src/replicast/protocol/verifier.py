@@ -75,6 +75,11 @@ class Verifier:
                 self._channel.append(replace(outcome, content_digest=content_digest))
         return outcome is not None
 
+    def meant_for_later(self, step: int) -> list[int]:
+        """The sequence numbers of what is committed for a step after this one, by nobody's wish."""
+        with self._changed:
+            return [n for n, one in self._open.items() if one.step > step and not one.scheduled]
+
     def step_of(self, id_: str) -> int | None:
         """The step for which an update is committed that is not told yet."""
         with self._changed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import time
 from dataclasses import dataclass
@@ -11,17 +13,19 @@ from typing import Literal
 import keras
 
 from replicast.config import read_launch
-from replicast.errors import ClusterError, NotSupported
+from replicast.errors import ClusterError, NotSupported, ReplicastError
 from replicast.fence import Fence
 from replicast.journal import AnyJournal, Journal, MemoryJournal
 from replicast.protocol import Channel, Coordinator, Member, Patience
 from replicast.replicas.housekeeping import Housekeeping
 from replicast.replicas.proposing import Proposing
 from replicast.replicas.recovery import Recovery
-from replicast.runfiles import FORMAT, RunInfo, write_run_info
+from replicast.runfiles import FORMAT, RunInfo, read_run_info, write_run_info
 from replicast.strategy import KerasState, Strategy, optimizers_by_name
 from replicast.transport import open_transport
 from replicast.validate import Limits
+
+logger = logging.getLogger("replicast")
 
 Durability = Literal["disk", "memory"]
 
@@ -151,12 +155,20 @@ def _coordinate(member: Member, settings: Settings, fence: Fence | None) -> None
     journal: AnyJournal = MemoryJournal()
     if settings.run_dir is not None:
         size = member.channel.size
+        _say_if_other_size(settings.run_dir, size)
         info = RunInfo(FORMAT, member.state.schema, size, settings.attempt, created_at=time.time())
         write_run_info(settings.run_dir, info)
         if settings.durable:
             journal = Journal(settings.run_dir) if fence is None else Journal(settings.run_dir, fence.check)
             journal.clean()
     Coordinator(member, journal, durable=settings.durable, attempt=settings.attempt).start()
+
+
+def _say_if_other_size(run_dir: Path, size: int) -> None:
+    with contextlib.suppress(ReplicastError, OSError):
+        before = read_run_info(run_dir).workers
+        if before != size:
+            logger.warning("%s had %d workers before, and has %d now", run_dir, before, size)
 
 
 def check_not_compiled_again(

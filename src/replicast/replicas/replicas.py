@@ -365,5 +365,5 @@ class Replicas:
             self._parts.housekeeping.say_ended()
 
     def _stop(self) -> None:
-        self._member.stop()
+        self._opened().member.stop()
         self._housekeeping.finish()
