@@ -1,6 +1,6 @@
 # The newcomer's two commands are `make demo` and `make test`; both prepare .venv on first use.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-oldest demo test test-oldest lint format bench clean
+.PHONY: help setup setup-oldest demo test test-long test-oldest lint format bench clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -35,6 +35,9 @@ demo: $(STAMP) ## Two local workers train; the screen shows what happens when on
 
 test: $(STAMP) ## All tests: unit, real workers, faults, golden files
 	$(VENV)/bin/python -m pytest
+
+test-long: $(STAMP) ## Jobs that are killed again and again, and compared with undisturbed ones: about five minutes
+	$(VENV)/bin/python -m pytest tests/long
 
 test-oldest: $(OLDEST_STAMP) ## The worker tests on the oldest supported TensorFlow and Keras
 	$(OLDEST)/bin/python -m pytest tests/workers

@@ -21,6 +21,7 @@ from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, digest, rank
 from tests.unit.test_transport_conformance import SENTENCES, Worker, assert_same, some
 from tests.workers.recipes import arrays, perceptron
+from tests.workers.test_updates import forget_hosts
 
 ONE_HOST = ("a", "a", "a")
 TWO_HOSTS = [("a", "b", "b"), ("a", "a", "b"), ("a", "b", "a")]
@@ -164,5 +165,6 @@ def opened_together(_: Any, hosts: Sequence[str], directory: Path) -> str:
 
 
 def test_workers_on_two_hosts_find_out_and_broadcast(pool3: Pool, tmp_path: Path) -> None:
+    pool3.run(forget_hosts)  # other tests of this pool have said where they are
     assert set(pool3.run(opened_together, TWO_HOSTS[0], tmp_path)) == {"BroadcastTransport"}
     assert not list(tmp_path.iterdir())

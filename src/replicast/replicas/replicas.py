@@ -215,6 +215,7 @@ class Replicas:
         """
         if not self._trained:
             self.training_begins()
+        self._housekeeping.training = True
         if logs is not None:
             self._housekeeping.logs = logs
         self._strategy.wait_for_device()

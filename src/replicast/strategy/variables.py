@@ -17,7 +17,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from replicast.digest import digest_array, digest_state
-from replicast.edits import Edit, Operation
+from replicast.edits import Edit, Operation, factor_as
 from replicast.schema import Schema, Variable
 from replicast.state import Arrays, State, touched_parts
 from replicast.strategy.step import optimizers_of
@@ -174,7 +174,8 @@ def _change(variable: tf.Variable, edit: Edit) -> None:
 
 
 def _number(variable: tf.Variable, edit: Edit) -> tf.Tensor:
-    return tf.constant(edit.factor, variable.dtype)
+    # Not from the Python number: TensorFlow keeps tensors of those it has seen, and takes -0.0 for 0.0.
+    return tf.constant(factor_as(0.0 if edit.factor is None else edit.factor, variable.dtype.as_numpy_dtype))
 
 
 def _describe(

@@ -314,5 +314,5 @@ def test_when_no_restart_is_left_the_run_directory_is_whole_and_another_number_o
     assert code == 0, said
     assert given_up.restored(2) == ["restored 8"] * 3
     assert_equal_on_all(given_up.states("arrays", workers=3))
-    assert journal_of(given_up.run_dir)[: len(before)] == before
+    assert set(before) <= set(journal_of(given_up.run_dir))
     assert [found.workers for found in store.list()] == [2, 2, 3, 3, 3]
