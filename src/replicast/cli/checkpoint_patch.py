@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from replicast.cli.push import _OPERATIONS, _ORDER, InOrder, _check_usage, _in_order, push
+from replicast.cli.push import OPERATIONS, ORDER, InOrder, check_usage, in_order, push
 
 if TYPE_CHECKING:
     from replicast.checkpoint import Manifest
     from replicast.update import Update
 
-_SHARED = (*_OPERATIONS, "weight", "reset_slots", "allow_nonfinite", "dry_run")
+_SHARED = (*OPERATIONS, "weight", "reset_slots", "allow_nonfinite", "dry_run")
 
 
 @click.command(cls=InOrder, params=[option for option in push.params if option.name in _SHARED])
@@ -44,8 +44,8 @@ def patch(context: click.Context, /, path: Path, output: Path, **options: Any) -
     Exit code: 0; 1 when the update is refused, the checkpoint is damaged, or OUT is there already; 2 when the
     command is wrong.
     """  # noqa: D301 - click wants a real backspace
-    _check_usage(options)
-    operations = _in_order(context.meta[_ORDER], options)
+    check_usage(options)
+    operations = in_order(context.meta[ORDER], options)
     from replicast.checkpoint import open_checkpoint
     from replicast.cli.assembling import Head, assembled
     from replicast.cli.checkpoint_targets import the_checkpoint

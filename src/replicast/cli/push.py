@@ -12,7 +12,7 @@ import click
 from replicast.cli.rundirs import run_argument
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_OPERATIONS = (
+OPERATIONS = (
     "add",
     "assign",
     "scale",
@@ -23,7 +23,7 @@ _OPERATIONS = (
     "saved",
     "numbers",
 )
-_ORDER = "replicast.push.order"
+ORDER = "replicast.push.order"
 
 
 class InOrder(click.Command):
@@ -32,7 +32,7 @@ class InOrder(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses once more, for the order alone: click itself groups the values of each option."""
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
-        ctx.meta[_ORDER] = [parameter.name for parameter in order if parameter.name in _OPERATIONS]
+        ctx.meta[ORDER] = [parameter.name for parameter in order if parameter.name in OPERATIONS]
         return super().parse_args(ctx, args)
 
 
@@ -109,8 +109,8 @@ def push(context: click.Context, /, run: Path, **options: Any) -> None:
     Exit code: 0 when it is in the inbox, with --wait when it is verified on all workers; 1 when it is refused
     or has failed; 2 when the command is wrong; 3 when --timeout has passed; 130 after Ctrl-C.
     """  # noqa: D301 - click wants a real backspace
-    _check_usage(options)
-    operations = _in_order(context.meta[_ORDER], options)
+    check_usage(options)
+    operations = in_order(context.meta[ORDER], options)
     from replicast.cli.pushing import Wish, carry_out
 
     wish = Wish(
@@ -158,8 +158,9 @@ def _number(text: str) -> float | int | bool | None:
     return None
 
 
-def _check_usage(options: dict[str, Any]) -> None:
-    if not any(options[name] for name in _OPERATIONS):
+def check_usage(options: dict[str, Any]) -> None:
+    """Refuses a command that asks for nothing, or for a weight without a blend."""
+    if not any(options[name] for name in OPERATIONS):
         raise click.UsageError(
             "Say what to change: --set NAME=NUMBER, --add FILE, or another operation of --help."
         )
@@ -167,9 +168,9 @@ def _check_usage(options: dict[str, Any]) -> None:
         raise click.UsageError("--blend and --weight belong together: one needs the other.")
 
 
-def _in_order(order: list[str], options: dict[str, Any]) -> list[tuple[str, Any]]:
+def in_order(order: list[str], options: dict[str, Any]) -> list[tuple[str, Any]]:
     """Each operation with its value, as they stand on the command line."""
-    values = {name: iter(options[name]) for name in _OPERATIONS}
+    values = {name: iter(options[name]) for name in OPERATIONS}
     operations: list[tuple[str, Any]] = []
     for name in order:
         value = next(values[name])

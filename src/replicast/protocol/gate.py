@@ -103,8 +103,18 @@ class Gate:
             self._here = True
         self._serve(lambda: True, None)
 
-    def park(self, done: Callable[[], bool], timeout_secs: float | None) -> bool:
+    def park(
+        self,
+        done: Callable[[], bool],
+        timeout_secs: float | None,
+        announce: Callable[[], None] = lambda: None,
+    ) -> bool:
         """The training thread stays at its boundary, serving whatever is decided, until `done`.
+
+        Args:
+            done: Whether it may leave.
+            timeout_secs: How long it stays at most.
+            announce: Called once it stands: a `hold` from then on finds it here.
 
         Returns:
             False when the time was up.
@@ -113,6 +123,7 @@ class Gate:
             self._here = True
             step = self.step
             too_early = any(stop.step > step and not stop.scheduled for stop in self._stops)
+        announce()
         if too_early:
             self._on_parked(step)
         return self._serve(done, timeout_secs)

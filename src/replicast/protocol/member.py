@@ -168,8 +168,12 @@ class Member:
         self._token += 1
         token = self._token
         paused = Paused(token, self.channel.rank, self.gate.step, intent)
-        self._outbox.put(lambda: self.channel.post(paused))
-        self.gate.park(lambda: token in self._resumed, None)
+        # Said when it stands: whoever hears it may ask at once where this worker is.
+        self.gate.park(
+            lambda: token in self._resumed,
+            None,
+            announce=lambda: self._outbox.put(lambda: self.channel.post(paused)),
+        )
         error = self._resumed.pop(token)
         if error is not None:
             raise UpdateRefused.from_json(error)
@@ -303,7 +307,8 @@ class Member:
                 for round_, step in stops:
                     self.gate.schedule(round_, step)
             case Resume(token, error):
-                self.gate.bring_forward()
+                if error is None:  # else they may stand at different boundaries
+                    self.gate.bring_forward()
                 self._resumed[token] = error
                 self.gate.wake()
             case Again(id_, step):
