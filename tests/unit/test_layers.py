@@ -13,7 +13,7 @@ LAYERS = [
     {"errors", "config", "faults"},
     {"digest", "edits", "schema"},
     {"files", "parts"},
-    {"update", "state", "records"},
+    {"update", "state", "records", "distances", "audit"},
     {"fence", "validate", "journal", "inbox", "runfiles", "checkpoint"},
     {"coordination"},
     {"transport", "lifetime"},

@@ -12,12 +12,13 @@ import numpy as np
 
 from replicast.checkpoint.layout import dtype_of
 from replicast.checkpoint.reading import CheckpointReader, Progress, open_checkpoint
-from replicast.edits import FLOAT_DTYPES, Array
+from replicast.distances import Distance, distance
+from replicast.edits import Array
 from replicast.parts import factor_to_json
 from replicast.schema import Schema, Variable
 
 NOTHING = "nothing"
-_PIECE_BYTES = 2**20  # In float64 and with what is computed of it, a piece takes up to forty times its size.
+_PIECE_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,21 +148,13 @@ def _same(variable: Variable) -> Comparison:
 
 
 def _compared(first: CheckpointReader, second: CheckpointReader, variable: Variable) -> Comparison:
-    elements = differing = one_is_nan = 0
-    max_absolute = max_relative = 0.0
+    elements, found = 0, Distance()
     for left, right in zip(_pieces(first, variable), _pieces(second, variable), strict=True):
+        found = found.then(distance(left, right), elements)
         elements += left.size
-        bits = np.dtype(f"u{left.dtype.itemsize}")
-        where = left.view(bits) != right.view(bits)
-        differing += int(np.count_nonzero(where))
-        if not where.any():
-            continue
-        absolute, relative, nans = _distances(left[where], right[where], variable.dtype)
-        one_is_nan += nans
-        max_absolute, max_relative = max(max_absolute, absolute), max(max_relative, relative)
     text = _described(variable)
-    verdict = Verdict.DIFFERENT if differing else Verdict.EQUAL
-    numbers = elements, differing, one_is_nan, max_absolute, max_relative
+    verdict = Verdict.DIFFERENT if found.differing else Verdict.EQUAL
+    numbers = elements, found.differing, found.one_is_nan, found.absolute, found.relative
     return Comparison(variable.name, verdict, text, text, *numbers)
 
 
@@ -169,27 +162,3 @@ def _pieces(reader: CheckpointReader, variable: Variable) -> Iterator[Array]:
     dtype = dtype_of(variable)
     sizes = iter(lambda: _PIECE_BYTES, None)
     return (np.frombuffer(piece, np.uint8).view(dtype) for piece in reader.pieces(variable.name, sizes))
-
-
-def _distances(left: Array, right: Array, dtype: str) -> tuple[float, float, int]:
-    """The largest absolute and relative difference, and how many are NaN on one side only."""
-    with np.errstate(all="ignore"):
-        if dtype in FLOAT_DTYPES:
-            left, right = left.astype(np.float64), right.astype(np.float64)
-            one_is_nan = int(np.count_nonzero(np.isnan(left) != np.isnan(right)))
-            numbers = ~(np.isnan(left) | np.isnan(right))
-            left, right = left[numbers], right[numbers]
-            absolute = np.abs(left - right)
-        else:
-            # Wrapped around, the difference of integers is right as an unsigned one.
-            unsigned = np.dtype(f"u{left.dtype.itemsize}")
-            forth, back = (
-                pair[0].view(unsigned) - pair[1].view(unsigned) for pair in ((left, right), (right, left))
-            )
-            absolute = np.where(left > right, forth, back).astype(np.float64)
-            one_is_nan = 0
-        if not absolute.size:
-            return 0.0, 0.0, one_is_nan
-        larger = np.maximum(np.abs(left.astype(np.float64)), np.abs(right.astype(np.float64)))
-        relative = np.where(np.isinf(absolute), np.inf, absolute / np.where(larger == 0, 1.0, larger))
-    return float(absolute.max()), float(relative.max()), one_is_nan

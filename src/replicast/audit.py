@@ -1,0 +1,326 @@
+"""What an audit found: which replicas hold other bits than the rest, where, by how much, and since when.
+
+An audit compares the digests of every variable of the state between all workers, at one boundary. This module
+is data and planning: who agrees with whom, whose value counts, how far two values are apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias, cast, get_args
+
+from replicast.distances import Deviation, deviation
+from replicast.records import reading
+
+__all__ = [
+    "OUTCOMES",
+    "AuditReport",
+    "Declared",
+    "Deviation",
+    "Difference",
+    "Groups",
+    "Outcome",
+    "Policy",
+    "Rule",
+    "checked_policy",
+    "deviation",
+    "groups_of",
+    "reference_first",
+    "reference_of",
+    "workers_text",
+]
+
+Policy: TypeAlias = Literal["raise", "heal", "warn"]
+"""What becomes of replicas that differ."""
+Outcome: TypeAlias = Literal["equal", "warned", "raised", "healed"]
+"""What an audit ended with."""
+OUTCOMES: Mapping[Policy, Outcome] = MappingProxyType({"raise": "raised", "heal": "healed", "warn": "warned"})
+"""What an audit that finds a difference ends with, by its policy."""
+Rule: TypeAlias = Literal["majority", "checkpoint and journal", "coordinator"]
+"""Why one worker's value is the one that counts."""
+Groups: TypeAlias = dict[str, tuple[int, ...]]
+"""The workers that have each digest of one variable."""
+
+
+def checked_policy(policy: str) -> Policy:
+    """The policy, if it is one.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if policy not in get_args(Policy):
+        raise ValueError(f'on_divergence must be "raise", "heal" or "warn". Received: {policy!r}')
+    return cast("Policy", policy)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A variable that is not the same on all workers.
+
+    Attributes:
+        variable: Its full name.
+        groups: The workers with equal bits, the reference's group first.
+        reference: The worker whose value counts.
+        rule: Why its value does.
+        differing: How far each worker outside the reference's group is from it, by rank.
+    """
+
+    variable: str
+    groups: tuple[tuple[int, ...], ...]
+    reference: int
+    rule: str
+    differing: Mapping[int, Deviation]
+
+    @property
+    def minority(self) -> tuple[int, ...]:
+        """The workers whose value does not count: all outside the reference's group."""
+        return tuple(sorted(rank for group in self.groups[1:] for rank in group))
+
+    def __str__(self) -> str:
+        rest = workers_text(self.groups[0]) if self.groups else workers_text([self.reference])
+        differ = "differs" if len(self.minority) == 1 else "differ"
+        return f"{self.variable}: {workers_text(self.minority)} {differ} from {rest} ({self.rule})"
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values; ranks that name something become text, as JSON's names are."""
+        return {
+            "variable": self.variable,
+            "groups": [list(group) for group in self.groups],
+            "reference": self.reference,
+            "rule": self.rule,
+            "differing": {str(rank): found.to_json() for rank, found in self.differing.items()},
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Difference:
+        """What `to_json` described.
+
+        Raises:
+            ValueError: It is none.
+        """
+        with reading("difference", fields):
+            return cls(
+                variable=str(fields["variable"]),
+                groups=tuple(tuple(int(rank) for rank in group) for group in fields["groups"]),
+                reference=int(fields["reference"]),
+                rule=str(fields["rule"]),
+                differing={
+                    int(rank): Deviation.from_json(found) for rank, found in fields["differing"].items()
+                },
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A variable that was declared to be allowed to differ between workers.
+
+    Attributes:
+        variable: Its full name.
+        differs: Whether it does.
+    """
+
+    variable: str
+    differs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """What one audit found and did. The same on every worker.
+
+    Attributes:
+        number: Which audit of this life of the job it is, from 1.
+        step: The boundary at which the replicas were compared.
+        time: When, in seconds since 1970.
+        workers: How many workers there are.
+        variables: How many variables were compared.
+        nbytes: Their size on one worker.
+        found_at: The step at which it was first seen that replicas differ; `step` when they are equal.
+        last_equal: The step of the last audit before that one that found them equal, if there was one.
+        differences: What differs and must not.
+        declared: What may differ, and whether it does.
+        outcome: What was done about it.
+        healed: The sequence numbers of the updates that made the replicas equal again.
+        digest_secs: How long the slowest worker took to digest its state.
+        requests: The ids of those who asked for it from outside of the job.
+    """
+
+    number: int
+    step: int
+    time: float
+    workers: int
+    variables: int
+    nbytes: int
+    found_at: int
+    last_equal: int | None
+    differences: tuple[Difference, ...]
+    declared: tuple[Declared, ...]
+    outcome: Outcome
+    healed: tuple[int, ...]
+    digest_secs: float
+    requests: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether every variable was the same on all workers, to the last bit."""
+        return not self.differences
+
+    @property
+    def since(self) -> str:
+        """Since when replicas differ, in words; empty when they do not."""
+        if self.equal:
+            return ""
+        if self.last_equal is None:
+            return f"step {self.found_at} or before"
+        return f"between steps {self.last_equal} and {self.found_at}"
+
+    @property
+    def done(self) -> str:
+        """What was done, in words."""
+        if self.outcome != "healed" or not self.healed:
+            return self.outcome
+        numbers = ", ".join(map(str, self.healed))
+        return f"healed by {'update' if len(self.healed) == 1 else 'updates'} {numbers}"
+
+    def __str__(self) -> str:
+        head = f"audit {self.number} at step {self.step}"
+        on = "on the only worker" if self.workers == 1 else f"on {self.workers} workers"
+        if self.equal:
+            free = sum(one.differs for one in self.declared)
+            note = f"; {free} may differ and do" if free else ""
+            return f"{head}: {self.variables} variables are equal {on}{note}"
+        first = self.differences[0]
+        more = f" and {len(self.differences) - 1} more" if len(self.differences) > 1 else ""
+        verb = "differs" if len(self.differences) == 1 else "differ"
+        count = f"{len(self.differences)} of {self.variables} variables {verb} {on}"
+        return f"{head}: {count} since {self.since} ({first}{more}); {self.done}"
+
+    def lines(self) -> list[str]:
+        """The report for people: the one line, then one for every variable and worker that differs."""
+        lines = [str(self)]
+        for difference in self.differences:
+            lines.append(f"  {difference}")
+            for rank, found in sorted(difference.differing.items()):
+                lines.append(f"    worker {rank}: {found}")
+        for one in self.declared:
+            lines.append(f"  {one.variable}: may differ, and {'does' if one.differs else 'is equal'}")
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values, and whether the replicas were equal."""
+        return {
+            "number": self.number,
+            "step": self.step,
+            "time": self.time,
+            "equal": self.equal,
+            "outcome": self.outcome,
+            "workers": self.workers,
+            "variables": self.variables,
+            "nbytes": self.nbytes,
+            "found_at": self.found_at,
+            "last_equal": self.last_equal,
+            "differences": [one.to_json() for one in self.differences],
+            "declared": [{"variable": one.variable, "differs": one.differs} for one in self.declared],
+            "healed": list(self.healed),
+            "digest_secs": self.digest_secs,
+            "requests": list(self.requests),
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> AuditReport:
+        """What `to_json` described.
+
+        Raises:
+            ValueError: It is no report.
+        """
+        with reading("audit", fields):
+            if fields["outcome"] not in get_args(Outcome):
+                raise ValueError(f"no outcome: {fields['outcome']!r}")
+            last_equal = fields["last_equal"]
+            return cls(
+                number=int(fields["number"]),
+                step=int(fields["step"]),
+                time=float(fields["time"]),
+                workers=int(fields["workers"]),
+                variables=int(fields["variables"]),
+                nbytes=int(fields["nbytes"]),
+                found_at=int(fields["found_at"]),
+                last_equal=None if last_equal is None else int(last_equal),
+                differences=tuple(Difference.from_json(one) for one in fields["differences"]),
+                declared=tuple(
+                    Declared(str(one["variable"]), bool(one["differs"])) for one in fields["declared"]
+                ),
+                outcome=fields["outcome"],
+                healed=tuple(int(sequence) for sequence in fields["healed"]),
+                digest_secs=float(fields["digest_secs"]),
+                requests=tuple(str(request) for request in fields["requests"]),
+            )
+
+
+def groups_of(digests: Mapping[int, Sequence[str]], names: Iterable[str]) -> dict[str, Groups]:
+    """Who agrees with whom, for each variable on which not all workers agree.
+
+    Args:
+        digests: What each worker reported, by rank: one digest for each name, in their order.
+        names: The variables.
+
+    Returns:
+        By variable: the workers that have each digest, the largest group first, then the lowest ranks.
+
+    Raises:
+        ValueError: A worker reported another number of digests.
+    """
+    names = list(names)
+    for rank, reported in digests.items():
+        if len(reported) != len(names):
+            raise ValueError(
+                f"Worker {rank} must report one digest for each of {len(names)} variables. "
+                f"Received: {len(reported)}"
+            )
+    found: dict[str, Groups] = {}
+    for place, name in enumerate(names):
+        groups: dict[str, list[int]] = {}
+        for rank in sorted(digests):
+            groups.setdefault(digests[rank][place], []).append(rank)
+        if len(groups) > 1:
+            ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1]))
+            found[name] = {digest: tuple(ranks) for digest, ranks in ordered}
+    return found
+
+
+def reference_of(groups: Groups, expected: Callable[[], str | None] = lambda: None) -> tuple[int, Rule]:
+    """Whose value of a variable counts, and why.
+
+    The strict majority's. Without one, that of whoever has the digest that is expected; else the
+    coordinator's, which is worker 0 and always among them.
+
+    Args:
+        groups: The workers that have each digest.
+        expected: The digest that checkpoint and journal give, if they do. Asked for only if there is no
+            majority, since it takes long.
+
+    Returns:
+        The lowest rank of the group whose value counts, and the rule that chose it.
+    """
+    workers = sum(len(ranks) for ranks in groups.values())
+    for ranks in groups.values():
+        if 2 * len(ranks) > workers:
+            return min(ranks), "majority"
+    digest = expected()
+    if digest is not None and digest in groups:
+        return min(groups[digest]), "checkpoint and journal"
+    return min(min(ranks) for ranks in groups.values()), "coordinator"
+
+
+def reference_first(groups: Groups, reference: int) -> tuple[tuple[int, ...], ...]:
+    """The groups of a `Difference`: the one that the reference is in, then the others as they were."""
+    return tuple(sorted(groups.values(), key=lambda ranks: reference not in ranks))
+
+
+def workers_text(ranks: Iterable[int]) -> str:
+    """Workers in words: "worker 1", "workers 0 and 2"."""
+    named = [str(rank) for rank in ranks]
+    if len(named) == 1:
+        return f"worker {named[0]}"
+    return f"workers {', '.join(named[:-1])} and {named[-1]}"

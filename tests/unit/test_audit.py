@@ -1,0 +1,188 @@
+"""What an audit report says, who agrees with whom, and whose value counts."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from replicast.audit import (
+    AuditReport,
+    Declared,
+    Deviation,
+    Difference,
+    checked_policy,
+    deviation,
+    groups_of,
+    reference_first,
+    reference_of,
+)
+from replicast.edits import DTYPES
+
+EVERY_DTYPE = sorted(DTYPES)
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
+def report(**fields: Any) -> AuditReport:
+    one = Difference(
+        "model/dense/kernel",
+        ((0, 2), (1,)),
+        0,
+        "majority",
+        {1: Deviation(1, 12, math.inf, 0.5, (1, 2), 1)},
+    )
+    made: dict[str, Any] = {
+        "number": 3,
+        "step": 300,
+        "time": 1.5,
+        "workers": 3,
+        "variables": 8,
+        "nbytes": 4096,
+        "found_at": 290,
+        "last_equal": 200,
+        "differences": (one,),
+        "declared": (Declared("model/norm/moving_mean", True),),
+        "outcome": "healed",
+        "healed": (17,),
+        "digest_secs": 0.01,
+        "requests": ("abc",),
+    }
+    return AuditReport(**(made | fields))
+
+
+def test_a_report_is_the_same_after_a_way_through_json() -> None:
+    for one in (report(), report(differences=(), outcome="equal", healed=(), last_equal=None)):
+        assert AuditReport.from_json(json.loads(json.dumps(one.to_json(), allow_nan=False))) == one
+
+
+@pytest.mark.parametrize("damage", [{"outcome": "fine"}, {"differences": [1]}, {"step": None}])
+def test_what_is_no_report_is_refused_with_what_was_received(damage: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="Received:"):
+        AuditReport.from_json(report().to_json() | damage)
+
+
+def test_a_report_names_variable_workers_steps_and_what_was_done() -> None:
+    text = str(report())
+    for said in ("audit 3", "step 300", "model/dense/kernel", "worker 1", "workers 0 and 2", "majority"):
+        assert said in text
+    assert "between steps 200 and 290" in text
+    assert "healed by update 17" in text
+    assert "\n" not in text
+    assert report(healed=(17, 18)).done == "healed by updates 17, 18"
+
+
+def test_a_first_audit_cannot_say_since_when_replicas_differ() -> None:
+    assert report(last_equal=None).since == "step 290 or before"
+    assert report(differences=()).since == ""
+
+
+def test_the_lines_say_where_and_by_how_much_and_list_what_may_differ() -> None:
+    lines = "\n".join(report().lines())
+    assert "worker 1: 1 of 12 elements, first at [1, 2], by at most inf" in lines
+    assert "model/norm/moving_mean: may differ, and does" in lines
+    equal = report(differences=(), outcome="equal", healed=(), declared=())
+    assert equal.lines() == [str(equal)] == ["audit 3 at step 300: 8 variables are equal on 3 workers"]
+
+
+def test_only_a_policy_is_a_policy() -> None:
+    assert checked_policy("heal") == "heal"
+    with pytest.raises(ValueError, match="Received: 'ignore'"):
+        checked_policy("ignore")
+
+
+@pytest.mark.parametrize(
+    ("digests", "expected"),
+    [
+        ({0: "aa", 1: "aa"}, {}),
+        ({0: "ab", 1: "aa"}, {"y": {"b": (0,), "a": (1,)}}),
+        ({0: "ab", 1: "aa", 2: "aa"}, {"y": {"a": (1, 2), "b": (0,)}}),
+        ({2: "ba", 1: "ac", 0: "aa"}, {"x": {"a": (0, 1), "b": (2,)}, "y": {"a": (0, 2), "c": (1,)}}),
+        ({0: "aa"}, {}),
+    ],
+)
+def test_workers_are_grouped_by_what_they_have(digests: dict[int, str], expected: Any) -> None:
+    found = groups_of(digests, ["x", "y"])
+    assert found == expected
+    assert [list(groups) for groups in found.values()] == [list(groups) for groups in expected.values()]
+
+
+def test_a_worker_that_reports_too_little_is_named() -> None:
+    with pytest.raises(ValueError, match="Worker 1 must report"):
+        groups_of({0: "ab", 1: "a"}, ["x", "y"])
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected_digest", "reference"),
+    [
+        ({"a": (1, 2), "b": (0,)}, "b", (1, "majority")),
+        ({"a": (0,), "b": (1,)}, None, (0, "coordinator")),
+        ({"a": (0,), "b": (1,)}, "b", (1, "checkpoint and journal")),
+        ({"a": (0,), "b": (1,)}, "c", (0, "coordinator")),
+        ({"a": (0, 3), "b": (1, 2)}, "b", (1, "checkpoint and journal")),
+        ({"a": (1, 2), "b": (0,), "c": (3,)}, None, (0, "coordinator")),
+    ],
+)
+def test_the_majority_counts_then_what_is_expected_then_worker_0(
+    groups: dict[str, tuple[int, ...]], expected_digest: str | None, reference: tuple[int, str]
+) -> None:
+    assert reference_of(groups, lambda: expected_digest) == reference
+    assert reference[0] in reference_first(groups, reference[0])[0]
+
+
+def test_nobody_computes_what_is_expected_when_there_is_a_majority() -> None:
+    def expected() -> str:
+        raise AssertionError("asked")
+
+    assert reference_of({"a": (0, 1), "b": (2,)}, expected) == (0, "majority")
+
+
+@pytest.mark.parametrize("name", EVERY_DTYPE)
+def test_one_flipped_bit_is_found_and_located_in_every_dtype(name: str) -> None:
+    dtype = dtype_of(name)
+    reference = np.ones((3, 5), dtype)
+    for place, bit in ((0, 0), (7, 8 * dtype.itemsize - 1), (14, 3)):
+        if name == "bool" and bit:
+            continue
+        mine = reference.copy()
+        mine.reshape(-1).view(f"u{dtype.itemsize}")[place] ^= np.array(1 << bit, f"u{dtype.itemsize}")
+        found = deviation(mine, reference)
+        assert (found.count, found.of, found.first_index) == (1, 15, divmod(place, 5))
+        assert found.largest_absolute > 0
+
+
+def test_equal_bits_do_not_deviate_nans_included() -> None:
+    value = np.array([np.nan, -0.0, np.inf])
+    assert deviation(value, value.copy()) == Deviation(0, 3, 0.0, 0.0, None)
+
+
+def test_zeros_of_another_sign_and_other_nans_deviate_without_a_distance() -> None:
+    other_nan = np.array([0x7FF8000000000001], np.uint64).view(np.float64)[0]
+    found = deviation(np.array([0.0, np.nan]), np.array([-0.0, other_nan]))
+    assert found == Deviation(2, 2, 0.0, 0.0, (0,))
+
+
+def test_what_is_nan_on_one_side_is_counted_apart_and_infinity_is_infinitely_far() -> None:
+    found = deviation(np.array([1.0, np.nan, 3.0]), np.array([1.5, 1.0, 3.0]))
+    assert (found.count, found.one_is_nan, found.largest_absolute) == (2, 1, 0.5)
+    assert found.largest_relative == pytest.approx(1 / 3)
+    assert deviation(np.array([np.inf]), np.array([1.0])).largest_absolute == math.inf
+
+
+def test_the_first_of_many_pieces_counts_and_one_number_has_an_index_without_dimensions() -> None:
+    reference = np.zeros(3_000_000, np.float32)
+    mine = reference.copy()
+    mine[[2_000_000, 2_999_999]] = 1, 2
+    assert deviation(mine, reference) == Deviation(2, 3_000_000, 2.0, 1.0, (2_000_000,))
+    assert deviation(np.array(2), np.array(4)) == Deviation(1, 1, 2.0, 0.5, ())
+
+
+def test_values_of_another_shape_cannot_be_compared() -> None:
+    with pytest.raises(ValueError, match=r"Received: float64 \(2,\)"):
+        deviation(np.zeros(2), np.zeros((2, 1)))
