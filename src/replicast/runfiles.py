@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from replicast.schema import Schema
 FORMAT = 1
 ENDED = "nothing: it has ended"
 """What a worker waits for that has come to its end."""
-_TAIL_BYTES = 64 * 1024
+_PIECE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,31 +164,58 @@ def read_worker_notes(run_dir: Path) -> list[WorkerNote]:
 def append_metrics(run_dir: Path, step: int, values: Mapping[str, float]) -> None:
     """Appends one line to metrics.jsonl. Only one process may, since it repairs a torn last line."""
     numbers = {name: factor_to_json(float(value)) for name, value in values.items()}
-    line = json.dumps({"step": step, "time": time.time(), "values": numbers}).encode() + b"\n"
-    descriptor = os.open(
-        Path(run_dir) / "metrics.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
-    )
-    try:
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            line = b"\n" + line  # A writer that died left half a line: it must not take this one with it.
-        os.write(descriptor, line)
-    finally:
-        os.close(descriptor)
+    line = json.dumps({"step": step, "time": time.time(), "values": numbers})
+    append_line(Path(run_dir) / "metrics.jsonl", line)
 
 
 def last_metrics(run_dir: Path) -> dict[str, Any] | None:
     """The last whole line of metrics.jsonl: `step`, `time` and `values`. Reads only the end of the file."""
-    try:
-        with (Path(run_dir) / "metrics.jsonl").open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            tail = file.read(_TAIL_BYTES)
-    except FileNotFoundError:
-        return None
-    for line in reversed(tail.split(b"\n")[:-1]):  # After the last line break comes nothing, or half a line.
+    for line in lines_from_the_end(Path(run_dir) / "metrics.jsonl"):
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             found = json.loads(line)
             values = {str(name): float(value) for name, value in found["values"].items()}
             return {"step": int(found["step"]), "time": float(found["time"]), "values": values}
     return None
+
+
+def append_line(path: Path, line: str) -> None:
+    """Appends one line to a file, which is made if it is not there. Does not wait for the disk.
+
+    Only one process may, since it repairs a torn last line.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    content = line.encode() + b"\n"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            content = b"\n" + content  # A writer that died left half a line: it must not take this one along.
+        os.write(descriptor, content)
+    finally:
+        os.close(descriptor)
+
+
+def lines_from_the_end(path: Path) -> Iterator[bytes]:
+    """The whole lines of a file, the last one first. Reads no more of it than is asked for."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        place = file.seek(0, os.SEEK_END)
+        rest = b""
+        is_last = True
+        while place > 0:
+            length = min(_PIECE_BYTES, place)
+            place -= length
+            file.seek(place)
+            begin, *lines = (file.read(length) + rest).split(b"\n")
+            if is_last and lines:
+                lines.pop()  # After the last line break comes nothing, or half a line.
+                is_last = False
+            yield from reversed(lines)
+            rest = begin
+        if not is_last:
+            yield rest

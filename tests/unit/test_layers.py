@@ -14,7 +14,7 @@ LAYERS = [
     {"digest", "edits", "schema"},
     {"files", "parts"},
     {"update", "state", "records", "distances", "audit"},
-    {"fence", "validate", "journal", "inbox", "runfiles", "checkpoint"},
+    {"fence", "validate", "journal", "inbox", "runfiles", "auditfiles", "checkpoint"},
     {"coordination"},
     {"transport", "lifetime"},
     {"strategy"},

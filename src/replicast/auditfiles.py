@@ -1,0 +1,81 @@
+"""Audits in the run directory: what they found, and who asks for one from outside of the job.
+
+audits.jsonl              one line for each audit, written by worker 0
+inbox/<id>.audit.json     asks a running job for an audit; gone when a report with this id is in audits.jsonl
+
+A request stays until it is answered, so that a job that dies on the way answers it in its next life.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from replicast.audit import AuditReport
+from replicast.files import write_quickly
+from replicast.runfiles import append_line, lines_from_the_end
+
+_REQUEST = ".audit.json"
+
+
+def append_audit(run_dir: Path, report: AuditReport) -> None:
+    """Writes down what an audit found, then removes the requests that it answers. Only worker 0.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    append_line(Path(run_dir) / "audits.jsonl", json.dumps(report.to_json()))
+    for request in report.requests:
+        withdraw_request(run_dir, request)
+
+
+def last_audits(run_dir: Path, count: int) -> list[AuditReport]:
+    """The last reports, the oldest first. Reads only the end of the file; a damaged line is left out."""
+    return list(itertools.islice(_from_the_end(run_dir), count))[::-1]
+
+
+def request_audit(run_dir: Path) -> str:
+    """Asks the running job for an audit.
+
+    Returns:
+        An id, which the report will have among its `requests`.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    request = uuid.uuid4().hex
+    inbox = Path(run_dir) / "inbox"
+    inbox.mkdir(parents=True, exist_ok=True)
+    write_quickly(inbox / f"{request}{_REQUEST}", json.dumps({"requested_at": time.time()}))
+    return request
+
+
+def audit_requests(run_dir: Path) -> tuple[str, ...]:
+    """The ids of those who wait for an audit. One that begins after this was asked answers all of them."""
+    inbox = Path(run_dir) / "inbox"
+    found = [path.name for path in inbox.glob(f"*{_REQUEST}")] if inbox.is_dir() else []
+    return tuple(sorted(name.removesuffix(_REQUEST) for name in found if not name.startswith(".")))
+
+
+def withdraw_request(run_dir: Path, request: str) -> None:
+    """Removes a request; nothing happens when it is gone."""
+    if Path(request).name == request:
+        with contextlib.suppress(FileNotFoundError):
+            (Path(run_dir) / "inbox" / f"{request}{_REQUEST}").unlink()
+
+
+def answer_to(run_dir: Path, request: str, most: int = 100) -> AuditReport | None:
+    """The report that answers a request, if it is among the last ones."""
+    recent = itertools.islice(_from_the_end(run_dir), most)
+    return next((report for report in recent if request in report.requests), None)
+
+
+def _from_the_end(run_dir: Path) -> Iterator[AuditReport]:
+    for line in lines_from_the_end(Path(run_dir) / "audits.jsonl"):
+        with contextlib.suppress(ValueError, AttributeError):
+            yield AuditReport.from_json(json.loads(line))
