@@ -167,6 +167,11 @@ class AuditReport:
         return not self.differences
 
     @property
+    def diverged(self) -> bool:
+        """Whether replicas differ still: they were not equal, and were not made so."""
+        return not self.equal and self.outcome != "healed"
+
+    @property
     def since(self) -> str:
         """Since when replicas differ, in words; empty when they do not."""
         if self.equal:

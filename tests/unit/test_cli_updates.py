@@ -17,7 +17,7 @@ from replicast.update import Stage, Update
 from replicast.validate import planned
 from tests.unit.played_job import BIAS, SCHEMA, PlayedJob, heard_of, invoke, made_run, pushed, tensors
 
-UPDATE_COMMANDS = ("push", "status", "log", "show", "inspect", "withdraw")
+UPDATE_COMMANDS = ("push", "status", "log", "show", "inspect", "withdraw", "audit")
 
 
 @pytest.fixture
@@ -59,6 +59,7 @@ def test_no_command_loads_tensorflow_when_it_works(run: Path) -> None:
         "do('push', 'run', '--set', 'learning_rate=0.1', '--id', 'x', '--wait', '--timeout', '0')\n"
         "do('status', 'run'); do('log', 'run'); do('show', 'run', 'x')\n"
         "do('inspect', 'run/inbox/x.safetensors', '--run', 'run'); do('withdraw', 'run', 'x')\n"
+        "do('audit', 'run'); do('audit', 'run', '--now', '--timeout', '0')\n"
         "assert not [name for name in ('tensorflow', 'keras') if name in sys.modules]"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "show": ("replicast.cli.show:show", "Show everything about one update."),
     "inspect": ("replicast.cli.inspect:inspect", "Say what a file would do as an update."),
     "withdraw": ("replicast.cli.withdraw:withdraw", "Take back an update that still waits."),
+    "audit": ("replicast.cli.audit:audit", "Show whether the replicas are equal; --now looks."),
     "checkpoint": ("replicast.cli.checkpoint:checkpoint", "List, verify, compare and patch checkpoints."),
     "demo": ("replicast.cli.demo:demo", "See it work, in under a minute."),
     "doctor": ("replicast.cli.doctor:doctor", "Check this machine, and say how to fix what is wrong."),

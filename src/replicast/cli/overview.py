@@ -11,6 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from replicast.audit import AuditReport
+from replicast.auditfiles import last_audits
+from replicast.cli.auditing import audit_line
 from replicast.cli.rundirs import ABSENT_SECS, is_running, not_running_text
 from replicast.cli.standings import Standing, committed, refused, waiting
 from replicast.cli.tables import make_table, refusal_cell, stage_cell, updates_table
@@ -43,6 +46,7 @@ class Overview:
         updates: The last committed updates.
         waiting: What waits in the inbox.
         refused: What was refused last.
+        audit: The last audit, if there was one.
         now: When it was looked at, in seconds since 1970.
     """
 
@@ -53,6 +57,7 @@ class Overview:
     updates: tuple[Standing, ...]
     waiting: tuple[Standing, ...]
     refused: tuple[Standing, ...]
+    audit: AuditReport | None
     now: float
 
     @property
@@ -73,6 +78,7 @@ class Overview:
             "size": self.workers,
             "workers": [note.to_json() | {"age_secs": self.now - note.time} for note in self.notes],
             "metrics": metrics,
+            "audit": None if self.audit is None else self.audit.to_json(),
             "updates": [standing.to_json() for standing in self.updates],
             "waiting": [standing.to_json() for standing in self.waiting],
             "refused": [standing.to_json() for standing in self.refused],
@@ -96,6 +102,7 @@ def look(run: Path, now: float) -> Overview:
         updates=tuple(updates[-LAST:]),
         waiting=tuple(waiting(run, [standing.id for standing in updates])),
         refused=tuple(refused(run)[-LAST:]),
+        audit=next(iter(last_audits(run, 1)), None),
         now=now,
     )
 
@@ -105,6 +112,8 @@ def rendered(seen: Overview) -> RenderableType:
     parts: list[RenderableType] = [_head(seen), _workers_table(seen)]
     if seen.metrics is not None:
         parts.append(_metrics_line(seen.metrics, seen.now))
+    if seen.audit is not None:
+        parts.append(audit_line(seen.audit, seen.now))
     if seen.updates:
         parts += [
             _title(f"last {counted(len(seen.updates), 'update')}"),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from replicast import inbox
+from replicast.auditfiles import audit_requests
 from replicast.errors import ReplicastError, UpdateFailed, UpdatePending, UpdateRefused
 from replicast.protocol import Member, Ticket
 from replicast.replicas.recovery import numbers
@@ -41,6 +42,7 @@ class Housekeeping:
         self._run_dir = run_dir
         self._attempt = attempt
         self._proposed: dict[Path, tuple[Ticket, str]] = {}
+        self._audits_wished: frozenset[str] = frozenset()
         self._last_metrics_step = -1
         self._complained = False
         self._waiting_for = ""
@@ -121,7 +123,16 @@ class Housekeeping:
         for waiting in inbox.waiting(run_dir) if self.training else ():
             if waiting.path not in self._proposed:
                 self._propose(run_dir, waiting.path)
+        if self.training:
+            self._look_for_audit_requests(run_dir)
         self._settle_inbox(run_dir)
+
+    def _look_for_audit_requests(self, run_dir: Path) -> None:
+        requests = frozenset(audit_requests(run_dir))
+        # Once for each: it stays until a report answers it, and whoever makes the report looks for itself.
+        if requests - self._audits_wished:
+            self._member.wish("audit")
+        self._audits_wished = requests
 
     def _propose(self, run_dir: Path, path: Path) -> None:
         try:
