@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from replicast.errors import ClusterError, UpdateRefused
-from replicast.transport import SharedMemoryTransport
+from replicast.transport import Parcel, SharedMemoryTransport
 from replicast.transport import directory as directory_module
+from replicast.transport.arriving import PROGRESS_BYTES
 from replicast.transport.directory import JobDirectory, remove_leftovers
+from replicast.transport.shared import ANNOUNCED_BYTES, EXPECTED_AT_ONCE
 from tests.unit.test_transport_conformance import some
 
 PREFIX = f"replicast-{os.getuid()}-"
@@ -64,7 +66,7 @@ def test_a_parcel_is_one_file_of_its_size_that_only_this_user_can_read(tmp_path:
     assert files_in(tmp_path) == [f"{PREFIX}job", f"{PREFIX}job/lock", f"{PREFIX}job/parcel-one"]
     assert (tmp_path / f"{PREFIX}job").stat().st_mode & 0o777 == 0o700
     status = (tmp_path / f"{PREFIX}job/parcel-one").stat()
-    assert (status.st_size, status.st_mode & 0o777) == (parcel.nbytes, 0o600)
+    assert (status.st_size, status.st_mode & 0o777) == (parcel.nbytes + PROGRESS_BYTES, 0o600)
     assert parcel.nbytes == 448 + 64
     transport.close()
 
@@ -151,14 +153,15 @@ def test_a_file_that_is_too_short_is_refused_before_it_is_mapped(tmp_path: Path)
     transport = SharedMemoryTransport("job", 0, directory=tmp_path)
     parcel = transport.publish("one", [some(10_000)])
     os.truncate(tmp_path / f"{PREFIX}job" / "parcel-one", 64)
-    with pytest.raises(UpdateRefused, match="64 bytes instead of 40,000"):
+    with pytest.raises(UpdateRefused, match="64 bytes instead of 40,064"):
         transport.receive(parcel, 1.0)
     transport.close()
 
 
 def test_a_flipped_bit_in_shared_memory_is_noticed(tmp_path: Path) -> None:
+    source = SharedMemoryTransport("job", 0, directory=tmp_path)
     transport = SharedMemoryTransport("job", 2, directory=tmp_path)
-    parcel = transport.publish("one", [some(10_000)])
+    parcel = source.publish("one", [some(10_000)])
     with (tmp_path / f"{PREFIX}job" / "parcel-one").open("r+b") as file:
         file.seek(20_000)
         byte = file.read(1)[0]
@@ -168,6 +171,72 @@ def test_a_flipped_bit_in_shared_memory_is_noticed(tmp_path: Path) -> None:
         transport.receive(parcel, 1.0)
     assert caught.value.worker == 2
     transport.close()
+    source.close()
+
+
+LARGE = ANNOUNCED_BYTES // 4 + 3
+
+
+def test_a_large_parcel_is_taken_while_it_is_written(tmp_path: Path) -> None:
+    source = SharedMemoryTransport("job", 0, directory=tmp_path)
+    other = SharedMemoryTransport("job", 1, directory=tmp_path)
+    for number in range(3):  # the first into a new file, the next into a spare one
+        parcel = source.publish(f"p{number}", [some(LARGE, seed=number), some(7)], announce=other.expect)
+        taken = other._expected[parcel.id].result(30.0)
+        assert taken is not None
+        assert taken[1] == parcel.digest
+        source.release(parcel.id)  # now only the head start has the bytes
+        large, small = other.receive(parcel, 1.0)
+        assert large.tobytes() == some(LARGE, seed=number).tobytes()
+        assert small.tobytes() == some(7).tobytes()
+    source.close()
+    other.close()
+
+
+def test_a_small_parcel_is_not_announced(tmp_path: Path) -> None:
+    source = SharedMemoryTransport("job", 0, directory=tmp_path)
+    announced: list[Parcel] = []
+    source.publish("small", [some(10)], announce=announced.append)
+    assert announced == []
+    source.close()
+
+
+def test_a_head_start_on_other_bytes_is_not_believed(tmp_path: Path) -> None:
+    source = SharedMemoryTransport("job", 0, directory=tmp_path)
+    other = SharedMemoryTransport("job", 1, directory=tmp_path)
+    path = tmp_path / f"{PREFIX}job"
+
+    def write_something_else_first(parcel: Parcel) -> None:
+        content = np.zeros(parcel.nbytes + PROGRESS_BYTES, np.uint8)
+        content[:1000] = 7  # and not between the arrays, where nobody writes
+        content[parcel.nbytes :].view(np.int64)[0] = parcel.nbytes
+        (path / f"coming-{parcel.id}").write_bytes(content.tobytes())
+        other.expect(parcel)
+        other._expected[parcel.id].result(30.0)
+
+    parcel = source.publish("one", [some(LARGE)], announce=write_something_else_first)
+    assert other._expected[parcel.id].result(0.0)[1] != parcel.digest  # type: ignore[index]
+    (found,) = other.receive(parcel, 1.0)
+    assert found.tobytes() == some(LARGE).tobytes()
+    source.close()
+    other.close()
+
+
+def test_what_was_announced_and_never_comes_is_given_up(tmp_path: Path) -> None:
+    source = SharedMemoryTransport("job", 0, directory=tmp_path)
+    other = SharedMemoryTransport("job", 1, directory=tmp_path)
+
+    def announced_in_vain(parcel: Parcel) -> None:
+        other.expect(parcel)
+        raise KeyboardInterrupt
+
+    for number in range(EXPECTED_AT_ONCE + 2):
+        with pytest.raises(KeyboardInterrupt):
+            source.publish(f"p{number}", [some(LARGE)], announce=announced_in_vain)
+    assert len(other._expected) == EXPECTED_AT_ONCE
+    assert not list(tmp_path.rglob("coming-*"))
+    other.close()  # and the suite fails if one of its threads is left
+    source.close()
 
 
 def test_arrays_that_live_on_hold_no_file_open(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,9 @@ class Parcel:
         )
 
 
+Announce = Callable[[Parcel], None]
+
+
 class Transport(abc.ABC):
     """Carries parcels from one worker to all. Made on every worker.
 
@@ -76,16 +79,30 @@ class Transport(abc.ABC):
     source:  publish ──► words to all ──► receive ──► all have it ──► release
     others:              words arrive ──► receive ──► say so      ──► release
     ```
+    Large parcels may be announced while they are being published, so that the others can `expect` them.
     """
 
     @abc.abstractmethod
-    def publish(self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]]) -> Parcel:
+    def publish(
+        self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], announce: Announce | None = None
+    ) -> Parcel:
         """Makes the arrays ready to be received. Only on the source.
 
         The arrays are read before it returns and may be changed afterwards.
 
+        Args:
+            parcel_id: What to call it.
+            arrays: What is in it.
+            announce: Called with the parcel, its digest left empty, before a large one is written.
+
         Raises:
             UpdateRefused: There is no room. Nothing is left behind.
+        """
+
+    def expect(self, parcel: Parcel) -> None:  # noqa: B027
+        """A parcel is announced: takes what is there of it already. Never raises, and never waits.
+
+        Only a hint. It may be lost, and what was announced may never come.
         """
 
     @abc.abstractmethod

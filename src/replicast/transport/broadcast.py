@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed, UpdateRefused
-from replicast.transport.base import Parcel, Transport, not_arrived
+from replicast.transport.base import Announce, Parcel, Transport, not_arrived
 from replicast.transport.keys import chunk_ranges, group_key, instance_keys, leaders_of
 from replicast.transport.layout import Bytes
 from replicast.transport.shared import Draft, SharedMemoryTransport
@@ -72,8 +72,14 @@ class BroadcastTransport(Transport):
         self._leader = self._leaders[hosts[rank]]
         self._block = 0
 
-    def publish(self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]]) -> Parcel:  # noqa: D102
-        return self._shared.publish(parcel_id, arrays)
+    def publish(  # noqa: D102
+        self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], announce: Announce | None = None
+    ) -> Parcel:
+        return self._shared.publish(parcel_id, arrays, announce)
+
+    def expect(self, parcel: Parcel) -> None:  # noqa: D102
+        if self._hosts[parcel.source] == self._hosts[self._rank]:
+            self._shared.expect(parcel)
 
     def receive(self, parcel: Parcel, timeout_secs: float) -> list[npt.NDArray[Any]]:  # noqa: D102
         until = time.monotonic() + timeout_secs

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from replicast.transport.base import Parcel, Transport, damaged, no_room, not_arrived
+from replicast.transport.base import Announce, Parcel, Transport, damaged, no_room, not_arrived
 from replicast.transport.layout import (
     Bytes,
     aligned_buffer,
@@ -72,7 +72,9 @@ class MemoryTransport(Transport):
         self._rank = rank
         self._published: set[str] = set()
 
-    def publish(self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]]) -> Parcel:  # noqa: D102
+    def publish(  # noqa: D102
+        self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], announce: Announce | None = None
+    ) -> Parcel:
         pieces, nbytes = lay_out(arrays)
         free = self._board.free()
         if free is not None and nbytes > free:

@@ -12,30 +12,37 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from replicast.errors import UpdateRefused
-from replicast.transport.base import Parcel, Transport, damaged, no_room, not_arrived
+from replicast.transport.arriving import PROGRESS_BYTES, Arrival
+from replicast.transport.base import Announce, Parcel, Transport, damaged, no_room, not_arrived
 from replicast.transport.directory import JobDirectory
 from replicast.transport.layout import Bytes, arrays_in, checked_id, digest_of, lay_out, write_out
 from replicast.transport.mapping import bring_in, map_private, map_shared
 
 SPARE_BYTES = (1 << 20, 1 << 28)
 """The smallest and the largest parcel for whose successor a spare file is kept ready."""
+ANNOUNCED_BYTES = 1 << 22
+"""From here on it is worth a word to the others that a parcel is on its way."""
+EXPECTED_AT_ONCE = 4
+"""What was announced and never came is given up when so many others were announced since."""
 _LOOK_SECS = 0.002
+_NOTHING = np.empty(0, np.uint8)
 
 
 class Draft:
     """A file that is being written.
 
     It gets its final name when it is complete, and never changes again: a variable may live in a worker's
-    mapping of it.
+    mapping of it. Behind the bytes it says how many of them are there, for who follows the writing.
 
     Args:
         directory: The directory of the job.
         name: Its name until it is complete.
-        nbytes: Its size. All of it is reserved at once: a full file system says so here, and not later by
-            a signal that ends the process.
+        nbytes: The size of the parcel. All of it is reserved at once: a full file system says so here, and
+            not later by a signal that ends the process.
     """
 
     def __init__(self, directory: JobDirectory, name: str, nbytes: int) -> None:
@@ -46,14 +53,14 @@ class Draft:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._descriptor = os.open(name, flags, 0o600, dir_fd=directory.descriptor)
         try:
-            os.posix_fallocate(self._descriptor, 0, nbytes)
+            os.posix_fallocate(self._descriptor, 0, nbytes + PROGRESS_BYTES)
         except BaseException:
             self.discard()
             raise
 
     def warm_up(self) -> None:
         """Maps it and touches every page, so that writing it will be one copy and nothing else."""
-        self._mapped = map_shared(self._descriptor, self.nbytes)
+        self._mapped = map_shared(self._descriptor, self.nbytes + PROGRESS_BYTES)
         self._mapped[::4096] = 0
 
     def write(self, offset: int, data: Bytes) -> None:
@@ -66,10 +73,20 @@ class Draft:
             written = os.pwrite(self._descriptor, view, offset)
             view, offset = view[written:], offset + written
 
-    def complete(self, name: str) -> None:
-        """Gives it its final name."""
+    def write_in_order(self, offset: int, data: Bytes) -> None:
+        """Writes bytes, all before them being written, and says how far it has come."""
+        self.write(offset, data)
+        self.write(self.nbytes, np.array([offset + len(data)], np.int64).view(np.uint8))
+
+    def rename(self, name: str) -> None:
+        """Gives it another name."""
         held = self._directory.descriptor
         os.rename(self._name, name, src_dir_fd=held, dst_dir_fd=held)
+        self._name = name
+
+    def complete(self, name: str) -> None:
+        """Gives it its final name."""
+        self.rename(name)
         os.close(self._descriptor)
 
     def discard(self) -> None:
@@ -96,27 +113,49 @@ class SharedMemoryTransport(Transport):
         self._rank = rank
         self._directory = JobDirectory(directory, job)
         self._published: dict[str, Draft] = {}
+        self._digests: dict[str, str] = {}
         self._spare: Draft | None = None
         self._preparing: threading.Thread | None = None
         self._changing_spare = threading.Lock()
+        self._expected: dict[str, Arrival] = {}
         self._closed = False
 
-    def publish(self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]]) -> Parcel:  # noqa: D102
+    def publish(  # noqa: D102
+        self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], announce: Announce | None = None
+    ) -> Parcel:
         checked_id(parcel_id)
         pieces, nbytes = lay_out(arrays)
         draft = self.reserve(nbytes)
         try:
-            digest = write_out(arrays, pieces, nbytes, draft.write)
+            if announce is not None and nbytes >= ANNOUNCED_BYTES:
+                draft.rename(_coming(parcel_id))
+                announce(Parcel(parcel_id, self._rank, nbytes, "", pieces))
+            digest = write_out(arrays, pieces, nbytes, draft.write_in_order)
+            draft.write_in_order(nbytes, _NOTHING)
         except BaseException:
             draft.discard()
             raise
         self.complete(parcel_id, draft)
+        self._digests[parcel_id] = digest
         return Parcel(parcel_id, self._rank, nbytes, digest, pieces)
 
+    def expect(self, parcel: Parcel) -> None:  # noqa: D102
+        if parcel.source == self._rank or self._closed:
+            return
+        names = (_coming(parcel.id), _file_of(parcel.id))
+        self._expected[parcel.id] = Arrival(parcel, lambda: self._open(names))
+        while len(self._expected) > EXPECTED_AT_ONCE:
+            self._expected.pop(next(iter(self._expected))).give_up()
+
     def receive(self, parcel: Parcel, timeout_secs: float) -> list[npt.NDArray[Any]]:  # noqa: D102
+        arrival = self._expected.pop(parcel.id, None)
+        taken = None if arrival is None else arrival.result(timeout_secs)
+        if taken is not None and taken[1] == parcel.digest:
+            return arrays_in(taken[0], parcel)
         data = self.mapped(parcel, timeout_secs)
         bring_in(data)
-        found = digest_of(data)
+        # The source knows what it has written; the others look at the same memory.
+        found = self._digests.get(parcel.id) or digest_of(data)
         if found != parcel.digest:
             raise damaged(parcel, found, self._rank)
         return arrays_in(data, parcel)
@@ -126,13 +165,15 @@ class SharedMemoryTransport(Transport):
         descriptor = self._opened(parcel, timeout_secs)
         try:
             size = os.fstat(descriptor).st_size
-            if size != parcel.nbytes:  # reading behind its end would end this process
-                raise damaged(parcel, f"of {size:,} bytes instead of {parcel.nbytes:,}", self._rank)
+            expected = parcel.nbytes + PROGRESS_BYTES
+            if size != expected:  # reading behind its end would end this process
+                raise damaged(parcel, f"of {size:,} bytes instead of {expected:,}", self._rank)
             return map_private(descriptor, parcel.nbytes)
         finally:
             os.close(descriptor)
 
     def release(self, parcel_id: str) -> None:  # noqa: D102
+        self._digests.pop(parcel_id, None)
         draft = self._published.pop(parcel_id, None)
         if draft is None:
             return
@@ -144,6 +185,8 @@ class SharedMemoryTransport(Transport):
         self._closed = True
         for parcel_id in list(self._published):
             self.release(parcel_id)
+        while self._expected:
+            self._expected.popitem()[1].give_up()
         spare = self._take_spare()
         if spare is not None:
             spare.discard()
@@ -188,14 +231,21 @@ class SharedMemoryTransport(Transport):
 
     def _opened(self, parcel: Parcel, timeout_secs: float) -> int:
         until = time.monotonic() + timeout_secs
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
         while True:
             try:
-                return os.open(_file_of(parcel.id), flags, dir_fd=self._directory.descriptor)
+                return self._open([_file_of(parcel.id)])
             except FileNotFoundError:
                 if time.monotonic() >= until:
                     raise not_arrived(parcel, timeout_secs, self._rank, parcel.source) from None
             time.sleep(_LOOK_SECS)
+
+    def _open(self, names: Sequence[str]) -> int:
+        """A descriptor of the first of these files that is there."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        for name in names[:-1]:
+            with contextlib.suppress(FileNotFoundError):
+                return os.open(name, flags, dir_fd=self._directory.descriptor)
+        return os.open(names[-1], flags, dir_fd=self._directory.descriptor)
 
     def _unlink(self, parcel_id: str) -> None:
         with contextlib.suppress(OSError):
@@ -232,3 +282,7 @@ class SharedMemoryTransport(Transport):
 
 def _file_of(parcel_id: str) -> str:
     return f"parcel-{parcel_id}"
+
+
+def _coming(parcel_id: str) -> str:
+    return f"coming-{parcel_id}"

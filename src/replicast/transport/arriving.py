@@ -1,0 +1,77 @@
+"""A parcel taken while it is still being written: mapped and digested behind the writer's back."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import xxhash
+
+from replicast.transport.base import Parcel
+from replicast.transport.layout import Bytes
+from replicast.transport.mapping import bring_in, map_private
+
+PROGRESS_BYTES = 64
+"""Behind a parcel's bytes in its file: a number that says how many of them are there."""
+ARRIVE_SECS = 60.0
+_LOOK_SECS = 0.0005
+
+
+class Arrival:
+    """One parcel on its way, followed by a thread of its own.
+
+    It is a head start and nothing else: whoever needs the parcel compares the digest, and takes the bytes
+    the usual way when it is not the one that was announced.
+
+    Args:
+        parcel: What was announced; its digest is not known yet.
+        opened: Opens the file; raises OSError when there is none.
+    """
+
+    def __init__(self, parcel: Parcel, opened: Callable[[], int]) -> None:
+        self._nbytes = parcel.nbytes
+        self._opened = opened
+        self._given_up = threading.Event()
+        self._taken: tuple[Bytes, str] | None = None
+        self._thread = threading.Thread(target=self._follow, name="replicast-arrival", daemon=True)
+        self._thread.start()
+
+    def result(self, timeout_secs: float) -> tuple[Bytes, str] | None:
+        """The bytes in a private mapping and their digest; None if they did not come in time."""
+        self._thread.join(timeout_secs)
+        self.give_up()
+        return self._taken
+
+    def give_up(self) -> None:
+        """Nobody needs it: the thread ends within a millisecond."""
+        self._given_up.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        try:
+            descriptor = self._opened()
+        except OSError:
+            return
+        try:
+            if os.fstat(descriptor).st_size != self._nbytes + PROGRESS_BYTES:
+                return
+            mapped = map_private(descriptor, self._nbytes + PROGRESS_BYTES)
+        except OSError:
+            return
+        finally:
+            os.close(descriptor)
+        data, progress = mapped[: self._nbytes], mapped[self._nbytes :].view(np.int64)
+        bring_in(data)
+        hasher, done = xxhash.xxh3_128(), 0
+        ends = time.monotonic() + ARRIVE_SECS
+        while done < self._nbytes:
+            written = int(progress[0])
+            if written > done:
+                hasher.update(data[done:written].data)
+                done = written
+            elif self._given_up.wait(_LOOK_SECS) or time.monotonic() > ends:
+                return
+        self._taken = data, hasher.hexdigest()
