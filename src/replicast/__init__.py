@@ -23,6 +23,7 @@ from replicast.errors import (
 )
 
 if TYPE_CHECKING:
+    from replicast.guard import Guard
     from replicast.replicas import Replicas
     from replicast.strategy import Strategy
     from replicast.update import Update
@@ -33,6 +34,7 @@ __all__ = [
     "CheckpointError",
     "ClusterError",
     "FileDamaged",
+    "Guard",
     "JobFailed",
     "NotSupported",
     "Replicas",
@@ -47,7 +49,7 @@ __all__ = [
 ]
 
 _NEEDS_TENSORFLOW = {"Replicas": "replicast.replicas", "Strategy": "replicast.strategy"}
-_LATE = {**_NEEDS_TENSORFLOW, "Update": "replicast.update"}
+_LATE = {**_NEEDS_TENSORFLOW, "Guard": "replicast.guard", "Update": "replicast.update"}
 """What is loaded on first use: the command line answers before numpy could be loaded."""
 
 

@@ -13,7 +13,7 @@ LAYERS = [
     {"errors", "config", "faults"},
     {"digest", "edits", "schema"},
     {"files", "parts"},
-    {"update", "state", "records", "distances", "audit"},
+    {"update", "state", "records", "distances", "audit", "guard"},
     {"fence", "validate", "journal", "inbox", "runfiles", "auditfiles", "checkpoint"},
     {"coordination"},
     {"transport", "lifetime"},

@@ -24,6 +24,7 @@ import numpy as np
 
 from replicast import faults
 from replicast.errors import UpdateRefused
+from replicast.guard import Guard
 from replicast.journal import Receipt
 from replicast.protocol.channel import Channel
 from replicast.protocol.functions import Function, computed_update
@@ -109,6 +110,8 @@ class Member:
         self._wishes: set[str] = set()
         self.trained: Callable[[], int] = lambda: 0
         """How much this worker has trained, in a unit that all workers count alike."""
+        self.guard: Guard | None = None
+        """What this worker lets nobody propose. Written before the threads start."""
         self.applied: set[int] = set()
         """The sequence numbers of what this worker's state holds. Written by the training thread."""
         self._training_thread: int | None = None
@@ -236,6 +239,8 @@ class Member:
         try:
             update = computed_update(order, self._functions.pop(order.id, None), self.state)
             update = planned(update, self.state.schema, self.limits)
+            if order.variables is None:  # else these are a replica's own values, for the others
+                self._check_by_guard(update)
             computed = Computed(self.publish(update, f"function-{order.id}").to_json())
         except UpdateRefused as error:
             computed = Computed(error=_by(error, self.channel.rank))
@@ -255,6 +260,10 @@ class Member:
             while self._wishes:
                 self.channel.post(Request(self._wishes.pop(), self.channel.rank))
 
+    def _check_by_guard(self, update: Update) -> None:
+        if self.guard is not None:
+            self.guard.check(update.edits, self.state.schema, self.state.read)
+
     def _let_go(self, staged: Staged) -> None:
         self.transport.release(staged.parcel_id)
 
@@ -262,6 +271,7 @@ class Member:
         try:
             # Its values are looked at when all workers have them, each worker at its share.
             update = planned(update, self.state.schema, self.limits, look_at=lambda _: False)
+            self._check_by_guard(update)
             parcel = self.publish(update, ticket=ticket.number)
         except UpdateRefused as error:
             self._outcomes.refuse(ticket, error)

@@ -15,6 +15,7 @@ import keras
 from replicast.config import read_launch
 from replicast.errors import ClusterError, NotSupported, ReplicastError
 from replicast.fence import Fence
+from replicast.guard import Guard
 from replicast.journal import AnyJournal, Journal, MemoryJournal
 from replicast.protocol import Channel, Coordinator, Member, Patience
 from replicast.replicas.housekeeping import Housekeeping
@@ -47,6 +48,7 @@ class Settings:
     durable: bool
     limits: Limits
     patience: Patience
+    guard: Guard | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ def settle(
     durability: Durability | None,
     limits: Limits | None,
     patience: Patience | None,
+    guard: Guard | None,
     strategy: Strategy,
 ) -> Settings:
     """The settings, checked, with what was left open filled in."""
@@ -87,6 +90,7 @@ def settle(
         durable=durability != "memory" and run_dir is not None,
         limits=Limits() if limits is None else limits,
         patience=Patience() if patience is None else patience,
+        guard=guard,
     )
 
 
@@ -118,6 +122,8 @@ def join(
             if not one.built:
                 one.build(model.trainable_variables)
     state = KerasState(model, optimizers)
+    if settings.guard is not None:
+        settings.guard.check_patterns(state.schema)
     channel = Channel(strategy.coordination, settings.name, strategy.rank, strategy.size)
     _check_same_model(channel, state, settings.patience)
     member = Member(
@@ -129,6 +135,7 @@ def join(
         check=strategy.check_job,
     )
     member.trained = strategy.transfers_started
+    member.guard = settings.guard
     housekeeping = Housekeeping(member, settings.run_dir, settings.attempt)
     member.start()
     fence = None

@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from replicast.errors import NotSupported, ReplicastError, UpdateRefused
+from replicast.guard import Guard
 from replicast.journal import Receipt
 from replicast.protocol import Member, Patience, Ticket
 from replicast.protocol.functions import Function
@@ -58,6 +59,7 @@ class Replicas:
         durability: "disk": an update is committed when it is on disk. "memory": nothing is written, and a
             restarted job has lost the updates. Default: "disk" where there is a run directory.
         limits: What is refused as too large.
+        guard: What is refused as too large a change, or as a change of what must stay. Default: nothing.
         patience: How long is waited for whom.
     """
 
@@ -69,13 +71,14 @@ class Replicas:
         run_dir: str | os.PathLike[str] | None = None,
         durability: Durability | None = None,
         limits: Limits | None = None,
+        guard: Guard | None = None,
         patience: Patience | None = None,
     ) -> None:
         self.model = model
         self._strategy = strategy_of(model)
         self._optimizer = optimizer
         self._settings = settle(
-            None if run_dir is None else Path(run_dir), durability, limits, patience, self._strategy
+            None if run_dir is None else Path(run_dir), durability, limits, patience, guard, self._strategy
         )
         self._trained = False
         self._closed = False

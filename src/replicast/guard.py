@@ -1,0 +1,257 @@
+"""A guard on updates: how much one may change, and what it may touch."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from replicast.edits import BFLOAT16, FLOAT_DTYPES, Array, Edit, Operation, apply_edit, factor_as
+from replicast.errors import UpdateRefused
+from replicast.schema import Schema
+
+Read = Callable[[Iterable[str]], Mapping[str, Array]]
+_CHUNK = 2**16  # Elements. In float64 they stay in the processor's cache.
+_ROWS = (Operation.ADD_ROWS, Operation.ASSIGN_ROWS)
+_REMEDY = "Make the change smaller, or give the job's Replicas another guard"
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Refuses updates that change too much, or what they must not touch. Give it to `Replicas`.
+
+    Each worker checks what is proposed on it, and worker 0 what is pushed from outside, before anything is
+    sent to the others: give the same guard on all workers. What `sync`, `import_weights`, a heal and a replay
+    of the journal bring is not checked, since it is no change that somebody has made up.
+
+    The bounds are for each variable, against the value that it has when the update is proposed. One that is
+    to be applied at a later step is measured against today's value too. The resets of `reset_slots=True` only
+    bring back what the optimizer began with: they are matched with the patterns, but not measured.
+
+    Example:
+        replicast.Replicas(model, guard=replicast.Guard(max_relative_change=0.1, deny=["optimizer/*"]))
+
+    Attributes:
+        max_norm: The largest change: the square root of the sum of the squares of what is added, all in all,
+            to the elements of the variable.
+        max_relative_change: The largest norm of the change in relation to that of the value, of the touched
+            rows if it is only rows. Any change of what is all zeros is too large.
+        allow: Patterns as in a shell (`*/bias`) of the full names that may be touched. Empty: all.
+        deny: Patterns of those that may not, even if they are allowed.
+        require_finite: Refuse NaN and infinity even of an update that has `allow_nonfinite=True`.
+    """
+
+    max_norm: float | None = None
+    max_relative_change: float | None = None
+    allow: Sequence[str] = ()
+    deny: Sequence[str] = ()
+    require_finite: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_norm", "max_relative_change"):
+            object.__setattr__(self, name, _checked_bound(name, getattr(self, name)))
+        for name in ("allow", "deny"):
+            object.__setattr__(self, name, _checked_patterns(name, getattr(self, name)))
+        if not isinstance(self.require_finite, bool):
+            raise ValueError(f"require_finite must be True or False. Received: {self.require_finite!r}")
+
+    def check_patterns(self, schema: Schema) -> None:
+        """Looks for patterns that match nothing: a mistyped `deny` would guard nothing, and say nothing.
+
+        Raises:
+            ValueError: One matches no variable.
+        """
+        names = [variable.name for variable in schema]
+        for which, patterns in (("allow", self.allow), ("deny", self.deny)):
+            for pattern in patterns:
+                if not any(fnmatchcase(name, pattern) for name in names):
+                    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+                    raise ValueError(
+                        f"The guard's {which} must match variables by their full names, such as "
+                        f"{', '.join(near)}. Received: {pattern!r}, which matches none"
+                    )
+
+    def check(self, edits: Sequence[Edit], schema: Schema, read: Read) -> None:
+        """Checks what an update would change.
+
+        Args:
+            edits: Those of an update that was checked against the schema.
+            schema: The state's variables.
+            read: Gives the values that variables have now. Asked for one at a time, and only for those
+                without whose value the change cannot be known.
+
+        Raises:
+            UpdateRefused: A bound is exceeded; the first that was found.
+        """
+        by_variable: dict[str, list[Edit]] = {}
+        for edit in edits:
+            name = schema.resolve(edit.variable).name
+            self._check_name(name)
+            if edit.operation is not Operation.RESET:
+                by_variable.setdefault(name, []).append(edit)
+        for name, several in by_variable.items():
+            if self.require_finite:
+                for edit in several:
+                    _check_finite(name, edit, schema.resolve(name).dtype)
+            if self.max_norm is not None or self.max_relative_change is not None:
+                self._check_change(name, several, read)
+
+    def _check_name(self, name: str) -> None:
+        denied = next((pattern for pattern in self.deny if fnmatchcase(name, pattern)), None)
+        if denied is not None:
+            raise UpdateRefused(
+                "The guard denies changes of this variable",
+                variable=name,
+                expected=f"none that matches {denied!r} (deny)",
+                received=name,
+            )
+        if self.allow and not any(fnmatchcase(name, pattern) for pattern in self.allow):
+            raise UpdateRefused(
+                "The guard does not allow changes of this variable",
+                variable=name,
+                expected=f"one that matches {' or '.join(map(repr, self.allow))} (allow)",
+                received=name,
+            )
+
+    def _check_change(self, name: str, edits: list[Edit], read: Read) -> None:
+        live = _Live(name, read)
+        change = _norm_of_change(edits, live)
+        if self.max_norm is not None and not change <= self.max_norm:  # NaN is too much too
+            raise _too_much(name, "norm", "max_norm", self.max_norm, change)
+        if self.max_relative_change is not None:
+            size = math.sqrt(sum(_squares(live.rows(_touched_rows(edits)))))
+            relative = 0.0 if change == 0 else math.inf if size == 0 else change / size
+            if not relative <= self.max_relative_change:
+                bound = self.max_relative_change
+                raise _too_much(name, "relative change", "max_relative_change", bound, relative)
+
+
+class _Live:
+    """The value that a variable has now, read when it is first needed."""
+
+    def __init__(self, name: str, read: Read) -> None:
+        self._name, self._read = name, read
+        self._value: Array | None = None
+
+    @property
+    def value(self) -> Array:
+        if self._value is None:
+            self._value = self._read([self._name])[self._name]
+        return self._value
+
+    def rows(self, indices: Array | None) -> Array:
+        return self.value if indices is None else self.value[indices]
+
+
+def _checked_bound(name: str, bound: float | None) -> float | None:
+    if bound is None:
+        return None
+    if isinstance(bound, bool) or not isinstance(bound, int | float | np.number) or not 0 < bound < math.inf:
+        raise ValueError(f"{name} must be a number above 0, or None for no bound. Received: {bound!r}")
+    return float(bound)
+
+
+def _checked_patterns(name: str, patterns: Sequence[str]) -> tuple[str, ...]:
+    made = None if isinstance(patterns, str) else tuple(patterns)
+    if made is None or not all(isinstance(pattern, str) and pattern for pattern in made):
+        raise ValueError(f'{name} must be a list of patterns, such as ["*/bias"]. Received: {patterns!r}')
+    return made
+
+
+def _too_much(name: str, what: str, parameter: str, bound: float, found: float) -> UpdateRefused:
+    times = f", {found / bound:.4g} times as much" if math.isfinite(found) else ""
+    return UpdateRefused(
+        f"The {what} of this update is larger than the guard allows",
+        variable=name,
+        expected=f"at most {bound:g} ({parameter})",
+        received=f"{found:.6g}{times}",
+        remedy=_REMEDY,
+    )
+
+
+def _check_finite(name: str, edit: Edit, dtype: str) -> None:
+    if dtype not in FLOAT_DTYPES:
+        return
+    numbers = {key: array for key, array in edit.arrays.items() if key != "indices"}
+    if edit.factor is not None:
+        numbers["factor"] = factor_as(edit.factor, BFLOAT16 if dtype == "bfloat16" else dtype)
+    for key, array in numbers.items():
+        found = sum(chunk.size - int(np.count_nonzero(np.isfinite(chunk))) for chunk in _chunks(array))
+        if found:
+            raise UpdateRefused(
+                f"{found} of {array.size} numbers of the {key} are not finite",
+                variable=name,
+                expected="finite numbers (require_finite), whatever allow_nonfinite says",
+                received=f"{array.reshape(-1)[np.argmin(np.isfinite(array.reshape(-1)))]}",
+            )
+
+
+def _touched_rows(edits: list[Edit]) -> Array | None:
+    """The rows that these edits change, each once and in order; None when one changes all of the variable."""
+    if any(edit.operation not in _ROWS for edit in edits):
+        return None
+    return np.unique(np.concatenate([edit.arrays["indices"] for edit in edits]))
+
+
+def _norm_of_change(edits: list[Edit], live: _Live) -> float:
+    with np.errstate(all="ignore"):  # what overflows or is NaN is too much
+        if len(edits) > 1:
+            return math.sqrt(_squares_together(edits, live))
+        (edit,) = edits
+        arrays = edit.arrays
+        match edit.operation:
+            case Operation.ADD:
+                squares = sum(_squares(arrays["value"]))
+            case Operation.ASSIGN:
+                squares = sum(_squares(arrays["value"], live.value))
+            case Operation.SCALE:
+                squares = sum(_squares(live.value)) * (_factor(edit, live.value) - 1) ** 2
+            case Operation.BLEND:
+                squares = sum(_squares(arrays["value"], live.value)) * _factor(edit, live.value) ** 2
+            case Operation.ADD_ROWS:
+                squares = sum(_squares(arrays["rows"]))
+            case Operation.ASSIGN_ROWS:
+                squares = sum(_squares(arrays["rows"], live.rows(arrays["indices"])))
+            case Operation.ADD_LOW_RANK:
+                # The squares of a @ b, without the product: the sum of (aᵀa) ∘ (b bᵀ).
+                a, b = arrays["a"].astype(np.float64), arrays["b"].astype(np.float64)
+                squares = max(0.0, float(np.sum((a.T @ a) * (b @ b.T)))) if a.size and b.size else 0.0
+            case Operation.RESET:
+                squares = 0.0
+        return math.sqrt(squares)
+
+
+def _squares_together(edits: list[Edit], live: _Live) -> float:
+    """What several edits of one variable change together: one may undo what another does."""
+    rows = _touched_rows(edits)
+    before = live.rows(rows)
+    after = before
+    for edit in edits:
+        if rows is not None:
+            places = np.searchsorted(rows, edit.arrays["indices"])
+            edit = replace(edit, arrays={**edit.arrays, "indices": places})
+        after = apply_edit(edit, after)
+    return sum(_squares(after, before))
+
+
+def _factor(edit: Edit, value: Array) -> float:
+    return float(factor_as(0.0 if edit.factor is None else edit.factor, value.dtype))
+
+
+def _squares(array: Array, subtracted: Array | None = None) -> Iterator[float]:
+    """The sum of the squares of an array, or of the difference of two, chunk by chunk in float64."""
+    others = None if subtracted is None else _chunks(subtracted)
+    for chunk in _chunks(array):
+        wide = chunk.astype(np.float64)
+        if others is not None:
+            wide -= next(others)
+        yield float(np.dot(wide, wide))
+
+
+def _chunks(array: Array) -> Iterator[Array]:
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return (flat[start : start + _CHUNK] for start in range(0, flat.size, _CHUNK))
