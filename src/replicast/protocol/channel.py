@@ -118,6 +118,19 @@ class Channel:
         """A word that somebody has left; None when it did not come in time."""
         return self._get(f"told/{what}", timeout_secs)
 
+    def say(self, key: str, message: Any) -> None:
+        """Leaves a message for the coordinator, once, where it looks for it."""
+        self._put(f"said/{key}", encode(message))
+
+    def said(self, key: str, timeout_secs: float) -> Any | None:
+        """A message that was left; None when it did not come in time. Coordinator only."""
+        text = self._get(f"said/{key}", timeout_secs)
+        return None if text is None else decode(text)
+
+    def forget_said(self, key: str) -> None:
+        """Removes a message that was read. Coordinator only."""
+        self._delete(f"said/{key}")
+
     def agree(self, what: str, value: str, timeout_secs: float) -> dict[int, str]:
         """Every worker says its value and hears everyone's. Blocks until all have, at most `timeout_secs`.
 

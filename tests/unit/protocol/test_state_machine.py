@@ -35,8 +35,13 @@ PATIENCE = Patience(
     stage_secs=10, answer_secs=10, decide_secs=12, compute_secs=10, begin_secs=10, park_secs=0.1
 )
 DISK_FULL, NO_ROOM, BROKEN = "The disk of the test is full", "The worker of the test has no room", "is broken"
-KINDS = ("Stage", "Hold", "Aim", "Compute", "Go", "Free", "Drop", "Verified", "Resume")
-WRITES = ("Proposal", "Answer", "Applied", "Computed", "stage", "commit", "receipt")
+KINDS = (
+    *("Stage", "Hold", "Aim", "Compute", "Go", "Free", "Drop", "Verified", "Resume"),
+    *("Examine", "Lend", "Weigh", "Audited"),
+)
+WRITES = ("Proposal", "Answer", "Applied", "Computed", "Examined", "Weighed", "stage", "commit", "receipt")
+DRIFTING = "optimizer/learning_rate"
+"""What the test changes on one worker only; nothing else may ever differ."""
 SCHEMA = MemoryState(start_values()).schema
 GOOD: list[Callable[[Update], Update]] = [
     lambda u: u.add("dense/bias", np.full(3, 1.0, np.float32)),
@@ -127,6 +132,7 @@ class Life:
         ]
         for worker in self.job.workers:
             self.wire(worker)
+            worker.member.examiner.policy = "warn"
             worker.state.values.update({name: value.copy() for name, value in saved.values.items()})
             worker.member.gate.step = saved.step
             worker.member.start()
@@ -407,6 +413,35 @@ class Story:
         life.tell_all(lambda worker: worker.member.pause("compare"))
         life.tell_all(sync)
 
+    def all_audit(self, bad: int) -> None:
+        """One replica is corrupted, and healed; or it is not, and the test repairs it."""
+        life = self.alive()
+        bad %= self.size
+
+        def audit(worker: Worker) -> None:
+            mine, before = worker.state.values[DRIFTING], len(worker.applied)
+            if worker.rank == bad:
+                worker.state.values[DRIFTING] = np.asarray(mine + 1)
+            try:
+                worker.member.pause("audit\nheal")
+                report = worker.member.examiner.reports[-1]
+                healed = any(id_.startswith("heal-") for _, id_ in worker.applied[before:])
+                assert healed == (report.outcome == "healed"), f"{report}: {worker.applied}"
+                assert healed or self.size == 1 or report.outcome == "raised", f"{report}"
+            except UpdateRefused:
+                healed = False
+            if not healed:
+                worker.state.values[DRIFTING] = mine
+
+        life.tell_all(lambda worker: worker.member.pause("compare"))
+        life.tell_all(audit)
+
+    def all_look(self) -> None:
+        self.alive().tell_all(lambda worker: worker.member.examiner.look())
+
+    def somebody_wishes_an_audit(self, rank: int) -> None:
+        self.alive().job.workers[rank % self.size].member.wish("audit")
+
     def all_train(self, strides: list[int], together: bool, behind: int | None) -> None:
         life = self.alive()
         if behind is not None:
@@ -505,16 +540,25 @@ class Story:
                 f"{ticket.id} has no outcome, it is {ticket.stage}\n{life.where()}"
             )
         life.end()
+        self.check_reports(life)
         self.check_steps(life)
         self.check_model(life)
         self.check_outcomes()
 
     def bury(self, life: Life) -> None:
         life.end()
+        self.check_reports(life)
         self.check_steps(life)
         for receipt in self.journal.receipts().values():
             self.first_step.setdefault(receipt.id, receipt.step)
             self.inbox.pop(receipt.id, None)
+
+    def check_reports(self, life: Life) -> None:
+        """No audit saw one worker before and another one after an update, a step or a function."""
+        for worker in life.job.workers:
+            for report in worker.member.examiner.reports:
+                wrong = [one for one in report.differences if one.variable != DRIFTING]
+                assert not wrong, "\n".join(report.lines())
 
     def check_steps(self, life: Life) -> None:
         """Every worker applied the same, each once, at its own step, in the order of steps and sequences."""
@@ -645,6 +689,9 @@ EVENTS = [
     event("somebody_proposes_nonsense", rank=RANKS, kind=st.integers(0, len(BAD) - 1)),
     event("all_propose_a_function", source=RANKS, broken=st.booleans(), ahead=st.none() | st.integers(1, 3)),
     event("all_sync", source=RANKS, drifting=RANKS),
+    event("all_audit", bad=RANKS),
+    event("all_look"),
+    event("somebody_wishes_an_audit", rank=RANKS),
     event(
         "all_train",
         strides=st.lists(st.integers(1, 3), min_size=1, max_size=4),
@@ -667,7 +714,7 @@ EVENTS = [
     event("the_job_crashes", go_back=st.booleans()),
     event("the_job_will_crash_at", point=POINTS, go_back=st.booleans()),
 ]
-OFTEN = [EVENTS[0], EVENTS[0], EVENTS[1], EVENTS[5], EVENTS[5], EVENTS[10]]
+OFTEN = [EVENTS[0], EVENTS[0], EVENTS[1], EVENTS[8], EVENTS[8], EVENTS[13]]
 
 
 @settings(

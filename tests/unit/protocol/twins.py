@@ -36,7 +36,7 @@ class Worker:
     def __init__(self, job: Job, rank: int) -> None:
         self.rank = rank
         self.coordination = MemoryCoordination(job.store)
-        self.state = MemoryState(start_values())
+        self.state = MemoryState(start_values() if job.start is None else job.start)
         self.failure: JobFailed | None = None
         self.member = Member(
             Channel(self.coordination, "test", rank, job.size),
@@ -77,8 +77,10 @@ class Job:
         *,
         durable: bool = False,
         patience: Patience = PATIENCE,
+        values: dict[str, np.ndarray[Any, Any]] | None = None,
     ) -> None:
         self.size = size
+        self.start = values
         self.patience = patience
         self.store = MemoryCoordination.Store()
         self.board = MemoryTransport.Board()
