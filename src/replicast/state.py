@@ -41,6 +41,14 @@ class State(abc.ABC):
     def digests(self, names: Iterable[str]) -> dict[str, str]:
         """The digest of each of these variables."""
 
+    def fingerprints(self, names: Iterable[str]) -> dict[str, str]:
+        """What workers of one job compare with each other: the digests, or what their devices compute."""
+        return self.digests(names)
+
+    def fingerprint_of(self, value: npt.NDArray[Any]) -> str:
+        """What `fingerprints` would give for a variable with this value."""
+        return digest_array(value)
+
 
 def touched_parts(edits: Sequence[Edit]) -> tuple[list[str], Arrays]:
     """Which variables these edits touch as a whole, and which rows of which others."""

@@ -126,6 +126,8 @@ def join(
         settings.guard.check_patterns(state.schema)
     channel = Channel(strategy.coordination, settings.name, strategy.rank, strategy.size)
     _check_same_model(channel, state, settings.patience)
+    accelerated = channel.agree("accelerator", str(state.on_accelerator), settings.patience.begin_secs)
+    state.fingerprints_on_device = str(True) in accelerated.values()  # one kind, or none could be compared
     member = Member(
         channel,
         open_transport(strategy.coordination, strategy.rank, strategy.size, os.environ),
