@@ -255,11 +255,14 @@ def _check_finite(array: Array, variable: Variable) -> None:
         )
 
 
-def _surely_finite(array: Array) -> bool:
+def surely_finite(array: Array) -> bool:
     """Whether a quick look is enough: the sum of all squares is finite only if every element is.
 
-    The reverse does not hold: squares of large numbers overflow.
+    The reverse does not hold: squares of large numbers overflow, and what numpy does not multiply quickly is
+    not looked at.
     """
+    if array.dtype not in (np.float32, np.float64):
+        return False
     flat = np.ascontiguousarray(array).reshape(-1)
     with np.errstate(all="ignore"):
         return all(
@@ -274,7 +277,7 @@ def _nonfinite(array: Array) -> tuple[int, int]:
     Looks at bits, chunk by chunk: without its sign, a number is finite when its bits, as an integer, are
     below those of infinity. One way for all dtypes, also for those that numpy computes slowly.
     """
-    if array.dtype in (np.float32, np.float64) and _surely_finite(array):
+    if surely_finite(array):
         return 0, -1
     bits = np.dtype(f"u{array.dtype.itemsize}")
     infinity = np.array(np.inf, array.dtype).view(bits)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import xxhash
 
-from replicast.transport.base import Parcel
-from replicast.transport.layout import Bytes
+from replicast.transport.base import Look, Parcel
+from replicast.transport.layout import Bytes, arrays_in
 from replicast.transport.mapping import bring_in, map_private
 
 PROGRESS_BYTES = 64
@@ -29,11 +29,15 @@ class Arrival:
     Args:
         parcel: What was announced; its digest is not known yet.
         opened: Opens the file; raises OSError when there is none.
+        look: Called with each array that is there and its place; None for one that need not be looked at,
+            and not be digested either.
     """
 
-    def __init__(self, parcel: Parcel, opened: Callable[[], int]) -> None:
+    def __init__(self, parcel: Parcel, opened: Callable[[], int], look: Look | None) -> None:
+        self._parcel = parcel
         self._nbytes = parcel.nbytes
         self._opened = opened
+        self._look = look
         self._given_up = threading.Event()
         self._taken: tuple[Bytes, str] | None = None
         self._thread = threading.Thread(target=self._follow, name="replicast-arrival", daemon=True)
@@ -65,13 +69,23 @@ class Arrival:
             os.close(descriptor)
         data, progress = mapped[: self._nbytes], mapped[self._nbytes :].view(np.int64)
         bring_in(data)
-        hasher, done = xxhash.xxh3_128(), 0
+        if self._look is None:
+            self._taken = data, ""
+            return
+        arrays = arrays_in(data, self._parcel)
+        ends_at = [
+            piece.offset + array.nbytes for piece, array in zip(self._parcel.arrays, arrays, strict=True)
+        ]
+        hasher, done, looked = xxhash.xxh3_128(), 0, 0
         ends = time.monotonic() + ARRIVE_SECS
         while done < self._nbytes:
             written = int(progress[0])
             if written > done:
                 hasher.update(data[done:written].data)
                 done = written
+                while looked < len(arrays) and ends_at[looked] <= done:
+                    self._look(looked, arrays[looked])
+                    looked += 1
             elif self._given_up.wait(_LOOK_SECS) or time.monotonic() > ends:
                 return
         self._taken = data, hasher.hexdigest()

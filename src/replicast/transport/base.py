@@ -68,6 +68,7 @@ class Parcel:
 
 
 Announce = Callable[[Parcel], None]
+Look = Callable[[int, "npt.NDArray[Any]"], None]
 
 
 class Transport(abc.ABC):
@@ -99,10 +100,15 @@ class Transport(abc.ABC):
             UpdateRefused: There is no room. Nothing is left behind.
         """
 
-    def expect(self, parcel: Parcel) -> None:  # noqa: B027
+    def expect(self, parcel: Parcel, look: Look = lambda place, array: None) -> None:  # noqa: B027
         """A parcel is announced: takes what is there of it already. Never raises, and never waits.
 
         Only a hint. It may be lost, and what was announced may never come.
+
+        Args:
+            parcel: What was announced; its digest is not known yet.
+            look: May be called, in another thread, for each array that is there, with its place among them.
+                If `receive` returns the very same memory, it looked at what has arrived.
         """
 
     @abc.abstractmethod

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed, UpdateRefused
-from replicast.transport.base import Announce, Parcel, Transport, not_arrived
+from replicast.transport.base import Announce, Look, Parcel, Transport, not_arrived
 from replicast.transport.keys import chunk_ranges, group_key, instance_keys, leaders_of
 from replicast.transport.layout import Bytes
 from replicast.transport.shared import Draft, SharedMemoryTransport
@@ -77,9 +77,9 @@ class BroadcastTransport(Transport):
     ) -> Parcel:
         return self._shared.publish(parcel_id, arrays, announce)
 
-    def expect(self, parcel: Parcel) -> None:  # noqa: D102
+    def expect(self, parcel: Parcel, look: Look = lambda place, array: None) -> None:  # noqa: D102
         if self._hosts[parcel.source] == self._hosts[self._rank]:
-            self._shared.expect(parcel)
+            self._shared.expect(parcel, look)
 
     def receive(self, parcel: Parcel, timeout_secs: float) -> list[npt.NDArray[Any]]:  # noqa: D102
         until = time.monotonic() + timeout_secs
