@@ -41,6 +41,8 @@ class Point(enum.StrEnum):
     APPLY = "apply"  # A worker stands at the boundary | its state changes.
     ACK = "ack"  # A worker's state has changed | it reports the digest.
     VERIFY = "verify"  # Worker 0: all digests are there | the receipt is written.
+    DECIDE = "decide"  # Worker 0: what a trial has measured is there | its outcome is written.
+    SETTLE = "settle"  # A worker is told how a trial ended | its state goes back, or stays.
     SNAPSHOT = "snapshot"  # A checkpoint is due | worker 0 copies the state, the others digest theirs.
     WRITE = "write"  # A file's bytes are written under a temporary name | they are fsynced.
     RENAME = "rename"  # A file or checkpoint is whole under a temporary name | it gets its final one.

@@ -5,6 +5,7 @@
     updates/000042.json                   its record: the rename of this file is the commit
     updates/000042.receipt.json           how it ended
     updates/000042.moved.json             if a pause of the training has brought it forward: to which step
+    updates/000042.trial.json             if it was on trial: how that ended, before anybody acts on it
 
 One process writes, the coordinator's; any may read.
 """
@@ -13,11 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from replicast import faults
+from replicast.anyjournal import AnyJournal, MemoryJournal
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import (
     json_bytes,
@@ -28,89 +29,14 @@ from replicast.files import (
     write_durably,
 )
 from replicast.records import Receipt, Record, StagedPayload, summarized
+from replicast.trial import TrialOutcome
 from replicast.update import Update
 
 __all__ = ["AnyJournal", "Journal", "MemoryJournal", "Receipt", "Record", "StagedPayload", "summarized"]
 
 _PENDING = ".pending-"
 _PAYLOAD, _RECORD, _RECEIPT, _MOVED = ".safetensors", ".json", ".receipt.json", ".moved.json"
-
-
-class AnyJournal(ABC):
-    """What a journal does, with files or without. Only the coordinator writes."""
-
-    @abstractmethod
-    def stage(self, update: Update) -> StagedPayload:
-        """Keeps the payload safe, before its place in the order is known.
-
-        Raises:
-            UpdateRefused: It cannot be written.
-        """
-
-    @abstractmethod
-    def commit(self, staged: StagedPayload, record: Record) -> None:
-        """Gives a staged update its place in the order. When this returns, it is committed and durable.
-
-        Raises:
-            UpdateRefused: It is not committed, and its payload is gone.
-            FileDamaged: It cannot be known whether it is committed.
-        """
-
-    @abstractmethod
-    def discard(self, staged: StagedPayload) -> None:
-        """Forgets a staged update. Nothing happens when it is gone already."""
-
-    @abstractmethod
-    def write_receipt(self, receipt: Receipt) -> None:
-        """Writes down how an update ended.
-
-        Raises:
-            OSError: It cannot be written.
-        """
-
-    @abstractmethod
-    def move(self, sequence: int, step: int) -> None:
-        """Writes down, before it happens, that a committed update is applied at an earlier step.
-
-        Raises:
-            OSError: It cannot be written.
-        """
-
-    @abstractmethod
-    def moves(self) -> dict[int, int]:
-        """The earlier steps of updates that were moved, by sequence number.
-
-        Raises:
-            FileDamaged: One is not what was written.
-        """
-
-    @abstractmethod
-    def records(self) -> list[Record]:
-        """All committed updates in their order.
-
-        Raises:
-            FileDamaged: A file is missing or not what was written.
-        """
-
-    @abstractmethod
-    def load(self, sequence: int) -> Update:
-        """A committed update.
-
-        Raises:
-            FileDamaged: Its file is missing or not what was written.
-        """
-
-    @abstractmethod
-    def receipts(self) -> dict[int, Receipt]:
-        """The receipts that were written, by sequence number.
-
-        Raises:
-            FileDamaged: One is not what was written.
-        """
-
-    @abstractmethod
-    def clean(self) -> None:
-        """Removes what a coordinator that died left behind. Only before anything is staged."""
+_TRIAL = ".trial.json"
 
 
 class Journal(AnyJournal):
@@ -195,6 +121,22 @@ class Journal(AnyJournal):
             found[sequence] = step
         return found
 
+    def write_outcome(self, outcome: TrialOutcome) -> None:
+        """As in `AnyJournal`."""
+        self._check()
+        write_durably(self._path(outcome.sequence, _TRIAL), [json_bytes(outcome.to_json())])
+
+    def outcomes(self) -> dict[int, TrialOutcome]:
+        """As in `AnyJournal`."""
+        found = {}
+        for sequence in sorted(self._sequences(_TRIAL)):
+            path = self._path(sequence, _TRIAL)
+            try:
+                found[sequence] = TrialOutcome.from_json(read_json(path))
+            except ValueError as error:
+                raise FileDamaged(path, str(error)) from error
+        return found
+
     def records(self) -> list[Record]:
         """As in `AnyJournal`."""
         last = max(self._sequences(_RECORD), default=0)
@@ -261,63 +203,6 @@ class Journal(AnyJournal):
         return [
             int(name) for name in names if name.isascii() and name.isdigit() and f"{int(name):06d}" == name
         ]
-
-
-class MemoryJournal(AnyJournal):
-    """A journal without files: for who wants no durability, and for tests."""
-
-    def __init__(self) -> None:
-        self._moves: dict[int, int] = {}
-        self._staged: dict[str, Update] = {}
-        self._committed: list[tuple[Record, Update]] = []
-        self._receipts: dict[int, Receipt] = {}
-
-    def stage(self, update: Update) -> StagedPayload:
-        """As in `AnyJournal`; nothing is hashed, since nothing is written."""
-        self._staged[update.id] = update
-        return StagedPayload(update.id, None, "", update.nbytes)
-
-    def commit(self, staged: StagedPayload, record: Record) -> None:
-        """As in `AnyJournal`."""
-        if staged.id != record.id:
-            raise ValueError(f"The record belongs to another payload. Received: {record.id} for {staged.id}")
-        if record.sequence != len(self._committed) + 1:
-            raise ValueError(f"The next place is {len(self._committed) + 1}. Received: {record.sequence}")
-        self._committed.append((record, self._staged.pop(staged.id)))
-
-    def discard(self, staged: StagedPayload) -> None:
-        """As in `AnyJournal`."""
-        self._staged.pop(staged.id, None)
-
-    def move(self, sequence: int, step: int) -> None:
-        """As in `AnyJournal`."""
-        self._moves[sequence] = step
-
-    def moves(self) -> dict[int, int]:
-        """As in `AnyJournal`."""
-        return dict(self._moves)
-
-    def write_receipt(self, receipt: Receipt) -> None:
-        """As in `AnyJournal`."""
-        self._receipts[receipt.sequence] = receipt
-
-    def records(self) -> list[Record]:
-        """As in `AnyJournal`."""
-        return [record for record, _ in self._committed]
-
-    def load(self, sequence: int) -> Update:
-        """As in `AnyJournal`."""
-        if not 1 <= sequence <= len(self._committed):
-            raise FileDamaged(f"update {sequence}", "it is not in the journal")
-        return self._committed[sequence - 1][1]
-
-    def receipts(self) -> dict[int, Receipt]:
-        """As in `AnyJournal`."""
-        return dict(self._receipts)
-
-    def clean(self) -> None:
-        """As in `AnyJournal`."""
-        self._staged.clear()
 
 
 def _not_written(update_id: str, error: OSError) -> UpdateRefused:

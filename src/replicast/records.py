@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from replicast.edits import Edit
+from replicast.trial import TrialOutcome
 from replicast.update import Stage
 
 
@@ -30,6 +31,7 @@ class Record:
         attempt: Which start of the job it was.
         scheduled: Whether the author chose the step.
         committed_at: Seconds since 1970.
+        trial: If it has to prove itself: the trial, and `before`, what its metric was when it was committed.
     """
 
     sequence: int
@@ -45,10 +47,14 @@ class Record:
     attempt: int
     scheduled: bool
     committed_at: float
+    trial: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return asdict(self) | {"edits": [dict(edit) for edit in self.edits]}
+        """The fields as JSON values; `trial` only where there is one."""
+        fields = asdict(self) | {"edits": [dict(edit) for edit in self.edits]}
+        if self.trial is None:
+            del fields["trial"]
+        return fields
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Record:
@@ -72,6 +78,7 @@ class Record:
                 attempt=int(fields["attempt"]),
                 scheduled=bool(fields["scheduled"]),
                 committed_at=float(fields["committed_at"]),
+                trial=None if fields.get("trial") is None else dict(fields["trial"]),
             )
 
 
@@ -88,6 +95,7 @@ class Receipt:
         stall_secs: The longest that a training thread was held up.
         verified_at: Seconds since 1970.
         stage: Verified or failed.
+        trial: How its trial ended, if it had one.
     """
 
     sequence: int
@@ -98,10 +106,11 @@ class Receipt:
     stall_secs: float
     verified_at: float
     stage: Stage
+    trial: TrialOutcome | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values; ranks become text, as JSON's names are."""
-        return {
+        """The fields as JSON values; ranks become text, as JSON's names are; `trial` where there is one."""
+        fields = {
             "sequence": self.sequence,
             "id": self.id,
             "step": self.step,
@@ -111,6 +120,7 @@ class Receipt:
             "verified_at": self.verified_at,
             "stage": str(self.stage),
         }
+        return fields if self.trial is None else fields | {"trial": self.trial.to_json()}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Receipt:
@@ -129,6 +139,7 @@ class Receipt:
                 stall_secs=float(fields["stall_secs"]),
                 verified_at=float(fields["verified_at"]),
                 stage=Stage(fields["stage"]),
+                trial=None if fields.get("trial") is None else TrialOutcome.from_json(fields["trial"]),
             )
 
 

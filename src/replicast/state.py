@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replicast.digest import digest_array, digest_state
-from replicast.edits import Edit, apply_edit
+from replicast.edits import Edit, Operation, apply_edit
 from replicast.schema import Schema, Variable
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -48,6 +48,16 @@ class State(abc.ABC):
     def fingerprint_of(self, value: npt.NDArray[Any]) -> str:
         """What `fingerprints` would give for a variable with this value."""
         return digest_array(value)
+
+    @abc.abstractmethod
+    def snapshot(self, buffers: Arrays) -> None:
+        """Copies every variable into the buffers, which are made where they are missing."""
+
+    def restore_snapshot(self, buffers: Arrays) -> None:
+        """Gives every variable the bits that it had at `snapshot`."""
+        for name, value in buffers.items():
+            # A copy, one at a time: assigning may take the memory over, and training would change it.
+            self.apply([Edit(Operation.ASSIGN, name, {"value": np.array(value)})])
 
 
 def touched_parts(edits: Sequence[Edit]) -> tuple[list[str], Arrays]:
@@ -84,3 +94,6 @@ class MemoryState(State):
 
     def digests(self, names: Iterable[str]) -> dict[str, str]:  # noqa: D102
         return {name: digest_array(self.values[name]) for name in names}
+
+    def snapshot(self, buffers: Arrays) -> None:  # noqa: D102
+        buffers.update(self.read(self.values))

@@ -10,6 +10,8 @@ ONLY_WORKER_0 = {Point.JOURNAL, Point.COMMIT, Point.VERIFY, Point.WRITE, Point.R
 MOST_OCCURRENCES = {Point.WRITE: 40, Point.RENAME: 30, Point.PROPOSE: 8, Point.SNAPSHOT: 5}
 """About how often a life of the job comes to a point; to the others, this many times."""
 USUALLY = 12
+POINTS = [point for point in Point if point not in (Point.DECIDE, Point.SETTLE)]
+"""Those that the job comes to: it has no trial."""
 ACTIONS = {Action.KILL: 6, Action.RAISE: 3, Action.STOP: 2}
 STOPPED_SECS = (1.0, 5.0, 45.0)
 """Short enough to go unnoticed, and longer than anybody waits for a silent worker."""
@@ -26,7 +28,7 @@ def stopped_secs(seed: str, life: int) -> float:
 
 
 def _random_fault(random: Random, workers: int, life: int) -> Fault:
-    point = random.choice(list(Point))
+    point = random.choice(POINTS)
     if point in ONLY_WORKER_0:
         worker = 0
     elif point is Point.PROPOSE:

@@ -69,7 +69,7 @@ def test_every_point_lies_somewhere_and_every_call_names_a_point() -> None:
 
 
 def test_the_points_are_those_that_people_know() -> None:
-    known = "propose journal stage ready commit ack apply verify snapshot write rename"
+    known = "propose journal stage ready commit ack apply verify decide settle snapshot write rename"
     assert sorted(Point) == sorted(known.split())
 
 

@@ -85,6 +85,7 @@ class Audits:
         self._meanwhile = meanwhile
         self._findings = Findings()
         self._looks: Looks | None = None
+        self._raised = False
         self._names = [variable.name for variable in member.state.schema]
 
     def start(self, on_difference: Callable[[], None]) -> None:
@@ -120,14 +121,20 @@ class Audits:
         stand_in = Proposal(id_, id_, 0, id_, time.time(), source=0)
         self._rounds.opened.append(OpenRound(audit.round, step, stand_in, act))
 
-    def settle(self) -> None:
-        """All workers have paused: what quiet audits saw is compared and looked into before they go on."""
+    def settle(self) -> bool:
+        """All workers have paused: what quiet audits saw is compared and looked into before they go on.
+
+        Returns:
+            Whether their training threads raise what was found.
+        """
         if self._looks is not None and not self._looks.settle(self._member.patience.answer_secs):
             logger.warning("not everything that was seen is compared at this pause")
-        if self._findings.take_suspicion():
-            error = self.at_once(self._examiner.policy, raises=True)
-            if error is not None:
-                logger.warning("the audit could not be carried out: %s", error)
+        if not self._findings.take_suspicion():
+            return False
+        error = self.at_once(self._examiner.policy, raises=True)
+        if error is not None:
+            logger.warning("the audit could not be carried out: %s", error)
+        return self._raised
 
     def at_once(self, policy: str, *, raises: bool = False) -> UpdateRefused | None:
         """Audits where all workers stand; gives the reason when it could not be done."""
@@ -138,6 +145,7 @@ class Audits:
         return self._carry_out(audit)
 
     def _begin(self, policy: Policy, *, raises: bool) -> tuple[Audit, int]:
+        self._raised = False
         requests = self._examiner.requests()
         round_, step = self._rounds.stop_all()
         self._channel.append(Examine(round_, step))
@@ -249,8 +257,8 @@ class Audits:
         log = logger.debug if report.equal else logger.warning
         log("%s", "\n".join(report.lines()))
         self._examiner.on_report(report)
-        raises = audit.raises and report.outcome == "raised"
-        self._channel.append(Audited(audit.round, report.to_json(), raises))
+        self._raised = audit.raises and report.outcome == "raised"
+        self._channel.append(Audited(audit.round, report.to_json(), self._raised))
 
     def _drop(self, lent: Iterable[Proposal]) -> None:
         nobody = UpdateRefused("It was lent for an audit").to_json()

@@ -151,6 +151,10 @@ class Channel:
             values[worker] = text
         return values
 
+    def forget_agreed(self, what: str) -> None:
+        """Removes what this worker said, when all are known to have heard it."""
+        self._delete(f"agree/{what}/{self.rank}")
+
     def all_have_read(self, number: int, proposals: int) -> None:
         """Notes that all workers have answered entry `number`, and so have read all before it.
 

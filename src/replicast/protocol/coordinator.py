@@ -15,10 +15,12 @@ from typing import TypeAlias
 
 from replicast.errors import UpdateRefused
 from replicast.journal import AnyJournal
+from replicast.protocol.audits import Audits
 from replicast.protocol.member import Member
-from replicast.protocol.messages import Again, Parked, Paused, Proposal, Request, Resume
+from replicast.protocol.messages import Again, Coming, Expect, Parked, Paused, Proposal, Request, Resume
 from replicast.protocol.replays import Replays
 from replicast.protocol.rounds import Ready, Rounds
+from replicast.protocol.trials import Trials
 from replicast.protocol.verifier import Verifier
 
 logger = logging.getLogger("replicast")
@@ -32,7 +34,11 @@ class Stopped:
     """Worker 0's training thread stands at a boundary at which something is undecided."""
 
 
-Incoming: TypeAlias = Proposal | Paused | Parked | Request | Stopped
+class Suspected:
+    """An audit for which nobody stood still has found a difference."""
+
+
+Incoming: TypeAlias = Proposal | Coming | Paused | Parked | Request | Stopped | Suspected
 
 
 class Coordinator:
@@ -49,7 +55,10 @@ class Coordinator:
         self._channel = member.channel
         self._verifier = Verifier(member.channel, journal, member.threads.stopping)
         self._rounds = Rounds(member, journal, self._verifier, durable=durable, attempt=attempt)
-        self._replays = Replays(member, journal, self._rounds, self._verifier)
+        self._trials = Trials(member, journal, self._verifier)
+        self._replays = Replays(member, journal, self._rounds, self._verifier, self._trials)
+        self._audits = Audits(member, self._rounds, self._go_on)
+        self._held_back: list[Proposal] = []
         self._incoming: queue.Queue[Incoming] = queue.Queue()
         self._known: dict[str, str] = {}
         self._twins: dict[str, list[str]] = {}
@@ -70,6 +79,7 @@ class Coordinator:
         threads = self._member.threads
         threads.start("proposals", self._read)
         threads.start("verifier", self._verifier.run)
+        self._audits.start(lambda: self._incoming.put(Suspected()))
         threads.start("coordinator", self._run)
 
     def _read(self) -> None:
@@ -87,14 +97,22 @@ class Coordinator:
                 case None:
                     self._remind()
                     self._channel.forget_read()
+                case Coming(parcel):
+                    self._channel.append(Expect(parcel))
                 case Paused():
                     self._note_paused(first)
                 case Parked():
                     self._rounds.advance()
                 case Stopped():
                     self._finish_open()
+                case Suspected():
+                    self._audits.look_into_suspicion()
+                case Request("audit"):
+                    self._audits.open()
                 case Request(action):
                     self._rounds.act(action)
+                case Proposal() if self._held_back or self._must_wait():
+                    self._hold_back(first)
                 case Proposal() if _is_plain(first):
                     self._replays.announce()
                     batch, following = self._take_batch(first)
@@ -103,6 +121,32 @@ class Coordinator:
                     self._replays.announce()
                     self._decide_special(first)
             self._replays.stage_next()
+
+    def _go_on(self) -> None:
+        """While an audit waits for workers: what they may have to pass before they can answer."""
+        self._replays.stage_next()
+        self._trials.decide_due()
+
+    def _must_wait(self) -> bool:
+        """Whether nothing may be decided now: in an audit between looking and healing, and in a trial."""
+        on_its_way = any(one.proposal.trial is not None for one in self._behind)
+        return on_its_way or self._audits.is_open() or self._trials.until() is not None
+
+    def _hold_back(self, proposal: Proposal) -> None:
+        self._held_back.append(proposal)
+        until = self._trials.until()
+        if until is not None:  # a training thread that waits for it would have to train until then
+            self._channel.append(Again(proposal.id, until))
+
+    def _take_up(self) -> None:
+        """Decides what was held back, in its order, as far as that may be decided now."""
+        while self._held_back and not self._must_wait():
+            held_back = self._held_back.pop(0)
+            self._replays.announce()
+            if _is_plain(held_back):
+                self._decide([held_back])
+            else:
+                self._decide_special(held_back)
 
     def _take_batch(self, first: Proposal) -> tuple[list[Proposal], Incoming | None]:
         """What waits behind `first` and may share its round, and the one after them that may not."""
@@ -126,7 +170,7 @@ class Coordinator:
                 ready.append(self._rounds.stage(proposal))
             except UpdateRefused as error:
                 self._drop([(proposal, error)])
-        if ready and at_step is not None:
+        if ready and at_step is not None and batch[0].trial is None:
             self._drop(self._rounds.commit(ready, at_step=at_step) or [])
         elif ready:
             self._behind += ready
@@ -138,11 +182,15 @@ class Coordinator:
         A function that has seen the values must not find that others were applied after it looked.
         """
         before = min((one.step for one in self._rounds.opened), default=None)
-        if self._behind:
-            refused = self._rounds.commit(self._behind, before=before)
-            if refused is not None:
-                self._behind = []
-                self._drop(refused)
+        while self._behind:
+            # A trial comes alone: those before it are no part of it, and nothing is behind it.
+            together = [one for one in self._behind if one.proposal.trial is None] or self._behind[:1]
+            at_step = together[0].proposal.at_step
+            refused = self._rounds.commit(together, at_step=at_step, before=before)
+            if refused is None:
+                return
+            self._behind = self._behind[len(together) :]
+            self._drop(refused)
 
     def _decide_special(self, proposal: Proposal) -> None:
         """One for a given step, or a function."""
@@ -195,11 +243,13 @@ class Coordinator:
             self._rounds.drop(proposal, error, self._twins.pop(proposal.id, ()))
 
     def _finish_open(self) -> None:
-        """Commits what is computed at the boundary at which worker 0 stands, and what waited for that."""
+        """Decides what is decided at the boundary at which worker 0 stands, and what waited for that."""
+        self._trials.decide_due()
         refused = self._rounds.finish_due()
         if refused is not None:
             self._drop(refused)
             self._commit_those_behind()
+        self._take_up()
 
     def _note_paused(self, paused: Paused) -> None:
         there = self._paused.setdefault(paused.token, {})
@@ -230,6 +280,18 @@ class Coordinator:
             self._replays.announce()
         self._rounds.advance()
         self._finish_open()
+        while intent in ("drain", "close") and self._trials.cut_short(paused.step):
+            self._finish_open()  # what has waited for the trial; perhaps another one
+        if intent not in ("begin", "restore") and self._audits.settle():
+            return None  # their training threads raise, and are gone from here
+        if intent in ("compare", "sync", "import"):
+            in_trial = self._trials.refusal("import_weights" if intent == "import" else "sync")
+            if in_trial is not None:
+                return in_trial
+        if intent == "audit":
+            prevented = self._audits.at_once(arguments[0])
+            self._verifier.wait_until_told(paused.step, self._member.patience.decide_secs)
+            return prevented
         if intent == "sync":
             source, id_, *variables = arguments
             proposal = Proposal(id_, f"function-{id_}", 0, id_, time.time(), source=int(source))
@@ -255,7 +317,7 @@ class Coordinator:
 
 
 def _is_plain(proposal: Proposal) -> bool:
-    return proposal.source is None and proposal.at_step is None
+    return proposal.source is None and proposal.at_step is None and proposal.trial is None
 
 
 def _short(paused: Paused) -> str:

@@ -106,7 +106,7 @@ class Examiner:
 
     def _digest(self) -> Examined:
         started = time.monotonic()
-        digests = self._member.state.digests(self._names)
+        digests = self._member.state.fingerprints(self._names)
         secs = time.monotonic() - started
         trained = self._member.trained()
         return Examined(self._member.gate.step, [digests[name] for name in self._names], secs, trained)

@@ -7,10 +7,14 @@ puts stops in its way:
     aim(round, step)   the agreed boundary of all workers; still undecided
     go(round, …)       decided: apply and pass
     free(round)        decided: pass
+    fail(round, …)     decided: raise
 
 A thread that comes to an undecided stop waits; a stop that is decided costs nothing but the work. Because
 every worker has stopped, or will stop, before the coordinator chooses the step, no worker can be past it,
 whatever the training itself does or does not wait for.
+
+The end of a trial is a stop too. Until it is decided, other updates give way: what is meant for a boundary in
+the middle of a trial is applied at its end, after the decision, in every life of the job.
 """
 
 from __future__ import annotations
@@ -19,10 +23,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from replicast.errors import JobFailed
-from replicast.protocol.messages import REPLAY_ROUND, Compute, Go
+from replicast.protocol.messages import REPLAY_ROUND, Compute, Examine, Go, Lend, Weigh
+
+Order: TypeAlias = Compute | Examine | Lend | Weigh
+"""What a training thread does at a stop while it is undecided."""
 
 REMIND_SECS = 0.5
 
@@ -34,18 +41,26 @@ class Stop:
     Attributes:
         step: The first boundary at or after it is meant.
         go: The decision, once it is there.
-        compute: What this worker's training thread still has to do for an update that is computed here.
-        computes: Whether an update is computed here.
+        compute: What this worker's training thread still has to do for what is decided here.
+        computes: Whether what is decided here depends on the live values.
+        error: What the training thread has to raise here.
         scheduled: The step is an author's, or the journal's.
+        yields: Whether it gives way to a trial that is under way.
+        act: What the training thread does at the end of a trial: before it waits, and once it is decided.
+        decided: Whether that is the last.
         since: When it was put up.
     """
 
     round: int
     step: int
     go: Go | None = None
-    compute: Compute | None = None
+    compute: Order | None = None
     computes: bool = False
+    error: Exception | None = None
     scheduled: bool = False
+    yields: bool = False
+    act: Callable[[], None] | None = None
+    decided: bool = False
     since: float = field(default_factory=time.monotonic)
 
 
@@ -55,8 +70,11 @@ class Work(Protocol):
     def apply(self, go: Go, step: int, since: float) -> None:
         """Applies committed updates; `since` is when the training thread began to wait for them."""
 
-    def compute(self, order: Compute) -> None:
-        """Runs the function on this worker, if it is the source; must not raise for the function's errors."""
+    def compute(self, order: Order) -> None:
+        """Runs the function on this worker, if it is the source, or does its part in an audit.
+
+        Must not raise for the function's errors.
+        """
 
 
 class Gate:
@@ -83,6 +101,8 @@ class Gate:
         self._timeout_secs = timeout_secs
         self._changed = threading.Condition()
         self._stops: list[Stop] = []
+        self._trial: Stop | None = None
+        self._cut: set[int] = set()
         self._here = False
         self.on_stopped: Callable[[], None] = lambda: None
         """Called when the training thread has come to a stop that is undecided."""
@@ -145,10 +165,48 @@ class Gate:
             self._stops.append(Stop(round_, step))
             return step, self._here
 
-    def schedule(self, round_: int, step: int) -> None:
+    def schedule(self, round_: int, step: int, *, yields: bool = True) -> None:
         """Puts up a stop at a known step, before training begins."""
         with self._changed:
-            self._stops.append(Stop(round_, step, scheduled=True))
+            self._stops.append(Stop(round_, step, scheduled=True, yields=yields))
+
+    def begin_trial(self, round_: int, step: int, act: Callable[[], None]) -> None:
+        """Puts up the end of a trial, at which the training thread first does `act`. For that thread."""
+        with self._changed:
+            ends = self.step if round_ in self._cut else step
+            self._trial = Stop(round_, ends, scheduled=True, act=act)
+            self._stops.append(self._trial)
+
+    def cut_trial(self, round_: int) -> None:
+        """All workers stand here, and training ends: so does this trial, should it begin just now too."""
+        with self._changed:
+            self._cut.add(round_)
+            if self._trial is not None and self._trial.round == round_:
+                self._trial.step = min(self._trial.step, self.step)
+            self._changed.notify_all()
+
+    def end_trial(self, round_: int, act: Callable[[], None]) -> None:
+        """Decides the end of a trial: the training thread does `act` there, and goes on."""
+        with self._changed:
+            stop = self._stop(round_)
+            stop.act, stop.decided = act, True
+            self._changed.notify_all()
+
+    def stands_at(self, round_: int) -> bool:
+        """Whether the training thread waits at this stop."""
+        with self._changed:
+            stop = next((stop for stop in self._stops if stop.round == round_), None)
+            return stop is not None and self._here and self._is_due(stop) and stop.act is None
+
+    def needs_steps(self, step: int | None) -> bool:
+        """Whether what is meant for this step, or for the end of a trial, needs more steps of this thread."""
+        return (step is not None and step > self.step) or (self.trial_ends or 0) > self.step
+
+    @property
+    def trial_ends(self) -> int | None:
+        """The step at which the trial ends that is under way here; None when there is none."""
+        trial = self._trial
+        return None if trial is None else trial.step
 
     def aim(self, round_: int, step: int) -> None:
         """Moves a stop to the boundary that was agreed."""
@@ -161,7 +219,14 @@ class Gate:
         with self._changed:
             stop = self._stop(order.round)
             stop.step, stop.compute, stop.scheduled = order.step, order, order.scheduled
-            stop.computes = True
+            stop.computes = stop.yields = True
+            self._changed.notify_all()
+
+    def order(self, order: Examine | Lend | Weigh) -> None:
+        """The training thread has something to do at this stop, for an audit; the stop stays."""
+        with self._changed:
+            stop = self._stop(order.round)
+            stop.compute, stop.computes = order, True
             self._changed.notify_all()
 
     def go(self, go: Go) -> None:
@@ -169,12 +234,20 @@ class Gate:
         with self._changed:
             stop = self._stop(go.round)
             stop.step, stop.go, stop.scheduled = go.step, go, go.scheduled
+            # An audit's round heals, in a trial too; a replayed one was told when it was put up.
+            stop.yields = stop.yields or (bool(go.updates) and not stop.computes and stop.round > 0)
             self._changed.notify_all()
 
     def free(self, round_: int) -> None:
         """Decides a stop: pass."""
         with self._changed:
             self._stops.remove(self._stop(round_))
+            self._changed.notify_all()
+
+    def fail(self, round_: int, error: Exception) -> None:
+        """Decides a stop: the training thread raises there."""
+        with self._changed:
+            self._stop(round_).error = error
             self._changed.notify_all()
 
     def bring_forward(self) -> None:
@@ -205,6 +278,8 @@ class Gate:
                     return done()
                 if stop.go is not None:
                     self._work.apply(stop.go, self.step, max(since, stop.since))
+                elif stop.act is not None:
+                    stop.act()
                 elif stop.compute is not None:
                     self._work.compute(stop.compute)
                 since = time.monotonic()
@@ -218,13 +293,18 @@ class Gate:
         with self._changed:
             while True:
                 self._check()
-                stop = min((s for s in self._stops if s.step <= self.step), key=_order, default=None)
+                stop = min(filter(self._is_due, self._stops), key=_order, default=None)
                 if stop is None and done():
                     self._here = False  # under the same lock: a hold from now on means the next boundary
                     return None
                 if stop is not None and stop.go is not None:
                     self._stops.remove(stop)
                     return stop
+                if stop is not None and stop.error is not None:
+                    self._stops.remove(stop)
+                    raise stop.error
+                if stop is not None and stop.act is not None:
+                    return self._take_act(stop)
                 if stop is not None and stop.compute is not None:
                     order, stop.compute = stop.compute, None
                     self.on_stopped()
@@ -244,6 +324,17 @@ class Gate:
                     )
                 left = REMIND_SECS if ends is None or ends <= now else ends - now
                 self._changed.wait(min(REMIND_SECS, left))
+
+    def _is_due(self, stop: Stop) -> bool:
+        return stop.step <= self.step and not (stop.yields and self._trial is not None)
+
+    def _take_act(self, stop: Stop) -> Stop:
+        """What to do at the end of a trial: say what was measured; once it is decided, act on that."""
+        act, stop.act = stop.act, None
+        if stop.decided:
+            self._stops.remove(stop)
+            self._trial = None
+        return Stop(stop.round, stop.step, act=act)
 
     def _stop(self, round_: int) -> Stop:
         return next(stop for stop in self._stops if stop.round == round_)

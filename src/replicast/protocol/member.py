@@ -27,36 +27,48 @@ from replicast.errors import UpdateRefused
 from replicast.guard import Guard
 from replicast.journal import Receipt
 from replicast.protocol.channel import Channel
+from replicast.protocol.examining import Examiner
 from replicast.protocol.functions import Function, computed_update
-from replicast.protocol.gate import Gate
+from replicast.protocol.gate import Gate, Order
 from replicast.protocol.messages import (
     Advance,
     Again,
     Aim,
     Answer,
     Applied,
+    Audited,
+    Coming,
     Compute,
     Computed,
+    Cut,
     Drop,
+    Examine,
+    Expect,
     Failed,
     Free,
     Go,
     Hold,
+    Lend,
     Parked,
     Paused,
     Proposal,
     Replay,
     Request,
     Resume,
+    Settle,
     Stage,
     Verified,
+    Weigh,
 )
 from replicast.protocol.outcomes import Outcomes
 from replicast.protocol.patience import Patience
+from replicast.protocol.receiving import Receiving
 from replicast.protocol.threads import Threads
 from replicast.protocol.ticket import Since, Ticket
+from replicast.protocol.trying import Trying
 from replicast.state import State
 from replicast.transport import Parcel, Transport
+from replicast.trial import Trial
 from replicast.update import Stage as Standing
 from replicast.update import Update
 from replicast.validate import Limits, planned
@@ -97,6 +109,7 @@ class Member:
         self._check_elsewhere = check
         self.gate = Gate(self, self._check, self.patience.decide_secs, self._say_parked)
         self._outcomes = Outcomes()
+        self._receiving = Receiving(transport, state.schema, self.limits, channel.rank, channel.size)
         self._outbox: queue.Queue[Callable[[], None]] = queue.Queue()
         self._staged: dict[str, Staged] = {}
         self._functions: dict[str, Function] = {}
@@ -114,6 +127,10 @@ class Member:
         """What this worker lets nobody propose. Written before the threads start."""
         self.applied: set[int] = set()
         """The sequence numbers of what this worker's state holds. Written by the training thread."""
+        self.examiner = Examiner(self)
+        """This worker's part in audits."""
+        self.trying = Trying(self)
+        """This worker's part in trials."""
         self._training_thread: int | None = None
 
     def start(self) -> None:
@@ -122,9 +139,9 @@ class Member:
         self.threads.start("follower", self._follow)
         self.threads.start("proposer", self._send)
 
-    def propose(self, update: Update, at_step: int | None = None) -> Ticket:
+    def propose(self, update: Update, at_step: int | None = None, trial: Trial | None = None) -> Ticket:
         """Proposes an update. Returns at once."""
-        ticket = self._ticket(update.id, "")
+        ticket = self._ticket(update.id, "", trial)
         self._outbox.put(lambda: self._post_update(update, ticket, at_step))
         return ticket
 
@@ -134,9 +151,11 @@ class Member:
         self._outcomes.refuse(ticket, error)
         return ticket
 
-    def propose_function(self, id_: str, function: Function, source: int, at_step: int | None) -> Ticket:
+    def propose_function(
+        self, id_: str, function: Function, source: int, at_step: int | None, trial: Trial | None = None
+    ) -> Ticket:
         """Proposes what a function will compute on worker `source`, which must propose it too."""
-        ticket = self._ticket(id_, f"function-{id_}")
+        ticket = self._ticket(id_, f"function-{id_}", trial)
         if source == self.channel.rank:
             self._functions[id_] = function
         proposal = self._proposal(ticket, source=source, at_step=at_step)
@@ -146,6 +165,10 @@ class Member:
     def wish(self, action: str) -> None:
         """Asks for an action of all workers at one of the next boundaries. A signal handler may call it."""
         self._wishes.add(action)
+
+    def send(self, act: Callable[[], None]) -> None:
+        """Has the proposer thread do something that may take a moment, after what it was given before."""
+        self._outbox.put(act)
 
     def arrive(self, step: int) -> None:
         """The training thread stands at a boundary; see `Gate.arrive`."""
@@ -207,7 +230,7 @@ class Member:
         """
         described = np.frombuffer(json.dumps(update.describe()).encode(), np.uint8)
         parcel_id = f"{self.channel.name}-{self.channel.rank}-{next(self._parcels)}"
-        parcel = self.transport.publish(parcel_id, [*update.arrays(), described])
+        parcel = self.transport.publish(parcel_id, [*update.arrays(), described], self._announce)
         known_by = parcel.digest if content_digest is None else content_digest
         self._own_parcels[parcel.id] = (update.id, known_by, ticket)
         return parcel
@@ -218,6 +241,7 @@ class Member:
         """Applies committed updates, in order, and reports each."""
         if go.action:
             self.actions[go.action]()
+        self.trying.begin(go, step)
         for sequence, id_ in go.updates:
             staged = self._staged.pop(id_)
             faults.point("apply")
@@ -232,8 +256,11 @@ class Member:
             self.channel.applied(sequence, Applied(digest, step, applied_at, stall_secs, self.trained()))
             self._outcomes.note_stage(id_, Standing.APPLIED)
 
-    def compute(self, order: Compute) -> None:
+    def compute(self, order: Order) -> None:
         """Runs the function, if this worker is the source, and makes what it returns available."""
+        if not isinstance(order, Compute):
+            self.examiner.obey(order)
+            return
         if order.source != self.channel.rank:
             return
         try:
@@ -259,6 +286,9 @@ class Member:
                 send()
             while self._wishes:
                 self.channel.post(Request(self._wishes.pop(), self.channel.rank))
+
+    def _announce(self, parcel: Parcel) -> None:
+        self.channel.post(Coming(parcel.to_json()))
 
     def _check_by_guard(self, update: Update) -> None:
         if self.guard is not None:
@@ -296,8 +326,10 @@ class Member:
 
     def _heed(self, message: Any) -> Answer | None:
         match message:
+            case Expect(parcel):
+                self._receiving.expect(Parcel.from_json(parcel))
             case Stage():
-                return self._stage(message)
+                return self.trying.answer(message, self._stage(message))
             case Hold(round_):
                 step, parked = self.gate.hold(round_)
                 return Answer(step=step, parked=parked)
@@ -308,14 +340,18 @@ class Member:
             case Compute():
                 self._outcomes.note_step(message.id, message.step)
                 self.gate.compute(message)
+            case Examine() | Lend() | Weigh() | Audited():
+                self.examiner.heed(message)
+            case Cut() | Settle():
+                self.trying.heed(message)
             case Go():
                 self._outcomes.note_committed(message)
                 self.gate.go(message)
             case Free(round_):
                 self.gate.free(round_)
-            case Replay(stops):
+            case Replay(stops, unyielding):
                 for round_, step in stops:
-                    self.gate.schedule(round_, step)
+                    self.gate.schedule(round_, step, yields=round_ not in unyielding)
             case Resume(token, error):
                 if error is None:  # else they may stand at different boundaries
                     self.gate.bring_forward()
@@ -345,10 +381,7 @@ class Member:
         faults.point("stage")
         try:
             parcel = Parcel.from_json(message.parcel)
-            *arrays, described = self.transport.receive(parcel, self.patience.stage_secs)
-            update = Update.from_parts(json.loads(described.tobytes()), arrays)
-            rank, size = self.channel.rank, self.channel.size
-            update = planned(update, self.state.schema, self.limits, look_at=lambda i: i % size == rank)
+            update = self._receiving.take(parcel, self.patience.stage_secs)
         except UpdateRefused as error:
             return Answer(error=_by(error, self.channel.rank))
         except (OSError, MemoryError, ValueError) as error:
@@ -362,18 +395,19 @@ class Member:
     # Waiting.
 
     def _proposal(self, ticket: Ticket, **content: Any) -> Proposal:
-        known_by = ticket.content_digest
-        return Proposal(ticket.id, known_by, self.channel.rank, ticket.number, ticket.proposed_at, **content)
+        known_by, trial = ticket.content_digest, None if ticket.trial is None else ticket.trial.to_json()
+        who = (self.channel.rank, ticket.number, ticket.proposed_at)
+        return Proposal(ticket.id, known_by, *who, **content, trial=trial)
 
-    def _ticket(self, id_: str, content_digest: str) -> Ticket:
+    def _ticket(self, id_: str, content_digest: str, trial: Trial | None = None) -> Ticket:
         number = f"{self.channel.rank}-{next(self._numbers)}"
-        ticket = Ticket(id_, number, content_digest, self._wait_for)
+        ticket = Ticket(id_, number, content_digest, self._wait_for, trial)
         self._outcomes.add(ticket)
         return ticket
 
     def _wait_for(self, ticket: Ticket, timeout: float | None) -> bool:
         if self.in_training_thread():
-            hopeless = Since(lambda: ticket.step is not None and ticket.step > self.gate.step)
+            hopeless = Since(lambda: self.gate.needs_steps(ticket.step))
             park_secs = self.patience.park_secs
             self.gate.park(lambda: ticket.done() or hopeless.secs() > park_secs, timeout)
             return ticket.done()

@@ -1,9 +1,11 @@
 """What workers say to each other about updates: one small frozen class per sentence, JSON on the way.
 
-- To the coordinator, by any worker: Proposal, Paused, Parked, Request.
-- To all workers, by the coordinator: Stage, Drop, Hold, Aim, Compute, Go, Free, Advance, Replay, Resume,
-  Again, Verified, Failed.
+- To the coordinator, by any worker: Proposal, Coming, Paused, Parked, Request.
+- To all workers, by the coordinator: Expect, Stage, Drop, Hold, Aim, Compute, Go, Free, Advance, Replay,
+  Resume, Again, Verified, Failed.
 - Back to the coordinator: Answer, to one sentence; Computed, to one order; Applied, to one update.
+- In a trial: Cut, Settle, to all workers; Tried, Settled, back.
+- In an audit: Examine, Lend, Weigh, Audited, to all workers; Examined, Computed, Weighed, back.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ class Proposal:
         source: The worker that runs the function.
         at_step: The step at which it must be applied; None for the next possible one.
         proposed_at: Seconds since the epoch, on the proposing worker.
+        trial: What it has to prove, as JSON.
     """
 
     id: str
@@ -33,6 +36,14 @@ class Proposal:
     parcel: dict[str, Any] | None = None
     source: int | None = None
     at_step: int | None = None
+    trial: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """A worker begins to publish what it will propose next. A hint; nothing may follow."""
+
+    parcel: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +81,24 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Expect:
+    """These bytes are being written: take what is there of them already."""
+
+    parcel: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
-    """Fetch these bytes, check them, answer whether you could apply them."""
+    """Fetch these bytes, check them, answer whether you could apply them.
+
+    Attributes:
+        trial: Say also what its metric is now.
+    """
 
     id: str
     content_digest: str
     parcel: dict[str, Any]
+    trial: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +151,8 @@ class Go:
         updates: Pairs of sequence number and id, in order.
         scheduled: The author named the step, so a pause before it does not bring it forward.
         action: What to do there instead, after all updates of that boundary.
+        trial: What the update, which is the only one here, has to prove; `ends`, the step at which that was
+            decided in an earlier life of the job, if it was.
     """
 
     round: int
@@ -135,6 +160,7 @@ class Go:
     updates: list[list[Any]]
     scheduled: bool = False
     action: str = ""
+    trial: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +175,84 @@ class Advance:
     """All workers are held at the same boundary: what was meant for one of the next is due at this one."""
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The training ends before the trial of this update: it is decided here, where all workers stand."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """A trial is decided: every replica goes back to the state before the update, or stays as it is."""
+
+    sequence: int
+    outcome: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Examine:
+    """At the round's boundary every worker digests its whole state, says so, and waits there."""
+
+    round: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lend:
+    """One worker makes its values of these variables available, as an update that may never be committed."""
+
+    round: int
+    source: int
+    id: str
+    variables: list[str]
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Weigh:
+    """Compare your values with those that were lent.
+
+    Attributes:
+        ids: What was lent, staged by all.
+        differing: Of each variable: the workers that have other bits.
+    """
+
+    round: int
+    ids: list[str]
+    differing: dict[str, list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """The audit of this round is over: go on.
+
+    Attributes:
+        report: What it found and did.
+        raises: Whether the training thread has to raise it, at the boundary.
+    """
+
+    round: int
+    report: dict[str, Any]
+    raises: bool = False
+
+
 REPLAY_ROUND = -(10**9)
 """Updates of an earlier life of the job have rounds of their own: this plus the sequence number."""
+TRIAL_ROUND = -2 * 10**9
+"""So has the end of a trial."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What the journal holds from an earlier life of the job: each entry is [round, step]."""
+    """What the journal holds from an earlier life of the job: each entry is [round, step].
+
+    Attributes:
+        unyielding: The rounds of those that were applied in the middle of a trial.
+    """
 
     stops: list[list[int]]
+    unyielding: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +303,13 @@ class Answer:
         error: An `UpdateRefused` as JSON, or None when all is well.
         step: To `Hold`: where it stops.
         parked: To `Hold`: whether it stands at that boundary already.
+        measured: To `Stage`, of a trial: what its metric is now.
     """
 
     error: dict[str, Any] | None = None
     step: int = 0
     parked: bool = False
+    measured: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +318,51 @@ class Computed:
 
     parcel: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What one worker has measured of a trial.
+
+    Attributes:
+        step: Where it stands.
+        before: The mean before the update, at the boundary where that was applied; None without any.
+        during: The mean since; None without any.
+    """
+
+    step: int
+    before: float | None
+    during: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """One worker has done what was decided of a trial; the digest is that of its whole state."""
+
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What one worker's state was at a boundary, as digests.
+
+    Attributes:
+        digests: One for each variable, in the order of the schema.
+        secs: How long that took.
+        trained: As in `Applied`.
+    """
+
+    step: int
+    digests: list[str]
+    secs: float
+    trained: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """How far one worker's values are from those that were lent, by variable."""
+
+    found: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +383,11 @@ class Applied:
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        *(Proposal, Paused, Parked, Request),
-        *(Stage, Drop, Hold, Aim, Compute, Go, Free, Advance, Replay, Resume, Again, Verified, Failed),
-        *(Answer, Computed, Applied),
+        *(Proposal, Coming, Paused, Parked, Request),
+        *(Expect, Stage, Drop, Hold, Aim, Compute, Go, Free, Advance),
+        *(Replay, Resume, Again, Verified, Failed),
+        *(Examine, Lend, Weigh, Audited, Cut, Settle),
+        *(Answer, Computed, Applied, Examined, Weighed, Tried, Settled),
     )
 }
 

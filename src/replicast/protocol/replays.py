@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Container
+from typing import Any
 
 from replicast.errors import JobFailed, UpdateRefused
 from replicast.journal import AnyJournal, Receipt, Record
 from replicast.protocol.member import Member
 from replicast.protocol.messages import REPLAY_ROUND, Go, Replay, Stage
 from replicast.protocol.rounds import Rounds
-from replicast.protocol.verifier import Committed, Verifier
+from replicast.protocol.trials import Trials
+from replicast.protocol.verifier import Committed, Verifier, is_healing
+from replicast.trial import TrialOutcome
 from replicast.update import Stage as Standing
 
 logger = logging.getLogger("replicast")
@@ -23,11 +26,14 @@ AHEAD = 4
 class Replays:
     """The updates that are still to be applied again. For the coordinator's thread only."""
 
-    def __init__(self, member: Member, journal: AnyJournal, rounds: Rounds, verifier: Verifier) -> None:
+    def __init__(
+        self, member: Member, journal: AnyJournal, rounds: Rounds, verifier: Verifier, trials: Trials
+    ) -> None:
         self._member = member
         self._journal = journal
         self._rounds = rounds
         self._verifier = verifier
+        self._trials = trials
         self._waiting: list[tuple[int, Record]] = []
         self._receipts: dict[int, Receipt] = {}
         self._announced = False
@@ -42,6 +48,7 @@ class Replays:
             The ids of all updates in it, with the digest of what they do.
         """
         records, receipts = self._journal.records(), self._journal.receipts()
+        self._trials.read()
         moves = self._journal.moves()
         self._rounds.sequence = records[-1].sequence if records else 0
         self._receipts = receipts
@@ -53,7 +60,7 @@ class Replays:
             if step > after_step:
                 self._waiting.append((step, record))
             else:
-                self._verifier.knows(record, _unwritten(record) if receipt is None else receipt)
+                self._knows(record)
         self._waiting.sort(key=lambda waiting: (waiting[0], waiting[1].sequence))
         return {record.id: record.content_digest for record in records}
 
@@ -70,8 +77,7 @@ class Replays:
             )
         for _, record in self._waiting:
             if record.sequence in holds:
-                receipt = self._receipts.get(record.sequence)
-                self._verifier.knows(record, _unwritten(record) if receipt is None else receipt)
+                self._knows(record)
         self._waiting = [(step, record) for step, record in self._waiting if record.sequence not in holds]
 
     def step_of(self, id_: str) -> int | None:
@@ -87,7 +93,8 @@ class Replays:
             stops = [[REPLAY_ROUND + record.sequence, step] for step, record in self._waiting]
             steps = ", ".join(str(step) for _, step in stops[:10])
             logger.warning("%d updates of an earlier start are applied again, at step %s", len(stops), steps)
-            self._member.channel.append(Replay(stops))
+            healing = [REPLAY_ROUND + record.sequence for _, record in self._waiting if is_healing(record)]
+            self._member.channel.append(Replay(stops, healing))
         self._announced = True
         self.stage_next()
 
@@ -111,13 +118,28 @@ class Replays:
             committed = Committed(record, record.content_digest, time.time(), step, True, has_receipt)
             self._verifier.expect(committed)
             updates = [[record.sequence, record.id]]
-            self._member.channel.append(Go(REPLAY_ROUND + record.sequence, step, updates, scheduled=True))
+            go = Go(REPLAY_ROUND + record.sequence, step, updates, scheduled=True, trial=self._trial(record))
+            self._member.channel.append(go)
+
+    def _knows(self, record: Record) -> None:
+        """The state holds it: whoever proposes it again hears how it ended."""
+        receipt = self._receipts.get(record.sequence)
+        if receipt is None:
+            receipt = _unwritten(record, self._trials.outcomes.get(record.sequence))
+        self._verifier.knows(record, receipt)
+
+    def _trial(self, record: Record) -> dict[str, Any] | None:
+        """The trial of an update, and where it was decided, if it was."""
+        outcome = self._trials.outcomes.get(record.sequence)
+        if record.trial is None or outcome is None:
+            return None if record.trial is None else dict(record.trial)
+        return {**record.trial, "ends": outcome.step}
 
     def _ahead(self) -> int:
         return sum(1 for stop in self._member.gate.pending() if stop.round < 0 and stop.go is not None)
 
 
-def _unwritten(record: Record) -> Receipt:
+def _unwritten(record: Record, trial: TrialOutcome | None) -> Receipt:
     """What can be said of an update whose receipt was never written, and which the start state holds."""
     return Receipt(
         sequence=record.sequence,
@@ -128,4 +150,5 @@ def _unwritten(record: Record) -> Receipt:
         stall_secs=0.0,
         verified_at=record.committed_at,
         stage=Standing.APPLIED,
+        trial=trial,
     )

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from replicast import faults
 from replicast.errors import JobFailed, UpdateRefused
@@ -41,20 +42,30 @@ logger = logging.getLogger("replicast")
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A proposal that all workers have staged, and whose payload is safe."""
+    """A proposal that all workers have staged, and whose payload is safe.
+
+    Attributes:
+        before: Of a trial: what its metric was then, as the mean over all workers.
+    """
 
     proposal: Proposal
     update: Update
     payload: StagedPayload
+    before: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRound:
-    """A round that waits for a boundary, at which an update will be computed."""
+    """A round that waits for a boundary, at which an update will be computed.
+
+    Attributes:
+        act: What to do there instead, when worker 0 stands there.
+    """
 
     round: int
     step: int
     proposal: Proposal
+    act: Callable[[], None] | None = None
 
 
 class Rounds:
@@ -88,13 +99,34 @@ class Rounds:
         Raises:
             UpdateRefused: A worker, or the disk, cannot; it is named.
         """
+        before = self.fetch(proposal)
+        return replace(self.keep(proposal), before=before)
+
+    def fetch(self, proposal: Proposal) -> float | None:
+        """Has all workers stage it, and nothing written.
+
+        Returns:
+            Of a trial: what its metric is now.
+
+        Raises:
+            UpdateRefused: A worker cannot; it is named.
+        """
         if proposal.parcel is None:
             raise UpdateRefused("The proposal has no content", received=proposal.id)
-        message = Stage(proposal.id, proposal.content_digest, proposal.parcel)
+        message = Stage(proposal.id, proposal.content_digest, proposal.parcel, proposal.trial)
         answers = self.ask(message, self._member.patience.stage_secs + 10.0)
         for answer in answers.values():
             if answer.error is not None:
                 raise UpdateRefused.from_json(answer.error)
+        measured = [answer.measured for answer in answers.values() if answer.measured is not None]
+        return sum(measured) / len(measured) if measured else None
+
+    def keep(self, proposal: Proposal) -> Ready:
+        """Has the payload of what all workers have staged written.
+
+        Raises:
+            UpdateRefused: The disk cannot.
+        """
         update = self._member.staged(proposal.id)
         return Ready(proposal, update, self._journal.stage(update))
 
@@ -117,7 +149,7 @@ class Rounds:
             step = self._agree_on_step(round_, at_step)
         except UpdateRefused as error:
             self._channel.append(Free(round_))
-            return self._discard(ready, error)
+            return self.discard(ready, error)
         if before is not None and step >= before:
             self._channel.append(Free(round_))
             return None
@@ -125,13 +157,10 @@ class Rounds:
 
     def act(self, action: str) -> None:
         """Has all workers do something at one boundary, if they all answer."""
-        self._round += 1
-        round_ = self._round
         try:
-            step = self._agree_on_step(round_, None, lead=0)
+            round_, step = self.stop_all()
         except UpdateRefused as error:
             logger.warning("the workers could not agree on a step to %s: %s", action, error)
-            self._channel.append(Free(round_))
             return
         self._channel.append(Go(round_, step, [], action=action))
 
@@ -141,17 +170,51 @@ class Rounds:
         Raises:
             UpdateRefused: The step is past, or a worker does not answer.
         """
-        self._round += 1
-        round_ = self._round
-        try:
-            step = self._agree_on_step(round_, proposal.at_step, lead=0)
-        except UpdateRefused:
-            self._channel.append(Free(round_))
-            raise
+        round_, step = self.stop_all(proposal.at_step)
         source = 0 if proposal.source is None else proposal.source
         scheduled = proposal.at_step is not None
         self._channel.append(Compute(round_, step, proposal.id, source, variables, scheduled))
         self.opened.append(OpenRound(round_, step, proposal))
+
+    def stop_all(self, at_step: int | None = None) -> tuple[int, int]:
+        """Has all workers stop at one boundary, until it is decided.
+
+        Returns:
+            The round, and the step: the given one, or what they have agreed on.
+
+        Raises:
+            UpdateRefused: The step is past, or a worker does not answer.
+        """
+        self._round += 1
+        round_ = self._round
+        try:
+            return round_, self._agree_on_step(round_, at_step, lead=0)
+        except UpdateRefused:
+            self._channel.append(Free(round_))
+            raise
+
+    def hold_here(self) -> int:
+        """Puts up another stop where all workers stand already; gives its round.
+
+        Raises:
+            UpdateRefused: A worker does not answer.
+        """
+        self._round += 1
+        round_ = self._round
+        try:
+            self.ask(Hold(round_), self._member.patience.answer_secs)
+        except UpdateRefused:
+            self._channel.append(Free(round_))
+            raise
+        return round_
+
+    def commit_here(self, round_: int, ready: list[Ready]) -> list[tuple[Proposal, UpdateRefused]]:
+        """Commits at the boundary at which all stand because of this round.
+
+        Returns:
+            Those that were not committed, and why.
+        """
+        return self._write_and_go(round_, self._member.gate.step, ready, scheduled=False)
 
     def finish_due(self) -> list[tuple[Proposal, UpdateRefused]] | None:
         """Commits what is computed at the boundary at which worker 0 stands, in the order of the gate.
@@ -161,8 +224,21 @@ class Rounds:
         """
         step = self._member.gate.step
         due = sorted((one for one in self.opened if one.step <= step), key=lambda one: (one.step, one.round))
-        self.opened = [one for one in self.opened if one not in due]
-        return [refused for one in due for refused in self.finish(one)] if due else None
+        if self._verifier.on_trial(step):  # only audits go on
+            due = [one for one in due if one.act is not None]
+        refused = []
+        for one in due:
+            self.opened.remove(one)
+            refused += self._finish_or_act(one)
+            if one.proposal.trial is not None:  # those behind it wait for its end
+                break
+        return refused if due else None
+
+    def _finish_or_act(self, opened: OpenRound) -> list[tuple[Proposal, UpdateRefused]]:
+        if opened.act is None:
+            return self.finish(opened)
+        opened.act()
+        return []
 
     def finish(self, opened: OpenRound) -> list[tuple[Proposal, UpdateRefused]]:
         """Waits for what is computed, and commits it at the boundary at which all stand.
@@ -261,24 +337,28 @@ class Rounds:
     ) -> list[tuple[Proposal, UpdateRefused]]:
         refused: list[tuple[Proposal, UpdateRefused]] = []
         updates = []
+        trial: dict[str, Any] | None = None
         for place, one in enumerate(ready):
             record = self._record(one, step, scheduled=scheduled)
             try:
                 self._journal.commit(one.payload, record)
             except UpdateRefused as error:
-                refused = self._discard(ready[place:], error)
+                refused = self.discard(ready[place:], error)
                 break
             self.sequence = record.sequence
             updates.append([record.sequence, record.id])
+            trial = None if record.trial is None else dict(record.trial)
             proposal = one.proposal
             self._verifier.expect(
                 Committed(record, proposal.content_digest, proposal.proposed_at, step, scheduled)
             )
         faults.point("commit")
-        self._channel.append(Go(round_, step, updates, scheduled) if updates else Free(round_))
+        go = Go(round_, step, updates, scheduled, trial=trial)
+        self._channel.append(go if updates else Free(round_))
         return refused
 
     def _record(self, ready: Ready, step: int, *, scheduled: bool) -> Record:
+        trial = ready.proposal.trial
         return Record(
             sequence=self.sequence + 1,
             id=ready.update.id,
@@ -293,9 +373,11 @@ class Rounds:
             attempt=self._attempt,
             scheduled=scheduled,
             committed_at=time.time(),
+            trial=None if trial is None else {**trial, "before": ready.before},
         )
 
-    def _discard(self, ready: list[Ready], error: UpdateRefused) -> list[tuple[Proposal, UpdateRefused]]:
+    def discard(self, ready: list[Ready], error: UpdateRefused) -> list[tuple[Proposal, UpdateRefused]]:
+        """Forgets the payloads of what is not committed, for this reason."""
         for one in ready:
             self._journal.discard(one.payload)
         return [(one.proposal, error) for one in ready]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from replicast.errors import ReplicastError, UpdatePending
 from replicast.journal import Receipt
+from replicast.trial import Trial
 from replicast.update import Stage
 
 
@@ -21,6 +22,7 @@ class Ticket:
         stage: Where it stands.
         step: The step it is committed for, once it is.
         proposed_at: When it was proposed, in seconds since the epoch.
+        trial: What it has to prove, if it is on trial; then it is settled when that is decided.
     """
 
     def __init__(
@@ -29,10 +31,12 @@ class Ticket:
         number: str,
         content_digest: str,
         wait_for: Callable[[Ticket, float | None], bool],
+        trial: Trial | None = None,
     ) -> None:
         self.id = id
         self.number = number
         self.content_digest = content_digest
+        self.trial = trial
         self.stage = Stage.PROPOSED
         self.step: int | None = None
         self.proposed_at = time.time()
@@ -73,6 +77,8 @@ class Ticket:
     def _where(self, timeout: float | None) -> str:
         if self.stage is Stage.COMMITTED and self.step is not None:
             ends = f"it is committed for step {self.step}, to which not all workers have come yet"
+        elif self.stage is Stage.APPLIED and self.trial is not None:
+            ends = f"its trial of {self.trial.steps} steps is not over"
         else:
             ends = f"it is {self.stage}"
         waited = "this thread cannot wait for it here" if timeout is None else f"{timeout:g} s have passed"

@@ -14,6 +14,8 @@ from replicast.journal import AnyJournal, Receipt, Record
 from replicast.protocol.channel import Channel
 from replicast.protocol.messages import Applied, Failed, Verified
 from replicast.protocol.outcomes import diverged
+from replicast.protocol.trying import settled_key
+from replicast.trial import TrialOutcome
 from replicast.update import Stage
 
 LOOK_SECS = 0.5
@@ -53,13 +55,36 @@ class Verifier:
         self._queue: queue.Queue[Committed] = queue.Queue()
         self._outcomes: dict[str, Verified | Failed] = {}
         self._open: dict[int, Committed] = {}
+        self._trials: dict[int, TrialOutcome] = {}
         self._changed = threading.Condition()
 
     def expect(self, committed: Committed) -> None:
         """Takes over an update. Called by the coordinator, before the workers hear of it."""
         with self._changed:
             self._open[committed.record.sequence] = committed
+        if committed.record.trial is None:
+            self._queue.put(committed)
+
+    def on_trial(self, step: int) -> list[Committed]:
+        """The updates whose trial, at this step, is under way or waits for another's end; in their order."""
+        with self._changed:
+            return self._on_trial(step)
+
+    def decided(self, sequence: int, outcome: TrialOutcome) -> None:
+        """The trial of an update is over. Called by the coordinator, before the workers hear of it."""
+        with self._changed:
+            self._trials[sequence] = outcome
+            committed = self._open[sequence]
         self._queue.put(committed)
+
+    def _on_trial(self, step: int) -> list[Committed]:
+        found = [
+            one
+            for sequence, one in self._open.items()
+            if one.record.trial is not None and sequence not in self._trials
+        ]
+        due = (one for one in found if one.step <= step or not one.scheduled)
+        return sorted(due, key=lambda one: (one.step, one.record.sequence))
 
     def knows(self, record: Record, receipt: Receipt) -> None:
         """Takes over the outcome of an earlier life of the job."""
@@ -90,6 +115,8 @@ class Verifier:
 
         def told() -> bool:
             due = [one for one in self._open.values() if one.step <= step or not one.scheduled]
+            if self._on_trial(step):  # all others wait for its end
+                due = [one for one in due if is_healing(one.record)]
             return not due or self._stopping.is_set()
 
         ends = time.monotonic() + timeout_secs
@@ -104,8 +131,9 @@ class Verifier:
         while not self._stopping.is_set():
             with contextlib.suppress(queue.Empty):
                 waiting.append(self._queue.get(timeout=0.0 if waiting else LOOK_SECS))
-            # One for a later step must not keep those behind it: whoever is applied first is told first.
-            waiting.sort(key=lambda one: (one.step, one.record.sequence))
+            # One for a later step must not keep those behind it: whoever is applied first is told first. What
+            # an audit heals is applied at once, also in a trial, to whose end others may have to wait.
+            waiting.sort(key=lambda one: (not is_healing(one.record), one.step, one.record.sequence))
             if waiting and self._verify(waiting[0]):
                 waiting.pop(0)
 
@@ -117,15 +145,30 @@ class Verifier:
             if report is None:
                 return False
             reports[worker] = report
-        self._tell(committed, reports)
+        trial = self._trials.get(record.sequence)
+        settled: dict[int, str] = {}
+        for worker in range(self._channel.size) if trial is not None else ():
+            said = self._channel.said(settled_key(record.sequence, worker), LOOK_SECS)
+            if said is None:
+                return False
+            settled[worker] = said.digest
+        self._tell(committed, reports, trial, settled)
         with self._changed:
             del self._open[record.sequence]
             self._changed.notify_all()
         return True
 
-    def _tell(self, committed: Committed, reports: dict[int, Applied]) -> None:
+    def _tell(
+        self,
+        committed: Committed,
+        reports: dict[int, Applied],
+        trial: TrialOutcome | None,
+        settled: dict[int, str],
+    ) -> None:
         record = committed.record
         digests = {worker: report.digest for worker, report in reports.items()}
+        if len(set(settled.values())) > 1 and len(set(digests.values())) == 1:
+            digests = settled  # equal where it was applied, and not after the trial
         together = len({report.trained for report in reports.values()}) == 1
         equal = together and len(set(digests.values())) == 1
         receipt = Receipt(
@@ -137,6 +180,7 @@ class Verifier:
             stall_secs=max(report.stall_secs for report in reports.values()),
             verified_at=time.time(),
             stage=Stage.VERIFIED if equal else Stage.FAILED,
+            trial=trial,
         )
         faults.point("verify")
         try:
@@ -155,3 +199,8 @@ class Verifier:
             logger.error("%s", diverged(outcome))
         self._outcomes[record.id] = outcome
         self._channel.append(outcome)
+
+
+def is_healing(record: Record) -> bool:
+    """Whether it is an audit's, which made replicas equal again where all stood still, perhaps in a trial."""
+    return record.author == "audit" and record.id.startswith("heal-")

@@ -100,8 +100,7 @@ class KerasState(State):
             return digest_array(value)
         return device_digests({"value": tf.constant(value)})["value"]
 
-    def snapshot(self, buffers: Arrays) -> None:
-        """Copies every variable into the buffers, which are made where they are missing."""
+    def snapshot(self, buffers: Arrays) -> None:  # noqa: D102
         for name in self._variables:
             value = as_array(self._value(name))
             if name in buffers:

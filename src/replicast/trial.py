@@ -1,0 +1,147 @@
+"""A trial of an update: what it is judged by, and how it ended. Pure data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Mode = Literal["min", "max"]
+Outcome = Literal["kept", "reverted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """An update that has to prove itself: after some steps it is kept, or every replica goes back.
+
+    The mean of the metric over the steps of the trial is compared with its mean over as many steps before.
+
+    Args:
+        steps: How many steps the trial lasts.
+        metric: The name in the logs: "loss", or a metric that is a mean, such as "accuracy".
+        max_increase: By how much it may get worse, as a part of what it was: 0.05 is 5 %. A negative number
+            asks for an improvement.
+        mode: "min": smaller is better. "max": larger is.
+    """
+
+    steps: int
+    metric: str = "loss"
+    max_increase: float = 0.0
+    mode: Mode = "min"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
+            raise ValueError(f"A trial lasts a whole number of steps, at least 1. Received: {self.steps!r}")
+        if not isinstance(self.metric, str) or not self.metric:
+            raise ValueError(
+                f"A trial is judged by a metric, such as 'loss': give its name. Received: {self.metric!r}"
+            )
+        number = self.max_increase
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            raise ValueError(
+                f"max_increase is a part of what the metric was: 0.05 is 5 %. Received: {number!r}"
+            )
+        if self.mode not in ("min", "max"):
+            raise ValueError(f'mode is "min" or "max": which values are better. Received: {self.mode!r}')
+
+    def allows(self, before: float, during: float) -> bool:
+        """Whether the update is kept that had this effect on the metric."""
+        margin = self.max_increase * abs(before)
+        return during <= before + margin if self.mode == "min" else during >= before - margin
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Trial:
+        """What `to_json` described; other fields are left alone.
+
+        Raises:
+            ValueError: It is no trial.
+        """
+        try:
+            return cls(**{name: fields[name] for name in cls.__slots__ if name in fields})
+        except TypeError as error:
+            raise ValueError(f"This describes no trial ({error}). Received: {str(fields)[:200]}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class TrialOutcome:
+    """How a trial ended, on every replica.
+
+    Attributes:
+        sequence: The update's place in the order.
+        outcome: "kept", or "reverted": every replica has the bits of before the update.
+        step: The boundary at which it was decided.
+        metric: By what.
+        before: Its mean before the update, over all workers; None when nothing was measured.
+        during: Its mean in the trial; None when nothing, or no finite number, was measured.
+        reason: Why, in words.
+    """
+
+    sequence: int
+    outcome: Outcome
+    step: int
+    metric: str
+    before: float | None
+    during: float | None
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> TrialOutcome:
+        """What `to_json` described.
+
+        Raises:
+            ValueError: It is no outcome of a trial.
+        """
+        try:
+            if fields["outcome"] not in ("kept", "reverted"):
+                raise ValueError(f"there is no outcome {fields['outcome']!r}")
+            return cls(
+                sequence=int(fields["sequence"]),
+                outcome=fields["outcome"],
+                step=int(fields["step"]),
+                metric=str(fields["metric"]),
+                before=_number(fields["before"]),
+                during=_number(fields["during"]),
+                reason=str(fields["reason"]),
+            )
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"This describes no outcome of a trial ({error!r}). Received: {str(fields)[:200]}"
+            ) from error
+
+
+def judged(
+    trial: Trial, sequence: int, step: int, before: float | None, during: float | None
+) -> TrialOutcome:
+    """What becomes of an update.
+
+    Args:
+        trial: What was agreed.
+        sequence: The update's place in the order.
+        step: Where it is decided.
+        before: The metric before the update, over all workers; None when nothing was measured.
+        during: The metric in the trial; None when nothing was measured.
+    """
+    outcome: Outcome = "reverted"
+    if during is None:
+        reason = "nothing was measured in the trial"
+    elif not math.isfinite(during):
+        reason, during = f"{trial.metric} was no finite number in the trial", None
+    elif before is None or not math.isfinite(before):
+        reason, before = f"{trial.metric} was not measured before the update", None
+    else:
+        outcome = "kept" if trial.allows(before, during) else "reverted"
+        reason = f"{trial.metric} was {before:.6g} before the update, and {during:.6g} in the trial"
+    return TrialOutcome(sequence, outcome, step, trial.metric, before, during, reason)
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
