@@ -21,13 +21,24 @@ def digest_array(array: npt.NDArray[Any]) -> str:
     Raises:
         TypeError: The elements are Python objects or records.
     """
-    array = np.asarray(array)
-    name = array.dtype.name
-    if array.dtype.hasobject or name.startswith("void"):  # Addresses, or bytes of unknown meaning.
-        raise TypeError(f"Only arrays of plain elements have a digest. Received: dtype {array.dtype}")
-    hasher = xxhash.xxh3_128(f"{name}{list(array.shape)}".encode())
-    hasher.update(_bytes_of(array))
+    hasher, content = _begun(array)
+    hasher.update(content)
     return hasher.hexdigest()
+
+
+def digest_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, str]:
+    """The digest of each of these arrays, in less time than one after the other.
+
+    All is prepared before the first byte is hashed: megabytes that go through the processor's cache throw out
+    the code and data of everything else, which would be fetched again for each array.
+
+    Raises:
+        TypeError: As `digest_array`.
+    """
+    begun = [_begun(array) for array in arrays.values()]
+    for hasher, content in begun:
+        hasher.update(content)
+    return {name: hasher.hexdigest() for name, (hasher, _) in zip(arrays, begun, strict=True)}
 
 
 def digest_state(state: Mapping[str, npt.NDArray[Any]]) -> str:
@@ -39,6 +50,15 @@ def digest_state(state: Mapping[str, npt.NDArray[Any]]) -> str:
         hasher.update(len(encoded).to_bytes(8, "little") + encoded)
         hasher.update(bytes.fromhex(digest_array(state[name])))
     return hasher.hexdigest()
+
+
+def _begun(array: npt.NDArray[Any]) -> tuple[xxhash.xxh3_128, memoryview]:
+    """A hasher that has dtype and shape, and the bytes that it is still to be given."""
+    array = np.asarray(array)
+    name = array.dtype.name
+    if array.dtype.hasobject or name.startswith("void"):  # Addresses, or bytes of unknown meaning.
+        raise TypeError(f"Only arrays of plain elements have a digest. Received: dtype {array.dtype}")
+    return xxhash.xxh3_128(f"{name}{list(array.shape)}".encode()), _bytes_of(array)
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> memoryview:

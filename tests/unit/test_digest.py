@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from replicast.digest import digest_array, digest_state
+from replicast.digest import digest_array, digest_arrays, digest_state
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -93,6 +93,20 @@ def test_a_row_major_array_is_not_copied(dtype: np.dtype) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < values.nbytes / 10
+
+
+def test_several_arrays_have_the_digests_that_they_have_one_by_one() -> None:
+    arrays = {
+        "matrix": np.arange(6.0).reshape(2, 3).T,
+        "half": np.ones(3, BFLOAT16),
+        "empty": np.zeros((0, 2)),
+        "number": np.array(True),
+        "swapped": np.arange(3, dtype=">i4"),
+    }
+    assert digest_arrays(arrays) == {name: digest_array(array) for name, array in arrays.items()}
+    assert digest_arrays({}) == {}
+    with pytest.raises(TypeError, match="object"):
+        digest_arrays({"fine": np.ones(1), "objects": np.array([None])})
 
 
 def test_a_state_has_one_digest_in_whatever_order_its_names_come() -> None:

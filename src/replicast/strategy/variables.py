@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from replicast.digest import digest_array, digest_state
+from replicast.digest import digest_array, digest_arrays, digest_state
 from replicast.edits import Edit, Operation, factor_as
 from replicast.schema import Schema, Variable
 from replicast.state import Arrays, State, touched_parts
@@ -59,13 +59,10 @@ class KerasState(State):
             kind = "trainable" if variable.trainable else "non_trainable"
             weights.append(_describe(name, variable, kind, tuple(slots.get(id(variable), ()))))
         self.schema = Schema([*weights, *described], hints)
+        self.on_accelerator = any("CPU" not in component(v).device for v in self._variables.values())
+        """Whether a variable is elsewhere than in the memory of the host."""
         self.fingerprints_on_device = self.on_accelerator
         """Whether fingerprints are computed where the variables are; the same on all workers of a job."""
-
-    @property
-    def on_accelerator(self) -> bool:
-        """Whether a variable is elsewhere than in the memory of the host."""
-        return any("CPU" not in component(variable).device for variable in self._variables.values())
 
     def _keep(self, path: str, variable: keras.Variable) -> str:
         name, number = path, 1
@@ -88,7 +85,9 @@ class KerasState(State):
         return digest_state(parts)
 
     def digests(self, names: Iterable[str]) -> dict[str, str]:  # noqa: D102
-        return {name: digest_array(as_array(self._value(name))) for name in names}
+        if self.on_accelerator:  # each is copied to the host: one at a time
+            return {name: digest_array(as_array(self._value(name))) for name in names}
+        return digest_arrays({name: as_array(self._value(name)) for name in names})
 
     def fingerprints(self, names: Iterable[str]) -> dict[str, str]:  # noqa: D102
         if not self.fingerprints_on_device:
