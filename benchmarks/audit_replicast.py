@@ -1,0 +1,117 @@
+"""The contestants of the `audit` table: digests alone, and one training with audits and without."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import replicast
+from benchmarks.audit import EVERY
+from benchmarks.seats import Contestant, lasted
+from benchmarks.training import Training
+from benchmarks.update_replicast import Weights
+from replicast.digest import digest_array
+from replicast.strategy import KerasState
+
+REPEATS = 5
+AUDITS_PER_TURN = 5
+STEPS_BETWEEN = 5
+REPORT_SECS = 10.0
+
+
+class Digests(Contestant):
+    """The digest of every variable, several times over: the mean time of one."""
+
+    def setup(self) -> None:
+        with self.group.scope():
+            self.model = Weights(self.task)
+        for variable, value in zip(self.model.parts, self.task.change(1), strict=True):
+            variable.assign(value)
+        self.state = KerasState(self.model, {})
+        self.found: dict[str, str] = {}
+
+    def check(self, rounds: int) -> None:
+        if rounds == 0:
+            return
+        wanted = [digest_array(value) for value in self.task.change(1)]
+        if list(self.found.values()) != wanted:
+            raise RuntimeError("The digests are not those of the values")
+
+    def arrange(self, index: int) -> None:
+        """The state is what it was."""
+
+    def round(self, index: int) -> tuple[int | None, int]:
+        names = [variable.name for variable in self.state.schema]
+        start = time.monotonic_ns()
+        for _ in range(REPEATS):
+            self.found = self.state.digests(names)
+        return lasted((time.monotonic_ns() - start) // REPEATS)
+
+
+class Without(Contestant):
+    """Steps with a boundary after each. Besides the net that is trained, the state has its 100 MB."""
+
+    audit_every: int | None = None
+
+    def setup(self) -> None:
+        self.training = Training(self.group)
+        with self.group.scope():
+            self.model = Weights(self.task, self.training.model)
+        self.replicas = replicast.Replicas(
+            self.model,
+            optimizer=self.training.optimizer,
+            durability="memory",
+            **({} if self.audit_every is None else {"audit_every": self.audit_every}),
+        )
+        self.audits = 0
+
+    def check(self, rounds: int) -> None:
+        """All audits were made, and found the replicas equal. Worker 0 knows, soon after the boundary."""
+        if not self.is_source:
+            return
+        until = time.monotonic() + REPORT_SECS
+        while len(self.replicas.audits) < self.audits and time.monotonic() < until:
+            time.sleep(0.01)
+        reports: Any = self.replicas.audits
+        if len(reports) != self.audits or not all(report.equal for report in reports):
+            raise RuntimeError(f"{len(reports)} audits instead of {self.audits}, or replicas differ")
+
+    def arrange(self, index: int) -> None:
+        """Goes on where the last turn ended."""
+
+    def round(self, index: int) -> tuple[int | None, int]:
+        start = time.monotonic_ns()
+        for _ in range(EVERY):
+            self.training.step()
+            self.replicas.boundary()
+        self._count(EVERY)
+        return lasted((time.monotonic_ns() - start) // EVERY)
+
+    def _count(self, steps: int) -> None:
+        if self.audit_every is not None:
+            self.audits += steps // self.audit_every
+
+
+class With(Without):
+    """The same steps; at the last of them the workers are audited."""
+
+    audit_every = EVERY
+
+
+class Audit(Without):
+    """How long a boundary with an audit keeps the training thread: the mean of several."""
+
+    audit_every = STEPS_BETWEEN
+
+    def round(self, index: int) -> tuple[int | None, int]:
+        spent = 0
+        for _ in range(AUDITS_PER_TURN):
+            for _ in range(STEPS_BETWEEN - 1):
+                self.training.step()
+                self.replicas.boundary()
+            self.training.step()
+            start = time.monotonic_ns()
+            self.replicas.boundary()
+            spent += time.monotonic_ns() - start
+        self._count(AUDITS_PER_TURN * STEPS_BETWEEN)
+        return lasted(spent // AUDITS_PER_TURN)
