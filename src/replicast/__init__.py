@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from replicast.guard import Guard
     from replicast.replicas import Replicas
     from replicast.strategy import Strategy
+    from replicast.trial import Trial
     from replicast.update import Update
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "ReplicasDiverged",
     "ReplicastError",
     "Strategy",
+    "Trial",
     "Update",
     "UpdateFailed",
     "UpdatePending",
@@ -49,7 +51,12 @@ __all__ = [
 ]
 
 _NEEDS_TENSORFLOW = {"Replicas": "replicast.replicas", "Strategy": "replicast.strategy"}
-_LATE = {**_NEEDS_TENSORFLOW, "Guard": "replicast.guard", "Update": "replicast.update"}
+_LATE = {
+    **_NEEDS_TENSORFLOW,
+    "Guard": "replicast.guard",
+    "Trial": "replicast.trial",
+    "Update": "replicast.update",
+}
 """What is loaded on first use: the command line answers before numpy could be loaded."""
 
 

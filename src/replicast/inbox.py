@@ -32,6 +32,7 @@ from replicast.files import (
     write_quickly,
 )
 from replicast.journal import Journal
+from replicast.trial import Trial
 from replicast.update import Stage, Update
 
 _UPDATE, _STAGE = ".safetensors", ".stage.json"
@@ -55,13 +56,29 @@ class Waiting:
     submitted_at: float
 
 
-def submit(run_dir: Path, update: Update, at_step: int | None = None) -> Path:
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """What somebody outside of the job wants.
+
+    Attributes:
+        update: The update.
+        at_step: The step that its author chose.
+        trial: What it has to prove.
+    """
+
+    update: Update
+    at_step: int | None = None
+    trial: Trial | None = None
+
+
+def submit(run_dir: Path, update: Update, at_step: int | None = None, trial: Trial | None = None) -> Path:
     """Puts an update into the inbox, whole and durable. Submitting the same again changes nothing.
 
     Args:
         run_dir: The run directory.
         update: The update.
         at_step: The step at which to apply it; as soon as possible unless given.
+        trial: What it has to prove, if it is on trial.
 
     Returns:
         Its file in the inbox, which is gone when the job has taken it.
@@ -73,8 +90,9 @@ def submit(run_dir: Path, update: Update, at_step: int | None = None) -> Path:
     path = _inbox(run_dir) / f"{update.id}{_UPDATE}"
     step = _checked_step(at_step)
     if path.exists():
-        other, other_step = read(path)
-        if (other.content_digest(), other_step) != (update.content_digest(), step):
+        other = read(path)
+        wanted = (update.content_digest(), step, trial)
+        if (other.update.content_digest(), other.at_step, other.trial) != wanted:
             raise UpdateRefused(
                 "Another update of this id waits in the inbox",
                 expected="an id of its own, or the same content",
@@ -85,7 +103,8 @@ def submit(run_dir: Path, update: Update, at_step: int | None = None) -> Path:
     # Before the update is there: from then on the job writes its stage. An old refusal is none of this one.
     (_refused(run_dir) / f"{update.id}.json").unlink(missing_ok=True)
     note_stage(run_dir, update.id, Stage.PROPOSED)
-    write_durably(path, update.file_chunks({"at_step": step}))
+    on_trial = {} if trial is None else {"trial": trial.to_json()}
+    write_durably(path, update.file_chunks({"at_step": step, **on_trial}))
     return path
 
 
@@ -103,8 +122,8 @@ def waiting(run_dir: Path) -> list[Waiting]:
     return sorted(found, key=lambda entry: (entry.submitted_at, entry.id))
 
 
-def read(path: Path, max_bytes: int | None = None) -> tuple[Update, int | None]:
-    """An update from the inbox, and the step its author chose.
+def read(path: Path, max_bytes: int | None = None) -> Submitted:
+    """An update from the inbox, and what its author wants of it.
 
     Args:
         path: Its file.
@@ -126,10 +145,11 @@ def read(path: Path, max_bytes: int | None = None) -> tuple[Update, int | None]:
             expected=f"{update.id}{_UPDATE}",
             received=path.name,
         )
-    return update, _checked_step(description.get("at_step"))
+    step, trial = _checked_step(description.get("at_step")), _checked_trial(description.get("trial"))
+    return Submitted(update, step, trial)
 
 
-def take(run_dir: Path, path: Path, max_bytes: int | None = None) -> tuple[Update, int | None] | None:
+def take(run_dir: Path, path: Path, max_bytes: int | None = None) -> Submitted | None:
     """Reads an update as the job that will propose it: from now on it cannot be withdrawn. Only worker 0.
 
     Returns:
@@ -308,3 +328,12 @@ def _checked_step(value: Any) -> int | None:
             "The step cannot be used", expected="a whole number from 0 on", received=repr(value)[:200]
         )
     return value
+
+
+def _checked_trial(value: Any) -> Trial | None:
+    if value is None:
+        return None
+    try:
+        return Trial.from_json(value)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UpdateRefused(f"The trial cannot be used: {error}", received=repr(value)[:200]) from error

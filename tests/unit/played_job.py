@@ -55,7 +55,7 @@ class PlayedJob:
         for waiting in inbox.waiting(self.run):
             taken = inbox.take(self.run, waiting.path)
             assert taken is not None
-            update, at_step = taken
+            update, at_step = taken.update, taken.at_step
             yield
             if self.fate is Stage.REFUSED:
                 error = UpdateRefused("Worker 1 has no room", worker=1, received="28 bytes free")
@@ -127,7 +127,8 @@ def tensors(name: str, **values: np.ndarray) -> Path:
 
 def pushed(run: Path) -> tuple[Update, int | None]:
     (waiting,) = inbox.waiting(run)
-    return inbox.read(waiting.path)
+    submitted = inbox.read(waiting.path)
+    return submitted.update, submitted.at_step
 
 
 def made_run() -> Path:

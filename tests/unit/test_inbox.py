@@ -9,6 +9,7 @@ import safetensors.numpy
 from replicast import inbox
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import write_durably
+from replicast.trial import Trial
 from replicast.update import Stage, Update
 
 ONES = np.ones(3, np.float32)
@@ -24,12 +25,25 @@ def test_what_is_submitted_waits_and_can_be_read(tmp_path: Path) -> None:
     assert path == tmp_path / "inbox" / "a.safetensors"
     (entry,) = inbox.waiting(tmp_path)
     assert (entry.id, entry.path, entry.nbytes) == ("a", path, path.stat().st_size)
-    update, at_step = inbox.read(path)
-    assert (update.content_digest(), update.id, at_step) == (update_of("a").content_digest(), "a", 7)
-    assert inbox.read(inbox.submit(tmp_path, update_of("b")))[1] is None
+    read = inbox.read(path)
+    assert (read.update.content_digest(), read.update.id) == (update_of("a").content_digest(), "a")
+    assert (read.at_step, read.trial) == (7, None)
+    assert inbox.read(inbox.submit(tmp_path, update_of("b"))).at_step is None
     inbox.done(path)
     inbox.done(path)
     assert [entry.id for entry in inbox.waiting(tmp_path)] == ["b"]
+
+
+def test_a_trial_is_read_back_and_another_one_under_the_same_id_is_refused(tmp_path: Path) -> None:
+    trial = Trial(50, "accuracy", 0.05, "max")
+    path = inbox.submit(tmp_path, update_of("a"), trial=trial)
+    assert inbox.read(path).trial == trial
+    assert inbox.submit(tmp_path, update_of("a"), trial=trial) == path
+    with pytest.raises(UpdateRefused, match="Another update of this id"):
+        inbox.submit(tmp_path, update_of("a"))
+    write_durably(path, update_of("a").file_chunks({"trial": {"steps": 0}}))
+    with pytest.raises(UpdateRefused, match="at least 1"):
+        inbox.read(path)
 
 
 def test_the_oldest_comes_first_and_what_is_being_written_does_not_show(tmp_path: Path) -> None:

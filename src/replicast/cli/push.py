@@ -5,11 +5,14 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from replicast.cli.rundirs import run_argument
+
+if TYPE_CHECKING:
+    from replicast.trial import Trial
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OPERATIONS = (
@@ -78,6 +81,28 @@ class InOrder(click.Command):
     metavar="N",
     help="Apply it at this step. [default: as soon as possible]",
 )
+@click.option(
+    "--trial-steps",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Keep it only if it proves itself in N steps; else every replica goes back.",
+)
+@click.option("--trial-metric", default="loss", metavar="NAME", show_default=True, help="Judge it by this.")
+@click.option(
+    "--max-increase",
+    type=float,
+    default=0.0,
+    metavar="PART",
+    show_default=True,
+    help="By how much the metric may get worse: 0.05 is 5 %.",
+)
+@click.option(
+    "--trial-mode",
+    type=click.Choice(["min", "max"]),
+    default="min",
+    show_default=True,
+    help="Whether smaller or larger is better.",
+)
 @click.option("--reset-slots", is_flag=True, help="Also reset the optimizer's moments of what is touched.")
 @click.option("--allow-nonfinite", is_flag=True, help="Accept NaN and infinity.")
 @click.option("--dry-run", is_flag=True, help="Only check it, and show what it would do.")
@@ -105,9 +130,11 @@ def push(context: click.Context, /, run: Path, **options: Any) -> None:
       replicast push runs/first --add delta.safetensors --note "fix drifted bias"
       replicast push runs/first --scale dense/kernel=0.5 --reset-slots --at-step 2000
       replicast push runs/first --blend average.safetensors --weight 0.1 --dry-run
+      replicast push runs/first --add delta.safetensors --trial-steps 50 --max-increase 0.05 --wait
 
     Exit code: 0 when it is in the inbox, with --wait when it is verified on all workers; 1 when it is refused
-    or has failed; 2 when the command is wrong; 3 when --timeout has passed; 130 after Ctrl-C.
+    or has failed; 2 when the command is wrong; 3 when --timeout has passed; 4 when its trial has ended with
+    the state of before; 130 after Ctrl-C.
     """  # noqa: D301 - click wants a real backspace
     check_usage(options)
     operations = in_order(context.meta[ORDER], options)
@@ -124,6 +151,7 @@ def push(context: click.Context, /, run: Path, **options: Any) -> None:
         reset_slots=options["reset_slots"],
         allow_nonfinite=options["allow_nonfinite"],
         wait_secs=options["timeout"] if options["wait"] else None,
+        trial=_trial(options),
     )
     try:
         code = carry_out(wish, dry_run=options["dry_run"])
@@ -131,6 +159,19 @@ def push(context: click.Context, /, run: Path, **options: Any) -> None:
         click.echo("Stopped. Nothing was pushed.", err=True)
         code = 128 + signal.SIGINT
     sys.exit(code)
+
+
+def _trial(options: dict[str, Any]) -> Trial | None:
+    from replicast.trial import Trial
+
+    if options["trial_steps"] is None:
+        return None
+    try:
+        return Trial(
+            options["trial_steps"], options["trial_metric"], options["max_increase"], options["trial_mode"]
+        )
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
 
 
 def named_number(option: str, text: str) -> tuple[str, float | int | bool]:
@@ -166,6 +207,11 @@ def check_usage(options: dict[str, Any]) -> None:
         )
     if bool(options["blend"]) != (options["weight"] is not None):
         raise click.UsageError("--blend and --weight belong together: one needs the other.")
+    about_trial = {"trial_metric": "loss", "max_increase": 0.0, "trial_mode": "min"}
+    if options.get("trial_steps") is None and any(
+        options.get(name, usual) != usual for name, usual in about_trial.items()
+    ):
+        raise click.UsageError("--trial-metric, --max-increase and --trial-mode are for --trial-steps N.")
 
 
 def in_order(order: list[str], options: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -24,6 +24,7 @@ from replicast.cli.texts import (
     counted,
     digest_text,
     one_line,
+    outcome_text,
     printable,
     refusal_text,
     seconds_text,
@@ -34,10 +35,12 @@ from replicast.errors import UpdateRefused
 from replicast.journal import Journal
 from replicast.runfiles import read_run_info, read_worker_notes
 from replicast.schema import Schema
+from replicast.trial import Trial
 from replicast.update import Stage, Update
 from replicast.validate import planned
 
 TIME_IS_UP = 3
+TAKEN_BACK = 4
 _LARGE = 16 * 10**6
 
 
@@ -56,6 +59,7 @@ class Wish:
         reset_slots: Whether to reset the optimizer's memory of what is touched.
         allow_nonfinite: Whether to accept NaN and infinity.
         wait_secs: How long to follow it; None for not at all.
+        trial: What it has to prove; None for nothing.
     """
 
     run: Path
@@ -68,6 +72,7 @@ class Wish:
     reset_slots: bool
     allow_nonfinite: bool
     wait_secs: float | None
+    trial: Trial | None = None
 
 
 def carry_out(wish: Wish, *, dry_run: bool) -> int:
@@ -160,7 +165,7 @@ def _submit(wish: Wish, update: Update, console: Console) -> None:
         )
     try:
         with _spinner(console, update.nbytes, f"Writing {size_text(update.nbytes)}"):
-            inbox.submit(wish.run, update, wish.at_step)
+            inbox.submit(wish.run, update, wish.at_step, wish.trial)
     except OSError as error:
         raise UpdateRefused(
             f"The update cannot be written to {wish.run / 'inbox'} ({error.strerror})",
@@ -220,6 +225,9 @@ def _say_how_it_ended(run: Path, standing: Standing) -> int:
             f"  digest {digest_text(dict(receipt.digests))}\n"
             f"  {secs} from proposed to applied by all; training stood still for {stall}"
         )
+        if receipt.trial is not None:
+            click.echo(f"  {outcome_text(receipt.trial)}")
+            return 0 if receipt.trial.outcome == "kept" else TAKEN_BACK
         return 0
     digests = f"\n  digest {digest_text(dict(receipt.digests))}" if receipt is not None else ""
     reason = f": {one_line(standing.reason)}" if standing.reason else ""

@@ -88,7 +88,15 @@ def edits_of(run: Path, standing: Standing) -> list[EditView]:
 def print_facts(standing: Standing) -> None:
     """Who, what, when and how it went."""
     from replicast.cli.tables import facts_table, make_console, stage_cell
-    from replicast.cli.texts import full_time_text, one_line, printable, seconds_text, size_text
+    from replicast.cli.texts import (
+        full_time_text,
+        one_line,
+        outcome_text,
+        printable,
+        seconds_text,
+        size_text,
+        trial_text,
+    )
 
     facts: list[tuple[str, str | Text]] = [
         ("update", printable(standing.id)),
@@ -105,6 +113,8 @@ def print_facts(standing: Standing) -> None:
             ("committed", f"{full_time_text(record.committed_at)}, attempt {record.attempt}"),
             ("payload", f"{size_text(record.nbytes)}, sha256 {printable(record.sha256)}"),
         ]
+        if record.trial is not None:
+            facts.append(("trial", one_line(trial_text(record.trial))))
     elif standing.step is not None:
         facts.append(("step", str(standing.step)))
     if record is None and standing.at:
@@ -124,6 +134,8 @@ def print_facts(standing: Standing) -> None:
             ),
             ("stall", f"{seconds_text(receipt.stall_secs)} that training stood still"),
         ]
+    if standing.trial is not None:
+        facts.append(("outcome", one_line(outcome_text(standing.trial))))
     if standing.refusal is not None:
         labelled = standing.refusal.to_json()
         facts += [(name, one_line(str(value))) for name, value in labelled.items() if value is not None]

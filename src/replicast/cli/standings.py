@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from replicast.edits import Operation
 from replicast.errors import UpdateRefused
 from replicast.journal import Journal
 from replicast.records import Receipt, Record
+from replicast.trial import TrialOutcome
 from replicast.update import Stage
 
 _RECEIPT_ONLY = ("digests", "propose_to_applied_secs", "stall_secs", "verified_at")
@@ -33,6 +34,7 @@ class Standing:
         path: Its file, where it waits or lies refused.
         nbytes: The size of its file.
         reason: Why it failed, in words, if it did and that is known.
+        trial: How its trial ended, if it was on trial and that is decided.
     """
 
     id: str
@@ -45,6 +47,7 @@ class Standing:
     path: Path | None = None
     nbytes: int | None = None
     reason: str = ""
+    trial: TrialOutcome | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Record and receipt merged, or what there is instead of them, as JSON values."""
@@ -52,7 +55,9 @@ class Standing:
         if self.record is not None:
             fields |= self.record.to_json() | dict.fromkeys(_RECEIPT_ONLY)
         if self.receipt is not None:
-            fields |= self.receipt.to_json()
+            fields |= {name: value for name, value in self.receipt.to_json().items() if name != "trial"}
+        if self.trial is not None:
+            fields["outcome"] = self.trial.to_json()
         if self.refusal is not None:
             fields["refusal"] = self.refusal.to_json()
         if self.reason:
@@ -68,8 +73,13 @@ def committed(run_dir: Path) -> list[Standing]:
     """
     journal = Journal(run_dir)
     records = journal.records()
-    receipts = journal.receipts()
-    return [_of_record(run_dir, record, receipts.get(record.sequence)) for record in records]
+    receipts, outcomes = journal.receipts(), journal.outcomes()
+    return [
+        replace(
+            _of_record(run_dir, record, receipts.get(record.sequence)), trial=outcomes.get(record.sequence)
+        )
+        for record in records
+    ]
 
 
 def waiting(run_dir: Path, known: Iterable[str]) -> list[Standing]:
@@ -155,6 +165,7 @@ def of_note(run_dir: Path, update_id: str) -> Standing | None:
         receipt.step if receipt is not None else _step(noted),
         receipt=receipt,
         reason=str(noted.get("reason", "")),
+        trial=None if receipt is None else receipt.trial,
     )
 
 

@@ -13,10 +13,12 @@ from replicast.cli.standings import Standing, what_text, words
 from replicast.cli.texts import (
     number_text,
     one_line,
+    outcome_text,
     printable,
     seconds_text,
     shape_text,
     size_text,
+    trial_text,
     when_text,
 )
 from replicast.edits import Operation
@@ -83,7 +85,7 @@ def updates_table(standings: Iterable[Standing], now: float) -> Table:
                 str(record.sequence),
                 str(standing.step),
                 stage_cell(standing.stage),
-                _what_cell(record),
+                _what_cell(standing, record),
                 size_text(record.nbytes),
                 "" if receipt is None else seconds_text(receipt.propose_to_applied_secs),
                 when_text(record.committed_at, now),
@@ -139,10 +141,25 @@ def refusal_cell(standing: Standing) -> Text:
     return Text(one_line(f"{standing.refusal.problem}{variable}"))
 
 
-def _what_cell(record: Record) -> Text:
+def _what_cell(standing: Standing, record: Record) -> Text:
     who = ": ".join(one_line(text) for text in (record.author, record.note) if text)
     cell = Text(one_line(what_text(record.edits)))
+    if record.trial is not None:
+        cell.append("\n")
+        cell.append(one_line(_trial_cell_text(standing, record)), style=_trial_style(standing))
     return cell.append(f"\n{who}", style="dim") if who else cell
+
+
+def _trial_cell_text(standing: Standing, record: Record) -> str:
+    if standing.trial is not None:
+        return f"trial: {outcome_text(standing.trial)}"
+    return f"on trial: {trial_text(record.trial or {})}"
+
+
+def _trial_style(standing: Standing) -> str:
+    if standing.trial is None:
+        return "cyan"
+    return "green" if standing.trial.outcome == "kept" else "yellow"
 
 
 def _operation_text(edit: EditView) -> str:

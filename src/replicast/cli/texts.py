@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from replicast.errors import UpdateRefused
+
+if TYPE_CHECKING:
+    from replicast.trial import TrialOutcome
 
 _RANDOM_ID = re.compile(r"[0-9a-f]{32}")
 _SHORT = 8
@@ -103,3 +108,18 @@ def digest_text(digests: dict[int, str]) -> str:
 def counted(number: int, thing: str) -> str:
     """A number of things: "1 worker", "2 workers"."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def trial_text(trial: Mapping[str, Any]) -> str:
+    """What an update has to prove: "50 steps, loss, at most 5 % worse"."""
+    part = float(trial.get("max_increase", 0.0))
+    words = "no worse" if part == 0 else f"at most {100 * part:g} % worse"
+    if part < 0:
+        words = f"at least {-100 * part:g} % better"
+    return f"{trial.get('steps')} steps, {trial.get('metric')}, {words}"
+
+
+def outcome_text(outcome: TrialOutcome) -> str:
+    """How a trial ended."""
+    words = "kept" if outcome.outcome == "kept" else "taken back, every replica has the state of before"
+    return f"{words} (step {outcome.step}): {outcome.reason}"

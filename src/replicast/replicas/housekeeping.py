@@ -141,8 +141,8 @@ class Housekeeping:
             inbox.refuse(run_dir, path, error)
             return
         if taken is not None:
-            update, at_step = taken
-            self._proposed[path] = (self._member.propose(update, at_step), Stage.PROPOSED)
+            ticket = self._member.propose(taken.update, taken.at_step, taken.trial)
+            self._proposed[path] = (ticket, Stage.PROPOSED)
 
     def _settle_inbox(self, run_dir: Path) -> None:
         """Says how far each proposal has come; one that is through leaves the inbox."""

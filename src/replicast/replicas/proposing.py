@@ -5,6 +5,7 @@ from __future__ import annotations
 from replicast.errors import UpdateRefused
 from replicast.protocol import Member, Ticket
 from replicast.protocol.functions import Function
+from replicast.trial import Trial
 from replicast.update import Update
 
 
@@ -17,14 +18,25 @@ class Proposing:
         self._size = member.channel.size
         self._last: dict[str, tuple[int, int]] = {}
 
-    def propose(self, update: Update | Function, *, source: int | None, at_step: int | None) -> Ticket:
+    def propose(
+        self,
+        update: Update | Function,
+        *,
+        source: int | None,
+        at_step: int | None,
+        trial: Trial | None = None,
+    ) -> Ticket:
         """See `Replicas.propose`."""
+        if trial is not None and not isinstance(trial, Trial):
+            raise UpdateRefused(
+                "trial is no trial", expected="replicast.Trial(steps=...)", received=repr(trial)
+            )
         if at_step is not None and (isinstance(at_step, bool) or not isinstance(at_step, int)):
             raise UpdateRefused(
                 "at_step is a number of steps", expected="a whole number", received=repr(at_step)
             )
         if isinstance(update, Update):
-            return self._propose_update(update, source, at_step)
+            return self._propose_update(update, source, at_step, trial)
         if not callable(update):
             raise UpdateRefused(
                 "Only an Update or a function can be proposed",
@@ -44,16 +56,18 @@ class Proposing:
         id_ = self._next_id(f"function-{runs_on}")
         if self._is_past(at_step):
             return self._refused(id_, at_step)
-        return self._member.propose_function(id_, update, runs_on, at_step)
+        return self._member.propose_function(id_, update, runs_on, at_step, trial)
 
-    def _propose_update(self, update: Update, source: int | None, at_step: int | None) -> Ticket:
+    def _propose_update(
+        self, update: Update, source: int | None, at_step: int | None, trial: Trial | None = None
+    ) -> Ticket:
         if source is not None:
             raise UpdateRefused("source is for functions: an update's values are given", received=f"{source}")
         if not update.id_was_given and self._member.in_training_thread():
             update = update.with_id(self._next_id(f"worker-{self._rank}"))
         if self._is_past(at_step):
             return self._refused(update.id, at_step)
-        return self._member.propose(update.signed(f"worker {self._rank}"), at_step)
+        return self._member.propose(update.signed(f"worker {self._rank}"), at_step, trial)
 
     def _is_past(self, at_step: int | None) -> bool:
         return at_step is not None and at_step <= self._member.gate.step

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from replicast.checkpoint import CheckpointStore
 from replicast.config import TOLD_TO_END
-from replicast.errors import NotSupported, ReplicastError
+from replicast.errors import CheckpointError, NotSupported, ReplicastError
 from replicast.fence import Fence
 from replicast.protocol import Member
 from replicast.replicas.position import Position
@@ -85,7 +85,8 @@ class Recovery:
         self._steps_to_skip = 0
         self.position = Position()
         self._metrics: Mapping[str, Any] = {}
-        member.actions["save"] = self._save_on_request
+        self._owed = False
+        member.actions["save"] = self._save_due
         member.actions["leave"] = self._leave
 
     def plan(self, saves: Saves) -> None:
@@ -97,28 +98,46 @@ class Recovery:
             self._timed = True
             self._member.threads.start("timer", self._wish_in_time)
 
-    def reached(self, position: Position, logs: Mapping[str, Any] | None) -> None:
-        """Notes where in its data the training stands, and the last loss and metrics."""
+    def reached(self, position: Position, logs: Mapping[str, Any] | None, batches: int | None = None) -> None:
+        """Notes where in its data the training stands, and the last loss and metrics.
+
+        Args:
+            position: Where.
+            logs: Loss and metrics.
+            batches: How many batches they are running means of.
+        """
         self.position = position
         self._metrics = logs if logs is not None else {}
+        self._member.trying.measures.batches = batches
 
     def after_step(self, steps: int) -> None:
         """A boundary: makes the checkpoint that is due, and raises why the last one failed."""
         if self._saver is not None:
             self._saver.check()
         every, step = self._saves.every, self._member.gate.step
-        if isinstance(every, int) and step // every > (step - steps) // every:
-            self.save()
+        if self._owed or (isinstance(every, int) and step // every > (step - steps) // every):
+            self._save_due()
 
     def after_epoch(self) -> None:
         """The end of an epoch."""
         if self._saves.every == "epoch":
-            self.save()
+            self._save_due()
 
     def save(self) -> Saving:
-        """Saves the state of this boundary; returns while it is being written."""
+        """Saves the state of this boundary; returns while it is being written.
+
+        Raises:
+            CheckpointError: It holds an update whose trial is not decided.
+        """
         if self._saver is None:
             raise _no_run_dir()
+        trial_ends = self._member.gate.trial_ends
+        if trial_ends is not None:
+            raise CheckpointError(
+                "A state that may be taken back is not saved: an update is on trial",
+                received=f"step {self._member.gate.step}; the trial ends at step {trial_ends}",
+                remedy="Save when the trial is decided; save_every of the callback does so by itself",
+            )
         return self._saver.save(
             self.position, numbers(self._metrics), self._saves.keeping, self._saves.when_busy
         )
@@ -186,10 +205,35 @@ class Recovery:
             sys.exit(TOLD_TO_END)
         self._member.wish("leave")
 
-    def _save_on_request(self) -> None:
-        self.save()
+    def make_up(self) -> None:
+        """Training has ended, and a trial with it: saves what had to wait for that."""
+        if self._owed:
+            self._save_due()
+            self.settle()
+
+    def _save_due(self) -> None:
+        """Saves; in a trial, later: no checkpoint holds what may be taken back. The same on all workers."""
+        trial_ends = self._member.gate.trial_ends
+        if trial_ends is not None and not self._owed and self._member.channel.rank == 0:
+            logger.warning(
+                "the checkpoint of step %d is made when the trial ends, at step %d",
+                self._member.gate.step,
+                trial_ends,
+            )
+        self._owed = trial_ends is not None
+        if not self._owed:
+            self.save()
 
     def _leave(self) -> None:
+        trial_ends = self._member.gate.trial_ends
+        if trial_ends is not None:
+            logger.warning(
+                "worker %d was told to end in the middle of a trial, which ends at step %d: the state is not "
+                "saved. The job goes on from the checkpoint before, and the trial begins anew",
+                self._member.channel.rank,
+                trial_ends,
+            )
+            sys.exit(TOLD_TO_END)
         if self._saver is not None:
             with contextlib.suppress(ReplicastError, OSError):
                 self.save()

@@ -1,0 +1,85 @@
+"""Trials on the command line: pushed, listed, shown."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from replicast import inbox
+from replicast.journal import Journal, Receipt, Record, summarized
+from replicast.trial import Trial, TrialOutcome
+from replicast.update import Stage, Update
+from replicast.validate import planned
+from tests.unit.played_job import SCHEMA, invoke, made_run
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "110")
+    return made_run()
+
+
+def committed(run: Path, outcome: TrialOutcome | None) -> None:
+    """What a job leaves of an update that was on trial."""
+    journal = Journal(run)
+    update = planned(Update(id="tried", author="me").assign("learning_rate", 1), SCHEMA)
+    payload = journal.stage(update)
+    trial = {**Trial(50, max_increase=0.05).to_json(), "before": 0.5}
+    edits, size = summarized(update.edits), (payload.sha256, payload.nbytes)
+    record = Record(1, "tried", 7, *size, "me", "", edits, "0" * 32, 2, 0, False, time.time(), trial)
+    journal.commit(payload, record)
+    if outcome is not None:
+        journal.write_outcome(outcome)
+        digests = {0: "a" * 32, 1: "a" * 32}
+        receipt = Receipt(1, "tried", 7, digests, 0.25, 0.003, time.time(), Stage.VERIFIED, outcome)
+        journal.write_receipt(receipt)
+        inbox.note_stage(run, "tried", Stage.VERIFIED, receipt=receipt.to_json())
+
+
+TAKEN_BACK = TrialOutcome(
+    1, "reverted", 57, "loss", 0.5, 0.75, "loss was 0.5 before the update, and 0.75 in the trial"
+)
+
+
+def test_a_trial_is_pushed_with_what_it_is_judged_by(run: Path) -> None:
+    words = ("--trial-steps", 50, "--trial-metric", "accuracy", "--max-increase", 0.05, "--trial-mode", "max")
+    assert invoke("push", run, "--set", "learning_rate=1", *words).exit_code == 0
+    (waiting,) = inbox.waiting(run)
+    assert inbox.read(waiting.path).trial == Trial(50, "accuracy", 0.05, "max")
+
+
+@pytest.mark.parametrize(
+    "words", [("--max-increase", 0.1), ("--trial-steps", 0), ("--trial-steps", 5, "--max-increase", "nan")]
+)
+def test_a_trial_that_makes_no_sense_is_a_wrong_command(run: Path, words: tuple[object, ...]) -> None:
+    assert invoke("push", run, "--set", "learning_rate=1", *words).exit_code == 2
+    assert not inbox.waiting(run)
+
+
+def test_an_update_that_is_on_trial_is_listed_and_shown_as_such(run: Path) -> None:
+    committed(run, None)
+    assert "on trial: 50 steps, loss, at most 5 % worse" in invoke("log", run).output
+    assert "50 steps, loss, at most 5 % worse" in invoke("show", run, 1).output
+    described = json.loads(invoke("log", run, "--json").output)
+    assert described["trial"] == {**Trial(50, max_increase=0.05).to_json(), "before": 0.5}
+
+
+def test_how_a_trial_ended_is_listed_and_shown(run: Path) -> None:
+    committed(run, TAKEN_BACK)
+    said = "taken back, every replica has the state of before (step 57)"
+    listed = " ".join(invoke("log", run).output.split())
+    assert "trial: taken back" in listed
+    assert said in " ".join(invoke("show", run, "tried").output.split())
+    assert json.loads(invoke("log", run, "--json").output)["outcome"] == TAKEN_BACK.to_json()
+
+
+def test_who_waits_for_a_trial_that_is_taken_back_hears_it_with_an_exit_code_of_its_own(run: Path) -> None:
+    committed(run, TAKEN_BACK)
+    result = invoke("push", run, "--set", "learning_rate=1", "--id", "tried", "--wait", "--timeout", 5)
+    assert result.exit_code == 4
+    assert "taken back" in result.output
+    assert "loss was 0.5 before the update, and 0.75 in the trial" in result.output
