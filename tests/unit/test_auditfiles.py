@@ -76,7 +76,8 @@ def test_a_request_waits_until_a_report_answers_it_and_is_no_update(tmp_path: Pa
     assert inbox.waiting(tmp_path) == []
     inbox.clean(tmp_path)
     append_audit(tmp_path, report(requests=(first,)))
-    append_audit(tmp_path, report(number=4, requests=()))
+    for number in range(4, 400):
+        append_audit(tmp_path, report(number=number, requests=()))
     assert audit_requests(tmp_path) == (second,)
     assert answer_to(tmp_path, first) == replace(report(), requests=(first,))
     assert answer_to(tmp_path, second) is None

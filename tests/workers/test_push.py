@@ -143,6 +143,7 @@ def test_a_training_job_is_changed_from_outside(job: subprocess.Popen[str], tmp_
     eventually(lambda: last_metrics(tmp_path / "run") is not None, job, "no step was trained")
     safetensors.numpy.save_file({"out/bias": DELTA}, tmp_path / "delta.safetensors")
     a_change_reaches_all_workers_at_one_step(tmp_path)
+    an_audit_can_be_asked_for(tmp_path)
     bad_updates_are_refused_before_they_are_sent(tmp_path)
     bad_updates_in_the_inbox_are_refused_by_the_job(job, tmp_path)
     the_step_can_be_chosen(job, tmp_path)
@@ -156,6 +157,17 @@ def a_change_reaches_all_workers_at_one_step(directory: Path) -> None:
     assert added.code == 0, added
     assert re.search(r"^verified: number 1, applied at step \d+$", added.said, re.MULTILINE), added
     assert re.search(r"^  digest [0-9a-f]{32}, the same on 3 workers$", added.said, re.MULTILINE), added
+
+
+def an_audit_can_be_asked_for(directory: Path) -> None:
+    asked = process("audit", "run", "--now")
+    assert asked.code == 0, asked
+    assert re.fullmatch(r"audit \d+ at step \d+: \d+ variables are equal on 3 workers\n", asked.said), asked
+    assert list((directory / "run" / "inbox").glob("*.audit.json")) == []
+    (number,) = re.findall(r"^audit (\d+) ", asked.said)
+    listed = command("audit", "run", "--json", "--last", 100_000)
+    assert number in {str(json.loads(line)["number"]) for line in listed.said.splitlines()}
+    assert "variables are equal on 3 workers" in " ".join(command("status", "run").said.split())
 
 
 def bad_updates_are_refused_before_they_are_sent(directory: Path) -> None:
