@@ -118,6 +118,10 @@ class Channel:
         """A word that somebody has left; None when it did not come in time."""
         return self._get(f"told/{what}", timeout_secs)
 
+    def forget_told(self, what: str) -> None:
+        """Removes a word that nobody needs any more."""
+        self._delete(f"told/{what}")
+
     def say(self, key: str, message: Any) -> None:
         """Leaves a message for the coordinator, once, where it looks for it."""
         self._put(f"said/{key}", encode(message))

@@ -11,6 +11,7 @@ from replicast.replicas.position import Position
 from replicast.strategy import start_at_epoch
 
 if TYPE_CHECKING:
+    from replicast.replicas.auditing import AuditPlan
     from replicast.replicas.recovery import Saves
     from replicast.replicas.replicas import Replicas
 
@@ -21,10 +22,11 @@ class BoundaryCallback(keras.callbacks.Callback):
     Give it to `fit` on all workers.
     """
 
-    def __init__(self, replicas: Replicas, saves: Saves) -> None:
+    def __init__(self, replicas: Replicas, saves: Saves, audits: AuditPlan) -> None:
         super().__init__()
         self._replicas = replicas
         self._saves = saves
+        self._audits = audits
         self._first_step = 0
         self._resumed = Position()
         self._epoch = 0
@@ -40,6 +42,7 @@ class BoundaryCallback(keras.callbacks.Callback):
             )
         self._replicas.training_begins()
         self._replicas.recovery.plan(self._saves)
+        self._replicas.auditing.plan(self._audits)
         self._resumed = self._replicas.recovery.take_resumed()
         self._batches = 0
         start_at_epoch(self.model, self._resumed.epoch)
@@ -57,12 +60,13 @@ class BoundaryCallback(keras.callbacks.Callback):
         """A boundary."""
         steps = batch - self._first_step + 1
         self._batches += steps
-        self._replicas.recovery.reached(self._position(batch), logs)
+        self._replicas.recovery.reached(self._position(batch), logs, batches=batch + 1)
         self._replicas.boundary(steps=steps, logs=logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """The end of an epoch is where the next one begins."""
         self._replicas.recovery.reached(self._position(None), logs)
+        self._replicas.auditing.after_epoch()
         self._replicas.recovery.after_epoch()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,6 +19,8 @@ from replicast.fence import Fence
 from replicast.guard import Guard
 from replicast.journal import AnyJournal, Journal, MemoryJournal
 from replicast.protocol import Channel, Coordinator, Member, Patience
+from replicast.replicas.auditing import Auditing, AuditPlan, declared
+from replicast.replicas.expecting import Expectation
 from replicast.replicas.housekeeping import Housekeeping
 from replicast.replicas.proposing import Proposing
 from replicast.replicas.recovery import Recovery
@@ -40,6 +43,8 @@ class Settings:
         run_dir: Where files go, if anywhere.
         attempt: Which life of the job this is.
         durable: Whether the journal is on disk.
+        audits: When replicas are compared, outside of `fit`.
+        may_differ: Patterns of the names of those variables that may differ.
     """
 
     name: str
@@ -49,6 +54,8 @@ class Settings:
     limits: Limits
     patience: Patience
     guard: Guard | None
+    audits: AuditPlan
+    may_differ: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,7 @@ class Parts:
     member: Member
     housekeeping: Housekeeping
     recovery: Recovery
+    auditing: Auditing
     proposing: Proposing
     optimizers: dict[str, keras.optimizers.Optimizer]
 
@@ -69,6 +77,8 @@ def settle(
     limits: Limits | None,
     patience: Patience | None,
     guard: Guard | None,
+    audits: AuditPlan,
+    may_differ: Sequence[str],
     strategy: Strategy,
 ) -> Settings:
     """The settings, checked, with what was left open filled in."""
@@ -91,6 +101,8 @@ def settle(
         limits=Limits() if limits is None else limits,
         patience=Patience() if patience is None else patience,
         guard=guard,
+        audits=audits,
+        may_differ=(may_differ,) if isinstance(may_differ, str) else tuple(may_differ),
     )
 
 
@@ -124,6 +136,8 @@ def join(
     state = KerasState(model, optimizers)
     if settings.guard is not None:
         settings.guard.check_patterns(state.schema)
+    local = strategy.statistics == "local"
+    may_differ = declared(state.schema, settings.may_differ, local_statistics=local)
     channel = Channel(strategy.coordination, settings.name, strategy.rank, strategy.size)
     _check_same_model(channel, state, settings.patience)
     accelerated = channel.agree("accelerator", str(state.on_accelerator), settings.patience.begin_secs)
@@ -138,6 +152,7 @@ def join(
     )
     member.trained = strategy.transfers_started
     member.guard = settings.guard
+    member.examiner.declared = may_differ
     housekeeping = Housekeeping(member, settings.run_dir, settings.attempt)
     member.start()
     fence = None
@@ -146,7 +161,8 @@ def join(
         _coordinate(member, settings, fence)
     housekeeping.start()
     recovery = Recovery(member, state, settings.run_dir, settings.attempt, fence)
-    return Parts(state, member, housekeeping, recovery, Proposing(member), optimizers)
+    auditing = Auditing(member, settings.run_dir, settings.audits)
+    return Parts(state, member, housekeeping, recovery, auditing, Proposing(member), optimizers)
 
 
 def _check_same_model(channel: Channel, state: KerasState, patience: Patience) -> None:
@@ -170,6 +186,7 @@ def _coordinate(member: Member, settings: Settings, fence: Fence | None) -> None
         if settings.durable:
             journal = Journal(settings.run_dir) if fence is None else Journal(settings.run_dir, fence.check)
             journal.clean()
+        member.examiner.expected = Expectation(member, settings.run_dir, journal).fingerprint
     Coordinator(member, journal, durable=settings.durable, attempt=settings.attempt).start()
 
 

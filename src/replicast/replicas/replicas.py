@@ -11,11 +11,13 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
+from replicast.audit import AuditReport, Policy
 from replicast.errors import NotSupported, ReplicastError, UpdateRefused
 from replicast.guard import Guard
 from replicast.journal import Receipt
 from replicast.protocol import Member, Patience, Ticket
 from replicast.protocol.functions import Function
+from replicast.replicas.auditing import Auditing, AuditPlan
 from replicast.replicas.callback import BoundaryCallback
 from replicast.replicas.housekeeping import Housekeeping
 from replicast.replicas.joining import (
@@ -34,6 +36,7 @@ from replicast.replicas.saving import Keeping, Saving, WhenBusy
 from replicast.replicas.syncing import sync
 from replicast.schema import Schema
 from replicast.strategy import KerasState
+from replicast.trial import Trial
 from replicast.update import Update
 from replicast.validate import Limits
 
@@ -60,6 +63,10 @@ class Replicas:
             restarted job has lost the updates. Default: "disk" where there is a run directory.
         limits: What is refused as too large.
         guard: What is refused as too large a change, or as a change of what must stay. Default: nothing.
+        audit_every: For an own loop: compare all replicas every so many steps. `fit` has it in `callback`.
+        on_divergence: What becomes of replicas that differ: "raise", "heal" or "warn". For an own loop and
+            `audit`.
+        may_differ: Names of variables that each worker may have its own of, in which "*" stands for anything.
         patience: How long is waited for whom.
     """
 
@@ -72,13 +79,23 @@ class Replicas:
         durability: Durability | None = None,
         limits: Limits | None = None,
         guard: Guard | None = None,
+        audit_every: int | None = None,
+        on_divergence: Policy = "raise",
+        may_differ: Sequence[str] = (),
         patience: Patience | None = None,
     ) -> None:
         self.model = model
         self._strategy = strategy_of(model)
         self._optimizer = optimizer
         self._settings = settle(
-            None if run_dir is None else Path(run_dir), durability, limits, patience, guard, self._strategy
+            None if run_dir is None else Path(run_dir),
+            durability,
+            limits,
+            patience,
+            guard,
+            AuditPlan(audit_every, on_divergence),
+            may_differ,
+            self._strategy,
         )
         self._trained = False
         self._closed = False
@@ -124,6 +141,20 @@ class Replicas:
         return self._opened().recovery
 
     @property
+    def auditing(self) -> Auditing:
+        """This worker's part in audits, for the callback."""
+        return self._opened().auditing
+
+    @property
+    def audits(self) -> Sequence[AuditReport]:
+        """What audits have found so far, the latest last.
+
+        Those for which all workers stood still, because one was asked for or replicas differed, are known on
+        every worker; those that found in passing that all is equal, on worker 0.
+        """
+        return self.auditing.reports
+
+    @property
     def position(self) -> Position:
         """Where in its data the training stands: the epoch, and how many batches of it are done."""
         return self.recovery.position
@@ -135,6 +166,8 @@ class Replicas:
         keep: int = 3,
         keep_best: tuple[str, Literal["min", "max"]] | None = None,
         when_busy: WhenBusy = "wait",
+        audit_every: int | None = 100,
+        on_divergence: Policy = "heal",
     ) -> BoundaryCallback:
         """The callback to give to `fit`, on all workers.
 
@@ -144,8 +177,13 @@ class Replicas:
             keep_best: A metric and "min" or "max": the best one by it stays too.
             when_busy: What becomes of a checkpoint that is due while the one before is being written: the
                 training can "wait" for that, or "skip" the new one.
+            audit_every: Compares all replicas every so many steps, at every epoch's end and at the end; None
+                for never.
+            on_divergence: What becomes of replicas that differ: "heal" makes them equal again and says so in
+                the log, "raise" ends the training on all workers, "warn" only says so.
         """
-        return BoundaryCallback(self, Saves(save_every, Keeping(keep, keep_best), when_busy))
+        saves = Saves(save_every, Keeping(keep, keep_best), when_busy)
+        return BoundaryCallback(self, saves, AuditPlan(audit_every, on_divergence, ends=True))
 
     def save(self) -> Saving:
         """Saves the whole state, of this boundary, as a checkpoint. All workers must call it.
@@ -154,6 +192,9 @@ class Replicas:
 
         Returns:
             What is being written: `result(timeout)` gives its manifest on worker 0, when it is durable.
+
+        Raises:
+            CheckpointError: A trial is not decided yet.
         """
         self._member.pause("save")
         return self.recovery.save()
@@ -188,6 +229,7 @@ class Replicas:
         *,
         source: int | None = None,
         at_step: int | None = None,
+        trial: Trial | None = None,
     ) -> Ticket:
         """Proposes a change of all replicas. Any worker, any thread; returns at once.
 
@@ -198,6 +240,7 @@ class Replicas:
                 Default: this one. If all workers propose it, at the same step, it still runs once.
             at_step: Apply it at the boundary after this many steps; with `steps_per_execution`, at the first
                 one at or after it. Default: at the next possible boundary.
+            trial: What it has to prove: all replicas go back to the state before, should it not.
 
         Returns:
             A ticket, whose `result(timeout)` gives the receipt or raises the reason.
@@ -205,7 +248,7 @@ class Replicas:
         Raises:
             UpdateRefused: `source` or `at_step` make no sense.
         """
-        return self._active().proposing.propose(update, source=source, at_step=at_step)
+        return self._active().proposing.propose(update, source=source, at_step=at_step, trial=trial)
 
     def boundary(self, *, steps: int = 1, logs: Mapping[str, Any] | None = None) -> None:
         """The training thread has finished `steps` more steps. Call it after each step of an own loop.
@@ -214,7 +257,7 @@ class Replicas:
 
         Args:
             steps: How many steps since the last boundary; the same on all workers.
-            logs: Loss and metrics, for `replicast status`.
+            logs: Loss and metrics of these steps, for `replicast status` and for trials.
         """
         if not self._trained:
             self.training_begins()
@@ -222,7 +265,10 @@ class Replicas:
         if logs is not None:
             self._housekeeping.logs = logs
         self._strategy.wait_for_device()
-        self._member.arrive(self._member.gate.step + steps)
+        step = self._member.gate.step + steps
+        self._member.trying.measures.note(step, steps, logs)
+        self._member.arrive(step)
+        self.auditing.after_step(steps)
         self.recovery.after_step(steps)
 
     def sync(self, source: int = 0, variables: Sequence[str] | None = None) -> Receipt | None:
@@ -247,6 +293,20 @@ class Replicas:
         names = sorted({variable.name for variable in chosen})
         self._syncs += 1
         return sync(self._member, source, names, self._syncs, self._settings.attempt)
+
+    def audit(self, on_divergence: Policy | None = None) -> AuditReport:
+        """Compares all replicas, bit for bit, at this boundary. All workers must call it.
+
+        Args:
+            on_divergence: What becomes of replicas that differ. Default: what the constructor was given.
+
+        Returns:
+            Who differs, where, by how much and since when; the same on all workers.
+
+        Raises:
+            ReplicasDiverged: They differ, and the policy is "raise", or they could not be healed.
+        """
+        return self._active().auditing.audit(on_divergence)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Writes the model for other tools. All workers must call it; worker 0 writes.
@@ -305,7 +365,12 @@ class Replicas:
     def training_ends(self) -> None:
         """All workers: called by the callback. Everything proposed so far is settled when it returns."""
         self.recovery.settle()
-        self._member.pause("drain")
+        self.auditing.after_epoch()
+        try:
+            self._member.pause("drain")
+        finally:
+            self.auditing.training_ended()
+        self.recovery.make_up()
         self._housekeeping.training = False
 
     def close(self) -> None:

@@ -4,12 +4,14 @@
     saver thread        on worker 0: digests the copy, hears the others' digests, and only if all are equal
                         writes the checkpoint
 
-A state that is not the same on all workers is never saved as if it were one.
+A state that is not the same on all workers is never saved as if it were one. Of what was declared to differ,
+the mean is saved.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import queue
 import threading
 import time
@@ -18,6 +20,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal
 
+import numpy as np
+
 from replicast import faults
 from replicast.checkpoint import CheckpointStore, Draft, Manifest, file_order
 from replicast.digest import digest_array
@@ -25,8 +29,11 @@ from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged, Repli
 from replicast.fence import Fence
 from replicast.protocol import Member
 from replicast.replicas.position import Position
+from replicast.replicas.reconciling import averaged_names, mean, packed
 from replicast.state import Arrays
 from replicast.strategy import KerasState
+
+logger = logging.getLogger("replicast")
 
 WhenBusy = Literal["wait", "skip"]
 
@@ -133,7 +140,8 @@ class Saver:
         saving = Saving()
         if self._member.channel.rank != 0:
             digests = self._state.digests(v.name for v in self._state.schema)
-            said = {"step": self._member.gate.step, "digests": digests}
+            values = packed(self._state, self._averaged())
+            said = {"step": self._member.gate.step, "digests": digests, "values": values}
             self._member.channel.tell(f"save/{self._saves}/{self._member.channel.rank}", json.dumps(said))
             saving.finish()
             return saving
@@ -186,14 +194,23 @@ class Saver:
             snapshot, keeping, saving = work
             try:
                 saving.finish(self._write(snapshot, keeping))
+            except ReplicasDiverged as error:
+                saving.finish(error=error)
+                self._say_diverged(error)
             except (ReplicastError, OSError) as error:
                 self._failure = error
                 saving.finish(error=error)
 
     def _write(self, snapshot: Snapshot, keeping: Keeping) -> Manifest:
         mine = {name: digest_array(value) for name, value in snapshot.arrays.items()}
-        for worker in range(1, self._member.channel.size):
-            self._compare(snapshot, mine, worker)
+        workers = range(1, self._member.channel.size)
+        try:
+            others = [self._compare(snapshot, mine, worker) for worker in workers]
+        finally:
+            for worker in workers:
+                self._member.channel.forget_told(f"save/{snapshot.number}/{worker}")
+        for name in self._averaged() if others else ():
+            np.copyto(snapshot.arrays[name], mean(snapshot.arrays[name], others, name))
         if self._fence is not None:
             self._fence.check()
         arrays = ((name, snapshot.arrays[name]) for name in file_order(snapshot.draft.schema))
@@ -201,7 +218,19 @@ class Saver:
         self._store.prune(keeping.last, keeping.best)
         return manifest
 
-    def _compare(self, snapshot: Snapshot, mine: dict[str, str], worker: int) -> None:
+    def _averaged(self) -> list[str]:
+        return averaged_names(self._state.schema, self._member.examiner.declared)
+
+    def _say_diverged(self, error: ReplicasDiverged) -> None:
+        """The next boundary raises it; unless audits heal, or only warn."""
+        if self._member.examiner.policy == "raise":
+            self._failure = error
+        else:
+            logger.warning("%s", error)
+            self._member.wish("audit")
+
+    def _compare(self, snapshot: Snapshot, mine: dict[str, str], worker: int) -> dict[str, str]:
+        """Raises if a worker's state is another one; gives its values of what may differ."""
         timeout_secs = self._member.patience.begin_secs
         text = self._member.channel.hear(f"save/{snapshot.number}/{worker}", timeout_secs)
         if text is None:
@@ -219,7 +248,12 @@ class Saver:
                 received=f"worker {worker} at step {said['step']}",
                 remedy="Call save() on all workers at the same place of the script",
             )
-        differing = [name for name, digest in mine.items() if said["digests"].get(name) != digest]
+        may_differ = self._member.examiner.declared
+        differing = [
+            name
+            for name, digest in mine.items()
+            if name not in may_differ and said["digests"].get(name) != digest
+        ]
         if differing:
             raise ReplicasDiverged(
                 f"The state is not saved: at step {step} worker {worker} differs from worker 0 in "
@@ -228,6 +262,8 @@ class Saver:
                 worker=worker,
                 step=step,
             )
+        values: dict[str, str] = said["values"]
+        return values
 
 
 def _versions() -> dict[str, Any]:

@@ -87,7 +87,8 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         )
         # Not MultiWorkerMirroredStrategy's own constructor: it would make its own `extended`.
         super(tf.distribute.MultiWorkerMirroredStrategy, self).__init__(extended)
-        self._statistics = statistics
+        self.statistics = statistics
+        """What happens to moving statistics: "mean" or "local"."""
         self._named: Counter[str] = Counter()
         self._start: feeding.Start | None = None
         self._epoch: int | None = None
@@ -196,7 +197,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         if self._size == 1:
             return super().run(waiting_for_data(fn), args, kwargs, options)
         self._refuse_what_cannot_work(model)
-        keras_step = KerasStep(self.extended, model, fn, self._statistics == "mean")
+        keras_step = KerasStep(self.extended, model, fn, self.statistics == "mean")
         outputs = super().run(keras_step, args, kwargs, options)
         return keras.tree.map_structure(Agreed, outputs)
 

@@ -1,0 +1,309 @@
+"""Real workers whose replicas are made to differ, by one bit or by an assignment: found, located, healed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import replicast
+from replicast.auditfiles import answer_to, last_audits, request_audit
+from replicast.edits import Edit, Operation
+from replicast.journal import Journal
+from tests.pool import Pool
+from tests.workers.recipes import CLASSES, FEATURES, arrays
+from tests.workers.test_updates import WAIT_SECS, AtStep, Meeting, Until, adam, replicas_of
+
+STORED = ("bfloat16", "float16", "int8", "int32", "uint32", "bool")
+"""Variables that no step changes, one of each dtype."""
+FLIPS = [
+    ("dense/kernel", (3, 2), 0),
+    ("dense/kernel", (0, 0), 31),  # -0.0, should it be 0.0
+    ("optimizer/audited_dense_kernel_momentum", (1, 4), 22),
+    ("normed/moving_mean", (5,), 7),
+    ("seed_generator/seed_generator_state", (1,), 3),
+    ("optimizer/learning_rate", (), 1),
+    ("optimizer/iteration", (), 5),
+    *((f"stored/{dtype}", (1, 2), 0) for dtype in STORED),
+]
+
+
+class Stored(keras.layers.Layer):
+    """Passes its input on, and has variables of all dtypes."""
+
+    def build(self, shape: Any) -> None:
+        for dtype in STORED:
+            self.add_weight(shape=(2, 3), dtype=dtype, name=dtype, initializer="ones", trainable=False)
+        self.built = True
+
+    def call(self, inputs: Any) -> Any:
+        return inputs
+
+
+def audited(strategy: Any) -> keras.Model:
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        layers = [
+            keras.Input((FEATURES,)),
+            keras.layers.Dense(8, activation="relu", name="dense"),
+            keras.layers.BatchNormalization(name="normed"),
+            keras.layers.Dropout(0.2, seed=3, name="dropout"),
+            Stored(name="stored"),
+            keras.layers.Dense(CLASSES, name="out"),
+        ]
+        model = keras.Sequential(layers, name="audited")
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(adam(), loss)
+    return model
+
+
+def fit(model: keras.Model, callbacks: list[Any], steps: int, epochs: int = 1) -> None:
+    x, y = arrays(steps * 8)
+    model.fit(x, y, batch_size=8, epochs=epochs, verbose=0, shuffle=False, callbacks=callbacks)
+
+
+def flip(replicas: replicast.Replicas, name: str, index: tuple[int, ...], bit: int) -> str:
+    """Changes one bit on this worker only; gives the variable's full name."""
+    variable = replicas.schema.resolve(name)
+    state = replicas._state
+    value = state.read([variable.name])[variable.name]
+    bits = value.reshape(-1).view(f"u{value.dtype.itemsize}")
+    place = int(np.ravel_multi_index(index, value.shape)) if index else 0
+    bits[place] ^= bits.dtype.type(1 << bit)
+    state.apply([Edit(Operation.ASSIGN, variable.name, {"value": value})])
+    return variable.name
+
+
+def digests(replicas: replicast.Replicas) -> dict[str, str]:
+    return replicas._state.digests(variable.name for variable in replicas.schema)
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """What replicast says in the log of this worker meanwhile."""
+    said: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    handler = Keep(logging.WARNING)
+    logger = logging.getLogger("replicast")
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+
+
+# One flipped bit, everywhere.
+
+
+def flipped(strategy: Any) -> list[Any]:
+    outcomes = []
+    with replicas_of(audited(strategy)) as replicas:
+        fit(replicas.model, [replicas.callback(audit_every=None)], 3)
+        for place, (name, index, bit) in enumerate(FLIPS):
+            bad = place % strategy.size
+            before = digests(replicas)
+            full = replicas.schema.resolve(name).name
+            if strategy.rank == bad:
+                flip(replicas, name, index, bit)
+            wrong = digests(replicas)
+            report = replicas.audit(on_divergence="heal")
+            outcomes.append((full, index, bad, before, wrong, digests(replicas), report))
+        equal = replicas.audit()
+        history = [(receipt.sequence, len(set(receipt.digests.values()))) for receipt in replicas.history]
+    return [outcomes, equal, history]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_flipped_bit_is_found_located_and_healed(size: int, request: pytest.FixtureRequest) -> None:
+    results = request.getfixturevalue(f"pool{size}").run(flipped)
+    equal, history = results[0][1:]
+    assert equal.equal
+    assert equal.last_equal == equal.step
+    assert history == [(number, 1) for number in range(1, len(FLIPS) + 1)]
+    for place in range(len(FLIPS)):
+        name, index, bad, before, _, after, report = results[0][0][place]
+        assert all(outcomes[place][6] == report for outcomes, _, _ in results), "one report for all"
+        assert all(outcomes[place][5] == after for outcomes, _, _ in results), "equal again"
+        (difference,) = report.differences
+        (minority,) = difference.minority
+        assert difference.variable == name
+        assert minority == (bad if size == 3 else 1)
+        assert difference.rule == ("majority" if size == 3 else "coordinator")
+        found = difference.differing[minority]
+        assert (found.count, found.first_index) == (1, index)
+        assert (report.outcome, report.healed) == ("healed", (place + 1,))
+        worker_0 = results[0][0][place][4]
+        assert after == (before if size == 3 else worker_0)
+
+
+# The usual wrong answer, in the middle of `fit`, with nothing but the callback.
+
+
+def assigned_in_the_middle(strategy: Any, run_dir: Path) -> Any:
+    model = audited(strategy)
+
+    def assign(step: int) -> None:
+        if step == 3 and strategy.rank == strategy.size - 1:
+            kernel = model.get_layer("out").kernel
+            kernel.value.values[0].assign(kernel.value.values[0] * 0.0)
+
+    with logged() as said, replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
+        fit(model, [replicas.callback(), AtStep(assign)], 5, epochs=3)
+        return digests(replicas), replicas.audits, said
+
+
+def test_an_assignment_on_one_worker_in_the_middle_of_fit_is_healed_with_the_callbacks_defaults(
+    pool3: Pool, tmp_path: Path
+) -> None:
+    results = pool3.run(assigned_in_the_middle, tmp_path)
+    assert results[0][0] == results[1][0] == results[2][0]
+    (report,) = (report for report in results[1][1] if not report.equal)
+    changed = {difference.variable for difference in report.differences}
+    assert "audited/out/kernel" in changed
+    assert all(difference.minority == (2,) for difference in report.differences)
+    assert report.found_at == 5, "the end of the epoch"
+    assert report.last_equal is None
+    assert 5 <= report.step <= 15
+    (record,) = Journal(tmp_path).records()
+    assert (record.author, record.step) == ("audit", report.step)
+    assert "heal: worker 2 differed in " in record.note
+    assert any("audited/out/kernel: worker 2 differs from workers 0 and 1" in text for text in results[0][2])
+    written = last_audits(tmp_path, 10)
+    assert report in written
+    assert written[-1].equal
+    assert written[-1].step == 15
+    assert tuple(written) == results[0][1]
+
+
+# What is due at a checkpoint, and whom a checkpoint helps.
+
+
+def healed_between_checkpoints(strategy: Any, run_dir: Path) -> Any:
+    model = audited(strategy)
+
+    def assign(step: int) -> None:
+        if step == 3 and strategy.rank == 1:
+            flip(replicas, "out/kernel", (0, 0), 20)
+
+    with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
+        meeting = Meeting(strategy)
+
+        def saved() -> bool:
+            return any(path.name > "00000004" for path in run_dir.glob("checkpoints/*"))
+
+        callbacks = [replicas.callback(save_every=4, keep=100), AtStep(assign), Until(meeting, saved)]
+        fit(model, callbacks, 4, epochs=100)
+        replicas.save().result(WAIT_SECS)
+        right = digests(replicas)
+        if strategy.rank == 0:
+            flip(replicas, "stored/float16", (0, 0), 4)
+        report = replicas.audit("heal")
+        return report, digests(replicas) == right, sorted(p.name for p in run_dir.glob("checkpoints/*"))
+
+
+def test_two_workers_agree_on_what_the_checkpoint_has_and_a_checkpoint_waits_until_they_are_equal(
+    pool2: Pool, tmp_path: Path
+) -> None:
+    report, as_before, checkpoints = pool2.run(healed_between_checkpoints, tmp_path)[0]
+    assert "00000004" not in checkpoints, "the replicas differed then"
+    assert len(checkpoints) >= 1
+    (difference,) = report.differences
+    assert (difference.reference, difference.rule) == (1, "checkpoint and journal")
+    assert difference.minority == (0,)
+    assert as_before, "worker 0 was the bad one"
+
+
+# Raise, and ask from outside.
+
+
+def raised(strategy: Any, run_dir: Path) -> Any:
+    model = audited(strategy)
+    asked: list[str] = []
+
+    def act(step: int) -> None:
+        if step == 2 and strategy.rank == 0:
+            asked.append(request_audit(run_dir))
+
+    def corrupt(step: int) -> None:
+        if step == 3 and strategy.rank == 1:
+            flip(replicas, "dense/kernel", (1, 1), 3)
+
+    with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
+        meeting = Meeting(strategy)
+
+        def answered() -> bool:
+            time.sleep(0.01)  # what a step would take: the worker's other threads need some time as well
+            return strategy.rank != 0 or answer_to(run_dir, asked[0]) is not None
+
+        fit(model, [replicas.callback(), AtStep(act), Until(meeting, answered)], 2, epochs=200)
+        strictly = replicas.callback(audit_every=5, on_divergence="raise")
+        with pytest.raises(replicast.ReplicasDiverged) as caught:
+            fit(model, [strictly, AtStep(corrupt)], 50)
+        healed = replicas.audit("heal")
+        report = None if strategy.rank else answer_to(run_dir, asked[0])
+        return str(caught.value), caught.value.step, healed, digests(replicas), report
+
+
+def test_a_difference_ends_fit_on_all_workers_and_who_asks_from_outside_is_answered(
+    pool2: Pool, tmp_path: Path
+) -> None:
+    (first, second) = pool2.run(raised, tmp_path)
+    assert first[:4] == second[:4]
+    assert "audited/dense/kernel: worker 1 differs from worker 0" in first[0]
+    assert first[2].outcome == "healed"
+    assert first[4].equal
+    assert first[4].requests
+
+
+# What may differ.
+
+
+def local_statistics(strategy: Any, run_dir: Path) -> Any:
+    strategy.statistics = "local"
+    try:
+        model = audited(strategy)
+        with pytest.raises(
+            ValueError, match=r"such as audited/normed/gamma.*Received: 'audited/normed/gama'"
+        ):
+            replicast.Replicas(model, may_differ=["audited/normed/gama"])
+        options = {"run_dir": run_dir, "durability": "disk", "may_differ": ["audited/stored/int*"]}
+        with replicas_of(model, **options) as replicas:
+            if strategy.rank == 1:
+                flip(replicas, "stored/int32", (0, 1), 2)
+            fit(model, [replicas.callback(on_divergence="raise")], 5)
+            report = replicas.audit()
+            mine = replicas._state.read(["audited/normed/moving_mean", "audited/stored/int32"])
+            replicas.save().result(WAIT_SECS)
+        with replicas_of(model, **options) as again:
+            again.restore()
+            return report, mine, again._state.read(mine), again.audit()
+    finally:
+        strategy.statistics = "mean"
+
+
+def test_what_may_differ_is_told_never_healed_and_one_mean_in_a_checkpoint(
+    pool2: Pool, tmp_path: Path
+) -> None:
+    (report, first, now_first, after), (_, second, now_second, _) = pool2.run(local_statistics, tmp_path)
+    assert report.equal
+    differs = {one.variable: one.differs for one in report.declared}
+    assert differs["audited/normed/moving_mean"]
+    assert differs["audited/stored/int32"]
+    assert not differs["audited/stored/int8"]
+    assert "audited/dense/kernel" not in differs
+    assert not any(one.differs for one in after.declared)
+    name = "audited/normed/moving_mean"
+    np.testing.assert_allclose(now_first[name], (first[name] + second[name]) / 2, rtol=1e-6)
+    np.testing.assert_array_equal(now_first[name], now_second[name])
+    np.testing.assert_array_equal(now_second["audited/stored/int32"], first["audited/stored/int32"])
