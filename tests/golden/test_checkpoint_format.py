@@ -62,3 +62,9 @@ def test_a_checkpoint_stays_what_it_is(tmp_path: Path) -> None:
         assert reader.manifest.to_json() == manifest.to_json()
         for name, array in arrays().items():
             assert reader.read(name).tobytes() == array.tobytes()
+
+
+def test_a_checkpoint_that_still_had_a_sha256_is_read() -> None:
+    with open_checkpoint(FOLDER.with_name("checkpoint_with_sha256"), verify=True) as reader:
+        for name, array in arrays().items():
+            assert reader.read(name).tobytes() == array.tobytes()

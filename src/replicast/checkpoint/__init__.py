@@ -7,7 +7,7 @@ an update to one; `diff` compares two, and `differences` two models.
 from __future__ import annotations
 
 from replicast.checkpoint.comparing import Comparison, Difference, Verdict, diff, differences
-from replicast.checkpoint.layout import file_order
+from replicast.checkpoint.layout import dtype_of, file_order
 from replicast.checkpoint.manifest import Draft, Manifest
 from replicast.checkpoint.patching import patch
 from replicast.checkpoint.reading import CheckpointReader, Progress, open_checkpoint
@@ -24,6 +24,7 @@ __all__ = [
     "Verdict",
     "diff",
     "differences",
+    "dtype_of",
     "file_order",
     "open_checkpoint",
     "patch",

@@ -75,14 +75,13 @@ class Manifest(Draft):
     Attributes:
         digests: The digest of each variable, by name.
         state_digest: The digest of all variables, as `digest_state` gives it.
-        sha256: Of the file `state.safetensors`.
-        nbytes: The size of that file.
+        nbytes: The size of `state.safetensors`: a header that follows from the schema, and what the digests
+            are of.
         format: The version of the checkpoint's format.
     """
 
     digests: Mapping[str, str]
     state_digest: str
-    sha256: str
     nbytes: int
     format: int = FORMAT
 
@@ -90,7 +89,7 @@ class Manifest(Draft):
         return isinstance(other, Manifest) and self.to_json() == other.to_json()
 
     def __hash__(self) -> int:
-        return hash((self.step, self.sha256))
+        return hash((self.step, self.state_digest))
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
@@ -98,17 +97,16 @@ class Manifest(Draft):
             "format": self.format,
             "digests": dict(self.digests),
             "state_digest": self.state_digest,
-            "sha256": self.sha256,
             "nbytes": self.nbytes,
         }
 
     @classmethod
     def completed(
-        cls, draft: Draft, *, digests: Mapping[str, str], state_digest: str, sha256: str, nbytes: int
+        cls, draft: Draft, *, digests: Mapping[str, str], state_digest: str, nbytes: int
     ) -> Manifest:
         """The draft with what is known once the state is written."""
         known = {each.name: getattr(draft, each.name) for each in fields(Draft)}
-        return cls(**known, digests=dict(digests), state_digest=state_digest, sha256=sha256, nbytes=nbytes)
+        return cls(**known, digests=dict(digests), state_digest=state_digest, nbytes=nbytes)
 
     @classmethod
     def from_json(cls, described: Mapping[str, Any]) -> Manifest:
@@ -139,7 +137,6 @@ class Manifest(Draft):
                 extra=dict(described["extra"]),
                 digests={str(name): str(value) for name, value in described["digests"].items()},
                 state_digest=str(described["state_digest"]),
-                sha256=str(described["sha256"]),
                 nbytes=int(described["nbytes"]),
             )
             if set(made.digests) != {variable.name for variable in made.schema}:

@@ -22,10 +22,10 @@ from replicast.checkpoint.digests import PassingDigest, digest_of_digests
 from replicast.checkpoint.layout import Layout, layout_of
 from replicast.checkpoint.manifest import Draft, Manifest
 from replicast.errors import CheckpointError
-from replicast.files import TEMPORARY, json_bytes, sync_directory
+from replicast.files import TEMPORARY, json_bytes, start_writing, sync_directory
 
 STATE, MANIFEST, COMMITTED = "state.safetensors", "manifest.json", "COMMITTED"
-PIECE_BYTES = 4 * 2**20  # Written, hashed and digested while it is in the processor's cache.
+PIECE_BYTES = 4 * 2**20  # Written and digested while it is in the processor's cache.
 
 Pieces = Iterable[memoryview]
 
@@ -99,7 +99,7 @@ def _write_state(path: Path, draft: Draft, variables: Iterable[tuple[str, Pieces
         writer = _StateWriter(descriptor, layout)
         for name, pieces in variables:
             writer.write(name, pieces)
-        digests, sha256 = writer.finish()
+        digests = writer.finish()
         faults.point("write")
         os.fsync(descriptor)
     finally:
@@ -108,19 +108,16 @@ def _write_state(path: Path, draft: Draft, variables: Iterable[tuple[str, Pieces
         draft,
         digests=digests,
         state_digest=digest_of_digests(digests),
-        sha256=sha256,
         nbytes=layout.nbytes,
     )
 
 
 class _StateWriter:
-    """Writes each variable at its place; hashes the file in passing as long as they come in its order."""
+    """Writes each variable at its place, and digests it in passing."""
 
     def __init__(self, descriptor: int, layout: Layout) -> None:
         self._descriptor, self._layout = descriptor, layout
         self._digests: dict[str, str] = {}
-        self._sha256 = hashlib.sha256(layout.header)
-        self._hashed = len(layout.header)
         _write_at(descriptor, memoryview(layout.header), 0)
 
     def write(self, name: str, pieces: Pieces) -> None:
@@ -129,15 +126,13 @@ class _StateWriter:
             problem = "is none of the model's" if span is None else "comes twice"
             raise CheckpointError(f"A variable {problem}", variable=name, received=name)
         digest, place, end = PassingDigest(span.variable), span.start, span.start + span.nbytes
-        in_order = place == self._hashed
         for piece in pieces:
             if place + len(piece) > end:
                 place += len(piece)
                 break
             _write_at(self._descriptor, piece, place)
+            start_writing(self._descriptor, place, len(piece))
             digest.update(piece)
-            if in_order:
-                self._sha256.update(piece)
             place += len(piece)
         if place != end:
             raise CheckpointError(
@@ -146,22 +141,15 @@ class _StateWriter:
                 expected=f"{span.nbytes} bytes",
                 received=f"{'more' if place > end else place - span.start}",
             )
-        self._hashed = end if in_order else self._hashed
         self._digests[name] = digest.hexdigest()
 
-    def finish(self) -> tuple[dict[str, str], str]:
+    def finish(self) -> dict[str, str]:
         missing = [name for name in self._layout.spans if name not in self._digests]
         if missing:
             raise CheckpointError(
                 "A variable of the model is missing", variable=missing[0], received=f"none of {missing[:5]}"
             )
-        while self._hashed < self._layout.nbytes:  # What came out of order was not hashed: read it back.
-            piece = os.pread(self._descriptor, PIECE_BYTES, self._hashed)
-            if not piece:
-                raise OSError(f"The file became shorter while it was written. Received: {self._hashed} bytes")
-            self._sha256.update(piece)
-            self._hashed += len(piece)
-        return {name: self._digests[name] for name in self._layout.spans}, self._sha256.hexdigest()
+        return {name: self._digests[name] for name in self._layout.spans}
 
 
 def _write_file(path: Path, content: bytes) -> None:

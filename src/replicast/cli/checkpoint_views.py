@@ -203,7 +203,7 @@ def _facts(path: Path, manifest: Manifest) -> list[tuple[str, str | Text]]:
         ("workers", str(manifest.workers)),
         ("metrics", _metrics_text(manifest)),
         ("versions", one_line(", ".join(f"{name} {value}" for name, value in manifest.versions.items()))),
-        ("file", f"{size_text(manifest.nbytes)}, sha256 {printable(manifest.sha256)}"),
+        ("file", size_text(manifest.nbytes)),
         ("state", printable(manifest.state_digest)),
     ]
     if manifest.parent is not None:

@@ -1,26 +1,46 @@
-"""A checkpoint becomes the state of all workers: worker 0 reads it, everyone receives it.
+"""A checkpoint becomes the state of all workers.
 
-All training threads are in `restore` together, so they exchange words and bytes directly; what they receive
-is checked against the digests in the manifest, on every worker.
+    all workers on one host, which see its directory    each reads it, into the memory of its new variables
+    else                                                worker 0 reads it, everyone receives it
+
+All training threads are in `restore` together, so they exchange words and bytes directly; what they read or
+receive is checked against the digests in the manifest, on every worker.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replicast.checkpoint import CheckpointReader, CheckpointStore, Manifest, differences
+import numpy as np
+
+from replicast.checkpoint import (
+    CheckpointReader,
+    CheckpointStore,
+    Manifest,
+    differences,
+    dtype_of,
+    open_checkpoint,
+)
+from replicast.config import host_id
 from replicast.digest import digest_array
 from replicast.edits import Edit, Operation
 from replicast.errors import CheckpointError, FileDamaged, JobFailed, ReplicastError
 from replicast.protocol import Member
 from replicast.replicas.position import Position
+from replicast.state import Arrays
 from replicast.transport import Parcel
+from replicast.transport.layout import arrays_in, lay_out
+from replicast.transport.mapping import fresh_memory
 
 PARCEL_BYTES = 1 << 28
 """Variables travel in parcels of about this size: shared memory must hold one of them."""
+MOST_AT_ONCE = 1 << 31
+"""A larger state is not read as a whole beside the one that it replaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +92,19 @@ def restore(
         return None
     if "error" in told:
         raise CheckpointError(told["error"])
-    try:
-        _receive_all(member, reader, number, told)
-    finally:
+    with contextlib.ExitStack() as closing:
+        if reader is None:
+            reader = _see(told)
         if reader is not None:
-            reader.close()
+            closing.enter_context(reader)
+        seen = channel.agree(f"restore/{number}/sees", "" if reader is None else "yes", patience.begin_secs)
+        at_once = told["nbytes"] <= MOST_AT_ONCE and all(seen.values())
+        if reader is not None and at_once:
+            _read_all(member, reader, number, told)
+        else:
+            source = reader if channel.rank == 0 else None
+            _check_first(member, source, number, told)
+            _receive_all(member, source, number, told)
     return Restored(
         step=told["step"],
         position=Position(told["epoch"], told["batch"]),
@@ -108,12 +136,11 @@ def _plan(
         }
     left_out = {difference.name for difference in differing}
     names = [variable.name for variable in member.state.schema if variable.name not in left_out]
-    # The digests of what is sent, which is quicker than the file's sha256; before any worker's state changes.
-    damaged = [name for name in names if digest_array(reader.read(name)) != manifest.digests[name]]
-    if damaged:
-        reader.close()
-        return None, {"error": str(FileDamaged(reader.path, f"{damaged[0]} is not what was written"))}
     return reader, {
+        "path": str(reader.path.resolve()),
+        "host": host_id(os.environ),
+        "nbytes": manifest.nbytes,
+        "state": manifest.state_digest,
         "step": manifest.step,
         "epoch": manifest.epoch,
         "batch": manifest.batch,
@@ -129,6 +156,62 @@ def _step_of(manifest: Manifest | None) -> int:
     if manifest is None:
         raise CheckpointError("There is no checkpoint")
     return manifest.step
+
+
+def _see(told: dict[str, Any]) -> CheckpointReader | None:
+    """The same checkpoint, opened by another worker of the same host; None where that cannot be."""
+    if told["host"] != host_id(os.environ):
+        return None
+    try:
+        reader = open_checkpoint(told["path"])
+    except (ReplicastError, OSError):
+        return None
+    if (reader.manifest.state_digest, reader.manifest.step) != (told["state"], told["step"]):
+        reader.close()
+        return None
+    return reader
+
+
+def _read_all(member: Member, reader: CheckpointReader, number: int, told: dict[str, Any]) -> None:
+    """Every worker reads for itself. No state changes before all have read all of it, and found it right."""
+    names: list[str] = told["names"]
+    values = _memory_for(member, names)
+    wrong = ""
+    try:
+        wrong = ",".join(name for name in names if not reader.read_into(name, values[name]))
+    except FileDamaged as error:
+        wrong = str(error)
+    verdicts = member.channel.agree(f"restore/{number}/read", wrong, member.patience.begin_secs)
+    for worker, verdict in verdicts.items():
+        if verdict:
+            raise CheckpointError(
+                f"Worker {worker} reads other bytes than were written: {verdict[:500]}",
+                path=reader.path,
+            )
+    member.state.apply([Edit(Operation.ASSIGN, name, {"value": values[name]}) for name in names])
+
+
+def _memory_for(member: Member, names: Sequence[str]) -> Arrays:
+    """Memory in which variables can live: TensorFlow takes it over."""
+    shapes = {variable.name: variable for variable in member.state.schema}
+    like = [np.broadcast_to(np.zeros((), dtype_of(shapes[name])), shapes[name].shape) for name in names]
+    pieces, nbytes = lay_out(like)
+    return dict(zip(names, arrays_in(fresh_memory(nbytes), Parcel("", 0, nbytes, "", pieces)), strict=True))
+
+
+def _check_first(member: Member, reader: CheckpointReader | None, number: int, told: dict[str, Any]) -> None:
+    """Worker 0 looks at all bytes before any worker's state changes."""
+    what, timeout_secs = f"restore/{number}/checked", member.patience.begin_secs
+    if reader is not None:
+        digests = told["digests"]
+        damaged = [name for name in told["names"] if digest_array(reader.read(name)) != digests[name]]
+        error = FileDamaged(reader.path, f"{damaged[0]} is not what was written") if damaged else ""
+        member.channel.tell(what, str(error))
+    said = member.channel.hear(what, timeout_secs)
+    if said is None:
+        raise JobFailed(f"worker 0 did not look at the checkpoint within {timeout_secs:.0f} s", worker=0)
+    if said:
+        raise CheckpointError(said)
 
 
 def _receive_all(member: Member, reader: CheckpointReader | None, number: int, told: dict[str, Any]) -> None:
