@@ -285,7 +285,7 @@ def diverged(strategy: Any, run_dir: Path) -> list[Any]:
     model = perceptron(strategy, adam)
     told = []
     with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
-        training = Driven(replicas, save_every=2)
+        training = Driven(replicas, save_every=2, audit_every=None, on_divergence="raise")
         training.step()
         if strategy.rank == strategy.size - 1:
             change_here_only(model, model.layers[1].name, "bias", 1.0)
