@@ -70,13 +70,11 @@ class Recovery:
         self._member = member
         self._run_dir = run_dir
         self._saver: Saver | None = None
-        self._store: CheckpointStore | None = None
         if run_dir is not None:
             store = CheckpointStore(run_dir)
             self._saver = Saver(member, state, store, attempt, fence)
             if member.channel.rank == 0:
                 store.clean()
-                self._store = store
                 self._saver.start()
         self._restores = 0
         self._saves = Saves()
@@ -148,7 +146,9 @@ class Recovery:
             raise _no_run_dir()
         self._member.pause("restore")
         self._restores += 1
-        restored = restore(self._member, self._store, self._restores, step, partial)
+        restored = restore(
+            self._member, CheckpointStore(self._run_dir), self._restores, step, partial
+        )
         if restored is None:
             return None
         self._member.pause("\n".join(["restored", *map(str, sorted(restored.holds))]))

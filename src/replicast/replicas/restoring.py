@@ -24,7 +24,6 @@ from replicast.checkpoint import (
     Manifest,
     differences,
     dtype_of,
-    open_checkpoint,
 )
 from replicast.config import host_id
 from replicast.digest import digest_array
@@ -61,13 +60,13 @@ class Restored:
 
 
 def restore(
-    member: Member, store: CheckpointStore | None, number: int, step: int | None, partial: bool
+    member: Member, store: CheckpointStore, number: int, step: int | None, partial: bool
 ) -> Restored | None:
     """Gives all workers the state of a checkpoint. All of them call it; blocks until all have it.
 
     Args:
         member: This worker's part in the protocol.
-        store: On worker 0 only; the others need not see the directory.
+        store: What worker 0 reads. The others need not see the directory; where they do, they read too.
         number: How often this was called before: the same on all workers.
         step: Which one. Default: the last.
         partial: Take what fits.
@@ -81,7 +80,7 @@ def restore(
     """
     channel, patience = member.channel, member.patience
     reader: CheckpointReader | None = None
-    if store is not None:
+    if channel.rank == 0:
         reader, plan = _plan(member, store, step, partial)
         channel.tell(f"restore/{number}", json.dumps(plan))
     text = channel.hear(f"restore/{number}", patience.begin_secs)
@@ -94,7 +93,7 @@ def restore(
         raise CheckpointError(told["error"])
     with contextlib.ExitStack() as closing:
         if reader is None:
-            reader = _see(told)
+            reader = _see(store, told)
         if reader is not None:
             closing.enter_context(reader)
         seen = channel.agree(f"restore/{number}/sees", "" if reader is None else "yes", patience.begin_secs)
@@ -137,7 +136,6 @@ def _plan(
     left_out = {difference.name for difference in differing}
     names = [variable.name for variable in member.state.schema if variable.name not in left_out]
     return reader, {
-        "path": str(reader.path.resolve()),
         "host": host_id(os.environ),
         "nbytes": manifest.nbytes,
         "state": manifest.state_digest,
@@ -158,15 +156,15 @@ def _step_of(manifest: Manifest | None) -> int:
     return manifest.step
 
 
-def _see(told: dict[str, Any]) -> CheckpointReader | None:
+def _see(store: CheckpointStore, told: dict[str, Any]) -> CheckpointReader | None:
     """The same checkpoint, opened by another worker of the same host; None where that cannot be."""
     if told["host"] != host_id(os.environ):
         return None
     try:
-        reader = open_checkpoint(told["path"])
+        reader = store.open(told["step"])
     except (ReplicastError, OSError):
         return None
-    if (reader.manifest.state_digest, reader.manifest.step) != (told["state"], told["step"]):
+    if reader.manifest.state_digest != told["state"]:
         reader.close()
         return None
     return reader
