@@ -6,7 +6,7 @@ import pytest
 from replicast.config import FAILED_BECAUSE_OF_ANOTHER
 from replicast.errors import LaunchRefused
 from replicast.supervisor.group import GroupEnd, first_failure
-from replicast.supervisor.report import duration, failure_line, others_line
+from replicast.supervisor.report import duration, failure_line, others_line, told_to_end_line
 from replicast.supervisor.rundir import locked, make_attempt_dir, make_run_dir, next_attempt
 from replicast.supervisor.supervisor import exit_code
 from replicast.supervisor.worker import WorkerExit
@@ -100,6 +100,15 @@ def test_the_report_names_worker_cause_duration_and_log() -> None:
     assert others_line(GroupEnd(others, failed, None)) == (
         "replicast: worker 0 was stopped, worker 2 had ended well, worker 3 failed after it (exit code 1)."
     )
+
+
+def test_a_group_that_was_told_to_end_is_not_called_a_failure() -> None:
+    first = ended(1, 143)
+    assert told_to_end_line(first) == (
+        "replicast: worker 1 was told to end (SIGTERM) and left first, with 143, after 2.0 s. "
+        "Log: /logs/x.log"
+    )
+    assert others_line(GroupEnd((first, ended(0, 143)), first, None)) == "replicast: worker 0 left too."
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import TextIO
 
+from replicast.config import TOLD_TO_END
 from replicast.supervisor.group import GroupEnd
 from replicast.supervisor.worker import WorkerExit
 
@@ -17,6 +18,14 @@ def failure_line(failure: WorkerExit) -> str:
     return (
         f"replicast: worker {failure.rank} failed first: {failure.how} after {duration(failure.ran_secs)}. "
         f"Log: {short_path(failure.log)}"
+    )
+
+
+def told_to_end_line(first: WorkerExit) -> str:
+    """One line: nobody failed, the group was told to end and did."""
+    return (
+        f"replicast: worker {first.rank} was told to end (SIGTERM) and left first, with {first.code}, after "
+        f"{duration(first.ran_secs)}. Log: {short_path(first.log)}"
     )
 
 
@@ -76,4 +85,6 @@ def short_path(path: Path) -> str:
 def _became(ended: WorkerExit) -> str:
     if ended.stopped:
         return "was stopped"
+    if ended.code == TOLD_TO_END:
+        return "left too"
     return "had ended well" if ended.code == 0 else f"failed after it ({ended.how})"

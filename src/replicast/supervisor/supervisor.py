@@ -20,6 +20,7 @@ from replicast.supervisor.report import (
     print_tail,
     restart_line,
     short_path,
+    told_to_end_line,
 )
 from replicast.supervisor.rundir import locked, make_attempt_dir, next_attempt
 from replicast.supervisor.screen import Screen, make_screen
@@ -132,8 +133,11 @@ def _who(job: Job) -> str:
 
 def _report(end: GroupEnd, screen: Screen) -> None:
     if end.first_failure is not None:
-        print_tail(end.first_failure, sys.stderr)
-        screen.tell(failure_line(end.first_failure))
+        if end.first_failure.code == TOLD_TO_END:
+            screen.tell(told_to_end_line(end.first_failure))
+        else:
+            print_tail(end.first_failure, sys.stderr)
+            screen.tell(failure_line(end.first_failure))
         others = others_line(end)
         if others:
             screen.tell(others)
