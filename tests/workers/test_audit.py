@@ -17,6 +17,8 @@ import replicast
 from replicast.auditfiles import answer_to, last_audits, request_audit
 from replicast.edits import Edit, Operation
 from replicast.journal import Journal
+from replicast.replicas.auditing import AuditPlan
+from replicast.update import Update
 from tests.pool import Pool
 from tests.workers.recipes import CLASSES, FEATURES, arrays
 from tests.workers.test_updates import WAIT_SECS, AtStep, Meeting, Until, adam, replicas_of
@@ -205,6 +207,9 @@ def healed_between_checkpoints(strategy: Any, run_dir: Path) -> Any:
         callbacks = [replicas.callback(save_every=4, keep=100), AtStep(assign), Until(meeting, saved)]
         fit(model, callbacks, 4, epochs=100)
         replicas.save().result(WAIT_SECS)
+        if strategy.rank == 1:
+            replicas.propose(Update().scale("stored/float16", 3.0).assign("stored/int8", [[1] * 3] * 2))
+        replicas.sync(variables=["out/bias"])  # and whatever was proposed
         right = digests(replicas)
         if strategy.rank == 0:
             flip(replicas, "stored/float16", (0, 0), 4)
@@ -222,6 +227,32 @@ def test_two_workers_agree_on_what_the_checkpoint_has_and_a_checkpoint_waits_unt
     assert (difference.reference, difference.rule) == (1, "checkpoint and journal")
     assert difference.minority == (0,)
     assert as_before, "worker 0 was the bad one"
+
+
+# Plans.
+
+
+@pytest.mark.parametrize("every", [0, -5, True, 2.5, "epoch"])
+def test_a_plan_that_makes_no_sense_is_refused(every: Any) -> None:
+    with pytest.raises(ValueError, match=r"audit_every is a number of steps.*Received: "):
+        AuditPlan(every)
+    with pytest.raises(ValueError, match=r"on_divergence must be.*Received: 'ignore'"):
+        AuditPlan(5, "ignore")  # type: ignore[arg-type]
+
+
+def different_plans(strategy: Any) -> str:
+    with replicas_of(audited(strategy)) as replicas:
+        different = replicas.callback(audit_every=5 + strategy.rank)
+        with pytest.raises(replicast.ClusterError) as caught:
+            fit(replicas.model, [different], 2)
+        fit(replicas.model, [replicas.callback(audit_every=1, on_divergence="raise")], 2)
+        return str(caught.value)
+
+
+def test_workers_with_different_plans_are_told(pool2: Pool) -> None:
+    first, second = pool2.run(different_plans)
+    assert first == second
+    assert first.startswith("Worker 1 is to be audited otherwise than worker 0.")
 
 
 # Raise, and ask from outside.

@@ -63,7 +63,7 @@ class Audit:
     round: int
     policy: Policy
     raises: bool
-    requests: tuple[str, ...]
+    requests: tuple[str, ...] = ()
     lent: list[Proposal] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
 
@@ -146,13 +146,14 @@ class Audits:
 
     def _begin(self, policy: Policy, *, raises: bool) -> tuple[Audit, int]:
         self._raised = False
-        requests = self._examiner.requests()
         round_, step = self._rounds.stop_all()
         self._channel.append(Examine(round_, step))
-        return Audit(round_, policy, raises, requests), step
+        return Audit(round_, policy, raises), step
 
     def _carry_out(self, audit: Audit) -> UpdateRefused | None:
         """All that happens at the boundary. Whatever becomes of it, the workers go on."""
+        # Not before: who asks while an audit waits for its boundary is answered by that one.
+        audit.requests = self._examiner.requests()
         try:
             self._conclude(audit, self._find_out(audit))
         except UpdateRefused as error:

@@ -81,6 +81,7 @@ class Auditing:
         """Sets when audits are made. All workers call it; blocks until they have."""
         channel = self._member.channel
         mine = json.dumps([plan.every, plan.policy, plan.ends, sorted(self._member.examiner.declared)])
+        self._plans += 1
         said = channel.agree(f"audits/{self._plans}", mine, self._member.patience.begin_secs)
         for worker, theirs in said.items():
             if theirs != said[0]:
@@ -89,9 +90,7 @@ class Auditing:
                     remedy="Give audit_every, on_divergence and may_differ alike on all workers",
                     received=f"{theirs[:200]}, worker 0: {said[0][:200]}",
                 )
-        if self._plans > 0:
-            channel.forget_agreed(f"audits/{self._plans - 1}")  # all have heard it who have come to this one
-        self._plans += 1
+        channel.forget_agreed(f"audits/{self._plans - 1}")  # all have heard it who have come to this one
         self._follow(plan)
 
     def after_step(self, steps: int) -> None:
