@@ -12,14 +12,14 @@ import keras
 import tensorflow as tf
 
 from replicast.audit import AuditReport, Policy
-from replicast.errors import NotSupported, ReplicastError, UpdateRefused
+from replicast.errors import ReplicastError, UpdateRefused
 from replicast.guard import Guard
 from replicast.journal import Receipt
-from replicast.protocol import Member, Patience, Ticket
+from replicast.protocol import Patience, Ticket
 from replicast.protocol.functions import Function
-from replicast.replicas.auditing import Auditing, AuditPlan
+from replicast.replicas.auditing import AuditPlan
 from replicast.replicas.callback import BoundaryCallback
-from replicast.replicas.housekeeping import Housekeeping
+from replicast.replicas.facts import Facts
 from replicast.replicas.joining import (
     Durability,
     Parts,
@@ -29,13 +29,10 @@ from replicast.replicas.joining import (
     strategy_of,
 )
 from replicast.replicas.moving import move, read_model, write_model
-from replicast.replicas.position import Position
-from replicast.replicas.recovery import Recovery, SaveEvery, Saves, on_sigterm
+from replicast.replicas.recovery import SaveEvery, Saves, on_sigterm
 from replicast.replicas.restoring import Restored
 from replicast.replicas.saving import Keeping, Saving, WhenBusy
 from replicast.replicas.syncing import sync
-from replicast.schema import Schema
-from replicast.strategy import KerasState
 from replicast.trial import Trial
 from replicast.update import Update
 from replicast.validate import Limits
@@ -43,7 +40,7 @@ from replicast.validate import Limits
 logger = logging.getLogger("replicast")
 
 
-class Replicas:
+class Replicas(Facts):
     """The replicas of one model, seen from one worker. Make it on all workers, after the model is compiled.
 
     Blocks until all workers have made theirs. Updates are applied at boundaries: give `callback()` to `fit`,
@@ -104,60 +101,6 @@ class Replicas:
         self._parts: Parts | None = None
         if model.built:
             self._open()
-
-    @property
-    def rank(self) -> int:
-        """Which worker this is."""
-        return self._strategy.rank
-
-    @property
-    def size(self) -> int:
-        """The number of workers."""
-        return self._strategy.size
-
-    @property
-    def step(self) -> int:
-        """How many steps were trained up to the last boundary."""
-        return self._opened().member.gate.step
-
-    @property
-    def schema(self) -> Schema:
-        """The names, shapes and dtypes of all variables that an update can change."""
-        return self._state.schema
-
-    @property
-    def run_dir(self) -> Path | None:
-        """The run directory, if there is one."""
-        return self._settings.run_dir
-
-    @property
-    def history(self) -> Sequence[Receipt]:
-        """The receipts of the updates that were verified so far, the same on every worker."""
-        return tuple(self._opened().member.history)
-
-    @property
-    def recovery(self) -> Recovery:
-        """This worker's part in checkpoints, for the callback."""
-        return self._opened().recovery
-
-    @property
-    def auditing(self) -> Auditing:
-        """This worker's part in audits, for the callback."""
-        return self._opened().auditing
-
-    @property
-    def audits(self) -> Sequence[AuditReport]:
-        """What audits have found so far, the latest last.
-
-        Those for which all workers stood still, because one was asked for or replicas differed, are known on
-        every worker; those that found in passing that all is equal, on worker 0.
-        """
-        return self.auditing.reports
-
-    @property
-    def position(self) -> Position:
-        """Where in its data the training stands: the epoch, and how many batches of it are done."""
-        return self.recovery.position
 
     def callback(
         self,
@@ -390,37 +333,6 @@ class Replicas:
         self.recovery.say_what_was_left()
         self._stop()
         self._closed = True
-
-    def _active(self) -> Parts:
-        if self._closed:
-            raise NotSupported(
-                "A closed Replicas",
-                reason="its threads have ended, on all workers",
-                remedy="Make another replicast.Replicas(model)",
-            )
-        return self._opened()
-
-    def _opened(self) -> Parts:
-        if self._parts is None:
-            raise NotSupported(
-                "A model that is not built",
-                reason="its variables do not exist yet, so they have no names",
-                remedy="Give it a keras.Input, or call model.build(shape) inside strategy.scope(), or wait "
-                "until training has begun",
-            )
-        return self._parts
-
-    @property
-    def _member(self) -> Member:
-        return self._active().member
-
-    @property
-    def _state(self) -> KerasState:
-        return self._opened().state
-
-    @property
-    def _housekeeping(self) -> Housekeeping:
-        return self._opened().housekeeping
 
     def _open(self) -> None:
         """Joins the other workers. All of them come here, each with a built model."""

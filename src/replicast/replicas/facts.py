@@ -1,0 +1,112 @@
+"""What one worker can see of the replicas. Nothing here waits for anybody, or changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from replicast.audit import AuditReport
+from replicast.errors import NotSupported
+from replicast.journal import Receipt
+from replicast.protocol import Member
+from replicast.replicas.auditing import Auditing
+from replicast.replicas.housekeeping import Housekeeping
+from replicast.replicas.joining import Parts, Settings
+from replicast.replicas.position import Position
+from replicast.replicas.recovery import Recovery
+from replicast.schema import Schema
+from replicast.strategy import KerasState, Strategy
+
+
+class Facts:
+    """The part of `Replicas` that can be looked at, by any thread."""
+
+    _strategy: Strategy
+    _settings: Settings
+    _parts: Parts | None
+    _closed: bool
+
+    @property
+    def rank(self) -> int:
+        """Which worker this is."""
+        return self._strategy.rank
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return self._strategy.size
+
+    @property
+    def step(self) -> int:
+        """How many steps were trained up to the last boundary."""
+        return self._opened().member.gate.step
+
+    @property
+    def schema(self) -> Schema:
+        """The names, shapes and dtypes of all variables that an update can change."""
+        return self._state.schema
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run directory, if there is one."""
+        return self._settings.run_dir
+
+    @property
+    def history(self) -> Sequence[Receipt]:
+        """The receipts of the updates that were verified so far, the same on every worker."""
+        return tuple(self._opened().member.history)
+
+    @property
+    def recovery(self) -> Recovery:
+        """This worker's part in checkpoints, for the callback."""
+        return self._opened().recovery
+
+    @property
+    def auditing(self) -> Auditing:
+        """This worker's part in audits, for the callback."""
+        return self._opened().auditing
+
+    @property
+    def audits(self) -> Sequence[AuditReport]:
+        """What audits have found so far, the latest last.
+
+        Those for which all workers stood still, because one was asked for or replicas differed, are known on
+        every worker; those that found in passing that all is equal, on worker 0.
+        """
+        return self.auditing.reports
+
+    @property
+    def position(self) -> Position:
+        """Where in its data the training stands: the epoch, and how many batches of it are done."""
+        return self.recovery.position
+
+    def _active(self) -> Parts:
+        if self._closed:
+            raise NotSupported(
+                "A closed Replicas",
+                reason="its threads have ended, on all workers",
+                remedy="Make another replicast.Replicas(model)",
+            )
+        return self._opened()
+
+    def _opened(self) -> Parts:
+        if self._parts is None:
+            raise NotSupported(
+                "A model that is not built",
+                reason="its variables do not exist yet, so they have no names",
+                remedy="Give it a keras.Input, or call model.build(shape) inside strategy.scope(), or wait "
+                "until training has begun",
+            )
+        return self._parts
+
+    @property
+    def _member(self) -> Member:
+        return self._active().member
+
+    @property
+    def _state(self) -> KerasState:
+        return self._opened().state
+
+    @property
+    def _housekeeping(self) -> Housekeeping:
+        return self._opened().housekeeping
