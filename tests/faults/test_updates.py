@@ -75,10 +75,10 @@ def start(directory: Path, body: str, *options: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(job: subprocess.Popen[str]) -> tuple[int, str]:
+def finish(job: subprocess.Popen[str], deadline_secs: float = DEADLINE_SECS) -> tuple[int, str]:
     with job:
         try:
-            out, err = job.communicate(timeout=DEADLINE_SECS)
+            out, err = job.communicate(timeout=deadline_secs)
         except BaseException:
             job.send_signal(signal.SIGTERM)
             raise

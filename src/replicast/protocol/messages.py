@@ -285,6 +285,7 @@ class Failed:
 
     Attributes:
         trained: How far each had, if they differ.
+        after_trial: They were equal there, and the whole states are not at the end of the trial.
     """
 
     id: str
@@ -293,6 +294,7 @@ class Failed:
     digests: dict[str, str]
     receipt: dict[str, Any]
     trained: dict[str, int] = field(default_factory=dict)
+    after_trial: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,8 +113,11 @@ def diverged(failed: Failed) -> ReplicasDiverged:
         for worker, digest in sorted(by_rank.items()):
             groups.setdefault(digest, []).append(str(worker))
         said = "; ".join(f"worker {', '.join(workers)}: {digest}" for digest, workers in groups.items())
+        what = "the variables it touched are not equal"
+        if failed.after_trial:
+            what = "at the end of its trial the replicas' states are not equal"
         why = (
-            f"the variables it touched are not equal ({said}). They must have differed before: a worker has "
+            f"{what} ({said}). They must have differed before: a worker has "
             "assigned to a variable by itself. replicas.sync(source=0) makes them equal"
         )
     return ReplicasDiverged(

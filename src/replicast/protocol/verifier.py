@@ -167,8 +167,9 @@ class Verifier:
     ) -> None:
         record = committed.record
         digests = {worker: report.digest for worker, report in reports.items()}
-        if len(set(settled.values())) > 1 and len(set(digests.values())) == 1:
-            digests = settled  # equal where it was applied, and not after the trial
+        after_trial = len(set(settled.values())) > 1 and len(set(digests.values())) == 1
+        if after_trial:
+            digests = settled
         together = len({report.trained for report in reports.values()}) == 1
         equal = together and len(set(digests.values())) == 1
         receipt = Receipt(
@@ -195,7 +196,8 @@ class Verifier:
             by_name = {str(worker): digest for worker, digest in digests.items()}
             trained = {} if together else {str(w): report.trained for w, report in reports.items()}
             described = receipt.to_json()
-            outcome = Failed(record.id, committed.content_digest, receipt.step, by_name, described, trained)
+            where = (record.id, committed.content_digest, receipt.step)
+            outcome = Failed(*where, by_name, described, trained, after_trial)
             logger.error("%s", diverged(outcome))
         self._outcomes[record.id] = outcome
         self._channel.append(outcome)

@@ -14,6 +14,7 @@ import pytest
 from replicast.errors import FileDamaged, ReplicasDiverged, UpdatePending, UpdateRefused
 from replicast.journal import Journal, MemoryJournal
 from replicast.protocol import Ticket
+from replicast.protocol.measures import MOST, Measures
 from replicast.state import MemoryState
 from replicast.trial import Trial, TrialOutcome
 from replicast.update import Stage, Update
@@ -357,7 +358,9 @@ def test_replicas_that_are_not_equal_after_a_trial_are_reported() -> None:
                 worker.state.values["table/embeddings"] += 1
 
         run.train(20, {4: run.propose(0, bias(-0.5), trial=TRIAL), 7: assign})
-        with pytest.raises(ReplicasDiverged):
+        with pytest.raises(
+            ReplicasDiverged, match="at the end of its trial the replicas' states are not equal"
+        ):
             run.tickets[0].result(DEADLINE_SECS)
 
 
@@ -369,6 +372,65 @@ def test_what_a_trial_that_was_taken_back_has_measured_counts_for_no_other() -> 
         run.train(30, {4: first, 7: second, 11: lambda _: run.wait_for_commit(1)})
         outcomes = [outcome_of(ticket) for ticket in run.tickets]
         assert [(one.outcome, one.before) for one in outcomes] == [("reverted", 1.0), ("kept", 1.0)]
+
+
+# With audits.
+
+
+def flip(worker: Worker) -> None:
+    if worker.rank == 1:
+        worker.state.values["table/embeddings"][2, 1] += 1
+
+
+@pytest.mark.parametrize("way", ["pause", "wish"])
+@pytest.mark.parametrize("amount", [1.0, -0.5], ids=["reverted", "kept"])
+def test_an_audit_heals_in_the_middle_of_a_trial_and_again_at_the_same_step_after_a_restart(
+    way: str, amount: float
+) -> None:
+    def audit(worker: Worker) -> None:
+        if way == "pause":
+            worker.member.pause("audit\nheal")
+        elif worker.rank == 0:
+            worker.member.wish("audit")
+            eventually(lambda: any(stop.computes for stop in worker.member.gate.pending()))
+
+    journal = MemoryJournal()
+    with Job(3, journal) as job:
+        job.workers[0].member.examiner.policy = "heal"
+        run = Run(job)
+        trial = run.propose(2, bias(amount, id="t"), trial=TRIAL, at_step=6)
+        scheduled = run.propose(2, bias(3.0, id="scheduled"), at_step=7)
+        run.train(20, {4: lambda worker: (scheduled(worker), trial(worker)), 8: flip, 9: audit})
+        assert outcome_of(run.tickets[1]).outcome == ("reverted" if amount > 0 else "kept")
+        applied = job.workers[1].applied
+        assert [id_ for _, id_ in applied] == ["t", "heal-3-from-worker-0", "scheduled"]
+        assert 6 < applied[1][0] < 11 == applied[2][0]
+        values, outcomes = job.values(), journal.outcomes()
+        assert values == values[:1] * 3
+        eventually(lambda: len(journal.receipts()) == 3)
+    with Job(3, journal) as job:
+        run = Run(job)
+        run.train(20)
+        assert job.workers[1].applied == applied
+        assert job.values() == values
+        assert journal.outcomes() == outcomes
+
+
+def test_an_audit_at_the_very_end_of_a_trial_does_not_wait_for_it() -> None:
+    with Job(2) as job:
+        job.workers[0].member.examiner.policy = "heal"
+        run = Run(job)
+
+        def wish(worker: Worker) -> None:
+            if worker.rank == 0:
+                worker.member.wish("audit")
+                eventually(lambda: any(stop.computes for stop in worker.member.gate.pending()))
+
+        trial = run.propose(0, bias(1.0, id="t"), trial=TRIAL, at_step=6)
+        run.train(20, {4: trial, 10: wish, 12: lambda worker: worker.member.pause("audit\nheal")})
+        assert outcome_of(run.tickets[0]).step == 11
+        assert all(report.equal for report in job.workers[0].member.examiner.reports)
+        assert job.workers[0].member.examiner.reports
 
 
 # A restart.
@@ -425,6 +487,45 @@ def test_a_decided_trial_is_not_decided_again_whatever_is_measured() -> None:
 
 
 # The parts.
+
+
+def running_means(values: list[float], epoch: int, per_boundary: int) -> list[tuple[int, int, float]]:
+    """As Keras gives them: step, batches so far in the epoch, their mean."""
+    found = []
+    for step in range(per_boundary, len(values) + 1, per_boundary):
+        batches = (step - 1) % epoch + 1
+        found.append((step, batches, sum(values[step - batches : step]) / batches))
+    return found
+
+
+@pytest.mark.parametrize("per_boundary", [1, 2, 5])
+def test_what_each_step_measured_is_found_in_running_means(per_boundary: int) -> None:
+    values = [float(value) for value in np.random.default_rng(1).normal(2.0, 1.0, 60)]
+    measures = Measures()
+    for step, batches, mean in running_means(values, 20, per_boundary):
+        if step == 40 + per_boundary:
+            assert measures.before("loss", 10) == pytest.approx(np.mean(values[30:40]))
+            assert measures.before("loss", 30) == pytest.approx(np.mean(values[10:40]))
+            assert measures.before("loss", 1000) == pytest.approx(np.mean(values[:40]))
+            measures.begin(40)
+        measures.batches = batches
+        measures.note(step, per_boundary, {"loss": mean})
+    assert measures.during("loss") == pytest.approx(np.mean(values[40:]))
+    measures.end(reverted=True)
+    assert measures.before("loss", 10) == pytest.approx(np.mean(values[30:40]))
+    measures.batches = None
+    measures.note(61, 1, {"loss": 7.0})
+    assert measures.before("loss", 1) == 7.0
+
+
+def test_what_an_own_loop_gives_is_taken_as_it_is_also_from_one_dict() -> None:
+    measures, logs = Measures(), {}
+    for step in range(1, 4 * MOST):
+        logs["loss"] = float(step)
+        measures.note(step, 1, logs)
+    last = 4 * MOST - 1
+    assert measures.before("loss", 3) == last - 1
+    assert measures.before("loss", 10**6) == last - (MOST - 1) / 2
 
 
 def test_a_snapshot_is_restored_to_the_last_bit_and_shares_no_memory() -> None:

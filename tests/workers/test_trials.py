@@ -1,0 +1,211 @@
+"""A correction that proves itself or undoes itself, on real workers that train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import replicast
+from replicast.checkpoint import CheckpointStore
+from replicast.errors import CheckpointError, UpdateRefused
+from replicast.replicas.callback import BoundaryCallback
+from tests.pool import Pool
+from tests.pool.checks import assert_equal_on_all, digest
+from tests.workers.recipes import arrays, perceptron
+from tests.workers.test_updates import adam, replicas_of
+
+BATCHES, EPOCHS, BATCH_SIZE = 10, 5, 8
+PROPOSED, APPLIED, STEPS = 6, 12, 15
+WORSE = replicast.Update(id="worse").scale("dense_1/kernel", -3.0).scale("optimizer/learning_rate", 0.1)
+HELPS = replicast.Update(id="helps").scale("optimizer/learning_rate", 2.0)
+UPDATES = {"worse": WORSE, "helps": HELPS}
+
+
+class Looks:
+    """The bits of the whole state right before and right after each boundary."""
+
+    def __init__(self, replicas: replicast.Replicas, which: str) -> None:
+        self._replicas = replicas
+        self._which = which
+        self.before: dict[int, dict[str, str]] = {}
+        self.after: dict[int, dict[str, str]] = {}
+        self.ticket: Any = None
+        self.refusals: list[str] = []
+
+    def look_before(self, steps: int) -> None:
+        self.before[self._replicas.step + steps] = digest(self._replicas.model)
+
+    def look_after(self) -> None:
+        replicas, step = self._replicas, self._replicas.step
+        self.after[step] = digest(replicas.model)
+        if step == PROPOSED and replicas.rank == replicas.size - 1:
+            trial = replicast.Trial(steps=STEPS, max_increase=0.1)
+            self.ticket = replicas.propose(UPDATES[self._which], at_step=APPLIED, trial=trial)
+        if step == PROPOSED:
+            replicas.sync()  # all stand here until it is committed
+        if step == APPLIED + 3:
+            self._try_what_cannot_be_done()
+
+    def _try_what_cannot_be_done(self) -> None:
+        for act, error in ((self._replicas.sync, UpdateRefused), (self._replicas.save, CheckpointError)):
+            with pytest.raises(error) as caught:
+                act()
+            self.refusals.append(str(caught.value))
+        with pytest.raises(SystemExit):  # SIGTERM has come: nothing is saved
+            self._replicas.recovery._leave()
+
+    def told(self) -> dict[str, Any]:
+        (receipt,) = (one for one in self._replicas.history if one.id == self._which)
+        trial = receipt.trial
+        assert trial is not None
+        if self.ticket is not None:
+            assert self.ticket.result(30).trial == trial
+        return {
+            "outcome": trial.outcome,
+            "applied": receipt.step,
+            "ended": trial.step,
+            "measured": (trial.before, trial.during),
+            "before": self.before,
+            "after": self.after,
+            "refusals": self.refusals,
+        }
+
+
+def by_fit(
+    replicas: replicast.Replicas, looks: Looks, callback: BoundaryCallback, per_execution: int
+) -> None:
+    class Before(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            looks.look_before(per_execution)
+
+    class After(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            looks.look_after()
+
+    x, y = arrays(BATCHES * BATCH_SIZE)
+    callbacks = [Before(), callback, After()]
+    replicas.model.fit(x, y, batch_size=BATCH_SIZE, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+
+
+def by_own_loop(replicas: replicast.Replicas, looks: Looks) -> None:
+    model, strategy = replicas.model, replicas.model.distribute_strategy
+    x, y = (part[strategy.rank :: strategy.size][:16] for part in arrays())
+
+    def one_step() -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(
+                keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True)
+            )
+        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    @tf.function
+    def step() -> tf.Tensor:
+        return strategy.run(one_step)
+
+    for _ in range(BATCHES * EPOCHS):
+        loss = strategy.experimental_local_results(step())[0]
+        looks.look_before(1)
+        replicas.boundary(logs={"loss": loss})
+        looks.look_after()
+
+
+def tried(strategy: Any, way: str, which: str, directory: Path) -> dict[str, Any]:
+    keras.utils.set_random_seed(3)
+    # The statistics of an own loop are each worker's own.
+    extra = () if way == "own loop" else (lambda: keras.layers.Dropout(0.1), keras.layers.BatchNormalization)
+    per_execution = 3 if way == "executions" else 1
+    model = perceptron(strategy, adam, extra, steps_per_execution=per_execution)
+    with replicas_of(model, run_dir=directory) as replicas:
+        looks = Looks(replicas, which)
+        if way == "own loop":
+            by_own_loop(replicas, looks)
+        else:
+            by_fit(replicas, looks, replicas.callback(save_every=4, keep=99), per_execution)
+        replicas.model.distribute_strategy.check_job()
+        return looks.told()
+
+
+def assert_taken_back(told: dict[str, Any]) -> None:
+    applied, ended = told["applied"], told["ended"]
+    assert told["outcome"] == "reverted"
+    assert told["after"][applied] != told["before"][applied]
+    assert told["before"][ended] != told["after"][ended]
+    assert told["after"][ended] == told["before"][applied], "not the bits of before the update"
+    assert min(step for step in told["after"] if step > ended) in told["before"]
+
+
+@pytest.mark.parametrize("way", ["fit", "executions", "own loop"])
+def test_a_trial_that_makes_the_loss_worse_ends_with_the_bits_of_before(
+    pool2: Pool, tmp_path: Path, way: str
+) -> None:
+    results = pool2.run(tried, way, "worse", tmp_path)
+    assert_equal_on_all(results)
+    assert (results[0]["applied"], results[0]["ended"]) == (APPLIED, APPLIED + STEPS)
+    assert_taken_back(results[0])
+    before, during = results[0]["measured"]
+    assert during > 1.5 * before
+    sync, save = results[0]["refusals"]
+    assert "A trial runs until step 27" in sync
+    assert "the trial ends at step 27" in save
+
+
+def test_a_trial_that_helps_stays_and_no_checkpoint_is_of_its_middle(pool2: Pool, tmp_path: Path) -> None:
+    results = pool2.run(tried, "fit", "helps", tmp_path)
+    assert_equal_on_all(results)
+    told = results[0]
+    assert told["outcome"] == "kept"
+    assert told["after"][told["ended"]] == told["before"][told["ended"]]
+    assert told["after"][told["ended"]] != told["before"][told["applied"]]
+    made = [manifest.step for manifest in CheckpointStore(tmp_path).list()]
+    assert made == [4, 8, 27, 28, 32, 36, 40, 44, 48]
+
+
+def test_three_workers_go_back_together(pool3: Pool, tmp_path: Path) -> None:
+    results = pool3.run(tried, "fit", "worse", tmp_path)
+    assert_equal_on_all(results)
+    assert_taken_back(results[0])
+
+
+def odd_values(strategy: Any) -> dict[str, Any]:
+    """A snapshot of values that a careless copy would change, and whether its memory is its own."""
+    odd = np.array([[np.nan, -0.0, np.inf], [1e-45, -1.5, 3.0]], np.float32)
+    odd.view(np.uint32)[0, 0] |= 7
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((2,)), keras.layers.Dense(3, dtype="bfloat16"), keras.layers.Dropout(0.5)]
+        )
+        model.add(keras.layers.Dense(3))
+        model.compile("adam", "mse")
+    with replicas_of(model) as replicas:
+        state = replicas._state
+        names = [variable.name for variable in state.schema]
+        for variable in model.layers[0].variables:
+            variable.assign(
+                tf.cast(odd[: variable.shape[0]] if len(variable.shape) == 2 else odd[0], variable.dtype)
+            )
+        model.layers[-1].kernel.assign(np.tile(odd, (2, 1))[:3])
+        before = state.digests(names)
+        copy: dict[str, Any] = {}
+        state.snapshot(copy)
+        kept = {name: value.tobytes() for name, value in copy.items()}
+        for variable in (*model.variables, *model.optimizer.variables):
+            variable.assign(tf.zeros_like(variable.value))
+        state.restore_snapshot(copy)
+        after = state.digests(names)
+        model.layers[-1].kernel.assign_add(np.ones((3, 3), np.float32))  # in place, as training does
+        untouched = all(copy[name].tobytes() == value for name, value in kept.items())
+        return {"equal": after == before, "untouched": untouched, "names": len(names)}
+
+
+def test_a_snapshot_is_restored_to_the_last_bit_and_shares_no_memory_with_variables(pool1: Pool) -> None:
+    (found,) = pool1.run(odd_values)
+    assert found["equal"]
+    assert found["untouched"]
+    assert found["names"] > 5
