@@ -34,12 +34,13 @@ from replicast.audit import (
     workers_text,
 )
 from replicast.errors import JobFailed, UpdateRefused
+from replicast.protocol.audit_messages import Audited, Examine, Examined, Lend, Weigh
 from replicast.protocol.channel import LOOK_SECS
 from replicast.protocol.examining import round_key
 from replicast.protocol.findings import Findings
 from replicast.protocol.looks import Looks
 from replicast.protocol.member import Member
-from replicast.protocol.messages import Audited, Drop, Examine, Examined, Free, Lend, Proposal, Weigh
+from replicast.protocol.messages import Drop, Free, Proposal
 from replicast.protocol.rounds import OpenRound, Rounds
 
 logger = logging.getLogger("replicast")

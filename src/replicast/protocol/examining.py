@@ -17,7 +17,8 @@ import xxhash
 
 from replicast.audit import AuditReport, Policy, deviation
 from replicast.errors import ReplicasDiverged, UpdateRefused
-from replicast.protocol.messages import Audited, Computed, Examine, Examined, Lend, Weigh, Weighed
+from replicast.protocol.audit_messages import Audited, Examine, Examined, Lend, Weigh, Weighed
+from replicast.protocol.messages import Computed
 from replicast.update import Update
 
 if TYPE_CHECKING:

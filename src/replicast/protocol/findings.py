@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 
 from replicast.audit import AuditReport, Declared
-from replicast.protocol.messages import Examined
+from replicast.protocol.audit_messages import Examined
 from replicast.schema import Schema
 
 

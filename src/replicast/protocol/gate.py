@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from replicast.errors import JobFailed
-from replicast.protocol.messages import REPLAY_ROUND, Compute, Examine, Go, Lend, Weigh
+from replicast.protocol.audit_messages import Examine, Lend, Weigh
+from replicast.protocol.messages import REPLAY_ROUND, Compute, Go
 
 Order: TypeAlias = Compute | Examine | Lend | Weigh
 """What a training thread does at a stop while it is undecided."""

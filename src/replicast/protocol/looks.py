@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from replicast.audit import Declared
+from replicast.protocol.audit_messages import Examined
 from replicast.protocol.channel import LOOK_SECS
 from replicast.protocol.examining import look_key
 from replicast.protocol.findings import Findings
 from replicast.protocol.member import Member
-from replicast.protocol.messages import Examined
 
 logger = logging.getLogger("replicast")
 

@@ -26,6 +26,7 @@ from replicast import faults
 from replicast.errors import UpdateRefused
 from replicast.guard import Guard
 from replicast.journal import Receipt
+from replicast.protocol.audit_messages import Audited, Examine, Lend, Weigh
 from replicast.protocol.channel import Channel
 from replicast.protocol.examining import Examiner
 from replicast.protocol.functions import Function, computed_update
@@ -36,19 +37,16 @@ from replicast.protocol.messages import (
     Aim,
     Answer,
     Applied,
-    Audited,
     Coming,
     Compute,
     Computed,
     Cut,
     Drop,
-    Examine,
     Expect,
     Failed,
     Free,
     Go,
     Hold,
-    Lend,
     Parked,
     Paused,
     Proposal,
@@ -58,7 +56,6 @@ from replicast.protocol.messages import (
     Settle,
     Stage,
     Verified,
-    Weigh,
 )
 from replicast.protocol.outcomes import Outcomes
 from replicast.protocol.patience import Patience

@@ -5,7 +5,7 @@
   Resume, Again, Verified, Failed.
 - Back to the coordinator: Answer, to one sentence; Computed, to one order; Applied, to one update.
 - In a trial: Cut, Settle, to all workers; Tried, Settled, back.
-- In an audit: Examine, Lend, Weigh, Audited, to all workers; Examined, Computed, Weighed, back.
+- In an audit: those of `replicast.protocol.audit_messages`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from replicast.protocol.audit_messages import Audited, Examine, Examined, Lend, Weigh, Weighed
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,53 +192,6 @@ class Settle:
     outcome: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Examine:
-    """At the round's boundary every worker digests its whole state, says so, and waits there."""
-
-    round: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Lend:
-    """One worker makes its values of these variables available, as an update that may never be committed."""
-
-    round: int
-    source: int
-    id: str
-    variables: list[str]
-    note: str
-
-
-@dataclass(frozen=True, slots=True)
-class Weigh:
-    """Compare your values with those that were lent.
-
-    Attributes:
-        ids: What was lent, staged by all.
-        differing: Of each variable: the workers that have other bits.
-    """
-
-    round: int
-    ids: list[str]
-    differing: dict[str, list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Audited:
-    """The audit of this round is over: go on.
-
-    Attributes:
-        report: What it found and did.
-        raises: Whether the training thread has to raise it, at the boundary.
-    """
-
-    round: int
-    report: dict[str, Any]
-    raises: bool = False
-
-
 REPLAY_ROUND = -(10**9)
 """Updates of an earlier life of the job have rounds of their own: this plus the sequence number."""
 TRIAL_ROUND = -2 * 10**9
@@ -342,29 +297,6 @@ class Settled:
     """One worker has done what was decided of a trial; the digest is that of its whole state."""
 
     digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class Examined:
-    """What one worker's state was at a boundary, as digests.
-
-    Attributes:
-        digests: One for each variable, in the order of the schema.
-        secs: How long that took.
-        trained: As in `Applied`.
-    """
-
-    step: int
-    digests: list[str]
-    secs: float
-    trained: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Weighed:
-    """How far one worker's values are from those that were lent, by variable."""
-
-    found: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
