@@ -41,7 +41,8 @@ from replicast.protocol.findings import Findings
 from replicast.protocol.looks import Looks
 from replicast.protocol.member import Member
 from replicast.protocol.messages import Drop, Free, Proposal
-from replicast.protocol.rounds import OpenRound, Rounds
+from replicast.protocol.rounds import Rounds
+from replicast.protocol.stopping import OpenRound
 
 logger = logging.getLogger("replicast")
 

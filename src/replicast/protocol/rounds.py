@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,18 +22,15 @@ from replicast.errors import JobFailed, UpdateRefused
 from replicast.journal import AnyJournal, Record, StagedPayload, summarized
 from replicast.protocol.member import Member
 from replicast.protocol.messages import (
-    Advance,
-    Aim,
-    Answer,
     Compute,
     Computed,
     Drop,
     Free,
     Go,
-    Hold,
     Proposal,
     Stage,
 )
+from replicast.protocol.stopping import OpenRound, Stops
 from replicast.protocol.verifier import Committed, Verifier
 from replicast.update import Update
 
@@ -54,21 +51,7 @@ class Ready:
     before: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class OpenRound:
-    """A round that waits for a boundary, at which an update will be computed.
-
-    Attributes:
-        act: What to do there instead, when worker 0 stands there.
-    """
-
-    round: int
-    step: int
-    proposal: Proposal
-    act: Callable[[], None] | None = None
-
-
-class Rounds:
+class Rounds(Stops):
     """Says the words of rounds, one round after the other. For the coordinator's thread only.
 
     Args:
@@ -80,16 +63,8 @@ class Rounds:
     def __init__(
         self, member: Member, journal: AnyJournal, verifier: Verifier, *, durable: bool, attempt: int
     ) -> None:
-        self._member = member
-        self._channel = member.channel
-        self._journal = journal
-        self._verifier = verifier
-        self._durable = durable
+        super().__init__(member, journal, verifier, durable=durable)
         self._attempt = attempt
-        self._round = 0
-        self._latest_step = 0
-        self.opened: list[OpenRound] = []
-        """The rounds that wait for their boundary."""
         self.sequence = 0
         """The number of the last committed update."""
 
@@ -143,8 +118,7 @@ class Rounds:
         Returns:
             Those that were not committed, and why; None when the step was too late, and all are ready still.
         """
-        self._round += 1
-        round_ = self._round
+        round_ = self._next_round()
         try:
             step = self._agree_on_step(round_, at_step)
         except UpdateRefused as error:
@@ -175,38 +149,6 @@ class Rounds:
         scheduled = proposal.at_step is not None
         self._channel.append(Compute(round_, step, proposal.id, source, variables, scheduled))
         self.opened.append(OpenRound(round_, step, proposal))
-
-    def stop_all(self, at_step: int | None = None) -> tuple[int, int]:
-        """Has all workers stop at one boundary, until it is decided.
-
-        Returns:
-            The round, and the step: the given one, or what they have agreed on.
-
-        Raises:
-            UpdateRefused: The step is past, or a worker does not answer.
-        """
-        self._round += 1
-        round_ = self._round
-        try:
-            return round_, self._agree_on_step(round_, at_step, lead=0)
-        except UpdateRefused:
-            self._channel.append(Free(round_))
-            raise
-
-    def hold_here(self) -> int:
-        """Puts up another stop where all workers stand already; gives its round.
-
-        Raises:
-            UpdateRefused: A worker does not answer.
-        """
-        self._round += 1
-        round_ = self._round
-        try:
-            self.ask(Hold(round_), self._member.patience.answer_secs)
-        except UpdateRefused:
-            self._channel.append(Free(round_))
-            raise
-        return round_
 
     def commit_here(self, round_: int, ready: list[Ready]) -> list[tuple[Proposal, UpdateRefused]]:
         """Commits at the boundary at which all stand because of this round.
@@ -255,82 +197,10 @@ class Rounds:
         scheduled = opened.proposal.at_step is not None
         return self._write_and_go(opened.round, self._member.gate.step, [ready], scheduled=scheduled)
 
-    def advance(self) -> None:
-        """If all workers stand at one boundary, has them apply there what is meant for a later one.
-
-        They are held while they are asked: one that only rests must not walk on in between.
-
-        """
-        self._round += 1
-        try:
-            answers = self.ask(Hold(self._round), self._member.patience.answer_secs).values()
-        except UpdateRefused as error:  # nothing was asked for that could be refused
-            logger.warning("the workers could not be asked where they stand: %s", error)
-        else:
-            self._advance_if_together(answers)
-        self._channel.append(Free(self._round))
-
-    def _advance_if_together(self, answers: Collection[Answer]) -> None:
-        steps = {answer.step for answer in answers}
-        if len(steps) > 1 or not all(answer.parked for answer in answers):
-            return
-        step = self._latest_step = min(steps)
-        for sequence in self._verifier.meant_for_later(step):
-            try:
-                self._journal.move(
-                    sequence, step
-                )  # first, or a later life would apply it where it was meant for
-            except OSError as error:
-                logger.warning("that update %d is applied earlier cannot be noted: %s", sequence, error)
-        self._channel.append(Advance())
-        self.opened = [
-            one if one.proposal.at_step is not None else replace(one, step=min(one.step, step))
-            for one in self.opened
-        ]
-
     def drop(self, proposal: Proposal, error: UpdateRefused, twins: Iterable[str] = ()) -> None:
         """Tells all that a proposal is refused, and with it those that were proposed again meanwhile."""
         tickets = [proposal.ticket, *twins]
         self._channel.append(Drop(proposal.id, proposal.content_digest, tickets, error.to_json()))
-
-    def ask(self, message: Stage | Hold, timeout_secs: float) -> dict[int, Answer]:
-        """Every worker's answer.
-
-        Raises:
-            UpdateRefused: Somebody did not answer in time, and is named.
-        """
-        proposals = self._channel.proposals_read
-        number = self._channel.append(message)
-        answers = self._channel.answers(number, timeout_secs)
-        missing = [worker for worker in range(self._channel.size) if worker not in answers]
-        if missing:
-            raise UpdateRefused(
-                f"Worker {', '.join(map(str, missing))} did not answer within {timeout_secs:.0f} s",
-                worker=missing[0],
-            )
-        self._channel.all_have_read(number, proposals)
-        return answers
-
-    def _agree_on_step(self, round_: int, at_step: int | None, lead: int = 1) -> int:
-        answers = self.ask(Hold(round_), self._member.patience.answer_secs).values()
-        step = max(answer.step for answer in answers)
-        if (
-            step < self._latest_step
-        ):  # somebody waits before a boundary for which others are committed already
-            self._advance_if_together(answers)
-        if at_step is not None and at_step < step:
-            raise UpdateRefused(
-                f"Step {at_step} is past", expected=f"step {step} or later", received=f"at_step={at_step}"
-            )
-        if at_step is not None:
-            step = at_step
-        else:
-            on_the_way = self._durable and not any(answer.parked for answer in answers)
-            # Never before an earlier one: sequence numbers are the order, here and when they are replayed.
-            step = self._latest_step = max(step + lead if on_the_way else step, self._latest_step)
-        if any(answer.step != step for answer in answers):
-            self._channel.append(Aim(round_, step))
-        return step
 
     def _write_and_go(
         self, round_: int, step: int, ready: list[Ready], *, scheduled: bool
