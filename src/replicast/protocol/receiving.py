@@ -65,7 +65,9 @@ class Receiving:
             first.append(first[-1] + len(edit.arrays))
 
         def look_at(place: int) -> bool:
-            return self._is_mine(place, parcel) and not all(seen[first[place] : first[place + 1]])
+            arrays_of_edit = seen[first[place] : first[place + 1]]
+            was_looked_at = bool(arrays_of_edit) and all(arrays_of_edit)  # a factor is no array
+            return self._is_mine(place, parcel) and not was_looked_at
 
         return planned(update, self._schema, self._limits, look_at=look_at)
 

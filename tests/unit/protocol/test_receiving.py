@@ -75,6 +75,16 @@ def test_a_value_that_is_not_finite_is_found_by_exactly_one_worker(
     job.close()
 
 
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_factor_that_is_not_finite_is_found_beside_large_arrays(announced: bool, tmp_path: Path) -> None:
+    job = Job(2, tmp_path)
+    parcel = job.publish(an_update().scale(NAMES[0], float("nan")), announced)
+    job.workers[0].take(parcel, 30.0)
+    with pytest.raises(UpdateRefused, match="factor"):
+        job.workers[1].take(parcel, 30.0)
+    job.close()
+
+
 def test_what_was_looked_at_while_it_arrived_is_not_looked_at_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
