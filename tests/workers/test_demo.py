@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from replicast.auditfiles import last_audits
 from replicast.journal import Journal
 from replicast.update import Stage
 
@@ -65,6 +66,7 @@ def test_the_demo_shows_replicas_that_differ_that_follow_a_push_and_that_survive
 
     (run_dir,) = tmp_path.glob("demo-*/run")
     _check_journal(run_dir, demo.stdout)
+    _check_audits(run_dir, demo.stdout)
     assert str(tmp_path) in demo.stdout.replace("\n", "")
     _check_recovery(tmp_path, demo.stdout)
     (notes,) = tmp_path.glob("demo-*/worker-0.jsonl")
@@ -88,6 +90,17 @@ def _check_journal(run_dir: Path, shown: str) -> None:
     assert "$ replicast push run --add delta.safetensors --wait" in shown
     assert re.search(rf"\bstep {receipt.step}\b", shown)
     assert receipt.digests[0][:8] in shown
+
+
+def _check_audits(run_dir: Path, shown: str) -> None:
+    """The screen shows the report of the one audit that found a difference; training had many more."""
+    first, *others = last_audits(run_dir, 10_000)
+    assert [difference.variable for difference in first.differences] == ["classifier/hidden/kernel"]
+    assert (first.step, first.since, first.outcome) == (250, "step 250 or before", "warned")
+    assert " ".join(" ".join(first.lines()).split()) in " ".join(shown.split())
+    assert len(others) > 10
+    assert all(report.equal for report in others)
+    assert f"finds all {others[-1].variables} variables equal" in " ".join(shown.split())
 
 
 def _check_recovery(directory: Path, shown: str) -> None:

@@ -1,4 +1,4 @@
-"""Act one: one worker assigns to a weight, as the usual answer has it, and the replicas differ for ever."""
+"""Act one: one worker assigns, as the usual answer has it; the replicas differ for ever; an audit sees it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from replicast.demo.acts import DELTA, Player, Replicas, all_equal
+from replicast.audit import AuditReport, Difference
+from replicast.demo.acts import CHANGED, CHANGED_SHAPE, DELTA, Player, Replicas, all_equal
 from replicast.demo.errands import Errand
-from replicast.demo.screen import print_replicas, print_text
+from replicast.demo.screen import print_output, print_replicas, print_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,10 +21,18 @@ ASSIGNED = "after worker 0 assigned"
 CONTINUED = "after 50 more steps"
 TRAINING_STEPS = 200
 MORE_STEPS = 50
+_ROUNDING = 1e-5
+"""Each step rounds two different weights, each in its own way."""
+_CONCLUSION = (
+    "It finds that variable and no other: Adam's moments are equal, since gradients are summed. (Two workers "
+    "have no majority: worker 0's value counts, so worker 1 is named.) Training synchronises gradients, "
+    "never weights. [bold]Assigning on one worker makes the replicas different for ever, with no error. "
+    "An audit sees it.[/]"
+)
 
 
 class OneWorkerAssigns:
-    """Both workers train; worker 0 alone changes a weight; both train on."""
+    """Both workers train; worker 0 alone changes a weight; both train on; an audit compares them."""
 
     title = "Act 1: one worker changes a weight, the usual way"
     moments: Sequence[str] = (TRAINED, ASSIGNED, CONTINUED)
@@ -38,7 +47,8 @@ class OneWorkerAssigns:
             kernel.assign_add(np.full(kernel.shape, DELTA, np.float32))
         player.note_moment(ASSIGNED)
         player.train("50 more steps together", MORE_STEPS)
-        player.note_moment(CONTINUED)
+        report = player.open_replicas().audit(on_divergence="warn")
+        player.note_moment(CONTINUED, report)
 
     def tell(self, moment: str) -> str:
         """What was done to come to a moment, and why."""
@@ -54,17 +64,21 @@ class OneWorkerAssigns:
         return None
 
     def show(self, replicas: Replicas, console: Console) -> list[str]:
-        """Shows the table, and what it means if it is what the act claims."""
+        """Shows the table and the audit's report, and what they mean if they are what the act claims."""
         print_replicas({moment: replicas[moment] for moment in self.moments}, console)
         problems = differences_from_the_claim(replicas)
-        if not problems:
+        if not all_equal(replicas[CONTINUED]):
             print_text(
                 f"It does not: their sums were {_distance(replicas, ASSIGNED):.2f} apart, and still are "
-                f"{_distance(replicas, CONTINUED):.2f} apart. Training synchronises gradients, never "
-                "weights. [bold]Assigning on one worker makes the replicas different for ever, with no "
-                "error.[/]",
+                f"{_distance(replicas, CONTINUED):.2f} apart.",
                 console,
             )
+        report = replicas[CONTINUED][0].audit
+        if report is not None:
+            print_text('4. Both called [bold]replicas.audit(on_divergence="warn")[/]:', console)
+            print_output("\n".join(report.lines()), console)
+        if not problems:
+            print_text(_CONCLUSION, console)
         return problems
 
 
@@ -77,7 +91,52 @@ def differences_from_the_claim(replicas: Replicas) -> list[str]:
         problems.append("the replicas should differ after worker 0 alone assigned, and do not")
     if all_equal(replicas[CONTINUED]):
         problems.append(f"the replicas should still differ after {MORE_STEPS} more steps, and do not")
+    first, second = (replica.audit for replica in replicas[CONTINUED])
+    if first is None or first != second:
+        problems.append("both workers should have the same report of an audit, and do not")
+    else:
+        problems += _differences_from_the_audit(first)
     return problems
+
+
+def _differences_from_the_audit(report: AuditReport) -> list[str]:
+    """The changed variable is all that differs: the optimizer saw the same gradients on both workers."""
+    problems = []
+    steps = TRAINING_STEPS + MORE_STEPS
+    if (report.step, report.since) != (steps, f"step {steps} or before"):
+        problems.append(
+            f"the audit should know of a difference at step {steps}, and not since when; it says: "
+            f"at step {report.step}, since {report.since or 'never'}"
+        )
+    found = {difference.variable: difference for difference in report.differences}
+    changed = [difference for name, difference in found.items() if _is_the_changed_one(name)]
+    if not changed:
+        problems.append(f"the audit should find that {CHANGED} differs, and does not")
+    problems += [
+        f"the audit should find that only {CHANGED} differs, and found {name} too"
+        for name in found
+        if not _is_the_changed_one(name)
+    ]
+    for difference in changed:
+        problems += _differences_from_the_change(difference)
+    return problems
+
+
+def _differences_from_the_change(difference: Difference) -> list[str]:
+    problems = []
+    if (difference.groups, difference.rule) != (((0,), (1,)), "coordinator"):
+        problems.append(f"the audit should take worker 0's value, without a majority; it says: {difference}")
+    elements = CHANGED_SHAPE[0] * CHANGED_SHAPE[1]
+    by = difference.differing.get(1)
+    if by is None or by.count != elements or abs(by.largest_absolute - DELTA) > _ROUNDING:
+        problems.append(
+            f"the audit should find {elements} elements that differ by {DELTA}, and found: {by or 'none'}"
+        )
+    return problems
+
+
+def _is_the_changed_one(variable: str) -> bool:
+    return f"/{variable}".endswith(f"/{CHANGED}")
 
 
 def _distance(replicas: Replicas, moment: str) -> float:

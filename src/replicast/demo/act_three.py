@@ -38,7 +38,7 @@ class NothingIsLost:
 
     title = "Act 3: a worker is killed"
     moments: Sequence[str] = (UNDISTURBED, HALFWAY, RESTORED, RECOVERED)
-    steps = STEPS + WAIT_AT + STEPS - SAVE_EVERY
+    steps = STEPS + HALFWAY_AT + STEPS - SAVE_EVERY
 
     def play(self, player: Player) -> None:
         """Runs on every worker, and from its beginning again on those that the launcher started anew."""

@@ -23,7 +23,7 @@ CONTINUED = "50 more steps later"
 PIECE_STEPS = 100
 MOST_PIECES = 100
 """When an update has not come after so many pieces, it will not: no demo lasts for ever."""
-LIKELY_PIECES = 4
+LIKELY_PIECES = 1
 MORE_STEPS = 50
 ADDED = DELTA * CHANGED_SHAPE[0] * CHANGED_SHAPE[1]
 """How much the sum of the weights grows by the change."""
@@ -52,7 +52,7 @@ class EveryReplicaFollows:
             return
         player.note_moment(PUSHED)
         player.train("50 more steps together", MORE_STEPS)
-        player.note_moment(CONTINUED)
+        player.note_moment(CONTINUED, replicas.audit(on_divergence="warn"))
 
     def tell(self, moment: str) -> str:
         """What was done to come to a moment, and why."""
@@ -79,10 +79,12 @@ class EveryReplicaFollows:
         rows |= {moment: replicas[moment] for moment in self.moments}
         print_replicas(rows, console, explained=True)
         problems = differences_from_the_claim(replicas)
-        if not problems:
+        report = replicas[CONTINUED][0].audit
+        if not problems and report is not None:
             print_text(
-                "They are, bit for bit: each worker computed these digests from its own weights. [bold]One "
-                "process writes, every replica follows, at the same step.[/]",
+                "They are, bit for bit: each worker computed these digests from its own weights, and "
+                f"replicas.audit() finds all {report.variables} variables equal, the optimizer's too. "
+                "[bold]One process writes, every replica follows, at the same step.[/]",
                 console,
             )
         return problems
@@ -101,5 +103,11 @@ def differences_from_the_claim(replicas: Replicas) -> list[str]:
             problems.append(
                 f"the weights of worker {after.worker} should sum to about {ADDED:.0f} more after the push, "
                 f"and grew by {grown:.2f}"
+            )
+    for replica in replicas[CONTINUED]:
+        if replica.audit is None or not replica.audit.equal:
+            problems.append(
+                f"the audit should find all variables equal {CONTINUED}; worker {replica.worker} was told: "
+                f"{'nothing' if replica.audit is None else replica.audit}"
             )
     return problems

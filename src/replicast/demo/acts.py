@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from replicast.audit import AuditReport
 from replicast.demo.errands import Errand
 from replicast.demo.notes import Moment
 
@@ -40,7 +41,10 @@ class Player(Protocol):
         """
 
     def open_replicas(self) -> replicast.Replicas:
-        """Makes this worker's `Replicas`; training has their callback from then on. All workers, once."""
+        """This worker's `Replicas`, made when they are not there yet; training has their callback then.
+
+        All workers. Their steps go on from those that the model has been trained already.
+        """
 
     def begin_again(self, run: str, *, save_every: int) -> replicast.Replicas:
         """Makes the model anew, with the same first weights and the same data to come, and its `Replicas`.
@@ -52,8 +56,8 @@ class Player(Protocol):
             save_every: A checkpoint is made every so many steps.
         """
 
-    def note_moment(self, name: str) -> None:
-        """Notes down what this worker's replica is now."""
+    def note_moment(self, name: str, audit: AuditReport | None = None) -> None:
+        """Notes down what this worker's replica is now, and what an audit has found."""
 
     def has_noted(self, name: str) -> bool:
         """Whether this worker has noted a moment, in this life or in the one before."""

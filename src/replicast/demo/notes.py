@@ -7,6 +7,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from replicast.audit import AuditReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class Moment:
         digest: The digest of all weights.
         step: How many steps the model has been trained.
         process: The worker's process, by its id.
+        audit: What an audit of all replicas found then, if one was made.
     """
 
     name: str
@@ -43,6 +47,7 @@ class Moment:
     digest: str
     step: int
     process: int
+    audit: AuditReport | None = None
 
 
 Note = Progress | Moment
@@ -63,7 +68,7 @@ class NoteWriter:
 
     def write(self, note: Note) -> None:
         """Adds one note."""
-        line = {"kind": _NAMES[type(note)], **dataclasses.asdict(note)}
+        line = {"kind": _NAMES[type(note)], **_to_json(note)}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -84,5 +89,17 @@ class NoteReader:
             finished, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(finished) + len(newline)
         for line in finished.splitlines():
-            fields = json.loads(line)
-            yield _KINDS[fields.pop("kind")](**fields)
+            yield _from_json(json.loads(line))
+
+
+def _to_json(note: Note) -> dict[str, Any]:
+    if isinstance(note, Progress) or note.audit is None:
+        return dataclasses.asdict(note)
+    return {**dataclasses.asdict(dataclasses.replace(note, audit=None)), "audit": note.audit.to_json()}
+
+
+def _from_json(fields: dict[str, Any]) -> Note:
+    kind = _KINDS[fields.pop("kind")]
+    if fields.get("audit") is not None:
+        fields["audit"] = AuditReport.from_json(fields["audit"])
+    return kind(**fields)

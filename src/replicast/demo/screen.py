@@ -54,11 +54,13 @@ def print_command(command: str, console: Console) -> None:
 
 
 def print_output(output: str, console: Console) -> None:
-    """What a command has printed, as it is; lines that are too long go on below."""
-    if not output:
-        return
-    for line in Text(output.rstrip("\n")).wrap(console, console.width - len(INDENT)):
-        console.print(Text(INDENT) + line)
+    """What a command or a report says, as it is; lines that are too long go on below, indented alike."""
+    for line in output.splitlines():
+        said = line.lstrip(" ")
+        indent = INDENT + " " * (len(line) - len(said))
+        for part in Text(said).wrap(console, console.width - len(indent)) or [Text()]:
+            part.rstrip()
+            console.print(Text(indent) + part)
 
 
 def print_replicas(

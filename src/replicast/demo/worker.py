@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 import replicast
+from replicast.audit import AuditReport
 from replicast.demo.acts import RUN, programme
 from replicast.demo.notes import Moment, NoteReader, NoteWriter, Progress, notes_path
 from replicast.digest import digest_state
@@ -72,8 +73,14 @@ class DigitsPlayer:
         )
 
     def open_replicas(self) -> replicast.Replicas:
-        """Makes this worker's `Replicas`; training has their callback from then on. All workers, once."""
-        return self._open(RUN, save_every=None)
+        """This worker's `Replicas`, made when they are not there yet; training has their callback then."""
+        if self._replicas is not None:
+            return self._replicas
+        replicas = self._open(RUN, save_every=None)
+        trained = int(self.model.optimizer.iterations.numpy())
+        if trained > 0:
+            replicas.boundary(steps=trained)  # Else they would count from here, and the screen from before.
+        return replicas
 
     def begin_again(self, run: str, *, save_every: int) -> replicast.Replicas:
         """Makes the model anew, with the same first weights and the same data to come, and its `Replicas`."""
@@ -84,8 +91,8 @@ class DigitsPlayer:
             self.model = build_model()
         return self._open(run, save_every=save_every)
 
-    def note_moment(self, name: str) -> None:
-        """Notes down what this worker's replica is now."""
+    def note_moment(self, name: str, audit: AuditReport | None = None) -> None:
+        """Notes down what this worker's replica is now, and what an audit has found."""
         weights = {weight.path: weight.numpy() for weight in self.model.weights}
         total = sum(np.sum(value, dtype=np.float64) for value in weights.values())
         self._notes.write(
@@ -96,6 +103,7 @@ class DigitsPlayer:
                 digest=digest_state(weights),
                 step=self._step(),
                 process=os.getpid(),
+                audit=audit,
             )
         )
         self._noted.add(name)
