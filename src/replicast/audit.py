@@ -178,7 +178,7 @@ class AuditReport:
             return ""
         if self.last_equal is None:
             return f"step {self.found_at} or before"
-        return f"between steps {self.last_equal} and {self.found_at}"
+        return f"some step from {self.last_equal + 1} to {self.found_at}"
 
     @property
     def done(self) -> str:

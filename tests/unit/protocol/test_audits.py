@@ -164,7 +164,7 @@ def test_a_look_that_finds_a_difference_is_looked_into_by_the_policy(policy: Any
         report = reports[0]
         assert (report.found_at, report.last_equal) == (20, 10)
         assert 20 <= report.step <= 40
-        assert report.since == "between steps 10 and 20"
+        assert report.since == "some step from 11 to 20"
         if policy == "heal":
             assert len(reports) == 1
             assert job.values()[0] == job.values()[1] == job.values()[2]
