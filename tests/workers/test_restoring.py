@@ -32,9 +32,7 @@ def damaged(strategy: Any, run_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seen_by", ["all workers", "worker 0"])
-def test_one_flipped_bit_in_a_checkpoint_is_refused_by_all(
-    pool3: Pool, tmp_path: Path, seen_by: str
-) -> None:
+def test_one_flipped_bit_in_a_checkpoint_is_refused_by_all(pool3: Pool, tmp_path: Path, seen_by: str) -> None:
     (tmp_path / "a file").touch()
     elsewhere = tmp_path / "run" if seen_by == "all workers" else tmp_path / "a file" / "run"
     results = pool3.run_each(damaged, [(tmp_path / "run",), (elsewhere,), (elsewhere,)])

@@ -105,7 +105,7 @@ class Member:
         self.threads = Threads(on_death=lambda: self.gate.wake())
         self._check_elsewhere = check
         self.gate = Gate(self, self._check, self.patience.decide_secs, self._say_parked)
-        self._outcomes = Outcomes()
+        self.outcomes = Outcomes()
         self._receiving = Receiving(transport, state.schema, self.limits, channel.rank, channel.size)
         self._outbox: queue.Queue[Callable[[], None]] = queue.Queue()
         self._staged: dict[str, Staged] = {}
@@ -145,7 +145,7 @@ class Member:
     def refuse(self, id_: str, error: UpdateRefused) -> Ticket:
         """A ticket for what is refused before it leaves this worker."""
         ticket = self._ticket(id_, "")
-        self._outcomes.refuse(ticket, error)
+        self.outcomes.refuse(ticket, error)
         return ticket
 
     def propose_function(
@@ -175,7 +175,7 @@ class Member:
     @property
     def history(self) -> list[Receipt]:
         """The receipts of all verified updates so far, in order."""
-        return self._outcomes.history
+        return self.outcomes.history
 
     def in_training_thread(self) -> bool:
         """Whether the caller is the thread that comes to the boundaries."""
@@ -204,7 +204,7 @@ class Member:
     def stop(self, timeout_secs: float = 5.0) -> None:
         """Ends the background threads; open tickets say that the job is over."""
         self.threads.stop(timeout_secs)
-        self._outcomes.end(self.gate.step)
+        self.outcomes.end(self.gate.step)
         self.transport.close()
 
     def abandon(self) -> None:
@@ -251,7 +251,7 @@ class Member:
             del staged
             stall_secs = time.monotonic() - since
             self.channel.applied(sequence, Applied(digest, step, applied_at, stall_secs, self.trained()))
-            self._outcomes.note_stage(id_, Standing.APPLIED)
+            self.outcomes.note_stage(id_, Standing.APPLIED)
 
     def compute(self, order: Order) -> None:
         """Runs the function, if this worker is the source, and makes what it returns available."""
@@ -301,7 +301,7 @@ class Member:
             self._check_by_guard(update)
             parcel = self.publish(update, ticket=ticket.number)
         except UpdateRefused as error:
-            self._outcomes.refuse(ticket, error)
+            self.outcomes.refuse(ticket, error)
             self.gate.wake()
             return
         ticket.content_digest = parcel.digest
@@ -335,14 +335,14 @@ class Member:
             case Advance():
                 self.gate.bring_forward()
             case Compute():
-                self._outcomes.note_step(message.id, message.step)
+                self.outcomes.note_step(message.id, message.step)
                 self.gate.compute(message)
             case Examine() | Lend() | Weigh() | Audited():
                 self.examiner.heed(message)
             case Cut() | Settle():
                 self.trying.heed(message)
             case Go():
-                self._outcomes.note_committed(message)
+                self.outcomes.note_committed(message)
                 self.gate.go(message)
             case Free(round_):
                 self.gate.free(round_)
@@ -355,14 +355,14 @@ class Member:
                 self._resumed[token] = error
                 self.gate.wake()
             case Again(id_, step):
-                self._outcomes.note_again(id_, step)
+                self.outcomes.note_again(id_, step)
                 self.gate.wake()
             case Drop() | Verified() | Failed():
                 self._settle(message)
         return None
 
     def _settle(self, message: Drop | Verified | Failed) -> None:
-        id_ = self._outcomes.settle(message)
+        id_ = self.outcomes.settle(message)
         staged = self._staged.get(id_)
         if staged is not None and staged.content_digest == message.content_digest:
             del self._staged[id_]
@@ -385,7 +385,7 @@ class Member:
             said = f"A worker could not stage it ({type(error).__name__}: {error})"
             return Answer(error=UpdateRefused(said, worker=self.channel.rank).to_json())
         self._staged[message.id] = Staged(update, parcel.id, message.content_digest)
-        self._outcomes.note_stage(message.id, Standing.STAGED)
+        self.outcomes.note_stage(message.id, Standing.STAGED)
         faults.point("ready")
         return Answer()
 
@@ -399,7 +399,7 @@ class Member:
     def _ticket(self, id_: str, content_digest: str, trial: Trial | None = None) -> Ticket:
         number = f"{self.channel.rank}-{next(self._numbers)}"
         ticket = Ticket(id_, number, content_digest, self._wait_for, trial)
-        self._outcomes.add(ticket)
+        self.outcomes.add(ticket)
         return ticket
 
     def _wait_for(self, ticket: Ticket, timeout: float | None) -> bool:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Iterable
 
 from replicast.errors import ReplicasDiverged, ReplicastError, UpdatePending, UpdateRefused
 from replicast.journal import Receipt
 from replicast.protocol.messages import Drop, Failed, Go, Verified
 from replicast.protocol.ticket import Ticket
 from replicast.update import Stage
+
+REMEMBERED = 10_000
+"""How many decisions are remembered, for who asks late."""
 
 
 class Outcomes:
@@ -23,6 +27,7 @@ class Outcomes:
         self._lock = threading.Lock()
         self._open: dict[str, list[Ticket]] = defaultdict(list)
         self.history: list[Receipt] = []
+        self._decided: deque[str] = deque(maxlen=REMEMBERED)  # of all workers' proposals; by the follower
 
     def add(self, ticket: Ticket) -> None:
         """Keeps a ticket until it is settled."""
@@ -54,6 +59,7 @@ class Outcomes:
     def note_committed(self, go: Go) -> None:
         """These updates are committed."""
         for _, id_ in go.updates:
+            self._decided.append(id_)
             for ticket in self.about(id_):
                 ticket.committed(go.step)
 
@@ -61,6 +67,7 @@ class Outcomes:
         """Gives all tickets of an update their outcome; returns its id."""
         match message:
             case Drop(id_, content_digest, tickets, error):
+                self._decided.append(id_)
                 for ticket in self.about(id_, content_digest):
                     if ticket.number in tickets:
                         ticket.fail(Stage.REFUSED, UpdateRefused.from_json(error))
@@ -76,6 +83,23 @@ class Outcomes:
                     ticket.fail(Stage.FAILED, diverged(message))
         self._forget_settled(id_)
         return id_
+
+    def undecided(self) -> list[str]:
+        """The ids of what this worker has proposed and nobody has decided about.
+
+        Without functions: they are not durable, and decided at a boundary only.
+        """
+        with self._lock:
+            tickets = [ticket for several in self._open.values() for ticket in several]
+        return [
+            ticket.id
+            for ticket in tickets
+            if ticket.stage in (Stage.PROPOSED, Stage.STAGED) and not ticket.is_function
+        ]
+
+    def are_decided(self, ids: Iterable[str]) -> bool:
+        """Whether all of these, whoever has proposed them, are committed or refused."""
+        return set(ids) <= set(self._decided)
 
     def refuse(self, ticket: Ticket, error: ReplicastError) -> None:
         """One of this worker's own proposals never left it."""

@@ -45,6 +45,11 @@ class Ticket:
         self._receipt: Receipt | None = None
         self._error: ReplicastError | None = None
 
+    @property
+    def is_function(self) -> bool:
+        """Whether a function was proposed, and not an update."""
+        return self.content_digest.startswith("function-")
+
     def done(self) -> bool:
         """Whether `result` would return or raise at once."""
         return self._settled.is_set()

@@ -53,11 +53,16 @@ class Keeping:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A copy of the state, on its way to a file."""
+    """A copy of the state, on its way to a file.
+
+    Attributes:
+        undecided: What worker 0 had proposed by then and nobody had decided about, by id.
+    """
 
     number: int
     draft: Draft
     arrays: Arrays
+    undecided: tuple[str, ...]
 
 
 class Saving:
@@ -141,7 +146,12 @@ class Saver:
         if self._member.channel.rank != 0:
             digests = self._state.digests(v.name for v in self._state.schema)
             values = packed(self._state, self._averaged())
-            said = {"step": self._member.gate.step, "digests": digests, "values": values}
+            said = {
+                "step": self._member.gate.step,
+                "digests": digests,
+                "values": values,
+                "undecided": self._member.outcomes.undecided(),
+            }
             self._member.channel.tell(f"save/{self._saves}/{self._member.channel.rank}", json.dumps(said))
             saving.finish()
             return saving
@@ -151,7 +161,8 @@ class Saver:
                 return saving
             self._wait_for(self._current)
         self._state.snapshot(self._buffers)
-        snapshot = Snapshot(self._saves, self._draft(position, metrics), self._buffers)
+        undecided = tuple(self._member.outcomes.undecided())
+        snapshot = Snapshot(self._saves, self._draft(position, metrics), self._buffers, undecided)
         self._current = saving
         self._queue.put((snapshot, keeping, saving))
         return saving
@@ -205,12 +216,14 @@ class Saver:
         mine = {name: digest_array(value) for name, value in snapshot.arrays.items()}
         workers = range(1, self._member.channel.size)
         try:
-            others = [self._compare(snapshot, mine, worker) for worker in workers]
+            said = [self._compare(snapshot, mine, worker) for worker in workers]
         finally:
             for worker in workers:
                 self._member.channel.forget_told(f"save/{snapshot.number}/{worker}")
+        others = [each["values"] for each in said]
         for name in self._averaged() if others else ():
             np.copyto(snapshot.arrays[name], mean(snapshot.arrays[name], others, name))
+        self._wait_for_decisions({*snapshot.undecided, *(id_ for each in said for id_ in each["undecided"])})
         if self._fence is not None:
             self._fence.check()
         arrays = ((name, snapshot.arrays[name]) for name in file_order(snapshot.draft.schema))
@@ -229,8 +242,21 @@ class Saver:
             logger.warning("%s", error)
             self._member.wish("audit")
 
-    def _compare(self, snapshot: Snapshot, mine: dict[str, str], worker: int) -> dict[str, str]:
-        """Raises if a worker's state is another one; gives its values of what may differ."""
+    def _wait_for_decisions(self, ids: set[str]) -> None:
+        """What was proposed before the checkpoint's boundary is in the journal before the checkpoint is there.
+
+        A restarted script does not come to the lines again that are before it.
+        """
+        ends = time.monotonic() + self._member.patience.decide_secs
+        while not self._member.outcomes.are_decided(ids):
+            if self._member.threads.stopping.wait(0.01):
+                raise JobFailed("The job ended before its checkpoint was written")
+            if time.monotonic() > ends:
+                logger.warning("the checkpoint does not wait any longer for proposals: %s", ", ".join(ids))
+                return
+
+    def _compare(self, snapshot: Snapshot, mine: dict[str, str], worker: int) -> dict[str, Any]:
+        """Raises if a worker's state is another one; gives all that it said."""
         timeout_secs = self._member.patience.begin_secs
         text = self._member.channel.hear(f"save/{snapshot.number}/{worker}", timeout_secs)
         if text is None:
@@ -238,7 +264,7 @@ class Saver:
                 f"worker {worker} did not come to checkpoint {snapshot.number} within {timeout_secs:.0f} s",
                 worker=worker,
             )
-        said = json.loads(text)
+        said: dict[str, Any] = json.loads(text)
         step = snapshot.draft.step
         if said["step"] != step:
             raise CheckpointError(
@@ -262,8 +288,7 @@ class Saver:
                 worker=worker,
                 step=step,
             )
-        values: dict[str, str] = said["values"]
-        return values
+        return said
 
 
 def _versions() -> dict[str, Any]:
