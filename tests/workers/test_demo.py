@@ -42,7 +42,7 @@ def test_the_demo_shows_replicas_that_differ_that_follow_a_push_and_that_survive
     rows = [row.groups() for row in ROW.finditer(demo.stdout)]
     assert [(row[0], row[-1]) for row in rows] == [
         ("after training", "yes"),
-        ("after worker 0 assigned", "NO"),
+        ("after worker 1 assigned", "NO"),
         ("after 50 more steps", "NO"),
         ("act 1, at its end", "NO"),
         ("after replicas.sync", "yes"),

@@ -17,22 +17,21 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 TRAINED = "after training"
-ASSIGNED = "after worker 0 assigned"
+ASSIGNED = "after worker 1 assigned"
 CONTINUED = "after 50 more steps"
 TRAINING_STEPS = 200
 MORE_STEPS = 50
 _ROUNDING = 1e-5
 """Each step rounds two different weights, each in its own way."""
 _CONCLUSION = (
-    "It finds that variable and no other: Adam's moments are equal, since gradients are summed. (Two workers "
-    "have no majority: worker 0's value counts, so worker 1 is named.) Training synchronises gradients, "
-    "never weights. [bold]Assigning on one worker makes the replicas different for ever, with no error. "
+    "It finds that variable and no other: Adam's moments are equal, since gradients are summed. Training "
+    "synchronises gradients, never weights. [bold]Assigning on one worker makes the replicas different for ever, with no error. "
     "An audit sees it.[/]"
 )
 
 
 class OneWorkerAssigns:
-    """Both workers train; worker 0 alone changes a weight; both train on; an audit compares them."""
+    """Both workers train; worker 1 alone changes a weight; both train on; an audit compares them."""
 
     title = "Act 1: one worker changes a weight, the usual way"
     moments: Sequence[str] = (TRAINED, ASSIGNED, CONTINUED)
@@ -42,7 +41,7 @@ class OneWorkerAssigns:
         """Runs on every worker."""
         player.train("training together", TRAINING_STEPS)
         player.note_moment(TRAINED)
-        if player.rank == 0:
+        if player.rank == 1:
             kernel = player.model.get_layer("hidden").kernel
             kernel.assign_add(np.full(kernel.shape, DELTA, np.float32))
         player.note_moment(ASSIGNED)
@@ -55,7 +54,7 @@ class OneWorkerAssigns:
         return {
             TRAINED: f"1. Both trained {TRAINING_STEPS} steps, each on the gradients of both: "
             "the same steps.",
-            ASSIGNED: f"2. Worker 0 alone ran [bold]kernel.assign_add({DELTA})[/]. No error, no warning.",
+            ASSIGNED: f"2. Worker 1 alone ran [bold]kernel.assign_add({DELTA})[/]. No error, no warning.",
             CONTINUED: f"3. Both trained {MORE_STEPS} more steps. Does that bring them together again?",
         }[moment]
 
@@ -88,7 +87,7 @@ def differences_from_the_claim(replicas: Replicas) -> list[str]:
     if not all_equal(replicas[TRAINED]):
         problems.append("the replicas should be equal after training, and are not")
     if all_equal(replicas[ASSIGNED]):
-        problems.append("the replicas should differ after worker 0 alone assigned, and do not")
+        problems.append("the replicas should differ after worker 1 alone assigned, and do not")
     if all_equal(replicas[CONTINUED]):
         problems.append(f"the replicas should still differ after {MORE_STEPS} more steps, and do not")
     first, second = (replica.audit for replica in replicas[CONTINUED])

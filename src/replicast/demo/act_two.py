@@ -39,7 +39,7 @@ class EveryReplicaFollows:
     def play(self, player: Player) -> None:
         """Runs on every worker."""
         replicas = player.open_replicas()
-        replicas.sync(source=1)
+        replicas.sync(source=0)
         before = {receipt.id for receipt in replicas.history}
         player.note_moment(SYNCED)
         for _ in range(MOST_PIECES):
@@ -57,7 +57,7 @@ class EveryReplicaFollows:
     def tell(self, moment: str) -> str:
         """What was done to come to a moment, and why."""
         return {
-            SYNCED: "1. Both called [bold]replicas.sync(source=1)[/]: worker 0 has worker 1's weights again.",
+            SYNCED: "1. Both called [bold]replicas.sync(source=0)[/]: worker 1 has worker 0's weights again.",
             PUSHED: "   (That digest is of the changed variable alone, as each worker found it.)",
             CONTINUED: f"3. Both trained {MORE_STEPS} more steps. Are they still equal?",
         }[moment]

@@ -18,7 +18,7 @@ from tests.unit.demo.played import AS_CLAIMED, AUDITS, Screen, audited, differen
     [
         ({}, []),
         ({TRAINED: "ab"}, ["equal after training"]),
-        ({ASSIGNED: "aa"}, ["differ after worker 0"]),
+        ({ASSIGNED: "aa"}, ["differ after worker 1"]),
         ({CONTINUED: "cc"}, ["still differ"]),
         ({TRAINED: "ab", ASSIGNED: "aa", CONTINUED: "cc"}, ["equal after", "differ after", "still differ"]),
     ],
@@ -154,4 +154,4 @@ def test_act_one_opens_replicas_only_when_it_is_done_and_has_them_audited(rank: 
     OneWorkerAssigns().play(player)
     noted = (CONTINUED, AUDITS[CONTINUED])
     assert player.done == [200, TRAINED, ASSIGNED, 50, "open", "warn", noted]
-    assert player.model.added == ([] if rank else [pytest.approx(0.05)])
+    assert player.model.added == ([pytest.approx(0.05)] if rank == 1 else [])

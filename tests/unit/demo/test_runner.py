@@ -31,7 +31,7 @@ from tests.unit.demo.played import ACT_ONE_AS_CLAIMED, AS_CLAIMED, Screen, momen
         (ACT_ONE_AS_CLAIMED, 0, 1, "the moment 'after the push' never came"),
         ({**AS_CLAIMED, PUSHED: "fe"}, 0, 1, "should be equal after the push, and are not"),
         ({**AS_CLAIMED, CONTINUED: "cc"}, 0, 1, "should still differ after 50 more steps"),
-        ({TRAINED: "aa"}, 0, 1, "the moment 'after worker 0 assigned' never came"),
+        ({TRAINED: "aa"}, 0, 1, "the moment 'after worker 1 assigned' never came"),
         (AS_CLAIMED, 9, 1, "the workers ended with exit code 9"),
         ({TRAINED: "aa"}, 130, 130, "the launcher's last word"),
     ],
