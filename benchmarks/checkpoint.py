@@ -49,6 +49,6 @@ def measure(rounds: int, say: Say) -> Result:
         notes=(
             TURNS,
             "replicast compares the workers as it saves and verifies as it restores. No worker trains.",
-            "replicast: worker 0 reads and all receive. TF: every worker reads, from the page cache.",
+            "Every worker reads, from the page cache, in both.",
         ),
     )

@@ -70,7 +70,7 @@ class Durable(Stall):
 
 
 class Restore(_Replicast):
-    """Worker 0 reads and verifies a checkpoint; all receive it, apply it and compare the digests."""
+    """Every worker reads and verifies the checkpoint; when all have found it right, all apply it."""
 
     def setup(self) -> None:
         super().setup()
