@@ -135,6 +135,8 @@ class Coordinator:
     def _hold_back(self, proposal: Proposal) -> None:
         self._held_back.append(proposal)
         until = self._trials.until()
+        if until is None:  # it waits for an audit, or behind a trial that waits for a function
+            until = min((one.step for one in self._rounds.opened), default=None)
         if until is not None:  # a training thread that waits for it would have to train until then
             self._channel.append(Again(proposal.id, until))
 
@@ -181,16 +183,33 @@ class Coordinator:
 
         A function that has seen the values must not find that others were applied after it looked.
         """
-        before = min((one.step for one in self._rounds.opened), default=None)
         while self._behind:
             # A trial comes alone: those before it are no part of it, and nothing is behind it.
             together = [one for one in self._behind if one.proposal.trial is None] or self._behind[:1]
-            at_step = together[0].proposal.at_step
-            refused = self._rounds.commit(together, at_step=at_step, before=before)
+            refused = self._refuse_beside_a_function(together)
             if refused is None:
+                at_step = together[0].proposal.at_step
+                opened = [one.step for one in self._rounds.opened if at_step in (None, one.step)]
+                before = min(opened, default=None)
+                refused = self._rounds.commit(together, at_step=at_step, before=before)
+            if refused is None:
+                for one in self._behind:  # whoever waits for it in a training thread has to train until then
+                    self._channel.append(Again(one.proposal.id, min(opened)))
                 return
             self._behind = self._behind[len(together) :]
             self._drop(refused)
+
+    def _refuse_beside_a_function(self, ready: list[Ready]) -> list[tuple[Proposal, UpdateRefused]] | None:
+        """A trial and a function for the same given step: what the function has seen might be taken back."""
+        at_step = ready[0].proposal.at_step
+        if at_step is None or at_step not in [one.proposal.at_step for one in self._rounds.opened]:
+            return None
+        error = UpdateRefused(
+            f"A function is computed at step {at_step}, where the trial would begin",
+            expected="another step",
+            received=f"at_step={at_step}",
+        )
+        return self._rounds.discard(ready, error)
 
     def _decide_special(self, proposal: Proposal) -> None:
         """One for a given step, or a function."""
@@ -280,8 +299,9 @@ class Coordinator:
             self._replays.announce()
         self._rounds.advance()
         self._finish_open()
-        while intent in ("drain", "close") and self._trials.cut_short(paused.step):
-            self._finish_open()  # what has waited for the trial; perhaps another one
+        ends = intent in ("drain", "close")
+        while (ends and self._trials.cut_short(paused.step)) or self._rounds.due():
+            self._finish_open()  # what had waited for others; perhaps another trial
         if intent not in ("begin", "restore") and self._audits.settle():
             return None  # their training threads raise, and are gone from here
         if intent in ("compare", "sync", "import"):

@@ -220,7 +220,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Somebody proposed once more what is meant for this step already."""
+    """What somebody proposed is meant for this step already, or waits for what ends there."""
 
     id: str
     step: int

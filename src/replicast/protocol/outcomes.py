@@ -51,7 +51,8 @@ class Outcomes:
             ticket.step = step
 
     def note_again(self, id_: str, step: int) -> None:
-        """What somebody proposed once more is on its way: it is meant for this step."""
+        """What somebody proposed is on its way: it is meant for this step, or has to wait until then."""
+        self._decided.append(id_)
         for ticket in self.about(id_):
             if ticket.step is None:
                 ticket.step = step
@@ -98,7 +99,10 @@ class Outcomes:
         ]
 
     def are_decided(self, ids: Iterable[str]) -> bool:
-        """Whether all of these, whoever has proposed them, are committed or refused."""
+        """Whether all of these, whoever has proposed them, are committed or refused.
+
+        Those that wait for a later step, behind a trial for example, count too: training has to go on first.
+        """
         return set(ids) <= set(self._decided)
 
     def refuse(self, ticket: Ticket, error: ReplicastError) -> None:

@@ -102,7 +102,7 @@ class Rounds(Stops):
         Raises:
             UpdateRefused: The disk cannot.
         """
-        update = self._member.staged(proposal.id)
+        update = self._member.shelf.staged(proposal.id)
         return Ready(proposal, update, self._journal.stage(update))
 
     def commit(
@@ -158,17 +158,19 @@ class Rounds(Stops):
         """
         return self._write_and_go(round_, self._member.gate.step, ready, scheduled=False)
 
+    def due(self) -> list[OpenRound]:
+        """The rounds for which worker 0 has come far enough, in the order of the gate; in a trial, audits."""
+        step = self._member.gate.step
+        due = sorted((one for one in self.opened if one.step <= step), key=lambda one: (one.step, one.round))
+        return [one for one in due if one.act is not None] if self._verifier.on_trial(step) else due
+
     def finish_due(self) -> list[tuple[Proposal, UpdateRefused]] | None:
         """Commits what is computed at the boundary at which worker 0 stands, in the order of the gate.
 
         Returns:
             Those that were not committed, and why; None when nothing was due.
         """
-        step = self._member.gate.step
-        due = sorted((one for one in self.opened if one.step <= step), key=lambda one: (one.step, one.round))
-        if self._verifier.on_trial(step):  # only audits go on
-            due = [one for one in due if one.act is not None]
-        refused = []
+        due, refused = self.due(), []
         for one in due:
             self.opened.remove(one)
             refused += self._finish_or_act(one)

@@ -55,7 +55,7 @@ class Run:
                 step = member.gate.step + per_boundary
                 measured = self.loss(worker, step)  # of the state that the step starts from
                 one_step(worker, step)
-                member.trying.measures.note(step, per_boundary, {"loss": measured, "accuracy": 1 / measured})
+                member.trying.measures.note(step, per_boundary, {"loss": measured, "accuracy": -measured})
                 member.arrive(step)
                 self.seen[worker.rank][step] = values(worker)
                 if at is not None and step in at:
@@ -135,8 +135,8 @@ def test_a_trial_that_helps_is_kept_and_training_was_never_disturbed() -> None:
         (Trial(5, max_increase=0.5), 0.5, "kept"),
         (Trial(5, max_increase=0.49), 0.5, "reverted"),
         (Trial(5, max_increase=-0.5), -0.25, "reverted"),
-        (Trial(5, "accuracy", 0.6, "max"), 1.0, "kept"),
-        (Trial(5, "accuracy", 0.4, "max"), 1.0, "reverted"),
+        (Trial(5, "accuracy", 1.0, "max"), 1.0, "kept"),
+        (Trial(5, "accuracy", 0.9, "max"), 1.0, "reverted"),
         (Trial(1, max_increase=0.0), 0.0, "kept"),
     ],
 )
@@ -335,6 +335,73 @@ def test_a_training_thread_does_not_wait_for_a_trial_that_needs_its_steps() -> N
         assert "its trial of 5 steps is not over" in told[0]
         assert len(told) == 2
         assert len(job.workers[0].member.history) == 2
+
+
+@pytest.mark.parametrize("on_trial", [False, True])
+def test_a_training_thread_does_not_wait_for_what_stands_behind_a_function(on_trial: bool) -> None:
+    with Job(2) as job:
+        run = Run(job)
+        told: list[str] = []
+
+        def ask(worker: Worker) -> None:
+            if worker.rank == 1:
+                function = worker.member.propose_function("f", lambda v: {"bias": v["bias"] + 1}, 1, 6)
+                eventually(lambda: function.step is not None)
+                run.tickets.append(worker.member.propose(bias(1.0), trial=TRIAL if on_trial else None))
+                run.tickets.append(worker.member.propose(bias(2.0)))
+                with pytest.raises(UpdatePending) as pending:
+                    run.tickets[-1].result()
+                told.append(str(pending.value))
+
+        run.train(20, {5: ask}, per_boundary=1)
+        assert len(told) == 1
+        assert all(ticket.result(DEADLINE_SECS) for ticket in run.tickets)
+
+
+def test_a_checkpoint_does_not_wait_for_what_a_trial_holds_back() -> None:
+    with Job(2) as job:
+        run = Run(job)
+
+        def propose(worker: Worker) -> None:
+            if worker.rank == 1:
+                run.tickets.append(worker.member.propose(bias(2.0, id="behind")))
+            eventually(lambda: worker.member.outcomes.are_decided(["behind"]))
+
+        run.train(20, {4: run.propose(1, bias(1.0), trial=TRIAL), 7: propose})
+        assert run.tickets[1].result(DEADLINE_SECS).step >= outcome_of(run.tickets[0]).step
+
+
+def test_a_trial_that_would_begin_where_a_function_is_computed_is_refused() -> None:
+    with Job(2) as job:
+        run = Run(job)
+
+        def propose(worker: Worker) -> None:
+            if worker.rank == 0:
+                function = worker.member.propose_function("f", lambda v: {"bias": v["bias"] + 1}, 0, 9)
+                eventually(lambda: function.step is not None)
+                run.tickets.append(worker.member.propose(bias(1.0), at_step=9, trial=TRIAL))
+                eventually(run.tickets[0].done)
+
+        run.train(20, {4: propose})
+        with pytest.raises(UpdateRefused, match="A function is computed at step 9"):
+            run.tickets[0].result()
+        assert [id_ for _, id_ in job.workers[1].applied] == ["f"]
+
+
+def test_a_function_on_trial_that_waited_for_another_trial_is_decided_at_the_end_of_training() -> None:
+    with Job(2) as job:
+        run = Run(job)
+
+        def propose(worker: Worker) -> None:
+            if worker.rank == 1:
+                function = worker.member.propose_function
+                run.tickets.append(function("f", lambda v: {"bias": v["bias"] + 1}, 1, None, TRIAL))
+                run.tickets.append(function("g", lambda v: {"bias": v["bias"] + 1}, 1, None))
+
+        run.train(8, {4: run.propose(1, bias(1.0), trial=Trial(100)), 7: propose})
+        receipts = [ticket.result(DEADLINE_SECS) for ticket in run.tickets]
+        assert [receipt.step for receipt in receipts][1:] == [8, 8]
+        np.testing.assert_array_equal(job.workers[0].state.values["dense/bias"], np.ones(3, np.float32))
 
 
 def test_all_workers_together_are_told_that_a_trial_runs() -> None:
