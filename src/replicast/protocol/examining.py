@@ -118,14 +118,14 @@ class Examiner:
             for name, value in self._member.state.read(order.variables).items():
                 value.flags.writeable = False  # ours alone: no second copy
                 update = update.assign(name, value)
-            return Computed(self._member.publish(update, order.id).to_json())
+            return Computed(self._member.shelf.publish(update, order.id).to_json())
         except UpdateRefused as error:
             return Computed(error={**error.to_json(), "worker": self._channel.rank})
 
     def _weigh(self, order: Weigh) -> Weighed:
         found = {}
         for id_ in order.ids:
-            for edit in self._member.staged(id_).edits:
+            for edit in self._member.shelf.staged(id_).edits:
                 name = edit.variable
                 if self._channel.rank in order.differing[name]:
                     mine = self._member.state.read([name])[name]

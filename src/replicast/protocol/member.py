@@ -11,16 +11,12 @@ Everything that can fail or wait happens in the two background threads, before t
 from __future__ import annotations
 
 import itertools
-import json
 import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-import numpy as np
 
 from replicast import faults
 from replicast.errors import UpdateRefused
@@ -37,7 +33,6 @@ from replicast.protocol.messages import (
     Aim,
     Answer,
     Applied,
-    Coming,
     Compute,
     Computed,
     Cut,
@@ -59,25 +54,16 @@ from replicast.protocol.messages import (
 )
 from replicast.protocol.outcomes import Outcomes
 from replicast.protocol.patience import Patience
-from replicast.protocol.receiving import Receiving
+from replicast.protocol.shelf import Shelf, by_worker
 from replicast.protocol.threads import Threads
 from replicast.protocol.ticket import Since, Ticket
 from replicast.protocol.trying import Trying
 from replicast.state import State
-from replicast.transport import Parcel, Transport
+from replicast.transport import Transport
 from replicast.trial import Trial
 from replicast.update import Stage as Standing
 from replicast.update import Update
 from replicast.validate import Limits, planned
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """An update whose bytes this worker has, and where they came from."""
-
-    update: Update
-    parcel_id: str
-    content_digest: str
 
 
 class Member:
@@ -106,12 +92,9 @@ class Member:
         self._check_elsewhere = check
         self.gate = Gate(self, self._check, self.patience.decide_secs, self._say_parked)
         self.outcomes = Outcomes()
-        self._receiving = Receiving(transport, state.schema, self.limits, channel.rank, channel.size)
+        self.shelf = Shelf(channel, transport, state.schema, self.limits)
         self._outbox: queue.Queue[Callable[[], None]] = queue.Queue()
-        self._staged: dict[str, Staged] = {}
         self._functions: dict[str, Function] = {}
-        self._own_parcels: dict[str, tuple[str, str, str]] = {}
-        self._parcels = itertools.count(1)
         self._numbers = itertools.count(1)
         self._token = 0
         self._resumed: dict[int, dict[str, Any] | None] = {}
@@ -212,26 +195,6 @@ class Member:
         self.threads.stopping.set()
         self.transport.close()
 
-    def staged(self, id_: str) -> Update:
-        """A staged update; for the coordinator, which writes it to the journal."""
-        return self._staged[id_].update
-
-    def publish(self, update: Update, content_digest: str | None = None, ticket: str = "") -> Parcel:
-        """Makes an update's bytes, and what it says, available to all workers, until it is settled.
-
-        Args:
-            update: Planned.
-            content_digest: What it is known by. Default: the parcel's digest, which is that of the values and
-                of what is done with them, note included.
-            ticket: The proposal it belongs to, if it is one of this worker's.
-        """
-        described = np.frombuffer(json.dumps(update.describe()).encode(), np.uint8)
-        parcel_id = f"{self.channel.name}-{self.channel.rank}-{next(self._parcels)}"
-        parcel = self.transport.publish(parcel_id, [*update.arrays(), described], self._announce)
-        known_by = parcel.digest if content_digest is None else content_digest
-        self._own_parcels[parcel.id] = (update.id, known_by, ticket)
-        return parcel
-
     # What the training thread does at a boundary.
 
     def apply(self, go: Go, step: int, since: float) -> None:
@@ -240,14 +203,14 @@ class Member:
             self.actions[go.action]()
         self.trying.begin(go, step)
         for sequence, id_ in go.updates:
-            staged = self._staged.pop(id_)
+            staged = self.shelf.take(id_)
             faults.point("apply")
             self.state.apply(staged.update.edits)
             self.applied.add(sequence)
             applied_at = time.time()
             digest = self.state.digest(staged.update.edits)
             # Giving back the memory takes as long as applying: not in this thread.
-            self._outbox.put(partial(self._let_go, staged))
+            self._outbox.put(partial(self.shelf.let_go, staged))
             del staged
             stall_secs = time.monotonic() - since
             self.channel.applied(sequence, Applied(digest, step, applied_at, stall_secs, self.trained()))
@@ -265,12 +228,12 @@ class Member:
             update = planned(update, self.state.schema, self.limits)
             if order.variables is None:  # else these are a replica's own values, for the others
                 self._check_by_guard(update)
-            computed = Computed(self.publish(update, f"function-{order.id}").to_json())
+            computed = Computed(self.shelf.publish(update, f"function-{order.id}").to_json())
         except UpdateRefused as error:
-            computed = Computed(error=_by(error, self.channel.rank))
+            computed = Computed(error=by_worker(error, self.channel.rank))
         except BaseException as error:  # sys.exit, Ctrl-C: this worker ends, but nobody must wait for it
             said = UpdateRefused(f"The function ended worker {order.source} ({type(error).__name__})")
-            self.channel.computed(order.round, Computed(error=_by(said, self.channel.rank)))
+            self.channel.computed(order.round, Computed(error=by_worker(said, self.channel.rank)))
             raise
         self.channel.computed(order.round, computed)
 
@@ -284,22 +247,16 @@ class Member:
             while self._wishes:
                 self.channel.post(Request(self._wishes.pop(), self.channel.rank))
 
-    def _announce(self, parcel: Parcel) -> None:
-        self.channel.post(Coming(parcel.to_json()))
-
     def _check_by_guard(self, update: Update) -> None:
         if self.guard is not None:
             self.guard.check(update.edits, self.state.schema, self.state.read)
-
-    def _let_go(self, staged: Staged) -> None:
-        self.transport.release(staged.parcel_id)
 
     def _post_update(self, update: Update, ticket: Ticket, at_step: int | None) -> None:
         try:
             # Its values are looked at when all workers have them, each worker at its share.
             update = planned(update, self.state.schema, self.limits, look_at=lambda _: False)
             self._check_by_guard(update)
-            parcel = self.publish(update, ticket=ticket.number)
+            parcel = self.shelf.publish(update, ticket=ticket.number)
         except UpdateRefused as error:
             self.outcomes.refuse(ticket, error)
             self.gate.wake()
@@ -324,7 +281,7 @@ class Member:
     def _heed(self, message: Any) -> Answer | None:
         match message:
             case Expect(parcel):
-                self._receiving.expect(Parcel.from_json(parcel))
+                self.shelf.expect(parcel)
             case Stage():
                 return self.trying.answer(message, self._stage(message))
             case Hold(round_):
@@ -362,32 +319,15 @@ class Member:
         return None
 
     def _settle(self, message: Drop | Verified | Failed) -> None:
-        id_ = self.outcomes.settle(message)
-        staged = self._staged.get(id_)
-        if staged is not None and staged.content_digest == message.content_digest:
-            del self._staged[id_]
-            self.transport.release(staged.parcel_id)
-        for parcel_id, (update_id, content_digest, ticket) in list(self._own_parcels.items()):
-            meant = not isinstance(message, Drop) or ticket in ("", *message.tickets)
-            if (update_id, content_digest) == (id_, message.content_digest) and meant:
-                del self._own_parcels[parcel_id]
-                self.transport.release(parcel_id)
+        self.shelf.settle(self.outcomes.settle(message), message)
         self.gate.wake()
 
     def _stage(self, message: Stage) -> Answer:
-        faults.point("stage")
-        try:
-            parcel = Parcel.from_json(message.parcel)
-            update = self._receiving.take(parcel, self.patience.stage_secs)
-        except UpdateRefused as error:
-            return Answer(error=_by(error, self.channel.rank))
-        except (OSError, MemoryError, ValueError) as error:
-            said = f"A worker could not stage it ({type(error).__name__}: {error})"
-            return Answer(error=UpdateRefused(said, worker=self.channel.rank).to_json())
-        self._staged[message.id] = Staged(update, parcel.id, message.content_digest)
-        self.outcomes.note_stage(message.id, Standing.STAGED)
-        faults.point("ready")
-        return Answer()
+        answer = self.shelf.stage(message, self.patience.stage_secs)
+        if answer.error is None:
+            self.outcomes.note_stage(message.id, Standing.STAGED)
+            faults.point("ready")
+        return answer
 
     # Waiting.
 
@@ -422,10 +362,3 @@ class Member:
     def _check(self) -> None:
         self._check_elsewhere()
         self.threads.check()
-
-
-def _by(error: UpdateRefused, rank: int) -> dict[str, Any]:
-    described = error.to_json()
-    if described["worker"] is None:
-        described["worker"] = rank
-    return described

@@ -103,7 +103,7 @@ class Replays:
         while self._announced and self._waiting and self._ahead() < AHEAD:
             step, record = self._waiting.pop(0)
             update = self._journal.load(record.sequence)
-            parcel = self._member.publish(update, record.content_digest)
+            parcel = self._member.shelf.publish(update, record.content_digest)
             message = Stage(record.id, record.content_digest, parcel.to_json())
             answers = self._rounds.ask(message, self._member.patience.stage_secs + 10.0)
             for worker, answer in answers.items():
