@@ -146,9 +146,7 @@ class Recovery:
             raise _no_run_dir()
         self._member.pause("restore")
         self._restores += 1
-        restored = restore(
-            self._member, CheckpointStore(self._run_dir), self._restores, step, partial
-        )
+        restored = restore(self._member, CheckpointStore(self._run_dir), self._restores, step, partial)
         if restored is None:
             return None
         self._member.pause("\n".join(["restored", *map(str, sorted(restored.holds))]))
