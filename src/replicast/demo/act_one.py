@@ -25,8 +25,8 @@ _ROUNDING = 1e-5
 """Each step rounds two different weights, each in its own way."""
 _CONCLUSION = (
     "It finds that variable and no other: Adam's moments are equal, since gradients are summed. Training "
-    "synchronises gradients, never weights. [bold]Assigning on one worker makes the replicas different for ever, with no error. "
-    "An audit sees it.[/]"
+    "synchronises gradients, never weights. [bold]Assigning on one worker makes the replicas different for "
+    "ever, with no error. An audit sees it.[/]"
 )
 
 

@@ -243,7 +243,7 @@ class Saver:
             self._member.wish("audit")
 
     def _wait_for_decisions(self, ids: set[str]) -> None:
-        """What was proposed before the checkpoint's boundary is in the journal before the checkpoint is there.
+        """What was proposed before this boundary is in the journal before the checkpoint is there.
 
         A restarted script does not come to the lines again that are before it.
         """
