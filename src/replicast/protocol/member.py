@@ -26,7 +26,7 @@ from replicast.protocol.audit_messages import Audited, Examine, Lend, Weigh
 from replicast.protocol.channel import Channel
 from replicast.protocol.examining import Examiner
 from replicast.protocol.functions import Function, computed_update
-from replicast.protocol.gate import Gate, Order
+from replicast.protocol.gate import Gate
 from replicast.protocol.messages import (
     Advance,
     Again,
@@ -55,6 +55,7 @@ from replicast.protocol.messages import (
 from replicast.protocol.outcomes import Outcomes
 from replicast.protocol.patience import Patience
 from replicast.protocol.shelf import Shelf, by_worker
+from replicast.protocol.stop import Order
 from replicast.protocol.threads import Threads
 from replicast.protocol.ticket import Since, Ticket
 from replicast.protocol.trying import Trying
