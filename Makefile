@@ -36,7 +36,7 @@ demo: $(STAMP) ## Two local workers train; the screen shows what happens when on
 test: $(STAMP) ## All tests: unit, real workers, faults, golden files
 	$(VENV)/bin/python -m pytest
 
-test-long: $(STAMP) ## Jobs that are killed again and again, and compared with undisturbed ones: about five minutes
+test-long: $(STAMP) ## More of the same: restarts, examples, every training on three workers; about ten minutes
 	$(VENV)/bin/python -m pytest tests/long
 
 test-oldest: $(OLDEST_STAMP) ## The worker tests on the oldest supported TensorFlow and Keras

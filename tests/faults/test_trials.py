@@ -13,7 +13,7 @@ from replicast.journal import Journal
 from tests.faults.test_updates import finish, start, states
 from tests.pool.checks import assert_equal_on_all
 
-THREE_LIVES_SECS = 270.0
+FOUR_LIVES_SECS = 270.0
 
 TRIED = """
 replicas.restore()
@@ -57,13 +57,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_job_that_is_killed_in_trials_decides_alike_and_ends_with_the_bits_of_an_undisturbed_one(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # First in the middle of a trial; then when the outcome of the second one is on disk and nobody has acted.
-    fault = Fault(0, Point.SETTLE, occurrence=2, attempt=1)
-    monkeypatch.setenv("REPLICAST_FAULTS", json.dumps([fault.to_json()]))
-    code, said = finish(start(tmp_path, TRIED.format(killed=True), "--max-restarts", "2"), THREE_LIVES_SECS)
+    # In the middle of a trial; when its outcome is known and not written; when that of the second one is on
+    # disk and nobody has acted.
+    plan = [Fault(0, Point.DECIDE, attempt=1), Fault(0, Point.SETTLE, occurrence=2, attempt=2)]
+    monkeypatch.setenv("REPLICAST_FAULTS", json.dumps([fault.to_json() for fault in plan]))
+    code, said = finish(start(tmp_path, TRIED.format(killed=True), "--max-restarts", "3"), FOUR_LIVES_SECS)
     assert code == 0, said
-    assert [fired["point"] for fired in read_fired(tmp_path / "run")] == [Point.SETTLE], said
-    assert (tmp_path / "run" / "logs" / "attempt-2").exists()
+    assert [fired["point"] for fired in read_fired(tmp_path / "run")] == [Point.DECIDE, Point.SETTLE], said
+    assert (tmp_path / "run" / "logs" / "attempt-3").exists()
     assert outcomes(tmp_path) == outcomes(undisturbed)
     assert_equal_on_all([*states(tmp_path), *states(undisturbed)])
     receipts = Journal(tmp_path / "run").receipts()

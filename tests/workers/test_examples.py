@@ -1,24 +1,16 @@
-"""The examples as people start them: alone, on two workers and on three."""
+"""The examples as people start them, on two workers; tests/long has more ways."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from replicast.config import FAULTS
-from replicast.faults import FIRED, Fault, Point
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEADLINE_SECS = 120.0
 DIGEST = re.compile(r"^digest of the weights: ([0-9a-f]{32})$", re.MULTILINE)
-SPECIAL_LINE = "strategy = replicast.Strategy()"
-STOCK_LINE = "import tensorflow as tf; strategy = tf.distribute.get_strategy()"
 
 
 def run(command: list[str], directory: Path, **settings: str) -> str:
@@ -48,30 +40,8 @@ def digests_in_logs(logs: Path, workers: int) -> list[str]:
     return [digests[0] for digests in found]
 
 
-def accuracy(printed: str) -> float:
-    found = re.search(r"accuracy on digits it has not seen: (\S+)", printed)
-    assert found is not None, printed
-    return float(found[1])
-
-
-def test_the_training_script_runs_alone(tmp_path: Path) -> None:
-    printed = run([str(EXAMPLES / "train.py")], tmp_path)
-    assert len(DIGEST.findall(printed)) == 1
-    assert accuracy(printed) > 0.75
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-def test_the_same_script_ends_with_equal_weights_on_several_workers(workers: int, tmp_path: Path) -> None:
-    assert len(set(digests_of_workers(EXAMPLES / "train.py", workers, tmp_path))) == 1
-
-
-def test_the_script_is_stock_keras_but_for_one_line(tmp_path: Path) -> None:
-    script = (EXAMPLES / "train.py").read_text()
-    assert script.count(SPECIAL_LINE) == 1
-    stock = tmp_path / "stock.py"
-    stock.write_text(script.replace(SPECIAL_LINE, STOCK_LINE).replace("import replicast\n", ""))
-    printed = run([str(stock)], tmp_path)
-    assert accuracy(printed) > 0.75
+def test_the_training_script_ends_with_equal_weights_on_two_workers(tmp_path: Path) -> None:
+    assert len(set(digests_of_workers(EXAMPLES / "train.py", 2, tmp_path))) == 1
 
 
 def test_a_loop_of_its_own_ends_with_equal_weights_on_two_workers(tmp_path: Path) -> None:
@@ -98,31 +68,6 @@ def test_changes_that_two_workers_start_reach_both_and_leave_equal_weights(tmp_p
         assert "learning rate: 0.0005" in log
     assert first.count("has the receipt of") == 1
     assert second.count("has the receipt of") == 2
-
-
-def test_the_script_with_changes_runs_alone(tmp_path: Path) -> None:
-    printed = run([str(EXAMPLES / "update.py")], tmp_path)
-    assert "worker 0: the bias has drifted by" in printed
-    assert len(UPDATED.findall(printed)) == 2
-
-
-def test_a_script_whose_worker_is_killed_ends_with_the_weights_of_an_undisturbed_run(tmp_path: Path) -> None:
-    start = ["-m", "replicast.cli", "run", "-n", "2", "--max-restarts", "1", "--run-dir"]
-    script = str(EXAMPLES / "restart.py")
-    run([*start, "undisturbed", script], tmp_path)
-    # The fifth of the checkpoints that are due every 20 steps.
-    killed = Fault(worker=1, point=Point.SNAPSHOT, occurrence=5)
-    run([*start, "killed", script], tmp_path, **{FAULTS: json.dumps([killed.to_json()])})
-    assert [json.loads(line)["point"] for line in (tmp_path / "killed" / FIRED).read_text().splitlines()] == [
-        "snapshot"
-    ]
-    undisturbed = digests_in_logs(tmp_path / "undisturbed" / "logs" / "attempt-0", 2)
-    recovered = digests_in_logs(tmp_path / "killed" / "logs" / "attempt-1", 2)
-    assert undisturbed == recovered
-    assert len({*undisturbed, *recovered}) == 1
-    log = (tmp_path / "killed" / "logs" / "attempt-1" / "worker-1.log").read_text()
-    assert re.search(r"^goes on after step (20|40|60|80)$", log, re.MULTILINE)
-    assert "trained 290 steps" in log
 
 
 def test_the_slurm_script_is_valid_shell() -> None:

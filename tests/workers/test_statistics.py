@@ -12,7 +12,7 @@ from tests.pool.checks import assert_equal_on_all, state
 
 
 def normalized(strategy: Any, statistics: str, rows: int = 45) -> dict[str, Any]:
-    strategy._statistics = statistics  # the pool has one strategy for all tests; people pass it to Strategy()
+    strategy.statistics = statistics  # the pool has one strategy for all tests; people pass it to Strategy()
     random = np.random.default_rng(3)
     x = random.normal(2.0, 3.0, size=(rows, 5)).astype("float32")
     with strategy.scope():
@@ -24,7 +24,7 @@ def normalized(strategy: Any, statistics: str, rows: int = 45) -> dict[str, Any]
     try:
         model.fit(x, x[:, :1], batch_size=15, epochs=2, shuffle=False, verbose=0)
     finally:
-        strategy._statistics = "mean"
+        strategy.statistics = "mean"
     assert np.array_equal(before, frozen.kernel.numpy()), "a frozen weight is not a statistic"
     return {"state": state(model), "batch": frozen(x[-15:]).numpy()}
 

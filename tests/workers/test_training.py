@@ -11,28 +11,16 @@ from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all
 from tests.workers.recipes import NOISY, RECIPES, trained
 
+# Where a third worker could make a difference; tests/long has all of them.
 ON_THREE = (
-    "sgd_on_arrays",
     "adam_on_arrays",
     "batches_that_do_not_divide",
     "a_last_batch_smaller_than_the_job",
     "tf_data",
-    "generator",
     "embedding",
     "several_steps_per_execution",
-    "clipping_by_global_norm",
-    "metrics_with_state",
-    "custom_train_step",
-    "plain_train_step",
-    "convolution_and_residuals_on_fewer_rows_than_workers",
-    "early_stopping",
-    "evaluate_and_predict",
 )
-NOISY_ON_THREE = (
-    "convolution_with_augmentation_dropout_and_batch_normalization",
-    "mixed_float16",
-    "mixed_float16_that_overflows_on_one_worker_only",
-)
+NOISY_ON_THREE = ("mixed_float16_that_overflows_on_one_worker_only",)
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from tests.pool.checks import assert_equal_on_all, digest
 from tests.workers.recipes import CLASSES, FEATURES, perceptron
 from tests.workers.test_updates import (
     WAYS,
+    Meeting,
     adam,
     change_here_only,
     mark,
@@ -112,6 +113,7 @@ def no_room_there(strategy: Any, hosts: Sequence[str]) -> str:
                 ticket.result(0)
             said = str(caught.value.worker)
         assert digest(model) == before
+        Meeting(strategy).all_say()  # there is room again
         again = replicas.propose(mark(0)) if strategy.rank == 0 else None
         quietly(replicas, lambda step: None, lambda: len(replicas.history) == 1)
         assert again is None or again.result(0).digests.keys() == {0, 1, 2}

@@ -694,6 +694,7 @@ def cannot_stage(strategy: Any) -> list[str]:
                     ticket.result(0)
                 said.append(f"{caught.value.worker}: {caught.value}")
             assert digest(model) == before, "refused, and yet something has changed"
+            Meeting(strategy).all_say()  # the fault is over
         ticket = replicas.propose(mark(0)) if strategy.rank == 1 else None
         quietly(replicas, lambda step: None, lambda: len(replicas.history) == 1)
         assert state(model)["sequential/dense_1/bias"][0] == 100.0
