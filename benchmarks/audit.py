@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 from benchmarks.fit import Contestant, Say
-from benchmarks.race import CrewGroup, Race
+from benchmarks.race import WORKERS, race_of_two
 from benchmarks.report import Ratio, Result
 from benchmarks.update_task import Task
 
-WORKERS = 2
 BUDGET_SECS = 120.0
 TURNS_PER_ROUND = 2
 """One per cent is looked for: many turns, close to each other."""
@@ -31,17 +27,13 @@ def measure(rounds: int, say: Say) -> Result:
         rounds: How many rounds, of several turns each, if time allows.
         say: Told what is being done now.
     """
-    with tempfile.TemporaryDirectory(prefix="replicast-bench-") as directory:
-        task = Task(Path(directory))
-        groups = {"replicast": CrewGroup("replicast_strategy", WORKERS)}
-        race = Race("audit", CONTESTANTS, groups, WORKERS, task, say)
-        rows = race.run(rounds * TURNS_PER_ROUND, BUDGET_SECS)
+    rows, done, task = race_of_two("audit", CONTESTANTS, Task, rounds * TURNS_PER_ROUND, BUDGET_SECS, say)
     megabytes = task.variables * task.shape[0] * task.shape[1] * 4 / 1e6
     speeds = tuple(megabytes / figure for figure in rows[DIGESTS].measured())  # MB in a ms: GB in a second
     share = f"an audit every {EVERY} steps / {EVERY} steps of {STEP_MS:g} ms"
     return Result(
         title=f"audits on {WORKERS} workers, {task}",
-        unit=f"ms for one on the slower worker, {race.done} turns",
+        unit=f"ms for one on the slower worker, {done} turns",
         rows=tuple(rows.values()),
         ratios=(
             Ratio("digests, GB/s on the slower worker", speeds, "at least", 5.0),

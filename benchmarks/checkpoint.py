@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 from benchmarks.fit import Contestant, Say
-from benchmarks.race import TURNS, CrewGroup, Race
+from benchmarks.race import TURNS, WORKERS, race_of_two
 from benchmarks.report import Ratio, Result
 from benchmarks.update_task import Task
 
-WORKERS = 2
 BUDGET_SECS = 90.0
 OURS, THEIRS = "benchmarks.checkpoint_replicast", "benchmarks.checkpoint_tensorflow"
 STALL = Contestant("save: stall of training, replicast", "replicast", f"{OURS}:Stall")
@@ -29,17 +25,10 @@ def measure(rounds: int, say: Say) -> Result:
         rounds: How many turns each gets, if time allows.
         say: Told what is being done now.
     """
-    with tempfile.TemporaryDirectory(prefix="replicast-bench-") as directory:
-        task = Task(Path(directory))
-        groups = {
-            "stock": CrewGroup("stock_strategy", WORKERS),
-            "replicast": CrewGroup("replicast_strategy", WORKERS),
-        }
-        race = Race("checkpoint", CONTESTANTS, groups, WORKERS, task, say)
-        rows = race.run(rounds, BUDGET_SECS)
+    rows, done, task = race_of_two("checkpoint", CONTESTANTS, Task, rounds, BUDGET_SECS, say)
     return Result(
         title=f"checkpoint on {WORKERS} workers, {task}",
-        unit=f"ms, on the slowest worker, {race.done} rounds",
+        unit=f"ms, on the slowest worker, {done} rounds",
         rows=tuple(rows.values()),
         ratios=(
             Ratio.of("stall / copy in memory", rows[STALL], rows[COPY], "at most", 3.0),

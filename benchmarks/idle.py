@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 from benchmarks.fit import Contestant, Say
-from benchmarks.race import CrewGroup, Race
+from benchmarks.race import WORKERS, race_of_two
 from benchmarks.report import Ratio, Result
 from benchmarks.seats import Ground
 
-WORKERS = 2
 BUDGET_SECS = 70.0
 TURNS_PER_ROUND = 3
 """One per cent is looked for: many short turns, close to each other."""
@@ -29,13 +25,10 @@ def measure(rounds: int, say: Say) -> Result:
         rounds: How many rounds, of several turns each, if time allows.
         say: Told what is being done now.
     """
-    with tempfile.TemporaryDirectory(prefix="replicast-bench-") as directory:
-        groups = {"replicast": CrewGroup("replicast_strategy", WORKERS)}
-        race = Race("idle", CONTESTANTS, groups, WORKERS, Ground(Path(directory)), say)
-        rows = race.run(rounds * TURNS_PER_ROUND, BUDGET_SECS)
+    rows, done, _ = race_of_two("idle", CONTESTANTS, Ground, rounds * TURNS_PER_ROUND, BUDGET_SECS, say)
     return Result(
         title=f"idle boundaries on {WORKERS} workers",
-        unit=f"ms for one on the slower worker, {race.done} turns",
+        unit=f"ms for one on the slower worker, {done} turns",
         rows=tuple(rows.values()),
         ratios=(
             Ratio.to(f"boundary() / a step of {STEP_MS:g} ms", rows[BOUNDARY], STEP_MS, "at most", 0.01),

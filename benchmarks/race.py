@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 from benchmarks.fit import Contestant, Say, order_of_round
 from benchmarks.report import Row
@@ -12,6 +14,8 @@ from benchmarks.seats import Clock, Entry, Ground
 from benchmarks.workers import Crew, Failed, Ready
 
 PATIENCE_SECS = 60.0
+WORKERS = 2
+GroundT = TypeVar("GroundT", bound=Ground)
 TURNS = "Contestants take turns in every round; every round's weights are checked, number by number."
 
 
@@ -133,3 +137,32 @@ class Race:
 
 def _ready(order: str, entry: Entry) -> Ready:
     return Ready("benchmarks.seats:do", (order, entry))
+
+
+def race_of_two(
+    name: str,
+    contestants: Sequence[Contestant],
+    kind: type[GroundT],
+    rounds: int,
+    budget_secs: float,
+    say: Say,
+) -> tuple[dict[Contestant, Row], int, GroundT]:
+    """Lets contestants take turns on groups of two workers: replicast's, and stock ones if one needs them.
+
+    Args:
+        name: Of the table, for messages.
+        contestants: Who takes part.
+        kind: What is done.
+        rounds: How many turns each gets, if time allows.
+        budget_secs: No round but the first begins after this.
+        say: Told what is being done now.
+
+    Returns:
+        What each has measured, how many rounds there were, and the task.
+    """
+    with tempfile.TemporaryDirectory(prefix="replicast-bench-") as directory:
+        task = kind(Path(directory))
+        wanted = sorted({contestant.crew for contestant in contestants})
+        groups: dict[str, Group] = {crew: CrewGroup(f"{crew}_strategy", WORKERS) for crew in wanted}
+        race = Race(name, contestants, groups, WORKERS, task, say)
+        return race.run(rounds, budget_secs), race.done, task

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 from benchmarks.fit import Contestant, Say
-from benchmarks.race import TURNS, CrewGroup, Race
+from benchmarks.race import TURNS, WORKERS, race_of_two
 from benchmarks.report import Ratio, Result
 from benchmarks.update_task import Task
 
-WORKERS = 2
 BUDGET_SECS = 90.0
 TURNS_PER_ROUND = 2
 """A turn is short, and what it measures shorter."""
@@ -29,14 +25,10 @@ def measure(rounds: int, say: Say) -> Result:
         rounds: How many rounds, of several turns each, if time allows.
         say: Told what is being done now.
     """
-    with tempfile.TemporaryDirectory(prefix="replicast-bench-") as directory:
-        task = Task(Path(directory))
-        groups = {"replicast": CrewGroup("replicast_strategy", WORKERS)}
-        race = Race("stall", CONTESTANTS, groups, WORKERS, task, say)
-        rows = race.run(rounds * TURNS_PER_ROUND, BUDGET_SECS)
+    rows, done, task = race_of_two("stall", CONTESTANTS, Task, rounds * TURNS_PER_ROUND, BUDGET_SECS, say)
     return Result(
         title=f"stall of training on {WORKERS} workers by an update of {task}",
-        unit=f"ms on the slowest worker, {race.done} turns",
+        unit=f"ms on the slowest worker, {done} turns",
         rows=tuple(rows.values()),
         ratios=(
             Ratio.of("stall / tf.function assign_add", rows[MEMORY], rows[FUNCTION], "at most", 3.0),
