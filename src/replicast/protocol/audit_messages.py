@@ -5,16 +5,22 @@ What was lent is told by `replicast.protocol.messages.Computed`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class Examine:
-    """At the round's boundary every worker digests its whole state, says so, and waits there."""
+    """At the round's boundary every worker digests its whole state, says so, and waits there.
+
+    Attributes:
+        verdict: The report that every training thread has to raise, given before it may: each says that it
+            has it, and waits for `Audited`. Empty: digest.
+    """
 
     round: int
     step: int
+    verdict: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

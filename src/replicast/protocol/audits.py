@@ -4,6 +4,7 @@
     lend, stage     if digests differ: whose value counts makes it available, and all take it; nothing is
                     written, and nobody has changed
     weigh           all compare their values with it
+    examine         with the verdict, if all have to raise it: each says that it has it, and raises only then
     audited         the report, the same on all workers; they go on, or raise
     hold, go, examine, audited      to heal: what was lent is committed like any update, applied at this very
                     boundary, and the digests are compared once more
@@ -56,7 +57,6 @@ class Audit:
     Attributes:
         round: The round that keeps all workers at the boundary now.
         policy: What becomes of a difference.
-        raises: Whether training threads raise at the boundary; who asked for it gets the report instead.
         requests: The ids of those outside of the job who asked for it.
         lent: What was lent and is not committed.
         said: The keys of what workers have said, to be removed.
@@ -64,7 +64,6 @@ class Audit:
 
     round: int
     policy: Policy
-    raises: bool
     requests: tuple[str, ...] = ()
     lent: list[Proposal] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
@@ -109,7 +108,7 @@ class Audits:
         if self.is_open():
             return
         try:
-            audit, step = self._begin(self._examiner.policy, raises=True)
+            audit, step = self._begin(self._examiner.policy)
         except UpdateRefused as error:
             logger.warning("the workers could not agree on a step to be audited at: %s", error)
             return
@@ -133,24 +132,27 @@ class Audits:
             logger.warning("not everything that was seen is compared at this pause")
         if not self._findings.take_suspicion():
             return False
-        error = self.at_once(self._examiner.policy, raises=True)
+        error = self.at_once(self._examiner.policy)
         if error is not None:
             logger.warning("the audit could not be carried out: %s", error)
         return self._raised
 
-    def at_once(self, policy: str, *, raises: bool = False) -> UpdateRefused | None:
-        """Audits where all workers stand; gives the reason when it could not be done."""
+    def at_once(self, policy: str) -> UpdateRefused | None:
+        """Audits where all workers stand; gives the reason when it could not be done.
+
+        Should the outcome be to raise, their training threads do, out of the pause in which they stand.
+        """
         try:
-            audit, _ = self._begin(checked_policy(policy), raises=raises)
+            audit, _ = self._begin(checked_policy(policy))
         except UpdateRefused as error:
             return error
         return self._carry_out(audit)
 
-    def _begin(self, policy: Policy, *, raises: bool) -> tuple[Audit, int]:
+    def _begin(self, policy: Policy) -> tuple[Audit, int]:
         self._raised = False
         round_, step = self._rounds.stop_all()
         self._channel.append(Examine(round_, step))
-        return Audit(round_, policy, raises), step
+        return Audit(round_, policy), step
 
     def _carry_out(self, audit: Audit) -> UpdateRefused | None:
         """All that happens at the boundary. Whatever becomes of it, the workers go on."""
@@ -260,21 +262,37 @@ class Audits:
         log = logger.debug if report.equal else logger.warning
         log("%s", "\n".join(report.lines()))
         self._examiner.on_report(report)
-        self._raised = audit.raises and report.outcome == "raised"
+        self._raised = report.outcome == "raised"
+        if self._raised:
+            self._condemn(audit, report)
         self._channel.append(Audited(audit.round, report.to_json(), self._raised))
+
+    def _condemn(self, audit: Audit, report: AuditReport) -> None:
+        """Lets nobody raise before all training threads have what they are to raise."""
+        self._channel.append(Examine(audit.round, report.step, report.to_json()))
+        try:
+            self._collect(audit, "condemned", timeout_secs=self._member.patience.answer_secs)
+        except UpdateRefused as error:
+            logger.warning("not every worker may raise what the audit found: %s", error)
 
     def _drop(self, lent: Iterable[Proposal]) -> None:
         nobody = UpdateRefused("It was lent for an audit").to_json()
         for proposal in lent:
             self._channel.append(Drop(proposal.id, proposal.content_digest, [], nobody))
 
-    def _collect(self, audit: Audit, what: str, workers: Iterable[int] | None = None) -> dict[int, Any]:
-        """What these workers say in the round. Blocks at most as long as a function may take.
+    def _collect(
+        self,
+        audit: Audit,
+        what: str,
+        workers: Iterable[int] | None = None,
+        timeout_secs: float | None = None,
+    ) -> dict[int, Any]:
+        """What these workers say in the round. Blocks at most as long as a function may take, if not told.
 
         Raises:
             UpdateRefused: One did not in time, and is named.
         """
-        timeout_secs = self._member.patience.compute_secs
+        timeout_secs = self._member.patience.compute_secs if timeout_secs is None else timeout_secs
         ends = time.monotonic() + timeout_secs
         collected = {}
         for worker in range(self._channel.size) if workers is None else workers:

@@ -7,6 +7,7 @@ which all workers stand still (`replicast.protocol.audits`).
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import xxhash
 from replicast.audit import AuditReport, Policy, deviation
 from replicast.errors import ReplicasDiverged, UpdateRefused
 from replicast.protocol.audit_messages import Audited, Examine, Examined, Lend, Weigh, Weighed
+from replicast.protocol.channel import LOOK_SECS
 from replicast.protocol.messages import Computed
 from replicast.update import Update
 
@@ -48,6 +50,8 @@ class Examiner:
         self._channel = member.channel
         self._names = [variable.name for variable in member.state.schema]
         self._looks = 0
+        self._condemned: int | None = None
+        self._all_know = threading.Event()
         self.reports: deque[AuditReport] = deque(maxlen=MOST_REPORTS)
         self.policy: Policy = "raise"
         self.declared: frozenset[str] = frozenset()
@@ -78,6 +82,8 @@ class Examiner:
     def obey(self, order: AuditOrder) -> None:
         """Does what an audit's round asks of this worker."""
         match order:
+            case Examine(round_, verdict=verdict) if verdict:
+                self._raise_with_all(round_, AuditReport.from_json(verdict))
             case Examine(round_):
                 self._say(round_, "examined", self._digest())
             case Lend(round_):
@@ -89,7 +95,9 @@ class Examiner:
         """Hands the training thread what the coordinator has said of an audit."""
         gate = self._member.gate
         match message:
-            case Examine(round_, step):
+            case Examine(round_, step, verdict):
+                if verdict:
+                    self._all_know.clear()
                 gate.aim(round_, step)
                 gate.order(message)
             case Lend(source=source):
@@ -100,10 +108,25 @@ class Examiner:
             case Audited(round_, described, raises):
                 report = AuditReport.from_json(described)
                 self.reports.append(report)
-                if raises:
+                if raises and self._condemned != round_:
                     gate.fail(round_, diverged(report))
                 else:
                     gate.free(round_)
+                self._all_know.set()
+
+    def _raise_with_all(self, round_: int, report: AuditReport) -> None:
+        """Raises the verdict, once every training thread has it.
+
+        Whoever raises may end the job, and who hears of that first would raise another's failure instead.
+        From here on this thread asks nobody how the job is; it waits for the others at most `answer_secs`.
+        """
+        self._condemned = round_
+        self._say(round_, "condemned", Weighed({}))
+        ends = time.monotonic() + self._member.patience.answer_secs
+        while not self._all_know.wait(LOOK_SECS / 10) and time.monotonic() < ends:
+            if self._member.threads.stopping.is_set():
+                break
+        raise diverged(report)
 
     def _digest(self) -> Examined:
         started = time.monotonic()

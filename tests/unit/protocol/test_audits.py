@@ -12,6 +12,7 @@ import pytest
 from replicast.audit import AuditReport
 from replicast.errors import JobFailed, ReplicasDiverged, UpdateRefused
 from replicast.protocol import Patience
+from replicast.protocol.audit_messages import Audited
 from replicast.update import Stage
 from tests.unit.protocol.twins import DEADLINE_SECS, Job, Worker, bias, eventually
 
@@ -137,11 +138,81 @@ def test_warn_tells_and_changes_nothing() -> None:
         assert left_behind(job) == []
 
 
-def test_who_asks_with_raise_gets_the_report_and_training_goes_on() -> None:
+def test_who_asks_with_raise_hears_it_raised_on_every_worker_and_may_go_on() -> None:
     with Job(2) as job:
         flip(job.workers[1], "dense/bias")
-        assert [report.outcome for report in audit(job, "raise")] == ["raised"] * 2
+        assert len(what_an_audit_raises(job, "raise")) == 2
+        assert [worker.member.examiner.reports[-1].outcome for worker in job.workers] == ["raised"] * 2
+        eventually(lambda: not left_behind(job))
         job.train(3)
+
+
+def what_an_audit_raises(job: Job, policy: str) -> list[ReplicasDiverged]:
+    """What each worker that calls for an audit raised."""
+
+    def ask(worker: Worker) -> ReplicasDiverged | None:
+        try:
+            worker.member.pause(f"audit\n{policy}")
+        except ReplicasDiverged as error:
+            return error
+        return None
+
+    return [error for error in job.on_all(ask) if error is not None]
+
+
+def fails_elsewhere_before_it_is_heard(job: Job, late: int) -> None:
+    """One worker hears the last word only when another has raised it, and the job has failed by that."""
+    raised = threading.Event()
+    heed = job.workers[late].member.examiner.heed
+
+    def late_heed(message: Any) -> None:
+        if isinstance(message, Audited):
+            assert raised.wait(DEADLINE_SECS)
+        heed(message)
+
+    job.workers[late].member.examiner.heed = late_heed  # type: ignore[method-assign]
+    for worker in job.workers:
+        if worker.rank != late:
+            watch_for_the_end(job, worker, raised)
+
+
+def watch_for_the_end(job: Job, worker: Worker, raised: threading.Event) -> None:
+    """The job has failed for all others as soon as this worker's training thread raises."""
+    serve = worker.member.gate._serve
+
+    def watched(*arguments: Any) -> bool:
+        try:
+            return serve(*arguments)
+        except ReplicasDiverged:
+            for other in job.workers:
+                if other is not worker:
+                    other.failure = JobFailed(f"worker {worker.rank} failed first")
+                    other.member.gate.wake()
+            raised.set()
+            raise
+
+    worker.member.gate._serve = watched  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_every_worker_raises_the_divergence_though_the_first_to_raise_has_ended_the_job(late: int) -> None:
+    with Job(3) as job:
+        job.workers[0].member.examiner.policy = "raise"
+        fails_elsewhere_before_it_is_heard(job, late)
+
+        def corrupt(worker: Worker, step: int) -> None:
+            if (worker.rank, step) == (2, 3):
+                flip(worker, "dense/kernel")
+
+        assert len(what_training_raises(job, 40, 10, corrupt)) == 3
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_an_audit_that_was_called_for_raises_on_all_though_the_job_has_failed_meanwhile(late: int) -> None:
+    with Job(2) as job:
+        fails_elsewhere_before_it_is_heard(job, late)
+        flip(job.workers[1], "dense/bias")
+        assert len(what_an_audit_raises(job, "raise")) == 2
 
 
 @pytest.mark.parametrize("policy", ["raise", "heal", "warn"])
@@ -343,7 +414,8 @@ def test_a_disk_that_is_full_makes_heal_raise_instead() -> None:
             raise UpdateRefused("The journal cannot be written")
 
         job.journal.stage = full  # type: ignore[method-assign]
-        report = audit(job, "heal")[0]
+        assert len(what_an_audit_raises(job, "heal")) == 2
+        report = job.workers[1].member.examiner.reports[-1]
         assert (report.outcome, report.healed) == ("raised", ())
         assert report.differences[0].differing[1].count == 1
         assert job.board.buffers == {}
@@ -358,7 +430,8 @@ def test_values_that_nobody_can_take_are_reported_without_distances() -> None:
             raise UpdateRefused("There is no room in shared memory", worker=1)
 
         job.workers[1].member.transport.receive = no_room  # type: ignore[method-assign,assignment]
-        report = audit(job, "heal")[0]
+        assert len(what_an_audit_raises(job, "heal")) == 2
+        report = job.workers[0].member.examiner.reports[-1]
         assert report.outcome == "raised"
         assert report.differences[0].variable == "dense/bias"
         assert dict(report.differences[0].differing) == {}
