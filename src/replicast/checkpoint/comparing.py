@@ -93,12 +93,13 @@ def diff(
 ) -> list[Comparison]:
     """Compares two checkpoints variable by variable, in a stream.
 
-    What has the same digest in both is equal and is not read. What is read is checked against its digest.
+    Every byte of both is read and checked against its digest, also of what has the same digest in both.
 
     Args:
         a: The first checkpoint's directory.
         b: The second's.
-        values: Whether to read what differs and say by how much.
+        values: Whether to read the values and say by how much they differ. Else the manifests' digests are
+            compared, and what became of the bytes since is not looked at.
         progress: Called with the bytes that are done and those there are.
 
     Raises:
@@ -107,28 +108,41 @@ def diff(
     """
     with open_checkpoint(a) as first, open_checkpoint(b) as second:
         changed = {each.name: each for each in differences(first.manifest.schema, second.manifest.schema)}
-        digests = first.manifest.digests, second.manifest.digests
-        differing = {
-            name for name in first.names() if name not in changed and digests[0][name] != digests[1][name]
-        }
-        done, total = 0, sum(first.layout.spans[name].nbytes for name in differing)
+        done, total = 0, sum(_nbytes(first, name) + _nbytes(second, name) for name in _names(first, second))
         made = []
-        for name in dict.fromkeys((*first.names(), *second.names())):
+        for name in _names(first, second):
             if name in changed:
                 made.append(_changed(changed[name]))
-                continue
-            variable = first.layout.spans[name].variable
-            if name not in differing:
-                made.append(_same(variable))
-            elif not values:
-                text = _described(variable)
-                made.append(Comparison(name, Verdict.DIFFERENT, text, text))
+            elif first.manifest.digests[name] == second.manifest.digests[name]:
+                made.append(_same(first.layout.spans[name].variable))
+            elif values:
+                made.append(_compared(first, second, first.layout.spans[name].variable))
             else:
-                made.append(_compared(first, second, variable))
-                done += first.layout.spans[name].nbytes
+                text = _described(first.layout.spans[name].variable)
+                made.append(Comparison(name, Verdict.DIFFERENT, text, text))
+            if values:
+                if made[-1].verdict is not Verdict.DIFFERENT:  # Else they were read to be compared.
+                    _check(name, first, second)
+                done += _nbytes(first, name) + _nbytes(second, name)
                 if progress is not None:
                     progress(done, total)
         return made
+
+
+def _names(first: CheckpointReader, second: CheckpointReader) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*first.names(), *second.names())))
+
+
+def _nbytes(reader: CheckpointReader, name: str) -> int:
+    return reader.layout.spans[name].nbytes if name in reader.layout.spans else 0
+
+
+def _check(name: str, *readers: CheckpointReader) -> None:
+    """Reads a variable where it is there: equal digests say nothing of bytes that have changed since."""
+    for reader in readers:
+        if name in reader.layout.spans:
+            for _ in reader.pieces(name):
+                pass
 
 
 def _described(variable: Variable) -> str:

@@ -180,7 +180,16 @@ class CheckpointReader:
         )
 
     def _damaged(self, problems: list[str]) -> FileDamaged:
-        return FileDamaged(self.path / STATE, "; ".join(problems))
+        return _damaged(self.path / STATE, "; ".join(problems))
+
+
+def advice(path: Path) -> str:
+    """What to do about a checkpoint that is damaged."""
+    return f"Use another checkpoint, or put a copy of this one in its place; remove {path} to get rid of it"
+
+
+def _damaged(file: Path, problem: str) -> FileDamaged:
+    return FileDamaged(file, f"{problem.rstrip('.')}. {advice(file.parent)}")
 
 
 def open_checkpoint(path: Path | str, *, verify: bool = False) -> CheckpointReader:
@@ -227,16 +236,17 @@ def _read_manifest(path: Path, directory: int) -> Manifest:
             received="none",
         ) from None
     except OSError as error:
-        raise FileDamaged(path / COMMITTED, f"it cannot be read ({error.strerror})") from error
+        raise _damaged(path / COMMITTED, f"it cannot be read ({error.strerror})") from error
     try:
         content = _read_file(MANIFEST, directory)
     except OSError as error:
-        raise FileDamaged(path / MANIFEST, f"it cannot be read ({error.strerror})") from error
+        raise _damaged(path / MANIFEST, f"it cannot be read ({error.strerror})") from error
     sha256 = hashlib.sha256(content).hexdigest()
     if committed != f"{sha256}\n".encode():
-        raise FileDamaged(
+        said = committed[:100].decode("utf-8", "replace").strip()
+        raise _damaged(
             path / MANIFEST,
-            f"its sha256 is not the one in {COMMITTED}, {committed[:100]!r}. Received: {sha256}",
+            f"its sha256 is not the one in {COMMITTED}, {said!r}. Received: {sha256}",
         )
     try:
         described = loads_strictly(content, MANIFEST)
@@ -244,23 +254,23 @@ def _read_manifest(path: Path, directory: int) -> Manifest:
             raise ValueError(f"It must hold a JSON object. Received: {type(described).__name__}")
         return Manifest.from_json(described)
     except (UpdateRefused, ValueError) as error:
-        raise FileDamaged(path / MANIFEST, str(error)) from error
+        raise _damaged(path / MANIFEST, str(error)) from error
 
 
 def _open_state(path: Path, directory: int, manifest: Manifest, layout: Layout) -> int:
     try:
         descriptor = os.open(STATE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     except OSError as error:
-        raise FileDamaged(path / STATE, f"it cannot be read ({error.strerror})") from error
+        raise _damaged(path / STATE, f"it cannot be read ({error.strerror})") from error
     try:
         size = os.fstat(descriptor).st_size
         if not size == manifest.nbytes == layout.nbytes:
-            raise FileDamaged(path / STATE, f"it must have {manifest.nbytes} bytes. Received: {size}")
+            raise _damaged(path / STATE, f"it must have {manifest.nbytes} bytes. Received: {size}")
         if os.pread(descriptor, len(layout.header), 0) != layout.header:
-            raise FileDamaged(path / STATE, "its header is not the one of the manifest's variables")
+            raise _damaged(path / STATE, "its header is not the one of the manifest's variables")
     except OSError as error:
         os.close(descriptor)
-        raise FileDamaged(path / STATE, f"it cannot be read ({error.strerror})") from error
+        raise _damaged(path / STATE, f"it cannot be read ({error.strerror})") from error
     except BaseException:
         os.close(descriptor)
         raise

@@ -14,7 +14,7 @@ import numpy as np
 
 from replicast.checkpoint.layout import dtype_of
 from replicast.checkpoint.manifest import Draft, Manifest
-from replicast.checkpoint.reading import CheckpointReader, open_checkpoint
+from replicast.checkpoint.reading import CheckpointReader, advice, open_checkpoint
 from replicast.checkpoint.writing import (
     PIECE_BYTES,
     Pieces,
@@ -61,7 +61,7 @@ class CheckpointStore:
         for candidate in (path, replaced_path(path), path):
             if candidate.exists():
                 return candidate
-        steps = sorted(self._steps())
+        steps = [manifest.step for manifest in self.list()]
         there = f"one of {', '.join(map(str, steps[-5:]))}" if steps else "a run with checkpoints"
         raise CheckpointError(
             "There is no checkpoint of this step", path=path, step=step, expected=there, received=str(step)
@@ -77,7 +77,29 @@ class CheckpointStore:
 
     def last(self) -> Manifest | None:
         """The committed checkpoint of the latest step, if there is one."""
-        return next((found for found in self._look(latest_first=True) if isinstance(found, Manifest)), None)
+        return self.last_and_skipped()[0]
+
+    def last_and_skipped(self) -> tuple[Manifest | None, _Problems]:
+        """What `last` gives, and what is wrong with those of later steps."""
+        skipped: _Problems = []
+        for found in self._look(latest_first=True):
+            if isinstance(found, Manifest):
+                return found, skipped
+            skipped.append(found)
+        return None, skipped
+
+    def steps(self) -> _Steps:
+        """The steps that have a checkpoint, whatever state it is in, the latest first."""
+        return sorted(self._steps(), reverse=True)
+
+    def last_whole(self, without: int) -> int | None:
+        """The latest step but `without` whose checkpoint is whole. Reads every byte until it has found it."""
+        for step in self.steps():
+            with contextlib.suppress(CheckpointError, FileDamaged):
+                if step != without:
+                    self.open(step, verify=True).close()
+                    return step
+        return None
 
     def manifest(self, step: int) -> Manifest:
         """What the checkpoint of a step says of itself.
@@ -104,7 +126,10 @@ class CheckpointStore:
         if reader.manifest.step != step:
             received = reader.manifest.step
             reader.close()
-            raise FileDamaged(self.path(step), f"it is the checkpoint of another step. Received: {received}")
+            raise FileDamaged(
+                self.path(step),
+                f"it is the checkpoint of another step. Received: {received}. {advice(self.path(step))}",
+            )
         if verify:
             reader.verify()
         return reader
@@ -215,7 +240,7 @@ class CheckpointStore:
                 yield error
             except CheckpointError as error:
                 if self.path(step).exists():  # It is not gone meanwhile.
-                    yield FileDamaged(self.path(step), error.problem)
+                    yield FileDamaged(self.path(step), f"{error.problem}. {advice(self.path(step))}")
 
     def _steps(self) -> set[int]:
         if not self._directory.is_dir():

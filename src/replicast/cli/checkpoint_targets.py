@@ -9,6 +9,7 @@ import click
 
 from replicast.checkpoint import CheckpointStore
 from replicast.checkpoint.writing import COMMITTED, MANIFEST, STATE
+from replicast.cli.texts import printable
 from replicast.errors import CheckpointError
 
 
@@ -48,7 +49,9 @@ def the_checkpoint(path: Path, step: int | None) -> Path:
     store = CheckpointStore(checked_run(path))
     if step is not None:
         return store.find(step)
-    last = store.last()
+    last, skipped = store.last_and_skipped()
+    for problem in skipped:
+        click.echo(f"Skipped: {printable(str(problem))}", err=True)
     if last is None:
         raise CheckpointError(
             "The run has no checkpoint that can be used",

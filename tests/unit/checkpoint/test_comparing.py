@@ -10,7 +10,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from replicast.checkpoint import CheckpointStore, Comparison, Difference, Verdict, diff, differences
+from replicast.checkpoint import (
+    CheckpointStore,
+    Comparison,
+    Difference,
+    Verdict,
+    diff,
+    differences,
+    open_checkpoint,
+)
 from replicast.errors import CheckpointError, FileDamaged
 from tests.unit.checkpoint.samples import BFLOAT16, Arrays, draft_of, flip, schema_of, state_of
 
@@ -112,6 +120,28 @@ def test_what_is_read_is_checked(tmp_path: Path) -> None:
         diff(*paths)
     with pytest.raises(CheckpointError):
         diff(paths[0], tmp_path / "none")
+
+
+@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize("name", ["same", "changed", "only here"])
+def test_damage_is_found_although_the_digests_in_the_manifests_agree(
+    tmp_path: Path, name: str, where: int
+) -> None:
+    alike, other = (
+        {"same": np.zeros(3), "changed": np.zeros(2)},
+        {"same": np.zeros(3), "changed": np.zeros(5)},
+    )
+    both = (alike, other) if where == 0 else (other, alike)
+    both[where]["only here"] = np.zeros(4)
+    paths = made(tmp_path, 1, both[0]), made(tmp_path, 2, both[1])
+    with open_checkpoint(paths[where]) as reader:
+        place = reader.layout.spans[name].start
+    flip(paths[where] / "state.safetensors", place)
+    with pytest.raises(
+        FileDamaged, match=f"bytes of {name} .* remove .*{paths[where].name} to get rid of it"
+    ):
+        diff(*paths)
+    diff(*paths, values=False)
 
 
 def test_progress_reaches_the_end(tmp_path: Path) -> None:

@@ -69,6 +69,34 @@ def test_damaged_ones_are_left_out_and_named(store: CheckpointStore) -> None:
     store.remove(4)
 
 
+def test_a_damaged_one_is_never_offered(store: CheckpointStore) -> None:
+    for step in (1, 2, 3):
+        written(store, step)
+    flip(store.path(3) / "manifest.json", 5)
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint of this step.*Expected: one of 1, 2\. Received: 9"
+    ):
+        store.open(9)
+    flip(store.path(2) / "state.safetensors", -1)
+    assert store.last_whole(without=9) == 1
+    assert store.last_whole(without=1) is None
+    last, skipped = store.last_and_skipped()
+    assert last == store.manifest(2), "its bytes were not looked at"
+    assert [problem.path.parent for problem in skipped] == [store.path(3)]
+
+
+def test_what_is_said_of_damage_is_for_people_and_ends_with_what_to_do(store: CheckpointStore) -> None:
+    written(store, 5)
+    (store.path(5) / "COMMITTED").write_text("9489\n")
+    with pytest.raises(FileDamaged) as found:
+        store.open(5)
+    assert "the one in COMMITTED, '9489'. Received: " in str(found.value)
+    assert str(found.value).endswith(
+        "Use another checkpoint, or put a copy of this one in its place; "
+        f"remove {store.path(5)} to get rid of it."
+    )
+
+
 def test_verifying_names_all_damaged_variables(store: CheckpointStore) -> None:
     written(store, 5)
     reader = store.open(5)
