@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,25 @@ def damage(run: Path, step: int, variable: str = "model/dense/bias") -> None:
     with open_checkpoint(at(run, step)) as reader:
         place = reader.layout.spans[variable].start
     flip(at(run, step) / "state.safetensors", place)
+
+
+def test_a_damaged_last_one_is_not_skipped_without_a_word(run: Path) -> None:
+    flip(at(run, 200) / "manifest.json", 5)
+    result = invoke("checkpoint", "show", str(run))
+    assert result.exit_code == 0
+    assert f"Skipped: {at(run, 200) / 'manifest.json'} cannot be trusted" in result.stderr
+    assert "00000100" in result.stdout
+
+
+def test_equal_manifests_do_not_make_damaged_files_equal(run: Path) -> None:
+    shutil.copytree(at(run, 200), "copy")
+    assert invoke("checkpoint", "diff", str(run), "copy").exit_code == 0
+    damage(run, 200)
+    result = invoke("checkpoint", "diff", str(run), "copy")
+    assert result.exit_code == 1
+    assert "the bytes of model/dense/bias are not those that were written" in result.stderr
+    assert "equal" not in result.stdout
+    assert invoke("checkpoint", "diff", str(run), "copy", "--digests-only").exit_code == 0
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -127,7 +147,7 @@ def test_damaged_checkpoints_are_named_in_the_list(run: Path) -> None:
     assert result.exit_code == 1
     assert result.stdout.splitlines()[-1].split()[0] == "100"
     assert "Damaged: run/checkpoints/00000200/manifest.json" in result.stderr
-    assert invoke("checkpoint", "show", run, "--json").output.startswith("{")  # The last that can be used.
+    assert invoke("checkpoint", "show", run, "--json").stdout.startswith("{")  # The last that can be used.
 
 
 @pytest.mark.parametrize("words", [("run", "100"), ("run/checkpoints/00000100",)])
@@ -261,6 +281,17 @@ def test_a_dry_run_writes_nothing(run: Path) -> None:
     assert result.exit_code == 0
     assert "Nothing is wrong with it" in result.output
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_nan_is_refused_with_the_option_of_the_command_line(run: Path, more: tuple[str, ...]) -> None:
+    nan = tensors("nan", dense__bias=np.full_like(BIAS, np.nan))
+    words = ("checkpoint", "patch", at(run, 200), "--add", nan, "-o", "patched", *more)
+    result = invoke(*words)
+    assert result.exit_code == 1
+    assert "finite values, or --allow-nonfinite" in result.output
+    assert "=True" not in result.output
+    assert invoke(*words, "--allow-nonfinite").exit_code == 0
 
 
 def test_a_damaged_checkpoint_is_not_patched(run: Path) -> None:

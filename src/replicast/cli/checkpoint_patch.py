@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from replicast.cli.push import OPERATIONS, ORDER, InOrder, check_usage, in_order, push
+from replicast.errors import UpdateRefused
 
 if TYPE_CHECKING:
     from replicast.checkpoint import Manifest
+    from replicast.cli.examination import Examination
     from replicast.update import Update
 
 _SHARED = (*OPERATIONS, "weight", "reset_slots", "allow_nonfinite", "dry_run")
@@ -59,7 +62,7 @@ def patch(context: click.Context, /, path: Path, output: Path, **options: Any) -
     head = Head(reset_slots=options["reset_slots"], allow_nonfinite=options["allow_nonfinite"])
     parts = [_part(name, value, options["weight"]) for name, value in operations]
     update = assembled(parts, head)
-    found = examine(update, before.schema)
+    found = _for_this_command(examine(update, before.schema))
     if options["dry_run"]:
         print_examination(found, make_console())
         sys.exit(1 if found.problems else 0)
@@ -67,6 +70,19 @@ def patch(context: click.Context, /, path: Path, output: Path, **options: Any) -
         print_problems(found)
         sys.exit(1)
     _say(before, _patched(source, update, output), output)
+
+
+def _for_this_command(found: Examination) -> Examination:
+    """The same, with the option of the command line where a problem names that of Python."""
+    problems = [UpdateRefused.from_json(_with_option(problem.to_json())) for problem in found.problems]
+    return replace(found, problems=tuple(problems))
+
+
+def _with_option(problem: dict[str, Any]) -> dict[str, Any]:
+    expected = problem["expected"]
+    if expected is None:
+        return problem
+    return problem | {"expected": expected.replace("allow_nonfinite=True", "--allow-nonfinite")}
 
 
 def _part(name: str, value: Any, weight: float | None) -> Any:
