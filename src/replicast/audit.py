@@ -1,16 +1,17 @@
 """What an audit found: which replicas hold other bits than the rest, where, by how much, and since when.
 
 An audit compares the digests of every variable of the state between all workers, at one boundary. This module
-is data and planning: who agrees with whom, whose value counts, how far two values are apart.
+is data, and how it reads; `replicast.agreement` and `replicast.distances` find it out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, cast, get_args
 
+from replicast.agreement import Groups, Rule, groups_of, reference_first, reference_of
 from replicast.distances import Deviation, deviation
 from replicast.records import reading
 
@@ -29,6 +30,7 @@ __all__ = [
     "groups_of",
     "reference_first",
     "reference_of",
+    "what_follows",
     "workers_text",
 ]
 
@@ -38,10 +40,6 @@ Outcome: TypeAlias = Literal["equal", "warned", "raised", "healed"]
 """What an audit ended with."""
 OUTCOMES: Mapping[Policy, Outcome] = MappingProxyType({"raise": "raised", "heal": "healed", "warn": "warned"})
 """What an audit that finds a difference ends with, by its policy."""
-Rule: TypeAlias = Literal["majority", "checkpoint and journal", "coordinator"]
-"""Why one worker's value is the one that counts."""
-Groups: TypeAlias = dict[str, tuple[int, ...]]
-"""The workers that have each digest of one variable."""
 
 
 def checked_policy(policy: str) -> Policy:
@@ -78,10 +76,17 @@ class Difference:
         """The workers whose value does not count: all outside the reference's group."""
         return tuple(sorted(rank for group in self.groups[1:] for rank in group))
 
+    @property
+    def why(self) -> str:
+        """Why the reference's value counts, in words. Without a majority nobody is known to be wrong."""
+        if self.rule == "coordinator":
+            return f"no majority: worker {self.reference}'s value counts"
+        return self.rule
+
     def __str__(self) -> str:
         rest = workers_text(self.groups[0]) if self.groups else workers_text([self.reference])
         differ = "differs" if len(self.minority) == 1 else "differ"
-        return f"{self.variable}: {workers_text(self.minority)} {differ} from {rest} ({self.rule})"
+        return f"{self.variable}: {workers_text(self.minority)} {differ} from {rest} ({self.why})"
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values; ranks that name something become text, as JSON's names are."""
@@ -144,6 +149,8 @@ class AuditReport:
         healed: The sequence numbers of the updates that made the replicas equal again.
         digest_secs: How long the slowest worker took to digest its state.
         requests: The ids of those who asked for it from outside of the job.
+        attempt: Which start of the job it belongs to: numbers begin again with each. Known of what was
+            written to a run directory.
     """
 
     number: int
@@ -160,11 +167,17 @@ class AuditReport:
     healed: tuple[int, ...]
     digest_secs: float
     requests: tuple[str, ...]
+    attempt: int | None = None
 
     @property
     def equal(self) -> bool:
         """Whether every variable was the same on all workers, to the last bit."""
         return not self.differences
+
+    @property
+    def alike(self) -> int:
+        """How many variables were the same on all workers: not those that may differ and do."""
+        return self.variables - len(self.differences) - sum(one.differs for one in self.declared)
 
     @property
     def diverged(self) -> bool:
@@ -178,6 +191,8 @@ class AuditReport:
             return ""
         if self.last_equal is None:
             return f"step {self.found_at} or before"
+        if self.last_equal >= self.found_at:  # two audits at one boundary, and a change between them
+            return f"step {self.found_at}, after the audit before"
         return f"some step from {self.last_equal + 1} to {self.found_at}"
 
     @property
@@ -192,9 +207,10 @@ class AuditReport:
         head = f"audit {self.number} at step {self.step}"
         on = "on the only worker" if self.workers == 1 else f"on {self.workers} workers"
         if self.equal:
-            free = sum(one.differs for one in self.declared)
-            note = f"; {free} may differ and do" if free else ""
-            return f"{head}: {self.variables} variables are equal {on}{note}"
+            free = self.variables - self.alike
+            note = f"; {free} may differ and {'does' if free == 1 else 'do'}" if free else ""
+            are = "variable is" if self.alike == 1 else "variables are"
+            return f"{head}: {self.alike} {are} equal {on}{note}"
         first = self.differences[0]
         more = f" and {len(self.differences) - 1} more" if len(self.differences) > 1 else ""
         verb = "differs" if len(self.differences) == 1 else "differ"
@@ -211,6 +227,21 @@ class AuditReport:
         for one in self.declared:
             lines.append(f"  {one.variable}: may differ, and {'does' if one.differs else 'is equal'}")
         return lines
+
+    def table(self) -> str:
+        """What differs, as a table in plain text; the one line when nothing does."""
+        if self.equal:
+            return str(self)
+        rows = [("variable", "worker", "elements", "first", "largest difference", "whose value counts")]
+        for one in self.differences:
+            counts = f"{workers_text(one.groups[0])} ({one.why.partition(':')[0]})"
+            for rank in one.minority:
+                found = one.differing.get(rank)
+                cells = ("", "", "") if found is None else (found.share, found.place, found.largest)
+                rows.append((one.variable, str(rank), *cells, counts))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        padded = ("  ".join(map(str.ljust, row, widths)) for row in rows)
+        return "\n".join(line.rstrip() for line in padded)
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values, and whether the replicas were equal."""
@@ -230,6 +261,7 @@ class AuditReport:
             "healed": list(self.healed),
             "digest_secs": self.digest_secs,
             "requests": list(self.requests),
+            "attempt": self.attempt,
         }
 
     @classmethod
@@ -242,7 +274,7 @@ class AuditReport:
         with reading("audit", fields):
             if fields["outcome"] not in get_args(Outcome):
                 raise ValueError(f"no outcome: {fields['outcome']!r}")
-            last_equal = fields["last_equal"]
+            last_equal, attempt = fields["last_equal"], fields.get("attempt")
             return cls(
                 number=int(fields["number"]),
                 step=int(fields["step"]),
@@ -260,67 +292,17 @@ class AuditReport:
                 healed=tuple(int(sequence) for sequence in fields["healed"]),
                 digest_secs=float(fields["digest_secs"]),
                 requests=tuple(str(request) for request in fields["requests"]),
+                attempt=None if attempt is None else int(attempt),
             )
 
 
-def groups_of(digests: Mapping[int, Sequence[str]], names: Iterable[str]) -> dict[str, Groups]:
-    """Who agrees with whom, for each variable on which not all workers agree.
-
-    Args:
-        digests: What each worker reported, by rank: one digest for each name, in their order.
-        names: The variables.
-
-    Returns:
-        By variable: the workers that have each digest, the largest group first, then the lowest ranks.
-
-    Raises:
-        ValueError: A worker reported another number of digests.
-    """
-    names = list(names)
-    for rank, reported in digests.items():
-        if len(reported) != len(names):
-            raise ValueError(
-                f"Worker {rank} must report one digest for each of {len(names)} variables. "
-                f"Received: {len(reported)}"
-            )
-    found: dict[str, Groups] = {}
-    for place, name in enumerate(names):
-        groups: dict[str, list[int]] = {}
-        for rank in sorted(digests):
-            groups.setdefault(digests[rank][place], []).append(rank)
-        if len(groups) > 1:
-            ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1]))
-            found[name] = {digest: tuple(ranks) for digest, ranks in ordered}
-    return found
-
-
-def reference_of(groups: Groups, expected: Callable[[], str | None] = lambda: None) -> tuple[int, Rule]:
-    """Whose value of a variable counts, and why.
-
-    The strict majority's. Without one, that of whoever has the digest that is expected; else the
-    coordinator's, which is worker 0 and always among them.
-
-    Args:
-        groups: The workers that have each digest.
-        expected: The digest that checkpoint and journal give, if they do. Asked for only if there is no
-            majority, since it takes long.
-
-    Returns:
-        The lowest rank of the group whose value counts, and the rule that chose it.
-    """
-    workers = sum(len(ranks) for ranks in groups.values())
-    for ranks in groups.values():
-        if 2 * len(ranks) > workers:
-            return min(ranks), "majority"
-    digest = expected()
-    if digest is not None and digest in groups:
-        return min(groups[digest]), "checkpoint and journal"
-    return min(min(ranks) for ranks in groups.values()), "coordinator"
-
-
-def reference_first(groups: Groups, reference: int) -> tuple[tuple[int, ...], ...]:
-    """The groups of a `Difference`: the one that the reference is in, then the others as they were."""
-    return tuple(sorted(groups.values(), key=lambda ranks: reference not in ranks))
+def what_follows(policy: Policy) -> str:
+    """What to expect, or to do, after a difference that was seen outside of an audit."""
+    if policy == "heal":
+        return "An audit follows, which says what differs and makes them equal"
+    if policy == "warn":
+        return "An audit follows, which says what differs; replicas.sync(source=0) makes them equal"
+    return "replicas.sync(source=0) makes them equal"
 
 
 def workers_text(ranks: Iterable[int]) -> str:

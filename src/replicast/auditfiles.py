@@ -14,11 +14,13 @@ import json
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from replicast.audit import AuditReport
+from replicast.errors import ReplicastError
 from replicast.files import write_quickly
-from replicast.runfiles import append_line, lines_from_the_end
+from replicast.runfiles import append_line, lines_from_the_end, read_run_info
 
 _REQUEST = ".audit.json"
 
@@ -29,6 +31,8 @@ def append_audit(run_dir: Path, report: AuditReport) -> None:
     Raises:
         OSError: It cannot be written.
     """
+    with contextlib.suppress(ReplicastError, OSError):  # numbers begin again with each start of the job
+        report = replace(report, attempt=read_run_info(run_dir).attempt)
     append_line(Path(run_dir) / "audits.jsonl", json.dumps(report.to_json()))
     for request in report.requests:
         withdraw_request(run_dir, request)

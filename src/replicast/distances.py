@@ -66,11 +66,31 @@ class Deviation:
     first_index: tuple[int, ...] | None
     one_is_nan: int = 0
 
+    @property
+    def share(self) -> str:
+        """How many elements differ, in words."""
+        return f"{self.count} of {self.of}"
+
+    @property
+    def place(self) -> str:
+        """Where the first differing element is; empty when there is nothing to choose from."""
+        return str(list(self.first_index)) if self.first_index else ""
+
+    @property
+    def largest(self) -> str:
+        """The largest difference, in words."""
+        nans = f"{self.one_is_nan} NaN on one side only" if self.one_is_nan else ""
+        if self.largest_absolute == 0:  # zeros of another sign, other NaNs
+            return nans or "same values, other bits"
+        numbers = f"{self.largest_absolute:.4g} ({self.largest_relative:.4g} relative)"
+        return f"{numbers}, {nans}" if nans else numbers
+
     def __str__(self) -> str:
-        where = "" if self.first_index is None else f", first at {list(self.first_index)}"
-        largest = f", by at most {self.largest_absolute:.4g} ({self.largest_relative:.4g} relative)"
-        nans = f", {self.one_is_nan} NaN on one side only" if self.one_is_nan else ""
-        return f"{self.count} of {self.of} elements{where}{largest}{nans}"
+        elements = f"{self.share} elements" if self.of != 1 else "its one number"
+        where = f", first at {self.place}" if self.place else ""
+        if self.largest_absolute == 0 and not self.one_is_nan and self.count:
+            return f"{elements}{where}; the values are the same, the bits are not"
+        return f"{elements}{where}, {'by at most ' if self.largest_absolute else ''}{self.largest}"
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""

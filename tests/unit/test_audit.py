@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import ml_dtypes
@@ -20,6 +21,7 @@ from replicast.audit import (
     groups_of,
     reference_first,
     reference_of,
+    what_follows,
 )
 from replicast.edits import DTYPES
 
@@ -81,6 +83,61 @@ def test_a_report_names_variable_workers_steps_and_what_was_done() -> None:
 def test_a_first_audit_cannot_say_since_when_replicas_differ() -> None:
     assert report(last_equal=None).since == "step 290 or before"
     assert report(differences=()).since == ""
+
+
+def test_two_audits_at_one_step_say_that_the_change_came_between_them() -> None:
+    one = report(found_at=20, last_equal=20)
+    assert one.since == "step 20, after the audit before"
+    assert "since step 20, after the audit before" in str(one)
+
+
+def test_what_may_differ_and_does_is_not_counted_among_the_equal() -> None:
+    declared = (Declared("a", True), Declared("b", True), Declared("c", False))
+    equal = report(differences=(), outcome="equal", healed=(), variables=23, declared=declared)
+    assert str(equal) == "audit 3 at step 300: 21 variables are equal on 3 workers; 2 may differ and do"
+    assert equal.alike == 21
+    assert report(declared=declared).alike == 5
+
+
+def test_without_a_majority_nobody_is_accused() -> None:
+    one = Difference("bias", ((0,), (1,)), 0, "coordinator", {1: Deviation(1, 2, 0.5, 0.25, (1,))})
+    said = "bias: worker 1 differs from worker 0 (no majority: worker 0's value counts)"
+    assert str(one) == said
+    assert f"  {said}" in report(differences=(one,)).lines()
+    assert one.to_json()["rule"] == "coordinator"
+
+
+def test_the_table_has_a_row_for_each_variable_and_worker_that_differs() -> None:
+    tie = Difference("bias", ((0,), (1,), (2,)), 0, "coordinator", {1: Deviation(1, 1, 0.5, 0.25, ())})
+    text = report(differences=(*report().differences, tie)).table()
+    assert [re.split(r"\s{2,}", line) for line in text.splitlines()] == [
+        ["variable", "worker", "elements", "first", "largest difference", "whose value counts"],
+        [
+            *("model/dense/kernel", "1", "1 of 12", "[1, 2]"),
+            *("inf (0.5 relative), 1 NaN on one side only", "workers 0 and 2 (majority)"),
+        ],
+        ["bias", "1", "1 of 1", "0.5 (0.25 relative)", "worker 0 (no majority)"],
+        ["bias", "2", "worker 0 (no majority)"],
+    ]
+    assert len({line.rindex("wo") for line in text.splitlines()[2:]}) == 1, "columns stand below each other"
+    equal = report(differences=(), outcome="equal", healed=())
+    assert equal.table() == str(equal)
+
+
+def test_a_report_of_before_there_were_attempts_is_read() -> None:
+    old = report(attempt=2).to_json()
+    assert old["attempt"] == 2
+    assert AuditReport.from_json(old).attempt == 2
+    del old["attempt"]
+    assert AuditReport.from_json(old) == report()
+    assert "attempt" not in "\n".join(report(attempt=2).lines())
+
+
+def test_where_audits_heal_nobody_is_told_to_make_replicas_equal() -> None:
+    assert "An audit follows" in what_follows("heal")
+    assert "sync" not in what_follows("heal")
+    assert "An audit follows" in what_follows("warn")
+    assert what_follows("raise") == "replicas.sync(source=0) makes them equal"
 
 
 def test_the_lines_say_where_and_by_how_much_and_list_what_may_differ() -> None:
@@ -166,6 +223,16 @@ def test_zeros_of_another_sign_and_other_nans_deviate_without_a_distance() -> No
     other_nan = np.array([0x7FF8000000000001], np.uint64).view(np.float64)[0]
     found = deviation(np.array([0.0, np.nan]), np.array([-0.0, other_nan]))
     assert found == Deviation(2, 2, 0.0, 0.0, (0,))
+    assert str(found) == "2 of 2 elements, first at [0]; the values are the same, the bits are not"
+    assert found.largest == "same values, other bits"
+
+
+def test_one_number_has_no_first_place_and_what_is_nan_on_one_side_has_no_distance() -> None:
+    assert str(deviation(np.array(2), np.array(4))) == "its one number, by at most 2 (0.5 relative)"
+    minus_zero = deviation(np.array(0.0), np.array(-0.0))
+    assert str(minus_zero) == "its one number; the values are the same, the bits are not"
+    one_side = deviation(np.array([1.0, np.nan]), np.array([1.0, 2.0]))
+    assert str(one_side) == "1 of 2 elements, first at [1], 1 NaN on one side only"
 
 
 def test_what_is_nan_on_one_side_is_counted_apart_and_infinity_is_infinitely_far() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from replicast.audit import Deviation, Difference
+from replicast.audit import Declared, Deviation, Difference
 from replicast.auditfiles import append_audit, audit_requests
 from replicast.cli import auditing
 from replicast.runfiles import WorkerNote, write_worker_note
@@ -51,6 +51,33 @@ def test_without_an_audit_it_says_so(run: Path) -> None:
     result = invoke("audit", run)
     assert (result.exit_code, "--now" in result.output) == (0, True)
     assert invoke("audit", run, "--json").output == ""
+
+
+def test_after_a_run_without_an_audit_nobody_is_told_to_ask_for_one(run: Path) -> None:
+    heard_of(run, secs_ago=60)
+    result = invoke("audit", run)
+    assert result.exit_code == 0
+    assert "No audit was made. The job is not running" in result.output
+    assert "--now" not in result.output
+
+
+def test_two_audits_at_one_step_have_that_step_as_since_when(run: Path) -> None:
+    append_audit(run, report(found_at=290, last_equal=290, requests=()))
+    result = invoke("audit", run)
+    assert "290…290" not in result.output
+    assert " 290 " in result.output
+
+
+def test_the_table_counts_only_what_is_equal_and_accuses_nobody_without_a_majority(run: Path) -> None:
+    append_audit(run, report(**EQUAL | {"declared": (Declared("a", True), Declared("b", True))}))
+    tie = Difference("model/bias", ((0,), (1,)), 0, "coordinator", {1: Deviation(1, 1, 0.5, 0.1, ())})
+    append_audit(run, report(differences=(tie,), requests=()))
+    result = invoke("audit", run)
+    assert fits(result.output)
+    assert "6 variables on 3 workers; 2 may differ" in " ".join(result.output.split())
+    assert "no majority:" in result.output
+    assert "worker 0's" in result.output
+    assert "first []" not in result.output
 
 
 def test_the_table_says_when_what_who_since_when_and_what_was_done(run: Path) -> None:
@@ -155,13 +182,21 @@ def test_a_deadline_that_passes_says_who_is_waited_for(run: Path) -> None:
     note(run, 0, 6)
     result = invoke("audit", run, "--now", "--timeout", 0)
     assert result.exit_code == 3
-    assert "worker 1 is at step 5" in result.output
+    assert "worker 1 is behind, at step 5, others at 6" in result.output
     note(run, 1, 5, age=30)
     assert "Waited for worker 1, not heard of" in invoke("audit", run, "--now", "--timeout", 0).output
     for rank in range(2):
         note(run, rank, 5, training=False)
     assert "training to begin" in invoke("audit", run, "--now", "--timeout", 0).output
     assert audit_requests(run) == ()
+
+
+def test_of_a_job_that_hangs_inside_a_step_the_worker_with_the_oldest_note_is_named(run: Path) -> None:
+    note(run, 0, 5, age=3)
+    note(run, 1, 5, age=8)
+    said = invoke("audit", run, "--now", "--timeout", 0).output
+    assert "every worker is at step 5" in said
+    assert "worker 1 was not heard of for the longest" in said
 
 
 def test_ctrl_c_takes_the_request_back(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

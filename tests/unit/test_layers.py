@@ -13,7 +13,7 @@ LAYERS = [
     {"errors", "config", "faults"},
     {"digest", "edits", "schema"},
     {"files", "parts"},
-    {"update", "state", "trial", "records", "distances", "audit", "guard"},
+    {"update", "state", "trial", "records", "distances", "agreement", "audit", "guard"},
     {"fence", "validate", "anyjournal", "journal", "inbox", "runfiles", "auditfiles", "checkpoint"},
     {"coordination"},
     {"transport", "lifetime"},

@@ -59,13 +59,23 @@ def audit(run: Path, last: int, as_json: bool, now: bool, timeout: float) -> Non
         for report in reports:
             click.echo(json.dumps(report.to_json()))
     elif not reports:
-        click.echo("No audit has been made yet. To ask the running job for one, give --now.")
+        click.echo(_none_yet(run))
     else:
         from replicast.cli.auditing import audits_table
         from replicast.cli.tables import make_console
 
         make_console().print(audits_table(reports, time.time()))
     sys.exit(reports[-1].diverged if reports else 0)
+
+
+def _none_yet(run: Path) -> str:
+    from replicast.cli.rundirs import is_running, not_running_text
+    from replicast.runfiles import read_worker_notes
+
+    notes = read_worker_notes(run)
+    if is_running(notes, time.time()):
+        return "No audit has been made yet. To ask the running job for one, give --now."
+    return f"No audit was made. {not_running_text(notes, time.time())}: nobody can make one now."
 
 
 def _ask(run: Path, timeout_secs: float, *, as_json: bool) -> int:

@@ -83,8 +83,17 @@ def waited_for(notes: list[WorkerNote], workers: int) -> str:
         return f"Waited for {workers_text(silent)}, not heard of for {age_text(ABSENT_SECS)} or more."
     if not any(note.training for note in heard.values()):
         return "Waited for the training to begin: no worker is inside a training loop."
-    last = min(heard.values(), key=lambda note: note.step)
-    return f"Waited for the next step: worker {last.rank} is at step {last.step}."
+    steps = sorted({note.step for note in heard.values()})
+    if len(steps) == 1:
+        oldest = min(heard.values(), key=lambda note: note.time)
+        return (
+            f"Waited for the next step: every worker is at step {steps[0]}. One that hangs keeps the others "
+            f"there; worker {oldest.rank} was not heard of for the longest, {age_text(now - oldest.time)}. "
+            "Look into the logs of all."
+        )
+    behind = workers_text(sorted(note.rank for note in heard.values() if note.step == steps[0]))
+    verb = "are" if " and " in behind else "is"
+    return f"Waited for the next step: {behind} {verb} behind, at step {steps[0]}, others at {steps[-1]}."
 
 
 def audits_table(reports: Iterable[AuditReport], now: float) -> Table:
@@ -124,8 +133,8 @@ def audit_line(report: AuditReport, now: float) -> Text:
 
 
 def _equal_cells(report: AuditReport) -> list[str | Text]:
-    free = sum(one.differs for one in report.declared)
-    said = f"{report.variables} variables on {counted(report.workers, 'worker')}"
+    free = report.variables - report.alike
+    said = f"{counted(report.alike, 'variable')} on {counted(report.workers, 'worker')}"
     return [Text(f"{said}; {free} may differ" if free else said, style="dim"), "", "", ""]
 
 
@@ -134,12 +143,16 @@ def _what_cell(difference: Difference) -> Text:
     cell = Text(one_line(difference.variable))
     if worst is None:
         return cell
-    where = "" if worst.first_index is None else f", first {list(worst.first_index)}"
-    return cell.append(f"\n{worst.count} of {worst.of}{where}", style="dim")
+    where = f", first {worst.place}" if worst.place else ""
+    return cell.append(f"\n{worst.share}{where}", style="dim")
 
 
-def _who(difference: Difference) -> str:
-    return ", ".join(map(str, difference.minority))
+def _who(difference: Difference) -> Text:
+    """The workers that differ from the one whose value counts; without a majority, whose that is."""
+    cell = Text(", ".join(map(str, difference.minority)))
+    if difference.rule == "coordinator":
+        cell.append(f"\nno majority:\nworker {difference.reference}'s\nvalue counts", style="dim")
+    return cell
 
 
 def _done(report: AuditReport) -> str:
@@ -148,4 +161,8 @@ def _done(report: AuditReport) -> str:
 
 
 def _since(report: AuditReport) -> str:
-    return f"≤ {report.found_at}" if report.last_equal is None else f"{report.last_equal}…{report.found_at}"
+    if report.last_equal is None:
+        return f"≤ {report.found_at}"
+    if report.last_equal >= report.found_at:
+        return str(report.found_at)
+    return f"{report.last_equal}…{report.found_at}"

@@ -321,4 +321,6 @@ def _note(differences: list[Difference]) -> str:
     workers = sorted({rank for one in differences for rank in one.minority})
     names = ", ".join(one.variable for one in differences[:_MOST_NAMED])
     more = len(differences) - _MOST_NAMED
-    return f"heal: {workers_text(workers)} differed in {names}{f' and {more} more' if more > 0 else ''}"
+    unsure = "" if any(one.rule != "coordinator" for one in differences) else f" ({differences[0].why})"
+    rest = f" and {more} more" if more > 0 else ""
+    return f"heal: {workers_text(workers)} differed in {names}{rest}{unsure}"

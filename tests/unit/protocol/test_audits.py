@@ -83,7 +83,8 @@ def test_one_flipped_bit_is_located_and_healed_whichever_worker_has_it(size: int
             assert job.values() == before
         record = job.journal.records()[0]
         assert (record.author, record.step) == ("audit", 3)
-        assert record.note == f"heal: worker {difference.minority[0]} differed in dense/kernel"
+        unsure = " (no majority: worker 0's value counts)" if size == 2 else ""
+        assert record.note == f"heal: worker {difference.minority[0]} differed in dense/kernel{unsure}"
         assert audit(job)[0].equal
         assert left_behind(job) == []
         assert job.board.buffers == {}
@@ -191,7 +192,7 @@ def watch_for_the_end(job: Job, worker: Worker, raised: threading.Event) -> None
             raised.set()
             raise
 
-    worker.member.gate._serve = watched  # type: ignore[method-assign]
+    worker.member.gate._serve = watched  # type: ignore[method-assign,assignment]
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
