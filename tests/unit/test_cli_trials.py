@@ -53,11 +53,29 @@ def test_a_trial_is_pushed_with_what_it_is_judged_by(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("--max-increase", 0.1), ("--trial-steps", 0), ("--trial-steps", 5, "--max-increase", "nan")]
+    "words",
+    [
+        ("--max-increase", 0.1),
+        ("--max-increase", 0.0),
+        ("--trial-metric", "loss"),
+        ("--trial-mode", "min"),
+        ("--trial-steps", 0),
+        ("--trial-steps", 5, "--max-increase", "nan"),
+    ],
 )
 def test_a_trial_that_makes_no_sense_is_a_wrong_command(run: Path, words: tuple[object, ...]) -> None:
     assert invoke("push", run, "--set", "learning_rate=1", *words).exit_code == 2
     assert not inbox.waiting(run)
+
+
+def test_a_dry_run_shows_the_trial_and_says_that_it_knows_no_guard(run: Path) -> None:
+    words = ("--trial-steps", 50, "--max-increase", 0.05, "--dry-run")
+    said = invoke("push", run, "--set", "learning_rate=1", *words).output
+    assert "On trial: 50 steps, loss, at most 5 % worse." in said
+    assert "A guard of the job is not known here" in said
+    said = invoke("push", run, "--set", "learning_rate=1", "--dry-run").output
+    assert "On trial" not in said
+    assert "A guard of the job is not known here" in said
 
 
 def test_an_update_that_is_on_trial_is_listed_and_shown_as_such(run: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ OPERATIONS = (
     "numbers",
 )
 ORDER = "replicast.push.order"
+_COMMAND_LINE = click.core.ParameterSource.COMMANDLINE
 
 
 class InOrder(click.Command):
@@ -105,7 +107,11 @@ class InOrder(click.Command):
 )
 @click.option("--reset-slots", is_flag=True, help="Also reset the optimizer's moments of what is touched.")
 @click.option("--allow-nonfinite", is_flag=True, help="Accept NaN and infinity.")
-@click.option("--dry-run", is_flag=True, help="Only check it, and show what it would do.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Only check it against RUN, and show what it would do. A guard of the job is not known here.",
+)
 @click.option("--wait", is_flag=True, help="Follow it until every worker has applied it and is verified.")
 @click.option(
     "--timeout",
@@ -122,7 +128,7 @@ def push(context: click.Context, /, run: Path, **options: Any) -> None:
     The change is checked against the variables of RUN, put into its inbox, and applied by all workers at the
     same step, or by none. Several operations make one update, in the order in which they are given. FILE is a
     safetensors file whose tensors are named like variables; the end of a name will do if only one variable
-    has it. TensorFlow is not needed here.
+    has it. A guard that the job has is the job's to ask: it may still refuse. TensorFlow is not needed here.
 
     \b
     Examples:
@@ -136,7 +142,7 @@ def push(context: click.Context, /, run: Path, **options: Any) -> None:
     or has failed; 2 when the command is wrong; 3 when --timeout has passed; 4 when its trial has ended with
     the state of before; 130 after Ctrl-C.
     """  # noqa: D301 - click wants a real backspace
-    check_usage(options)
+    check_usage(options, given(context))
     operations = in_order(context.meta[ORDER], options)
     from replicast.cli.pushing import Wish, carry_out
 
@@ -199,18 +205,21 @@ def _number(text: str) -> float | int | bool | None:
     return None
 
 
-def check_usage(options: dict[str, Any]) -> None:
-    """Refuses a command that asks for nothing, or for a weight without a blend."""
+def given(context: click.Context) -> set[str]:
+    """The options that are on the command line, also those that say what is the default."""
+    return {name for name in context.params if context.get_parameter_source(name) is _COMMAND_LINE}
+
+
+def check_usage(options: dict[str, Any], given: Collection[str] = ()) -> None:
+    """Refuses a command that asks for nothing, for a weight without a blend, or how to judge no trial."""
     if not any(options[name] for name in OPERATIONS):
         raise click.UsageError(
             "Say what to change: --set NAME=NUMBER, --add FILE, or another operation of --help."
         )
     if bool(options["blend"]) != (options["weight"] is not None):
         raise click.UsageError("--blend and --weight belong together: one needs the other.")
-    about_trial = {"trial_metric": "loss", "max_increase": 0.0, "trial_mode": "min"}
-    if options.get("trial_steps") is None and any(
-        options.get(name, usual) != usual for name, usual in about_trial.items()
-    ):
+    about_trial = {"trial_metric", "max_increase", "trial_mode"}
+    if options.get("trial_steps") is None and about_trial.intersection(given):
         raise click.UsageError("--trial-metric, --max-increase and --trial-mode are for --trial-steps N.")
 
 

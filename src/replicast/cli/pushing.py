@@ -29,6 +29,7 @@ from replicast.cli.texts import (
     refusal_text,
     seconds_text,
     size_text,
+    trial_text,
 )
 from replicast.edits import Operation
 from replicast.errors import UpdateRefused
@@ -90,6 +91,8 @@ def carry_out(wish: Wish, *, dry_run: bool) -> int:
     update, found = _checked(wish, schema, console)
     if dry_run:
         print_examination(found, console)
+        if not found.problems:
+            _say_what_else_it_meets(wish, console)
         return 1 if found.problems else 0
     if found.problems:
         print_problems(found)
@@ -113,6 +116,14 @@ def print_examination(found: Examination, console: Console) -> None:
     else:
         size = size_text(sum(edit.nbytes for edit in found.edits))
         console.print(f"{counted(len(found.edits), 'edit')}, {size} of values. Nothing is wrong with it.")
+
+
+def _say_what_else_it_meets(wish: Wish, console: Console) -> None:
+    """What a dry run cannot check, because only the job knows it."""
+    if wish.trial is not None:
+        judged = one_line(trial_text(wish.trial.to_json()))
+        console.print(f"On trial: {judged}. The metrics of the job decide.")
+    console.print("A guard of the job is not known here: should it have one, it may still refuse this.")
 
 
 def print_problems(found: Examination) -> None:
