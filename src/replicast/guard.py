@@ -18,6 +18,7 @@ Read = Callable[[Iterable[str]], Mapping[str, Array]]
 _CHUNK = 2**16  # Elements. In float64 they stay in the processor's cache.
 _ROWS = (Operation.ADD_ROWS, Operation.ASSIGN_ROWS)
 _REMEDY = "Make the change smaller, or give the job's Replicas another guard"
+_OTHER_VARIABLE = "Leave this variable out of the update, or give the job's Replicas another guard"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ class Guard:
                 variable=name,
                 expected=f"none that matches {denied!r} (deny)",
                 received=name,
+                remedy=_OTHER_VARIABLE,
             )
         if self.allow and not any(fnmatchcase(name, pattern) for pattern in self.allow):
             raise UpdateRefused(
@@ -115,6 +117,7 @@ class Guard:
                 variable=name,
                 expected=f"one that matches {' or '.join(map(repr, self.allow))} (allow)",
                 received=name,
+                remedy=_OTHER_VARIABLE,
             )
 
     def _check_change(self, name: str, edits: list[Edit], read: Read) -> None:
@@ -128,6 +131,20 @@ class Guard:
             if not relative <= self.max_relative_change:
                 bound = self.max_relative_change
                 raise _too_much(name, "relative change", "max_relative_change", bound, relative)
+
+
+def checked_guard(guard: Guard | None) -> Guard | None:
+    """The guard, if it is one.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if guard is not None and not isinstance(guard, Guard):
+        raise ValueError(
+            "guard must be a replicast.Guard, such as replicast.Guard(max_relative_change=0.1), or None. "
+            f"Received: {guard!r}"
+        )
+    return guard
 
 
 class _Live:
@@ -183,10 +200,11 @@ def _check_finite(name: str, edit: Edit, dtype: str) -> None:
         found = sum(chunk.size - int(np.count_nonzero(np.isfinite(chunk))) for chunk in _chunks(array))
         if found:
             raise UpdateRefused(
-                f"{found} of {array.size} numbers of the {key} are not finite",
+                f"{found} of {array.size} numbers of the {key} are not finite, which the guard refuses",
                 variable=name,
                 expected="finite numbers (require_finite), whatever allow_nonfinite says",
                 received=f"{array.reshape(-1)[np.argmin(np.isfinite(array.reshape(-1)))]}",
+                remedy="Make them finite, or give the job's Replicas a guard with require_finite=False",
             )
 
 

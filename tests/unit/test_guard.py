@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from replicast.errors import UpdateRefused
-from replicast.guard import Guard
+from replicast.guard import Guard, checked_guard
 from replicast.schema import Schema, Variable
 from replicast.update import Update
 from replicast.validate import planned
@@ -117,6 +117,8 @@ def test_what_is_not_finite_is_refused_even_if_the_update_allows_it() -> None:
     for value in (np.nan, np.inf, -np.inf):
         error = refusal(Guard(), lambda u, value=value: u.add("bias", np.array([1, value], "f4")))
         assert "require_finite" in str(error)
+        assert "which the guard refuses" in error.problem
+        assert "require_finite=False" in str(error.remedy)
         assert str(value) in str(error.received)
     assert "factor" in refusal(Guard(), lambda u: u.scale("half", math.inf)).problem
     refusal(Guard(), lambda u: u.assign("half", np.array([1, np.nan], ml_dtypes.bfloat16)))
@@ -156,6 +158,7 @@ def test_patterns_are_matched_with_full_names(guard: Guard, passes: bool) -> Non
     error = refusal(guard, make)
     assert error.variable == error.received == "model/dense/kernel"
     assert "(allow)" in str(error.expected) or "(deny)" in str(error.expected)
+    assert "Leave this variable out" in str(error.remedy)
 
 
 def test_a_reset_of_slots_is_matched_with_the_patterns_but_not_measured() -> None:
@@ -211,6 +214,18 @@ def test_a_pattern_that_matches_no_variable_is_told_with_near_names() -> None:
     Guard(allow=["model/*"], deny=["*/bias"]).check_patterns(SCHEMA)
     with pytest.raises(ValueError, match=r"deny .*optimizer/momentum.* Received: 'optimzer/momentum'"):
         Guard(deny=["optimzer/momentum"]).check_patterns(SCHEMA)
+
+
+@pytest.mark.parametrize("wrong", ["x", Guard, {"max_norm": 1.0}, 1.0, False])
+def test_what_is_no_guard_is_refused_with_what_one_looks_like(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"guard must be a replicast\.Guard.*Received: "):
+        checked_guard(wrong)
+
+
+def test_a_guard_or_none_is_taken_as_it_is() -> None:
+    guard = Guard(max_norm=1.0)
+    assert checked_guard(guard) is guard
+    assert checked_guard(None) is None
 
 
 def test_a_guard_does_not_change() -> None:

@@ -16,7 +16,7 @@ import keras
 from replicast.config import read_launch
 from replicast.errors import ClusterError, NotSupported, ReplicastError
 from replicast.fence import Fence
-from replicast.guard import Guard
+from replicast.guard import Guard, checked_guard
 from replicast.journal import AnyJournal, Journal, MemoryJournal
 from replicast.protocol import Channel, Coordinator, Member, Patience
 from replicast.replicas.auditing import Auditing, AuditPlan, declared
@@ -100,7 +100,7 @@ def settle(
         durable=durability != "memory" and run_dir is not None,
         limits=Limits() if limits is None else limits,
         patience=Patience() if patience is None else patience,
-        guard=guard,
+        guard=checked_guard(guard),
         audits=audits,
         may_differ=(may_differ,) if isinstance(may_differ, str) else tuple(may_differ),
     )
