@@ -23,6 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from replicast import faults
+from replicast.audit import what_follows
 from replicast.checkpoint import CheckpointStore, Draft, Manifest, file_order
 from replicast.digest import digest_array
 from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged, ReplicastError
@@ -284,7 +285,7 @@ class Saver:
             raise ReplicasDiverged(
                 f"The state is not saved: at step {step} worker {worker} differs from worker 0 in "
                 f"{', '.join(differing[:5])}{' and others' if len(differing) > 5 else ''}. "
-                "replicas.sync(source=0) makes them equal",
+                f"{what_follows(self._member.examiner.policy)}",
                 worker=worker,
                 step=step,
             )
