@@ -6,11 +6,12 @@ an update to one; `diff` compares two, and `differences` two models.
 
 from __future__ import annotations
 
+from replicast.checkpoint.choosing import choose
 from replicast.checkpoint.comparing import Comparison, Difference, Verdict, diff, differences
 from replicast.checkpoint.layout import dtype_of, file_order
 from replicast.checkpoint.manifest import Draft, Manifest
 from replicast.checkpoint.patching import patch
-from replicast.checkpoint.reading import CheckpointReader, Progress, open_checkpoint
+from replicast.checkpoint.reading import CheckpointReader, Progress, advice, open_checkpoint
 from replicast.checkpoint.store import CheckpointStore
 
 __all__ = [
@@ -22,6 +23,8 @@ __all__ = [
     "Manifest",
     "Progress",
     "Verdict",
+    "advice",
+    "choose",
     "diff",
     "differences",
     "dtype_of",

@@ -10,7 +10,9 @@ receive is checked against the digests in the manifest, on every worker.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,12 +23,12 @@ import numpy as np
 from replicast.checkpoint import (
     CheckpointReader,
     CheckpointStore,
-    Manifest,
+    advice,
+    choose,
     differences,
     dtype_of,
 )
 from replicast.config import host_id
-from replicast.digest import digest_array
 from replicast.edits import Edit, Operation
 from replicast.errors import CheckpointError, FileDamaged, JobFailed, ReplicastError
 from replicast.protocol import Member
@@ -35,6 +37,8 @@ from replicast.state import Arrays
 from replicast.transport import Parcel
 from replicast.transport.layout import arrays_in, lay_out
 from replicast.transport.mapping import fresh_memory
+
+logger = logging.getLogger("replicast")
 
 PARCEL_BYTES = 1 << 28
 """Variables travel in parcels of about this size: shared memory must hold one of them."""
@@ -68,42 +72,35 @@ def restore(
         member: This worker's part in the protocol.
         store: What worker 0 reads. The others need not see the directory; where they do, they read too.
         number: How often this was called before: the same on all workers.
-        step: Which one. Default: the last.
+        step: Which one. Default: the last that is whole; worker 0 says what is wrong with later ones.
         partial: Take what fits.
 
     Returns:
         What was restored; None when there is no checkpoint and none was asked for.
 
     Raises:
-        CheckpointError: There is none of that step, or it is of another model.
-        FileDamaged: Its bytes are not what was written.
+        CheckpointError: There is none of that step, it is of another model or damaged, or training has begun.
+            Nothing has changed then.
     """
-    channel, patience = member.channel, member.patience
-    reader: CheckpointReader | None = None
-    if channel.rank == 0:
-        reader, plan = _plan(member, store, step, partial)
-        channel.tell(f"restore/{number}", json.dumps(plan))
-    text = channel.hear(f"restore/{number}", patience.begin_secs)
-    if text is None:
-        raise JobFailed(f"worker 0 did not read a checkpoint within {patience.begin_secs:.0f} s", worker=0)
-    told = json.loads(text)
+    damaged: dict[int, str] = {}
+    told: dict[str, Any] | None = None
+    for turn in itertools.count():
+        what = f"restore/{number}/{turn}"
+        reader = _tell_plan(member, store, what, number, step, partial, damaged)
+        told = _hear_plan(member, what)
+        if told is None:
+            break
+        problem = _take(member, store, what, reader, told)
+        if not problem:
+            break
+        damaged[told["step"]] = problem  # The same on all workers, who look for another one together.
+    if member.channel.rank == 0:
+        member.channel.tell(
+            f"restore/{number}/stands", str(member.gate.step if told is None else told["step"])
+        )
     if told is None:
         return None
-    if "error" in told:
-        raise CheckpointError(told["error"])
-    with contextlib.ExitStack() as closing:
-        if reader is None:
-            reader = _see(store, told)
-        if reader is not None:
-            closing.enter_context(reader)
-        seen = channel.agree(f"restore/{number}/sees", "" if reader is None else "yes", patience.begin_secs)
-        at_once = told["nbytes"] <= MOST_AT_ONCE and all(seen.values())
-        if reader is not None and at_once:
-            _read_all(member, reader, number, told)
-        else:
-            source = reader if channel.rank == 0 else None
-            _check_first(member, source, number, told)
-            _receive_all(member, source, number, told)
+    _warn(member, told, damaged)
     return Restored(
         step=told["step"],
         position=Position(told["epoch"], told["batch"]),
@@ -112,30 +109,117 @@ def restore(
     )
 
 
-def _plan(
-    member: Member, store: CheckpointStore, step: int | None, partial: bool
-) -> tuple[CheckpointReader | None, dict[str, Any] | None]:
-    """Worker 0's word on what will be restored, or why nothing can be."""
+def _tell_plan(
+    member: Member,
+    store: CheckpointStore,
+    what: str,
+    number: int,
+    step: int | None,
+    partial: bool,
+    damaged: dict[int, str],
+) -> CheckpointReader | None:
+    """Worker 0 says what will be restored, or why nothing can be."""
+    if member.channel.rank != 0:
+        return None
+    reader: CheckpointReader | None = None
+    plan: dict[str, Any] | None
     try:
-        last = store.last()
-        if step is None and last is None:
-            return None, None
-        reader = store.open(step if step is not None else _step_of(last))
+        _check_not_trained(member, number)
+        reader = choose(store, step, damaged)
+        plan = None if reader is None else _plan(member, reader, partial)
     except (ReplicastError, OSError) as error:
-        return None, {"error": str(error)}
+        if reader is not None:
+            reader.close()
+        reader, plan = None, _described(error)
+    member.channel.tell(what, json.dumps(plan))
+    return reader
+
+
+def _hear_plan(member: Member, what: str) -> dict[str, Any] | None:
+    timeout_secs = member.patience.begin_secs
+    text = member.channel.hear(what, timeout_secs)
+    if text is None:
+        raise JobFailed(f"worker 0 did not read a checkpoint within {timeout_secs:.0f} s", worker=0)
+    told: dict[str, Any] | None = json.loads(text)
+    if told is not None and "error" in told:
+        raise CheckpointError(told["error"], **told["fields"])
+    return told
+
+
+def _described(error: Exception) -> dict[str, Any]:
+    """An error as worker 0 tells it, for all to raise."""
+    if not isinstance(error, CheckpointError):
+        return {"error": str(error), "fields": {}}
+    names = ("path", "step", "variable", "expected", "received", "remedy")
+    fields = {name: getattr(error, name) for name in names}
+    return {"error": error.problem, "fields": fields | {"path": error.path and str(error.path)}}
+
+
+def _check_not_trained(member: Member, number: int) -> None:
+    """Refused before a state changes, not behind it. Where training stood is worker 0's own word."""
+    stood = "0" if number == 1 else member.channel.hear(f"restore/{number - 1}/stands", 0.1)
+    if stood is not None and int(stood) != member.gate.step:
+        raise CheckpointError(
+            "restore() has to come before training",
+            expected=f"step {stood}",
+            received=f"step {member.gate.step}",
+            remedy="Call it before fit or the first boundary; to go back, start the script again",
+        )
+
+
+def _warn(member: Member, told: dict[str, Any], damaged: dict[int, str]) -> None:
+    if member.channel.rank == 0:
+        for step, problem in sorted(damaged.items()):
+            logger.warning(
+                "THE CHECKPOINT OF STEP %d IS DAMAGED, that of step %d is restored instead. %s",
+                step,
+                told["step"],
+                problem,
+            )
+
+
+def _take(
+    member: Member, store: CheckpointStore, what: str, reader: CheckpointReader | None, told: dict[str, Any]
+) -> str:
+    """All workers read or receive the checkpoint.
+
+    Returns:
+        What is wrong with its bytes, the same on all workers; no state has changed then.
+    """
+    channel, patience = member.channel, member.patience
+    with contextlib.ExitStack() as closing:
+        if reader is None:
+            reader = _see(store, told)
+        if reader is not None:
+            closing.enter_context(reader)
+        seen = channel.agree(f"{what}/sees", "" if reader is None else "yes", patience.begin_secs)
+        if reader is not None and told["nbytes"] <= MOST_AT_ONCE and all(seen.values()):
+            return _read_all(member, reader, what, told)
+        source = reader if channel.rank == 0 else None
+        problem = _check_first(member, source, what, told)
+        if not problem:
+            _receive_all(member, source, what, told)
+        return problem
+
+
+def _plan(member: Member, reader: CheckpointReader, partial: bool) -> dict[str, Any]:
+    """What all workers must know of a checkpoint.
+
+    Raises:
+        CheckpointError: It is of another model.
+    """
     manifest = reader.manifest
     differing = differences(member.state.schema, manifest.schema)
     if differing and not partial:
-        reader.close()
         said = "; ".join(f"{d.name}: expected {d.expected}, received {d.received}" for d in differing[:10])
         more = f" and {len(differing) - 10} more" if len(differing) > 10 else ""
-        return None, {
-            "error": f"The checkpoint of step {manifest.step} is of another model ({said}{more}). "
+        raise CheckpointError(
+            f"The checkpoint of step {manifest.step} is of another model ({said}{more}). "
             "partial=True takes what fits"
-        }
+        )
     left_out = {difference.name for difference in differing}
     names = [variable.name for variable in member.state.schema if variable.name not in left_out]
-    return reader, {
+    return {
         "host": host_id(os.environ),
         "nbytes": manifest.nbytes,
         "state": manifest.state_digest,
@@ -148,12 +232,6 @@ def _plan(
         "left_out": sorted(left_out),
         "digests": {name: manifest.digests[name] for name in names},
     }
-
-
-def _step_of(manifest: Manifest | None) -> int:
-    if manifest is None:
-        raise CheckpointError("There is no checkpoint")
-    return manifest.step
 
 
 def _see(store: CheckpointStore, told: dict[str, Any]) -> CheckpointReader | None:
@@ -170,23 +248,26 @@ def _see(store: CheckpointStore, told: dict[str, Any]) -> CheckpointReader | Non
     return reader
 
 
-def _read_all(member: Member, reader: CheckpointReader, number: int, told: dict[str, Any]) -> None:
-    """Every worker reads for itself. No state changes before all have read all of it, and found it right."""
+def _read_all(member: Member, reader: CheckpointReader, what: str, told: dict[str, Any]) -> str:
+    """Every worker reads for itself. No state changes before all have read all of it, and found it right.
+
+    Returns:
+        What is wrong with what was read, by any of them.
+    """
     names: list[str] = told["names"]
     values = _memory_for(member, names)
-    wrong = ""
     try:
-        wrong = ",".join(name for name in names if not reader.read_into(name, values[name]))
+        wrong = [name for name in names if not reader.read_into(name, values[name])]
+        problem = f"the bytes of {', '.join(wrong[:5])} are not those that were written" if wrong else ""
     except FileDamaged as error:
-        wrong = str(error)
-    verdicts = member.channel.agree(f"restore/{number}/read", wrong, member.patience.begin_secs)
-    for worker, verdict in verdicts.items():
-        if verdict:
-            raise CheckpointError(
-                f"Worker {worker} reads other bytes than were written: {verdict[:500]}",
-                path=reader.path,
-            )
+        problem = error.problem.removesuffix(f". {advice(reader.path)}")
+    verdicts = member.channel.agree(f"{what}/read", problem, member.patience.begin_secs)
+    found = [f"worker {worker} reads: {verdict}" for worker, verdict in verdicts.items() if verdict]
+    if found:
+        file = reader.path / "state.safetensors"
+        return str(FileDamaged(file, f"{'; '.join(found[:3])[:500]}. {advice(reader.path)}"))
     member.state.apply([Edit(Operation.ASSIGN, name, {"value": values[name]}) for name in names])
+    return ""
 
 
 def _memory_for(member: Member, names: Sequence[str]) -> Arrays:
@@ -197,31 +278,38 @@ def _memory_for(member: Member, names: Sequence[str]) -> Arrays:
     return dict(zip(names, arrays_in(fresh_memory(nbytes), Parcel("", 0, nbytes, "", pieces)), strict=True))
 
 
-def _check_first(member: Member, reader: CheckpointReader | None, number: int, told: dict[str, Any]) -> None:
-    """Worker 0 looks at all bytes before any worker's state changes."""
-    what, timeout_secs = f"restore/{number}/checked", member.patience.begin_secs
+def _check_first(member: Member, reader: CheckpointReader | None, what: str, told: dict[str, Any]) -> str:
+    """Worker 0 looks at all bytes before any worker's state changes.
+
+    Returns:
+        What is wrong with them.
+    """
     if reader is not None:
-        digests = told["digests"]
-        damaged = [name for name in told["names"] if digest_array(reader.read(name)) != digests[name]]
-        error = FileDamaged(reader.path, f"{damaged[0]} is not what was written") if damaged else ""
-        member.channel.tell(what, str(error))
-    said = member.channel.hear(what, timeout_secs)
+        problem = ""
+        try:
+            for name in told["names"]:
+                for _ in reader.pieces(name):
+                    pass  # Compared with its digest in passing.
+        except FileDamaged as error:
+            problem = str(error)
+        member.channel.tell(f"{what}/checked", problem)
+    timeout_secs = member.patience.begin_secs
+    said = member.channel.hear(f"{what}/checked", timeout_secs)
     if said is None:
         raise JobFailed(f"worker 0 did not look at the checkpoint within {timeout_secs:.0f} s", worker=0)
-    if said:
-        raise CheckpointError(said)
+    return said
 
 
-def _receive_all(member: Member, reader: CheckpointReader | None, number: int, told: dict[str, Any]) -> None:
+def _receive_all(member: Member, reader: CheckpointReader | None, what: str, told: dict[str, Any]) -> None:
     channel, patience = member.channel, member.patience
     for place, names in enumerate(_batches(member, told["names"])):
-        what = f"restore/{number}/{place}"
+        parcel_is = f"{what}/{place}"
         if reader is not None:
             parcel = member.transport.publish(
-                f"{channel.name}-restore-{number}-{place}", [reader.read(name) for name in names]
+                f"{channel.name}-{what.replace('/', '-')}-{place}", [reader.read(name) for name in names]
             )
-            channel.tell(what, json.dumps(parcel.to_json()))
-        text = channel.hear(what, patience.begin_secs)
+            channel.tell(parcel_is, json.dumps(parcel.to_json()))
+        text = channel.hear(parcel_is, patience.begin_secs)
         if text is None:
             raise JobFailed(
                 f"worker 0 did not send a checkpoint within {patience.begin_secs:.0f} s", worker=0
@@ -232,7 +320,7 @@ def _receive_all(member: Member, reader: CheckpointReader | None, number: int, t
         member.state.apply(edits)
         found = member.state.digests(names)
         wrong = [name for name in names if found[name] != told["digests"][name]]
-        verdicts = channel.agree(what, ",".join(wrong), patience.begin_secs)
+        verdicts = channel.agree(parcel_is, ",".join(wrong), patience.begin_secs)
         member.transport.release(parcel.id)
         for worker, verdict in verdicts.items():
             if verdict:
