@@ -47,8 +47,13 @@ class Trial:
 
     def allows(self, before: float, during: float) -> bool:
         """Whether the update is kept that had this effect on the metric."""
+        bound = self.bound(before)
+        return during <= bound if self.mode == "min" else during >= bound
+
+    def bound(self, before: float) -> float:
+        """The worst value with which the update is kept."""
         margin = self.max_increase * abs(before)
-        return during <= before + margin if self.mode == "min" else during >= before - margin
+        return before + margin if self.mode == "min" else before - margin
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
@@ -119,7 +124,7 @@ class TrialOutcome:
 
 
 def judged(
-    trial: Trial, sequence: int, step: int, before: float | None, during: float | None
+    trial: Trial, sequence: int, step: int, before: float | None, during: float | None, measured: int
 ) -> TrialOutcome:
     """What becomes of an update.
 
@@ -129,6 +134,7 @@ def judged(
         step: Where it is decided.
         before: The metric before the update, over all workers; None when nothing was measured.
         during: The metric in the trial; None when nothing was measured.
+        measured: In how many steps that was.
     """
     outcome: Outcome = "reverted"
     if during is None:
@@ -139,7 +145,10 @@ def judged(
         reason, before = f"{trial.metric} was not measured before the update", None
     else:
         outcome = "kept" if trial.allows(before, during) else "reverted"
-        reason = f"{trial.metric} was {before:.6g} before the update, and {during:.6g} in the trial"
+        asked = f"{'at most' if trial.mode == 'min' else 'at least'} {trial.bound(before):.6g}"
+        few = f" ({measured} of its {trial.steps} steps)" if measured < trial.steps else ""
+        reason = f"{trial.metric} was {before:.6g} before the update, and {during:.6g} in the trial{few}"
+        reason += f"; {asked} was asked for"
     return TrialOutcome(sequence, outcome, step, trial.metric, before, during, reason)
 
 

@@ -44,6 +44,10 @@ def outcomes(directory: Path) -> list[tuple[str, int]]:
     return [(one.outcome, one.step) for one in Journal(directory / "run").outcomes().values()]
 
 
+def before(directory: Path) -> list[float | None]:
+    return [one.before for one in Journal(directory / "run").outcomes().values()]
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tried")
@@ -66,6 +70,8 @@ def test_a_job_that_is_killed_in_trials_decides_alike_and_ends_with_the_bits_of_
     assert [fired["point"] for fired in read_fired(tmp_path / "run")] == [Point.DECIDE, Point.SETTLE], said
     assert (tmp_path / "run" / "logs" / "attempt-3").exists()
     assert outcomes(tmp_path) == outcomes(undisturbed)
+    # Over steps before the restored checkpoint too. Running means that begin elsewhere round otherwise.
+    assert before(tmp_path) == pytest.approx(before(undisturbed), rel=1e-4)
     assert_equal_on_all([*states(tmp_path), *states(undisturbed)])
     receipts = Journal(tmp_path / "run").receipts()
     assert [receipt.trial is not None for receipt in receipts.values()] == [True, True]

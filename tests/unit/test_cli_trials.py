@@ -101,3 +101,10 @@ def test_who_waits_for_a_trial_that_is_taken_back_hears_it_with_an_exit_code_of_
     assert result.exit_code == 4
     assert "taken back" in result.output
     assert "loss was 0.5 before the update, and 0.75 in the trial" in result.output
+
+
+def test_who_waits_behind_a_trial_is_told_so(run: Path) -> None:
+    assert invoke("push", run, "--set", "learning_rate=1", "--id", "behind").exit_code == 0
+    inbox.note_stage(run, "behind", Stage.PROPOSED, waits_for="the trial of update 3, until step 55")
+    waited = invoke("push", run, "--set", "learning_rate=1", "--id", "behind", "--wait", "--timeout", 0.1)
+    assert "is proposed and waits for the trial of update 3, until step 55" in waited.output

@@ -29,11 +29,13 @@ class Sight:
         standing: Where the update stands.
         notes: What the workers last said.
         now: When that was looked at, in seconds since 1970.
+        waits_for: What the job has it wait for before it can be decided, in words; else empty.
     """
 
     standing: Standing
     notes: list[WorkerNote]
     now: float
+    waits_for: str = ""
 
     @property
     def is_settled(self) -> bool:
@@ -52,6 +54,8 @@ class Sight:
             text += f" for step {step}"
             if moving and self.notes:
                 text += f", the job is at {max(note.step for note in self.notes)}"
+        if self.waits_for and stage in (Stage.PROPOSED, Stage.STAGED):
+            text += f" and waits for {self.waits_for}"
         if not is_running(self.notes, self.now):
             said = not_running_text(self.notes, self.now) if moving else "The job is not running"
             text += f". {said}: its next start goes on with this"
@@ -84,14 +88,14 @@ def follow(
         if time.monotonic() - looked >= _LOOK_AT_WORKERS_SECS:
             notes, looked = read_worker_notes(run_dir), time.monotonic()
             into_journal = not is_running(notes, time.time())  # It died before it could write the note.
-        sight = Sight(_look(run_dir, update_id, into_journal=into_journal), notes, time.time())
+        sight = _seen(run_dir, update_id, notes, into_journal=into_journal)
         show(sight)
         if sight.is_settled:
             return sight
         left = ends - time.monotonic()
         if left <= 0:
             # A note may be lost, a journal is not.
-            return Sight(_look(run_dir, update_id, into_journal=True), notes, time.time())
+            return _seen(run_dir, update_id, notes, into_journal=True)
         pause(min(LOOK_SECS, left))
 
 
@@ -112,6 +116,11 @@ def line(console: Console, begin: str) -> Iterator[Callable[[Sight], None]]:
             console.print(text, markup=False, soft_wrap=True)
 
     yield show
+
+
+def _seen(run_dir: Path, update_id: str, notes: list[WorkerNote], *, into_journal: bool) -> Sight:
+    waits_for = str((inbox.stage_of(run_dir, update_id) or {}).get("waits_for", ""))
+    return Sight(_look(run_dir, update_id, into_journal=into_journal), notes, time.time(), waits_for)
 
 
 def _look(run_dir: Path, update_id: str, *, into_journal: bool) -> Standing:

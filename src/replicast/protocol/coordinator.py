@@ -134,11 +134,11 @@ class Coordinator:
 
     def _hold_back(self, proposal: Proposal) -> None:
         self._held_back.append(proposal)
-        until = self._trials.until()
+        trial, until = self._trials.under_way() or (None, None)
         if until is None:  # it waits for an audit, or behind a trial that waits for a function
             until = min((one.step for one in self._rounds.opened), default=None)
         if until is not None:  # a training thread that waits for it would have to train until then
-            self._channel.append(Again(proposal.id, until))
+            self._channel.append(Again(proposal.id, until, trial))
 
     def _take_up(self) -> None:
         """Decides what was held back, in its order, as far as that may be decided now."""

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from replicast.errors import UpdateRefused
 
 MOST = 512
 """So many boundaries are remembered; in a trial, all."""
+
+History: TypeAlias = list[tuple[int, int, dict[str, float]]]
+"""What boundaries have measured by themselves: the step, how many steps, each metric. The oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +65,10 @@ class Measures:
         """A trial begins at this boundary."""
         self._since = step
 
-    def during(self, metric: str) -> float | None:
-        """The mean since the trial began; None when nothing was measured."""
-        return _mean(self._own_values(metric, self._since))
+    def during(self, metric: str) -> tuple[float | None, int]:
+        """The mean since the trial began, None when nothing was measured; and of how many steps it is."""
+        values = self._own_values(metric, self._since)
+        return _mean(values), sum(steps for steps, _ in values)
 
     def end(self, *, reverted: bool) -> None:
         """The trial is decided; the training thread stands at its end."""
@@ -105,6 +109,22 @@ class Measures:
             )
         return mean
 
+    def history(self) -> History:
+        """All that a later trial may be compared with, for a checkpoint. For the training thread."""
+        found: History = []
+        previous: Measured | None = None
+        for one in self._last:
+            own = {str(metric): _own_value(one, previous, metric) for metric in one.logs}
+            previous = one
+            if one.counts:
+                known = {metric: value for metric, value in own.items() if value is not None}
+                found.append((one.step, one.steps, known))
+        return found
+
+    def recall(self, history: Iterable[Sequence[Any]]) -> None:
+        """The state is that of a checkpoint: what was measured before it counts, and nothing else."""
+        self._last = deque(Measured(int(step), int(steps), None, logs) for step, steps, logs in history)
+
     def _own_values(self, metric: str, since: int | None) -> list[tuple[int, float]]:
         """What each boundary measured by itself, and in how many steps, the oldest first."""
         found = []
@@ -115,6 +135,19 @@ class Measures:
             if value is not None and one.counts and (since is None or one.step > since):
                 found.append((one.steps, value))
         return found
+
+
+def mean_history(histories: Sequence[History]) -> History:
+    """What all workers have measured, as one: the mean over those that have measured it."""
+    others = [{step: values for step, _, values in history} for history in histories]
+    found: History = []
+    for step, steps, values in histories[0]:
+        of_all = {
+            metric: [each[step][metric] for each in others if metric in each.get(step, {})]
+            for metric in values
+        }
+        found.append((step, steps, {metric: sum(known) / len(known) for metric, known in of_all.items()}))
+    return found
 
 
 def _own_value(one: Measured, previous: Measured | None, metric: str) -> float | None:

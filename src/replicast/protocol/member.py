@@ -312,8 +312,8 @@ class Member:
                     self.gate.bring_forward()
                 self._resumed[token] = error
                 self.gate.wake()
-            case Again(id_, step):
-                self.outcomes.note_again(id_, step)
+            case Again(id_, step, trial):
+                self.outcomes.note_again(id_, step, trial)
                 self.gate.wake()
             case Drop() | Verified() | Failed():
                 self._settle(message)

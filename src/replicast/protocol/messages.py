@@ -220,10 +220,15 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """What somebody proposed is meant for this step already, or waits for what ends there."""
+    """What somebody proposed is meant for this step already, or waits for what ends there.
+
+    Attributes:
+        trial: The sequence number of the update on trial that it waits for, if that is the reason.
+    """
 
     id: str
     step: int
+    trial: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,11 +290,13 @@ class Tried:
         step: Where it stands.
         before: The mean before the update, at the boundary where that was applied; None without any.
         during: The mean since; None without any.
+        measured: Of how many steps that is.
     """
 
     step: int
     before: float | None
     during: float | None
+    measured: int
 
 
 @dataclass(frozen=True, slots=True)

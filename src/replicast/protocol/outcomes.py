@@ -43,19 +43,27 @@ class Outcomes:
     def note_stage(self, id_: str, stage: Stage) -> None:
         """An update has come so far."""
         for ticket in self.about(id_):
-            ticket.stage = stage
+            ticket.stage, ticket.waits_for = stage, ""
 
     def note_step(self, id_: str, step: int) -> None:
         """An update is meant for this step."""
         for ticket in self.about(id_):
             ticket.step = step
 
-    def note_again(self, id_: str, step: int) -> None:
-        """What somebody proposed is on its way: it is meant for this step, or has to wait until then."""
+    def note_again(self, id_: str, step: int, trial: int | None = None) -> None:
+        """What somebody proposed is on its way: it is meant for this step, or has to wait until then.
+
+        Args:
+            id_: The update's id.
+            step: Which step.
+            trial: The update whose trial ends there, if it waits for one.
+        """
         self._decided.append(id_)
         for ticket in self.about(id_):
             if ticket.step is None:
                 ticket.step = step
+            if trial is not None:
+                ticket.waits_for = f"the trial of update {trial}, until step {step}"
 
     def note_committed(self, go: Go) -> None:
         """These updates are committed."""

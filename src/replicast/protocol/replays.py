@@ -92,7 +92,12 @@ class Replays:
         if self._waiting and not self._announced:
             stops = [[REPLAY_ROUND + record.sequence, step] for step, record in self._waiting]
             steps = ", ".join(str(step) for _, step in stops[:10])
-            logger.warning("%d updates of an earlier start are applied again, at step %s", len(stops), steps)
+            what = (
+                "1 update of an earlier start is"
+                if len(stops) == 1
+                else f"{len(stops)} updates of an earlier start are"
+            )
+            logger.warning("%s applied again, at step %s", what, steps)
             healing = [REPLAY_ROUND + record.sequence for _, record in self._waiting if is_healing(record)]
             self._member.channel.append(Replay(stops, healing))
         self._announced = True

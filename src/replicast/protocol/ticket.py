@@ -22,6 +22,7 @@ class Ticket:
         stage: Where it stands.
         step: The step it is committed for, once it is.
         proposed_at: When it was proposed, in seconds since the epoch.
+        waits_for: What it waits for before it can be decided, in words, when that is known.
         trial: What it has to prove, if it is on trial; then it is settled when that is decided.
     """
 
@@ -39,6 +40,7 @@ class Ticket:
         self.trial = trial
         self.stage = Stage.PROPOSED
         self.step: int | None = None
+        self.waits_for = ""
         self.proposed_at = time.time()
         self._wait_for = wait_for
         self._settled = threading.Event()
@@ -85,13 +87,14 @@ class Ticket:
         elif self.stage is Stage.APPLIED and self.trial is not None:
             ends = f"its trial of {self.trial.steps} steps is not over"
         else:
-            ends = f"it is {self.stage}"
+            ends = f"it is {self.stage}" + (f" and waits for {self.waits_for}" if self.waits_for else "")
         waited = "this thread cannot wait for it here" if timeout is None else f"{timeout:g} s have passed"
         return f"Update {self.id}: {waited}, and {ends}. Go on training and ask again"
 
     def committed(self, step: int) -> None:
         """Notes the step it is committed for."""
         self.step = step
+        self.waits_for = ""
         self.stage = Stage.COMMITTED
 
     def succeed(self, receipt: Receipt) -> None:

@@ -44,11 +44,16 @@ class Trials:
 
     def until(self) -> int | None:
         """The step for which others wait because a trial is under way; None when none is."""
+        under_way = self.under_way()
+        return None if under_way is None else under_way[1]
+
+    def under_way(self) -> tuple[int, int] | None:
+        """The sequence number of the update that is on trial, and the step at which that ends."""
         on_trial = self._verifier.on_trial(self._member.gate.step)
         if not on_trial:
             return None
-        ends = self._member.gate.trial_ends
-        return on_trial[0].step + _trial_of(on_trial[0]).steps if ends is None else ends
+        first, ends = on_trial[0], self._member.gate.trial_ends
+        return first.record.sequence, first.step + _trial_of(first).steps if ends is None else ends
 
     def refusal(self, what: str) -> UpdateRefused | None:
         """Why all workers together cannot do something now, if they cannot."""
@@ -106,7 +111,8 @@ class Trials:
             before = before if measured is None else measured
         during = _mean(one.during for one in tried.values())
         step = max(one.step for one in tried.values())
-        return judged(trial, record.sequence, step, before, during)
+        measured = min(one.measured for one in tried.values())
+        return judged(trial, record.sequence, step, before, during, measured)
 
     def _gather(self, sequence: int) -> dict[int, Tried]:
         """What each worker has measured; they come to the end of the trial with the training."""

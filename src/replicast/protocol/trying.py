@@ -40,6 +40,7 @@ class Trying:
         self._rank = member.channel.rank
         self._copy: Arrays = {}
         self._began = 0
+        self._cut: set[int] = set()
         self.measures = Measures()
 
     def answer(self, message: Stage, answer: Answer) -> Answer:
@@ -72,6 +73,7 @@ class Trying:
         gate, round_ = self._member.gate, TRIAL_ROUND + message.sequence
         match message:
             case Cut():
+                self._cut.add(message.sequence)
                 gate.cut_trial(round_)
             case Settle():
                 outcome = TrialOutcome.from_json(message.outcome)
@@ -80,7 +82,7 @@ class Trying:
                 gate.end_trial(round_, partial(self._settle, outcome))
 
     def _tell(self, sequence: int, metric: str, before: float | None) -> None:
-        tried = Tried(self._member.gate.step, before, self.measures.during(metric))
+        tried = Tried(self._member.gate.step, before, *self.measures.during(metric))
         self._member.channel.say(tried_key(sequence, self._rank), tried)
 
     def _settle(self, outcome: TrialOutcome) -> None:
@@ -104,15 +106,20 @@ class Trying:
         if outcome.outcome == "kept":
             logger.info("update %d is kept after its trial: %s", outcome.sequence, outcome.reason)
             return
+        steps = self._member.gate.step - self._began
+        then = (
+            f"; training goes on with new data, and the batches of the {steps} steps since are not used again"
+        )
+        if outcome.sequence in self._cut:
+            then = "; the training has ended"
         logger.warning(
             "update %d is taken back at step %d: %s. Every replica has the state of step %d again, as it was "
-            "before the update; training goes on with new data, and the batches of the %d steps since are "
-            "not used again",
+            "before the update%s",
             outcome.sequence,
             outcome.step,
             outcome.reason,
             self._began,
-            self._member.gate.step - self._began,
+            then,
         )
 
 

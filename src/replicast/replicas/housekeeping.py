@@ -41,7 +41,7 @@ class Housekeeping:
         self._member = member
         self._run_dir = run_dir
         self._attempt = attempt
-        self._proposed: dict[Path, tuple[Ticket, str]] = {}
+        self._proposed: dict[Path, tuple[Ticket, tuple[Stage, str]]] = {}
         self._audits_wished: frozenset[str] = frozenset()
         self._last_metrics_step = -1
         self._complained = False
@@ -142,16 +142,16 @@ class Housekeeping:
             return
         if taken is not None:
             ticket = self._member.propose(taken.update, taken.at_step, taken.trial)
-            self._proposed[path] = (ticket, Stage.PROPOSED)
+            self._proposed[path] = (ticket, (Stage.PROPOSED, ""))
 
     def _settle_inbox(self, run_dir: Path) -> None:
         """Says how far each proposal has come; one that is through leaves the inbox."""
         for path, (ticket, said) in list(self._proposed.items()):
             if ticket.done():
                 self._leave_inbox(run_dir, path, ticket)
-            elif said != ticket.stage:
-                self._proposed[path] = (ticket, ticket.stage)
-                self._note_stage(run_dir, ticket)
+            elif said != _standing(ticket):
+                self._proposed[path] = (ticket, _standing(ticket))
+                self._note_stage(run_dir, ticket, waits_for=ticket.waits_for)
 
     def _note_stage(self, run_dir: Path, ticket: Ticket, **fields: Any) -> None:
         inbox.note_stage(
@@ -177,3 +177,8 @@ class Housekeeping:
             inbox.done(path)
         del self._proposed[path]
         inbox.clean(run_dir)
+
+
+def _standing(ticket: Ticket) -> tuple[Stage, str]:
+    """What others are told of a proposal that is not settled."""
+    return ticket.stage, ticket.waits_for

@@ -101,6 +101,7 @@ def restore(
     if told is None:
         return None
     _warn(member, told, damaged)
+    member.trying.measures.recall(json.loads(told["measured"]))
     return Restored(
         step=told["step"],
         position=Position(told["epoch"], told["batch"]),
@@ -228,6 +229,7 @@ def _plan(member: Member, reader: CheckpointReader, partial: bool) -> dict[str, 
         "batch": manifest.batch,
         "sequence": manifest.sequence,
         "later": list(manifest.extra.get("committed_for_later", ())),
+        "measured": manifest.extra.get("measured", "[]"),
         "names": names,
         "left_out": sorted(left_out),
         "digests": {name: manifest.digests[name] for name in names},

@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from replicast.digest import digest_array
 from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged, ReplicastError
 from replicast.fence import Fence
 from replicast.protocol import Member
+from replicast.protocol.measures import History, mean_history
 from replicast.replicas.position import Position
 from replicast.replicas.reconciling import averaged_names, mean, packed
 from replicast.state import Arrays
@@ -37,6 +38,10 @@ from replicast.strategy import KerasState
 logger = logging.getLogger("replicast")
 
 WhenBusy = Literal["wait", "skip"]
+_NO_METRIC = (
+    "keep_best: the checkpoint of step %d has no metric %r, so it cannot be the best one. It has: %s. "
+    'Metrics of validation are there with save_every="epoch"'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,15 @@ class Keeping:
     last: int = 3
     best: tuple[str, Literal["min", "max"]] | None = None
 
+    def __post_init__(self) -> None:
+        if type(self.last) is not int or self.last < 1:  # `type`, since True is an int to isinstance
+            raise ValueError(f"keep is a number of checkpoints, at least 1. Received: {self.last!r}")
+        pair = isinstance(self.best, tuple | list) and len(self.best) == 2 and isinstance(self.best[0], str)
+        if self.best is not None and not (pair and self.best[1] in ("min", "max")):
+            raise ValueError(
+                f'keep_best is a metric and "min" or "max", as in ("loss", "min"). Received: {self.best!r}'
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -58,12 +72,14 @@ class Snapshot:
 
     Attributes:
         undecided: What worker 0 had proposed by then and nobody had decided about, by id.
+        measured: What worker 0's last steps have measured.
     """
 
     number: int
     draft: Draft
     arrays: Arrays
     undecided: tuple[str, ...]
+    measured: History
 
 
 class Saving:
@@ -86,7 +102,7 @@ class Saving:
 
         Raises:
             ReplicasDiverged: The workers' states differ: nothing was saved.
-            OSError, CheckpointError: It could not be written.
+            CheckpointError: It could not be written.
         """
         if not self._done.wait(timeout):
             raise CheckpointError("The checkpoint is still being written", received=f"after {timeout} s")
@@ -144,6 +160,7 @@ class Saver:
         faults.point("snapshot")
         self._saves += 1
         saving = Saving()
+        measured = self._member.trying.measures.history()
         if self._member.channel.rank != 0:
             digests = self._state.digests(v.name for v in self._state.schema)
             values = packed(self._state, self._averaged())
@@ -152,6 +169,7 @@ class Saver:
                 "digests": digests,
                 "values": values,
                 "undecided": self._member.outcomes.undecided(),
+                "measured": measured,
             }
             self._member.channel.tell(f"save/{self._saves}/{self._member.channel.rank}", json.dumps(said))
             saving.finish()
@@ -163,7 +181,7 @@ class Saver:
             self._wait_for(self._current)
         self._state.snapshot(self._buffers)
         undecided = tuple(self._member.outcomes.undecided())
-        snapshot = Snapshot(self._saves, self._draft(position, metrics), self._buffers, undecided)
+        snapshot = Snapshot(self._saves, self._draft(position, metrics), self._buffers, undecided, measured)
         self._current = saving
         self._queue.put((snapshot, keeping, saving))
         return saving
@@ -199,19 +217,25 @@ class Saver:
         )
 
     def _run(self) -> None:
+        complained = False
         while not self._member.threads.stopping.is_set():
             work = self._member.threads.take(self._queue)
             if work is None:
                 continue
             snapshot, keeping, saving = work
             try:
-                saving.finish(self._write(snapshot, keeping))
+                manifest = self._write(snapshot, keeping)
+                complained = complained or _complained(manifest, keeping)
+                saving.finish(manifest)
             except ReplicasDiverged as error:
                 saving.finish(error=error)
                 self._say_diverged(error)
-            except (ReplicastError, OSError) as error:
+            except ReplicastError as error:
                 self._failure = error
                 saving.finish(error=error)
+            except OSError as error:
+                self._failure = _not_written(error, self._store, snapshot.draft.step)
+                saving.finish(error=self._failure)
 
     def _write(self, snapshot: Snapshot, keeping: Keeping) -> Manifest:
         mine = {name: digest_array(value) for name, value in snapshot.arrays.items()}
@@ -228,7 +252,10 @@ class Saver:
         if self._fence is not None:
             self._fence.check()
         arrays = ((name, snapshot.arrays[name]) for name in file_order(snapshot.draft.schema))
-        manifest = self._store.write(snapshot.draft, arrays)
+        # As one line of text: it is much, and for no human eye. A trial after a restart is compared with it.
+        measured = json.dumps(mean_history([snapshot.measured, *(each["measured"] for each in said)]))
+        draft = replace(snapshot.draft, extra={**snapshot.draft.extra, "measured": measured})
+        manifest = self._store.write(draft, arrays)
         self._store.prune(keeping.last, keeping.best)
         return manifest
 
@@ -290,6 +317,27 @@ class Saver:
                 step=step,
             )
         return said
+
+
+def _not_written(error: OSError, store: CheckpointStore, step: int) -> CheckpointError:
+    failure = CheckpointError(
+        f"The checkpoint of step {step} could not be written",
+        path=store.path(step),
+        step=step,
+        received=str(error),
+        remedy="Make room on the disk, or have fewer stay: callback(keep=...). Those written before are whole",
+    )
+    failure.__cause__ = error
+    return failure
+
+
+def _complained(manifest: Manifest, keeping: Keeping) -> bool:
+    """Whether it had to be said that a checkpoint has not the metric by which the best one stays."""
+    if keeping.best is None or keeping.best[0] in manifest.metrics:
+        return False
+    said = ", ".join(manifest.metrics) or "none"
+    logger.warning(_NO_METRIC, manifest.step, keeping.best[0], said)
+    return True
 
 
 def _versions() -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import threading
 from collections.abc import Callable
@@ -14,9 +16,9 @@ import pytest
 from replicast.errors import FileDamaged, ReplicasDiverged, UpdatePending, UpdateRefused
 from replicast.journal import Journal, MemoryJournal
 from replicast.protocol import Ticket
-from replicast.protocol.measures import MOST, Measures
+from replicast.protocol.measures import MOST, Measures, mean_history
 from replicast.state import MemoryState
-from replicast.trial import Trial, TrialOutcome
+from replicast.trial import Trial, TrialOutcome, judged
 from replicast.update import Stage, Update
 from tests.unit.protocol.twins import DEADLINE_SECS, Job, Worker, bias, eventually
 
@@ -237,10 +239,13 @@ def test_training_that_ends_first_decides_with_what_was_measured() -> None:
         np.testing.assert_array_equal(job.workers[1].state.values["dense/bias"], np.full(3, 2, np.float32))
 
 
-def test_training_that_ends_before_anything_was_measured_goes_back() -> None:
+def test_training_that_ends_before_anything_was_measured_goes_back(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "replicast")
     with Job(2) as job:
         run = Run(job)
         run.train(5, {5: run.propose(1, bias(-0.5), trial=TRIAL)})
+        (said,) = caplog.messages
+        assert said.endswith("as it was before the update; the training has ended")
         outcome = outcome_of(run.tickets[0])
         assert (outcome.outcome, outcome.during) == ("reverted", None)
         np.testing.assert_array_equal(job.workers[0].state.values["dense/bias"], np.zeros(3, np.float32))
@@ -367,8 +372,16 @@ def test_a_checkpoint_does_not_wait_for_what_a_trial_holds_back() -> None:
                 run.tickets.append(worker.member.propose(bias(2.0, id="behind")))
             eventually(lambda: worker.member.outcomes.are_decided(["behind"]))
 
-        run.train(20, {4: run.propose(1, bias(1.0), trial=TRIAL), 7: propose})
+        def look(worker: Worker) -> None:
+            if worker.rank == 1:
+                waits_for.append(run.tickets[1].waits_for)
+
+        waits_for: list[str] = []
+        trial = run.propose(1, bias(1.0), trial=TRIAL, at_step=6)
+        run.train(20, {4: trial, 7: propose, 8: look})
         assert run.tickets[1].result(DEADLINE_SECS).step >= outcome_of(run.tickets[0]).step
+        assert waits_for == ["the trial of update 1, until step 11"]
+        assert run.tickets[1].waits_for == ""
 
 
 def test_a_trial_that_would_begin_where_a_function_is_computed_is_refused() -> None:
@@ -539,6 +552,43 @@ def test_a_job_that_died_ends_with_the_outcome_and_the_bits_of_one_that_did_not(
         assert job.journal.receipts()[1].trial == again
 
 
+@pytest.mark.parametrize("died_at", [12, 14])
+@pytest.mark.parametrize("lives_in", [2, 3])
+def test_what_was_measured_before_a_checkpoint_counts_after_a_restart(died_at: int, lives_in: int) -> None:
+    """The checkpoint is older than the trial's commit; the job dies before it begins, or in its middle."""
+
+    def loss(worker: Worker, step: int) -> float:
+        return 4.0 / step + worker.rank * 0.5
+
+    def act_of(run: Run) -> At:
+        return {11: run.propose(1, bias(1.0, id="t"), trial=Trial(8, max_increase=0.2), at_step=13)}
+
+    with Job(2) as job:
+        run = Run(job, loss)
+        run.train(25, act_of(run))
+        wanted = outcome_of(run.tickets[0])
+        assert wanted.before == pytest.approx(np.mean([4.0 / step + 0.25 for step in range(6, 14)]))
+    journal = MemoryJournal()
+    with Job(2, journal) as job:
+        run, saved = Run(job, loss), [""] * 2
+
+        def save(worker: Worker) -> None:
+            saved[worker.rank] = json.dumps(worker.member.trying.measures.history())
+
+        run.train(died_at, {10: save, **act_of(run)}, drain=False)
+        history = json.dumps(mean_history([json.loads(each) for each in saved]))
+    with Job(lives_in, journal) as job:
+        for worker in job.workers:
+            worker.member.gate.start_from(10)
+            worker.member.trying.measures.recall(json.loads(history))
+        # With another number of workers, they measure alike what two had measured in the mean.
+        run = Run(job, loss if lives_in == 2 else lambda worker, step: 4.0 / step + 0.25)
+        run.train(15)
+        again = last_outcome(job)
+        assert (again.outcome, again.step) == (wanted.outcome, wanted.step)
+        assert (again.before, again.during) == pytest.approx((wanted.before, wanted.during))
+
+
 def test_a_decided_trial_is_not_decided_again_whatever_is_measured() -> None:
     journal = MemoryJournal()
     with Job(2, journal) as job:
@@ -577,7 +627,8 @@ def test_what_each_step_measured_is_found_in_running_means(per_boundary: int) ->
             measures.begin(40)
         measures.batches = batches
         measures.note(step, per_boundary, {"loss": mean})
-    assert measures.during("loss") == pytest.approx(np.mean(values[40:]))
+    during, steps = measures.during("loss")
+    assert (during, steps) == (pytest.approx(np.mean(values[40:])), 20)
     measures.end(reverted=True)
     assert measures.before("loss", 10) == pytest.approx(np.mean(values[30:40]))
     measures.batches = None
@@ -593,6 +644,62 @@ def test_what_an_own_loop_gives_is_taken_as_it_is_also_from_one_dict() -> None:
     last = 4 * MOST - 1
     assert measures.before("loss", 3) == last - 1
     assert measures.before("loss", 10**6) == last - (MOST - 1) / 2
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_history_keeps_what_is_no_finite_number_and_forgets_what_was_taken_back(wrong: float) -> None:
+    measures = Measures()
+    for step, value in enumerate([1.0, wrong, 3.0, 50.0], 1):
+        if step == 4:
+            measures.begin(3)
+        measures.note(step, 1, {"loss": value, "name": "text"})
+    measures.end(reverted=True)
+    history = measures.history()
+    assert [step for step, _, _ in history] == [1, 2, 3]
+    later = Measures()
+    later.note(9, 1, {"loss": 7.0})
+    later.recall(json.loads(json.dumps(mean_history([history, history]))))
+    assert later.before("loss", 1) == 3.0
+    with pytest.raises(UpdateRefused, match="no finite value before"):
+        later.before("loss", 2)
+
+
+def test_a_worker_that_has_measured_nothing_is_no_part_of_the_mean() -> None:
+    histories = [[(1, 1, {"loss": 2.0}), (2, 1, {"loss": 4.0})], [(2, 1, {"loss": 6.0, "other": 1.0})], []]
+    assert mean_history(histories) == [(1, 1, {"loss": 2.0}), (2, 1, {"loss": 5.0})]
+
+
+@pytest.mark.parametrize(
+    ("trial", "during", "measured", "said"),
+    [
+        (Trial(5, max_increase=0.5), 0.25, 5, "and 0.25 in the trial; at most 0.3 was asked for"),
+        (
+            Trial(5, max_increase=0.5),
+            0.5,
+            3,
+            "and 0.5 in the trial (3 of its 5 steps); at most 0.3 was asked for",
+        ),
+        (Trial(5, "loss", 0.5, "max"), 0.5, 8, "and 0.5 in the trial; at least 0.1 was asked for"),
+    ],
+)
+def test_the_reason_says_what_decided(trial: Trial, during: float, measured: int, said: str) -> None:
+    outcome = judged(trial, 1, 9, 0.2, during, measured)
+    assert outcome.reason == f"loss was 0.2 before the update, {said}"
+
+
+@pytest.mark.parametrize(
+    ("count", "said"), [(1, "1 update of an earlier start is"), (2, "2 updates of an earlier")]
+)
+def test_a_restart_says_how_many_updates_come_again(
+    count: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = MemoryJournal()
+    with Job(1, journal) as job:
+        run = Run(job)
+        run.train(9, {step: run.propose(0, bias(1.0, id=f"u{step}")) for step in range(3, 3 + count)})
+    caplog.set_level(logging.WARNING, "replicast")
+    with Job(1, journal):
+        assert any(message.startswith(said) for message in caplog.messages)
 
 
 def test_a_snapshot_is_restored_to_the_last_bit_and_shares_no_memory() -> None:
