@@ -299,7 +299,7 @@ class Coordinator:
             self._replays.announce()
         self._rounds.advance()
         self._finish_open()
-        ends = intent in ("drain", "close")
+        ends = intent in ("drain", "close") and not self._rounds.leaving  # else it is tried at the next start
         while (ends and self._trials.cut_short(paused.step)) or self._rounds.due():
             self._finish_open()  # what had waited for others; perhaps another trial
         if intent not in ("begin", "restore") and self._audits.settle():

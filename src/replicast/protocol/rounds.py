@@ -130,12 +130,16 @@ class Rounds(Stops):
         return self._write_and_go(round_, step, ready, scheduled=at_step is not None)
 
     def act(self, action: str) -> None:
-        """Has all workers do something at one boundary, if they all answer."""
+        """Has all workers do something at one boundary, if they all answer; they leave once only."""
+        if self.leaving:
+            return
         try:
             round_, step = self.stop_all()
         except UpdateRefused as error:
             logger.warning("the workers could not agree on a step to %s: %s", action, error)
             return
+        if action == "leave":
+            self._left_at = step
         self._channel.append(Go(round_, step, [], action=action))
 
     def open(self, proposal: Proposal, variables: list[str] | None = None) -> None:

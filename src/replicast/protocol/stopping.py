@@ -49,8 +49,14 @@ class Stops:
         self._durable = durable
         self._round = 0
         self._latest_step = 0
+        self._left_at: int | None = None
         self.opened: list[OpenRound] = []
         """The rounds that wait for their boundary."""
+
+    @property
+    def leaving(self) -> bool:
+        """Whether all workers were told to leave the training at a boundary."""
+        return self._left_at is not None
 
     def ask(self, message: Stage | Hold, timeout_secs: float) -> dict[int, Answer]:
         """Every worker's answer.
@@ -118,6 +124,8 @@ class Stops:
         steps = {answer.step for answer in answers}
         if len(steps) > 1 or not all(answer.parked for answer in answers):
             return
+        if self._left_at is not None and min(steps) >= self._left_at:
+            return  # some have left here, and apply nothing more
         step = self._latest_step = min(steps)
         for sequence in self._verifier.meant_for_later(step):
             try:
@@ -139,9 +147,10 @@ class Stops:
     def _agree_on_step(self, round_: int, at_step: int | None, lead: int = 1) -> int:
         answers = self.ask(Hold(round_), self._member.patience.answer_secs).values()
         step = max(answer.step for answer in answers)
-        if (
-            step < self._latest_step
-        ):  # somebody waits before a boundary for which others are committed already
+        if self._left_at is not None:
+            # Whoever stands there may have left: what is decided now is for the next start.
+            step = max(step, self._left_at + 1)
+        elif step < self._latest_step:  # somebody waits before a boundary for which others are committed
             self._advance_if_together(answers)
         if at_step is not None and at_step < step:
             raise UpdateRefused(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -18,10 +17,10 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from replicast.checkpoint import CheckpointStore
-from replicast.config import TOLD_TO_END
-from replicast.errors import CheckpointError, NotSupported, ReplicastError
+from replicast.errors import CheckpointError, NotSupported
 from replicast.fence import Fence
 from replicast.protocol import Member
+from replicast.protocol.leaving import Leaving
 from replicast.replicas.position import Position
 from replicast.replicas.restoring import Restored, restore
 from replicast.replicas.saving import Keeping, Saver, Saving, WhenBusy
@@ -55,13 +54,16 @@ class Saves:
             raise ValueError(
                 f'save_every is a number of steps, a datetime.timedelta or "epoch". Received: {self.every!r}'
             )
+        if self.when_busy not in ("wait", "skip"):
+            raise ValueError(f'when_busy must be "wait" or "skip". Received: {self.when_busy!r}')
 
 
 class Recovery:
-    """One worker's part in checkpoints. All methods but `terminated` are for the training thread.
+    """One worker's part in checkpoints. All methods are for the training thread.
 
     Attributes:
         position: Where in its data the training stands.
+        leaving: This worker's part in leaving when the machine is taken away.
     """
 
     def __init__(
@@ -80,12 +82,13 @@ class Recovery:
         self._saves = Saves()
         self._timed = False
         self._resumed = Position()
-        self._steps_to_skip = 0
+        self._rest_is_due = False
+        self._in_a_pass = False
         self.position = Position()
         self._metrics: Mapping[str, Any] = {}
         self._owed = False
         member.actions["save"] = self._save_due
-        member.actions["leave"] = self._leave
+        self.leaving = Leaving(member, self._save_before_leaving)
 
     def plan(self, saves: Saves) -> None:
         """Sets when checkpoints are made."""
@@ -153,7 +156,7 @@ class Recovery:
         self._member.applied = set(restored.holds)
         self._member.gate.start_from(restored.step)
         self.position = self._resumed = restored.position
-        self._steps_to_skip = restored.step
+        self._rest_is_due = True
         return restored
 
     def take_resumed(self) -> Position:
@@ -161,23 +164,23 @@ class Recovery:
         resumed, self._resumed = self._resumed, Position()
         return resumed
 
+    def used(self, batches: int) -> None:
+        """An own loop has used so many more batches of its pass."""
+        self.position = Position(self.position.epoch, self.position.batch + batches)
+
     def resume(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """The rest of the pass in which the restored state was left, once."""
-        done, self._steps_to_skip = self._steps_to_skip, 0
-        length = int(dataset.cardinality())
-        if done == 0:
+        """A pass over the data begins; after a restore, the rest of the one that was interrupted."""
+        due, self._rest_is_due = self._rest_is_due, False
+        resumed = self.take_resumed()
+        if not due:
+            self.position = Position(self.position.epoch + 1) if self._in_a_pass else Position()
+            self._in_a_pass = True
             return dataset
-        if length == tf.data.INFINITE_CARDINALITY:
-            return dataset.skip(done)
-        if length == tf.data.UNKNOWN_CARDINALITY:
-            logger.warning(
-                "The length of the dataset is not known: it cannot be positioned, and starts at its "
-                "beginning. dataset.apply(tf.data.experimental.assert_cardinality(n)) tells it"
-            )
-            return dataset
-        for _ in range(done // length):
+        self._in_a_pass = True
+        self.position = resumed.in_passes_of(int(dataset.cardinality()))
+        for _ in range(self.position.epoch):
             iter(dataset)  # each pass draws its own order: those before have had theirs
-        return dataset.skip(done % length)
+        return dataset.skip(self.position.batch) if self.position.batch else dataset
 
     def settle(self) -> None:
         """Waits until the last checkpoint is written, and raises why it could not be."""
@@ -188,6 +191,8 @@ class Recovery:
     def say_what_was_left(self) -> None:
         """An update for a step that this training did not reach stays in the journal; somebody may wonder."""
         step = self._member.gate.step
+        if self.leaving.left:
+            return
         later = sorted({stop.step for stop in self._member.gate.pending() if stop.step > step})
         if later and self._member.channel.rank == 0:
             logger.warning(
@@ -196,12 +201,6 @@ class Recovery:
                 step,
                 ", ".join(map(str, later[:10])),
             )
-
-    def terminated(self, training: bool) -> None:
-        """SIGTERM has come: all workers save at one boundary and leave. Outside of a training, at once."""
-        if not training:
-            sys.exit(TOLD_TO_END)
-        self._member.wish("leave")
 
     def make_up(self) -> None:
         """Training has ended, and a trial with it: saves what had to wait for that."""
@@ -222,22 +221,11 @@ class Recovery:
         if not self._owed:
             self.save()
 
-    def _leave(self) -> None:
-        trial_ends = self._member.gate.trial_ends
-        if trial_ends is not None:
-            logger.warning(
-                "worker %d was told to end in the middle of a trial, which ends at step %d: the state is not "
-                "saved. The job goes on from the checkpoint before, and the trial begins anew",
-                self._member.channel.rank,
-                trial_ends,
-            )
-            sys.exit(TOLD_TO_END)
+    def _save_before_leaving(self) -> bool:
         if self._saver is not None:
-            with contextlib.suppress(ReplicastError, OSError):
-                self.save()
-                self.settle()
-        logger.warning("worker %d was told to end: the state is saved", self._member.channel.rank)
-        sys.exit(TOLD_TO_END)
+            self.save()
+            self.settle()
+        return self._saver is not None
 
     def _wish_in_time(self) -> None:
         last = time.monotonic()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import keras
-import tensorflow as tf
 
 from replicast.audit import AuditReport, Policy
 from replicast.errors import ReplicastError, UpdateRefused
@@ -19,7 +18,6 @@ from replicast.protocol import Patience, Ticket
 from replicast.protocol.functions import Function
 from replicast.replicas.auditing import AuditPlan
 from replicast.replicas.callback import BoundaryCallback
-from replicast.replicas.facts import Facts
 from replicast.replicas.joining import (
     Durability,
     Parts,
@@ -28,6 +26,7 @@ from replicast.replicas.joining import (
     settle,
     strategy_of,
 )
+from replicast.replicas.looping import OwnLoop
 from replicast.replicas.moving import move, read_model, write_model
 from replicast.replicas.recovery import SaveEvery, Saves, on_sigterm
 from replicast.replicas.restoring import Restored
@@ -40,7 +39,7 @@ from replicast.validate import Limits
 logger = logging.getLogger("replicast")
 
 
-class Replicas(Facts):
+class Replicas(OwnLoop):
     """The replicas of one model, seen from one worker. Make it on all workers, after the model is compiled.
 
     Blocks until all workers have made theirs. Updates are applied at boundaries: give `callback()` to `fit`,
@@ -110,7 +109,7 @@ class Replicas(Facts):
         keep_best: tuple[str, Literal["min", "max"]] | None = None,
         when_busy: WhenBusy = "wait",
         audit_every: int | None = 100,
-        on_divergence: Policy = "heal",
+        on_divergence: Policy | None = None,
     ) -> BoundaryCallback:
         """The callback to give to `fit`, on all workers.
 
@@ -122,11 +121,12 @@ class Replicas(Facts):
                 training can "wait" for that, or "skip" the new one.
             audit_every: Compares all replicas every so many steps, at every epoch's end and at the end; None
                 for never.
-            on_divergence: What becomes of replicas that differ: "heal" makes them equal again and says so in
-                the log, "raise" ends the training on all workers, "warn" only says so.
+            on_divergence: "heal" makes replicas that differ equal again and says so in the log, "raise" ends
+                the training on all workers, "warn" only says so. Default: "heal"; without audits, "raise".
         """
         saves = Saves(save_every, Keeping(keep, keep_best), when_busy)
-        return BoundaryCallback(self, saves, AuditPlan(audit_every, on_divergence, ends=True))
+        policy: Policy = ("raise" if audit_every is None else "heal") if on_divergence is None else on_divergence
+        return BoundaryCallback(self, saves, AuditPlan(audit_every, policy, ends=True))
 
     def save(self) -> Saving:
         """Saves the whole state, of this boundary, as a checkpoint. All workers must call it.
@@ -193,7 +193,9 @@ class Replicas(Facts):
         """
         return self._active().proposing.propose(update, source=source, at_step=at_step, trial=trial)
 
-    def boundary(self, *, steps: int = 1, logs: Mapping[str, Any] | None = None) -> None:
+    def boundary(
+        self, *, steps: int = 1, logs: Mapping[str, Any] | None = None, batches: int | None = None
+    ) -> None:
         """The training thread has finished `steps` more steps. Call it after each step of an own loop.
 
         Costs next to nothing when there is no update. May block while one is decided or applied.
@@ -201,6 +203,7 @@ class Replicas(Facts):
         Args:
             steps: How many steps since the last boundary; the same on all workers.
             logs: Loss and metrics of these steps, for `replicast status` and for trials.
+            batches: How many batches of the dataset of `resume` they used. Default: one each.
         """
         if not self._trained:
             self.training_begins()
@@ -208,6 +211,7 @@ class Replicas(Facts):
         if logs is not None:
             self._housekeeping.logs = logs
         self._strategy.wait_for_device()
+        self.recovery.used(steps if batches is None else batches)
         step = self._member.gate.step + steps
         self._member.trying.measures.note(step, steps, logs)
         self._member.arrive(step)
@@ -281,14 +285,6 @@ class Replicas(Facts):
         move(self._member, self._moves, lambda: read_model(self.model, Path(path)))
         return self.sync(source=0)
 
-    def resume(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """For an own loop: the rest of the pass over `dataset` in which the restored state was left.
-
-        `fit` with the callback does this by itself. Without a restore, or asked a second time, the dataset as
-        it is. One whose length is unknown cannot be positioned: that is said once, in the log.
-        """
-        return self.recovery.resume(dataset)
-
     def begin_epoch(self, epoch: int | None) -> None:
         """All workers: called by the callback. The order of the data follows from the epoch's number."""
         self._strategy.begin_epoch(epoch)
@@ -303,7 +299,7 @@ class Replicas(Facts):
             self._member.pause("train")
         self._member.arrive(self._member.gate.step)
         self._housekeeping.training = True
-        on_sigterm(lambda: self.recovery.terminated(self._housekeeping.training))
+        on_sigterm(lambda: self.recovery.leaving.asked(training=self._housekeeping.training))
 
     def training_ends(self) -> None:
         """All workers: called by the callback. Everything proposed so far is settled when it returns."""
@@ -319,15 +315,15 @@ class Replicas(Facts):
     def close(self) -> None:
         """Ends the worker's part: settles what is open, together with all others, and stops the threads.
 
-        Called by itself at the end of the script. A second time does nothing.
+        Called by itself at the end of the script. A second time does nothing. What is open when all were told
+        to end is for the next start.
         """
         if self._closed or self._parts is None:
             return
         self._housekeeping.training = False
         try:
             self.recovery.settle()
-            self._member.pause("drain")
-            self._member.pause("close")
+            self.recovery.leaving.come_to_the_end()
         except ReplicastError as error:
             logger.debug("the updates could not be settled at the end: %s", error)
         self.recovery.say_what_was_left()
