@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -18,16 +19,17 @@ import pytest
 
 import replicast
 from replicast import inbox
-from replicast.checkpoint import CheckpointStore, open_checkpoint, patch
+from replicast.checkpoint import CheckpointStore, Manifest, open_checkpoint, patch
 from replicast.digest import digest_state
 from replicast.edits import DTYPES
 from replicast.errors import CheckpointError
 from replicast.journal import Journal
-from replicast.replicas.saving import Saver
+from replicast.replicas.saving import Keeping, Saver, _complained
 from replicast.strategy.writes import component
 from replicast.update import Update
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all
+from tests.unit.checkpoint.samples import draft_of
 from tests.workers.recipes import CLASSES, FEATURES, arrays, perceptron
 from tests.workers.test_update_edits import values_of
 from tests.workers.test_updates import (
@@ -262,8 +264,9 @@ def disk_full(strategy: Any, run_dir: Path) -> str:
         if strategy.rank == 0:
             assert fired > 0
             assert list((run_dir / "checkpoints").iterdir()) == []
-            with pytest.raises(OSError, match="No space left on device") as caught:
+            with pytest.raises(CheckpointError, match="No space left on device") as caught:
                 training.step()
+            assert isinstance(caught.value.__cause__, OSError)
             said = str(caught.value)
         else:
             training.step()
@@ -276,7 +279,9 @@ def test_a_checkpoint_that_could_not_be_written_is_told_at_the_next_boundary_and
     pool2: Pool, tmp_path: Path
 ) -> None:
     first, second = pool2.run(disk_full, tmp_path)
-    assert "No space left" in first
+    assert first.startswith("The checkpoint of step 2 could not be written. Checkpoint: ")
+    assert "checkpoints/00000002" in first
+    assert "Make room on the disk" in first
     assert second == ""
     assert steps_in(tmp_path) == [4]
 
@@ -285,7 +290,7 @@ def diverged(strategy: Any, run_dir: Path) -> list[Any]:
     model = perceptron(strategy, adam)
     told = []
     with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
-        training = Driven(replicas, save_every=2, audit_every=None, on_divergence="raise")
+        training = Driven(replicas, save_every=2, audit_every=None)
         training.step()
         if strategy.rank == strategy.size - 1:
             change_here_only(model, model.layers[1].name, "bias", 1.0)
@@ -320,6 +325,36 @@ def test_a_state_that_is_not_the_same_everywhere_is_not_saved_and_the_variable_w
     for worker, step, said in (by_callback, by_hand):
         assert f"at step {step} worker {worker} differs from worker 0 in sequential/dense_1/bias." in said
     assert steps_in(tmp_path) == [4], "once they are equal again, it is saved"
+
+
+# What is asked for.
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"keep": 0}, "keep is a number of checkpoints, at least 1. Received: 0"),
+        ({"keep": -1}, "Received: -1"),
+        ({"keep": True}, "Received: True"),
+        ({"keep_best": "loss"}, 'as in ("loss", "min"). Received: \'loss\''),
+        ({"keep_best": ("loss", "bogus")}, "Received: ('loss', 'bogus')"),
+        ({"when_busy": "x"}, 'when_busy must be "wait" or "skip". Received: \'x\''),
+    ],
+)
+def test_what_makes_no_sense_is_refused_at_once(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        replicast.Replicas.callback(mock.create_autospec(replicast.Replicas), **asked)
+
+
+def test_a_metric_that_is_not_there_is_complained_of(caplog: pytest.LogCaptureFixture) -> None:
+    draft = draft_of({}, 7, metrics={"loss": 1.0})
+    manifest = Manifest.completed(draft, digests={}, state_digest="", nbytes=0)
+    assert not _complained(manifest, Keeping())
+    assert not _complained(manifest, Keeping(best=("loss", "min")))
+    assert caplog.text == ""
+    assert _complained(manifest, Keeping(best=("val_loss", "min")))
+    assert "the checkpoint of step 7 has no metric 'val_loss'" in caplog.text
+    assert "It has: loss." in caplog.text
 
 
 # A checkpoint among updates.

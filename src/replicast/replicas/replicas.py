@@ -125,7 +125,8 @@ class Replicas(OwnLoop):
                 the training on all workers, "warn" only says so. Default: "heal"; without audits, "raise".
         """
         saves = Saves(save_every, Keeping(keep, keep_best), when_busy)
-        policy: Policy = ("raise" if audit_every is None else "heal") if on_divergence is None else on_divergence
+        usual: Policy = "raise" if audit_every is None else "heal"
+        policy = usual if on_divergence is None else on_divergence
         return BoundaryCallback(self, saves, AuditPlan(audit_every, policy, ends=True))
 
     def save(self) -> Saving:

@@ -325,7 +325,7 @@ def _not_written(error: OSError, store: CheckpointStore, step: int) -> Checkpoin
         path=store.path(step),
         step=step,
         received=str(error),
-        remedy="Make room on the disk, or have fewer stay: callback(keep=...). Those written before are whole",
+        remedy="Make room on the disk, or have fewer stay: callback(keep=...). Those before it are whole",
     )
     failure.__cause__ = error
     return failure
@@ -335,8 +335,7 @@ def _complained(manifest: Manifest, keeping: Keeping) -> bool:
     """Whether it had to be said that a checkpoint has not the metric by which the best one stays."""
     if keeping.best is None or keeping.best[0] in manifest.metrics:
         return False
-    said = ", ".join(manifest.metrics) or "none"
-    logger.warning(_NO_METRIC, manifest.step, keeping.best[0], said)
+    logger.warning(_NO_METRIC, manifest.step, keeping.best[0], ", ".join(manifest.metrics) or "none")
     return True
 
 
