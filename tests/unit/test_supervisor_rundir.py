@@ -1,12 +1,18 @@
+import errno
+import json
+import os
 from datetime import datetime
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from replicast.config import FAILED_BECAUSE_OF_ANOTHER
+from replicast.cli import main
+from replicast.config import FAILED_BECAUSE_OF_ANOTHER, FAULTS
 from replicast.errors import LaunchRefused
 from replicast.supervisor.group import GroupEnd, first_failure
-from replicast.supervisor.report import duration, failure_line, others_line, told_to_end_line
+from replicast.supervisor.plan import Job, absent_workers
+from replicast.supervisor.report import absent_line, duration, failure_line, others_line, told_to_end_line
 from replicast.supervisor.rundir import locked, make_attempt_dir, make_run_dir, next_attempt
 from replicast.supervisor.supervisor import exit_code
 from replicast.supervisor.worker import WorkerExit
@@ -63,6 +69,30 @@ def test_a_second_launcher_is_refused_until_the_first_has_ended(tmp_path: Path) 
         pass
 
 
+def test_a_run_directory_in_which_nothing_can_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "launcher-0.lock").mkdir()
+    refused = pytest.raises(LaunchRefused, match=r"cannot be used .*Is a directory.* with --run-dir")
+    with refused, locked(tmp_path, 0):
+        pass
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(main, ["run", "--run-dir", str(tmp_path), str(tmp_path / "file")])
+    assert result.exit_code == 2
+    assert "cannot be used as a run directory" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_full_disk_lets_go_of_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with pytest.raises(LaunchRefused, match="No space left on device"), locked(tmp_path, 0):
+            pass
+    with locked(tmp_path, 0):
+        pass
+
+
 @pytest.mark.parametrize(
     ("exits", "blamed"),
     [
@@ -105,10 +135,24 @@ def test_the_report_names_worker_cause_duration_and_log() -> None:
 def test_a_group_that_was_told_to_end_is_not_called_a_failure() -> None:
     first = ended(1, 143)
     assert told_to_end_line(first) == (
-        "replicast: worker 1 was told to end (SIGTERM) and left first, with 143, after 2.0 s. "
+        "replicast: the group was told to end (SIGTERM); worker 1 left first, with 143, after 2.0 s. "
         "Log: /logs/x.log"
     )
     assert others_line(GroupEnd((first, ended(0, 143)), first, None)) == "replicast: worker 0 left too."
+
+
+def test_a_fault_for_a_worker_that_is_not_there_is_named() -> None:
+    def absent(workers: int, *planned: int) -> tuple[int, ...]:
+        plan = json.dumps([{"worker": worker, "point": "apply"} for worker in planned])
+        return absent_workers(Job(argv=("x",), workers=workers), {FAULTS: plan})
+
+    assert absent_workers(Job(argv=("x",)), {}) == absent(2, 0, 1) == ()
+    assert absent(2, 7, 1, 2) == (2, 7)
+    assert absent_line((2, 7), 2) == (
+        "replicast: warning: REPLICAST_FAULTS plans a fault for workers 2, 7, but the job has workers 0 to 1"
+        ": it will not fire"
+    )
+    assert "for worker 1, but the job has worker 0 alone" in absent_line((1,), 1)
 
 
 @pytest.mark.parametrize(

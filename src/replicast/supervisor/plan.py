@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from replicast.config import ATTEMPT, LAUNCHED, RUN_DIR, Cluster
+from replicast.config import ATTEMPT, LAUNCHED, RUN_DIR, Cluster, read_faults
 from replicast.errors import ClusterError
+from replicast.faults import Fault
 from replicast.supervisor.machine import CUDA_VISIBLE_DEVICES, Machine, assign_gpus, thread_settings
 
 DEFAULT_PORT = 29500
@@ -93,6 +94,16 @@ def check_job(job: Job) -> None:
         _check_hosts(job)
     elif job.node_rank != 0:
         raise ClusterError("--node-rank needs --hosts", remedy="For example: --hosts h1,h2 --node-rank 1")
+
+
+def absent_workers(job: Job, environ: Mapping[str, str]) -> tuple[int, ...]:
+    """The workers for which the environment plans faults and that the job does not have.
+
+    Raises:
+        ClusterError: What is there is no plan of faults.
+    """
+    planned = {Fault.from_json(described).worker for described in read_faults(environ)}
+    return tuple(sorted(worker for worker in planned if worker >= job.world_size))
 
 
 def _check_hosts(job: Job) -> None:

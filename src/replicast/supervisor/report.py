@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from replicast.config import TOLD_TO_END
+from replicast.config import FAULTS, TOLD_TO_END
 from replicast.supervisor.group import GroupEnd
 from replicast.supervisor.worker import WorkerExit
 
@@ -24,9 +25,16 @@ def failure_line(failure: WorkerExit) -> str:
 def told_to_end_line(first: WorkerExit) -> str:
     """One line: nobody failed, the group was told to end and did."""
     return (
-        f"replicast: worker {first.rank} was told to end (SIGTERM) and left first, with {first.code}, after "
-        f"{duration(first.ran_secs)}. Log: {short_path(first.log)}"
+        f"replicast: the group was told to end (SIGTERM); worker {first.rank} left first, with {first.code}, "
+        f"after {duration(first.ran_secs)}. Log: {short_path(first.log)}"
     )
+
+
+def absent_line(absent: Sequence[int], world_size: int) -> str:
+    """One line: faults are planned for workers that are not there, so nothing will happen to them."""
+    whom = f"worker {absent[0]}" if len(absent) == 1 else f"workers {', '.join(map(str, absent))}"
+    those = "worker 0 alone" if world_size == 1 else f"workers 0 to {world_size - 1}"
+    return f"replicast: warning: {FAULTS} plans a fault for {whom}, but the job has {those}: it will not fire"
 
 
 def others_line(end: GroupEnd) -> str:

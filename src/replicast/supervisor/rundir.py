@@ -59,25 +59,44 @@ def locked(run_dir: Path, first_rank: int) -> Iterator[None]:
             directory, and hold one lock each.
 
     Raises:
-        LaunchRefused: Another launcher is at work there.
+        LaunchRefused: Another launcher is at work there, or files cannot be written there.
     """
-    path = run_dir / f"launcher-{first_rank}.lock"
-    with path.open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            holder = lock.read().strip()
-            raise LaunchRefused(
-                f"Another `replicast run` (process {holder}) is using {run_dir}"
-                if holder
-                else f"Another `replicast run` is using {run_dir}",
-                remedy="Wait for it to end, stop it, or choose another --run-dir",
-            ) from None
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
+    try:
+        lock = _taken(run_dir, first_rank)
+    except OSError as error:
+        raise LaunchRefused(
+            f"{run_dir} cannot be used as a run directory ({error.strerror}). Received: {error.filename}"
+            if error.filename is not None
+            else f"{run_dir} cannot be used as a run directory ({error.strerror})",
+            remedy="Make it writable, make room on its disk, or choose another directory with --run-dir",
+        ) from error
+    try:
         yield
+    finally:
+        os.close(lock)
+
+
+def _taken(run_dir: Path, first_rank: int) -> int:
+    """The lock's descriptor, with the number of this process in the file."""
+    path = run_dir / f"launcher-{first_rank}.lock"
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(lock, 0)
+        os.write(lock, f"{os.getpid()}\n".encode())
+    except BlockingIOError:
+        holder = os.pread(lock, 100, 0).decode(errors="replace").strip()
+        os.close(lock)
+        raise LaunchRefused(
+            f"Another `replicast run` (process {holder}) is using {run_dir}"
+            if holder
+            else f"Another `replicast run` is using {run_dir}",
+            remedy="Wait for it to end, stop it, or choose another --run-dir",
+        ) from None
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
 
 
 def _made(path: Path, option: str) -> Path:

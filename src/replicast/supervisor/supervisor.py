@@ -11,9 +11,10 @@ from replicast.config import TOLD_TO_END
 from replicast.supervisor.group import Group, GroupEnd, Patience
 from replicast.supervisor.interruptions import Interruptions
 from replicast.supervisor.machine import this_machine
-from replicast.supervisor.plan import Job, check_job, plan_workers
+from replicast.supervisor.plan import Job, absent_workers, check_job, plan_workers
 from replicast.supervisor.ports import HeldPorts, hold_free_ports, hold_ports
 from replicast.supervisor.report import (
+    absent_line,
     failure_line,
     interruption_line,
     others_line,
@@ -58,8 +59,11 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
         ReplicastError: The job was refused before anything was started.
     """
     check_job(job)
+    absent = absent_workers(job, environ)
     screen = make_screen(sys.stdout, sys.stderr, tee=settings.tee, environ=environ)
     with locked(settings.run_dir, job.ranks[0]), Interruptions() as interruptions:
+        if absent:
+            screen.tell(absent_line(absent, job.world_size))
         first_attempt = next_attempt(settings.log_dir, job.ranks)
         restarts = 0
         while True:
