@@ -197,6 +197,11 @@ def test_of_a_job_that_hangs_inside_a_step_the_worker_with_the_oldest_note_is_na
     said = invoke("audit", run, "--now", "--timeout", 0).output
     assert "every worker is at step 5" in said
     assert "worker 1 was not heard of for the longest" in said
+    note(run, 1, 5)
+    note(run, 0, 5)
+    said = invoke("audit", run, "--now", "--timeout", 0).output
+    assert "every worker is at step 5" in said
+    assert "for the longest" not in said, "all write their notes: which is the oldest is chance"
 
 
 def test_ctrl_c_takes_the_request_back(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ NO_ANSWER = 3
 LOOK_SECS = 0.1
 _LOOK_AT_WORKERS_SECS = 1.0
 _MOST_VARIABLES = 5
+_LATE_SECS = 3.0  # A worker says something every second: sooner, the oldest note is a matter of chance.
 _STYLES = {"equal": "green", "healed": "yellow", "warned": "red", "raised": "red"}
 
 
@@ -86,10 +87,11 @@ def waited_for(notes: list[WorkerNote], workers: int) -> str:
     steps = sorted({note.step for note in heard.values()})
     if len(steps) == 1:
         oldest = min(heard.values(), key=lambda note: note.time)
+        silent_secs = now - oldest.time
+        told = f"; worker {oldest.rank} was not heard of for the longest, {age_text(silent_secs)}"
         return (
-            f"Waited for the next step: every worker is at step {steps[0]}. One that hangs keeps the others "
-            f"there; worker {oldest.rank} was not heard of for the longest, {age_text(now - oldest.time)}. "
-            "Look into the logs of all."
+            f"Waited for the next step: every worker is at step {steps[0]}, and one that hangs keeps the "
+            f"others there{told if silent_secs > _LATE_SECS else ''}. Look into the logs of all."
         )
     behind = workers_text(sorted(note.rank for note in heard.values() if note.step == steps[0]))
     verb = "are" if " and " in behind else "is"
