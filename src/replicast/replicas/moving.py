@@ -34,7 +34,7 @@ def move(member: Member, number: int, act: Callable[[], None]) -> None:
         raise JobFailed(f"worker 0 did not read or write the file within {WRITE_SECS:.0f} s", worker=0)
     problem = json.loads(text)
     if problem:
-        raise CheckpointError(f"Worker 0 could not read or write the file: {problem}")
+        raise CheckpointError(f"Worker 0 could not read it into this model, or write it: {problem}")
 
 
 def write_model(model: keras.Model, path: Path) -> None:

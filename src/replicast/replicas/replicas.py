@@ -150,7 +150,7 @@ class Replicas(OwnLoop):
         middle of an epoch too, and what the journal holds for later steps is applied again at its steps.
 
         Args:
-            step: Which checkpoint. Default: the last one.
+            step: Which checkpoint. Default: the last one that is whole.
             partial: Take the variables that fit a model that was changed, and say which were left out.
 
         Returns:
@@ -164,7 +164,7 @@ class Replicas(OwnLoop):
             position = restored.position
             self._strategy.start_data_at(position.epoch, position.batch, restored.step)
             if restored.left_out and self.rank == 0:
-                logger.warning("not in the checkpoint, left as they are: %s", ", ".join(restored.left_out))
+                logger.warning("not in the checkpoint, or otherwise there, left as they are: %s", ", ".join(restored.left_out))
         return restored
 
     def propose(
