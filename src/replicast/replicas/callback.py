@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -9,11 +10,14 @@ import keras
 from replicast.errors import NotSupported
 from replicast.replicas.position import Position
 from replicast.strategy import start_at_epoch
+from replicast.strategy.resuming import ResumedEpoch, go_on
 
 if TYPE_CHECKING:
     from replicast.replicas.auditing import AuditPlan
     from replicast.replicas.recovery import Saves
     from replicast.replicas.replicas import Replicas
+
+logger = logging.getLogger("replicast")
 
 
 class BoundaryCallback(keras.callbacks.Callback):
@@ -29,8 +33,8 @@ class BoundaryCallback(keras.callbacks.Callback):
         self._audits = audits
         self._first_step = 0
         self._resumed = Position()
+        self._resumed_epoch = ResumedEpoch()
         self._epoch = 0
-        self._batches = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Applies what the journal holds for this step, and goes on where a restored state was left."""
@@ -44,8 +48,7 @@ class BoundaryCallback(keras.callbacks.Callback):
         self._replicas.recovery.plan(self._saves)
         self._replicas.auditing.plan(self._audits)
         self._resumed = self._replicas.recovery.take_resumed()
-        self._batches = 0
-        start_at_epoch(self.model, self._resumed.epoch)
+        self._resumed_epoch = go_on(self.model, self._resumed.epoch, self._resumed.batch, self._warn)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes the epoch."""
@@ -59,13 +62,13 @@ class BoundaryCallback(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """A boundary."""
         steps = batch - self._first_step + 1
-        self._batches += steps
         self._replicas.recovery.reached(self._position(batch), logs, batches=batch + 1)
-        self._replicas.boundary(steps=steps, logs=logs)
+        self._replicas.boundary(steps=steps, logs=logs, batches=0)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """The end of an epoch is where the next one begins."""
-        self._replicas.recovery.reached(self._position(None), logs)
+        self._resumed_epoch.ended()
+        self._replicas.recovery.reached(Position(epoch + 1), logs)
         self._replicas.auditing.after_epoch()
         self._replicas.recovery.after_epoch()
 
@@ -75,13 +78,14 @@ class BoundaryCallback(keras.callbacks.Callback):
         self._replicas.begin_epoch(None)
         self._replicas.training_ends()
 
-    def _position(self, batch: int | None) -> Position:
-        """Where the data stands. Data without end goes on from epoch to epoch, whatever Keras calls them."""
+    def _position(self, batch: int) -> Position:
+        """Where the data stands after a batch. The last one of an epoch is where the next one begins."""
         length = (self.params or {}).get("steps")
-        if length is None:
-            skipped = self._resumed.batch if self._epoch == self._resumed.epoch else 0
-            return Position(self._epoch + 1) if batch is None else Position(self._epoch, skipped + batch + 1)
-        done = self._resumed.epoch * length + self._resumed.batch + self._batches
-        if done >= self.params["epochs"] * length:
-            self.model.stop_training = True  # resumed within an epoch of data without end: that is the end
-        return Position(*divmod(done, length))
+        skipped = self._resumed.batch if self._epoch == self._resumed.epoch else 0
+        done = skipped + batch + 1
+        ended = length is not None and done >= length
+        return Position(self._epoch + 1) if ended else Position(self._epoch, done)
+
+    def _warn(self, message: str) -> None:
+        if self._replicas.rank == 0:
+            logger.warning(message)

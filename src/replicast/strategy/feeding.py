@@ -41,6 +41,21 @@ class Start:
     batches: int
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in its data a training stands, as Keras uses it.
+
+    Attributes:
+        passes: How many iterators were made before the one that is used.
+        batches: How many batches were taken from that one.
+        epoch: The epoch in which it was made.
+    """
+
+    passes: int
+    batches: int
+    epoch: int
+
+
 def from_the_start() -> Start | None:
     """The pass begins with its first batch."""
     return None
@@ -71,7 +86,6 @@ class Share(tf.data.Dataset):
         self._batches = batches
         self._opened = opened
         self._start = start
-        self._not_made = 0
         self._first_batch = first_batch
         if check is not None:
             batches = _checked(batches, check)
@@ -96,21 +110,27 @@ class Share(tf.data.Dataset):
                 return iter([batch])
         self._opened()
         start = self._start()
-        for _ in range(self._not_made):
-            iter(self._share)
-        self._not_made = 0
         return iter(self._share) if start is None else iter(self._from(start))
 
+    def at(self, place: Place) -> Iterator[Any]:
+        """The rest of a pass. What is skipped is read and thrown away, each pass' shuffle drawn anew."""
+        self._opened()
+        for _ in range(place.passes):
+            iter(self._share)  # draws the order of its pass
+        return iter(self._share.skip(place.batches) if place.batches else self._share)
+
+    def is_without_end(self) -> bool:
+        """Whether the batches never run out."""
+        return bool(self._share.cardinality() == tf.data.INFINITE_CARDINALITY)
+
     def _from(self, start: Start) -> tf.data.Dataset:
-        """The rest of the pass. What is skipped is read and thrown away, each epoch's shuffle drawn anew."""
-        if self._share.cardinality() == tf.data.INFINITE_CARDINALITY:
+        """The rest of the pass, for a `fit` without the callback, which begins with its first epoch."""
+        if self.is_without_end():
             return self._share.skip(start.batches)
-        # Each pass draws a new order, when its iterator is made; Keras makes two an epoch where it knows the
-        # length, of which it uses the first.
+        # Keras makes two iterators an epoch where it knows the length, of which it uses the first.
         made = 2 if self._share.cardinality() != tf.data.UNKNOWN_CARDINALITY else 1
         for _ in range(made * start.epoch):
             iter(self._share)
-        self._not_made = made - 1 if start.batch else 0  # a pass that ends early has no second one made
         return self._share.skip(start.batch)
 
 
@@ -166,6 +186,13 @@ class ArrayShare:
             return iter(self._pipeline(itertools.islice(shares, start.batch, None)))
         return iter(self._pipeline(shares)) if self._ahead else map(self._gather, shares)
 
+    def at(self, place: Place) -> Iterator[Any]:
+        """The rest of a pass."""
+        self._opened()
+        self._epoch += place.passes + 1
+        rest = itertools.islice(self._shares(place.epoch), place.batches, None)
+        return iter(self._pipeline(rest)) if self._ahead else map(self._gather, rest)
+
     def _shares(self, epoch: int) -> Iterator[np.ndarray[Any, Any]]:
         order = epoch_order(self._rows, self._batch_size, self._shuffle, (*self._seed, epoch))
         return shares_of_order(order, self._batch_size, self._rank, self._size)
@@ -176,8 +203,9 @@ class ArrayShare:
 
     def _pipeline(self, shares: Iterator[np.ndarray[Any, Any]]) -> tf.data.Dataset:
         mine = list(shares)
-        last = mine.pop() if self._rows % self._batch_size else None
-        indices = tf.data.Dataset.from_tensor_slices(np.array(mine, np.int64).reshape(len(mine), -1))
+        last = mine.pop() if mine and self._rows % self._batch_size else None
+        columns = len(mine[0]) if mine else 0
+        indices = tf.data.Dataset.from_tensor_slices(np.array(mine, np.int64).reshape(len(mine), columns))
         if last is not None:
             indices = indices.concatenate(tf.data.Dataset.from_tensors(last))
         options = tf.data.Options()
