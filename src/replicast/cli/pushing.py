@@ -214,6 +214,8 @@ def _say_it_stays(run: Path, sight: Sight, why: str) -> None:
     standing, where = sight.standing, shlex.quote(str(run))
     if standing.stage in (Stage.COMMITTED, Stage.APPLIED):
         stays = "It can no longer be withdrawn, and every worker will apply it."
+    elif sight.waits_for:
+        stays = "The job has taken it, and decides about it then."
     else:
         stays = (
             f"It stays in the inbox until the job takes it; to take it back: "
