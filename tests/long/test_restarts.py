@@ -20,6 +20,7 @@ from replicast.journal import Journal
 from tests.pool.checks import assert_equal_on_all
 
 DEADLINE_SECS = 120.0
+KINDS = ["arrays", "dataset", "endless", "executions", "reshuffled"]
 
 TRAIN = """
 import os, signal, sys, time
@@ -50,7 +51,22 @@ def data_of(kind):
         return {"x": rows.batch(8)}
     if kind == "endless":
         return {"x": rows.repeat().batch(8), "steps_per_epoch": 10}
+    if kind == "reshuffled":
+        return {"x": Reshuffled()}
     return {"x": x, "y": y, "batch_size": 8}
+
+class Reshuffled(keras.utils.PyDataset):
+    order, draws = np.arange(80), np.random.default_rng(5)
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, number):
+        rows = self.order[8 * number : 8 * number + 8]
+        return x[rows], y[rows]
+
+    def on_epoch_end(self):
+        self.order = self.draws.permutation(80)
 
 def model_of(kind):
     keras.utils.clear_session()
@@ -132,7 +148,7 @@ class Job:
         """Starts it.
 
         Args:
-            kinds: Of data: arrays, dataset, endless, executions.
+            kinds: Of data: some of `KINDS`.
             plan: What happens in each life: "kill,STEP,WORKER" or "terminate,STEP,WORKER".
         """
         (self.directory / "shm").mkdir(exist_ok=True)
@@ -210,7 +226,7 @@ Jobs = Callable[[str], Job]
 def undisturbed(job: Jobs) -> Job:
     """One job in which nothing happens, that trains on one kind of data after the other."""
     made = job("undisturbed")
-    code, said = made.run("arrays,dataset,endless,executions")
+    code, said = made.run(",".join(KINDS))
     assert code == 0, said
     return made
 
@@ -228,7 +244,7 @@ def steps_in(run_dir: Path) -> list[int]:
 
 
 def assert_same_end(found: Job, undisturbed: Job, kind: str) -> None:
-    place = ["arrays", "dataset", "endless", "executions"].index(kind)
+    place = KINDS.index(kind)
     expected_run = undisturbed.run_dir / (f"replicas-{place + 1}" if place else "")
     assert journal_of(found.run_dir) == journal_of(expected_run)
     assert len(journal_of(found.run_dir)) == 4
@@ -243,6 +259,7 @@ KILLS = {
     "arrays": ["kill,10,0", "kill,14,1"],
     "dataset": ["kill,14,0"],
     "endless": ["kill,14,1"],
+    "reshuffled": ["kill,14,1"],
     "executions": ["kill,10,1"],
 }
 
