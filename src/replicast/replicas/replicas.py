@@ -164,7 +164,8 @@ class Replicas(OwnLoop):
             position = restored.position
             self._strategy.start_data_at(position.epoch, position.batch, restored.step)
             if restored.left_out and self.rank == 0:
-                logger.warning("not in the checkpoint, or otherwise there, left as they are: %s", ", ".join(restored.left_out))
+                left_out = ", ".join(restored.left_out)
+                logger.warning("not in the checkpoint, or otherwise there, left as they are: %s", left_out)
         return restored
 
     def propose(
