@@ -179,8 +179,11 @@ class Life:
         replicas.recovery.reached.side_effect = lambda position, *_, **__: self.positions.append(position)
         ends = keras.callbacks.LambdaCallback(on_epoch_end=self._epoch_ended)
         callbacks = [BoundaryCallback(replicas, mock.MagicMock(), mock.MagicMock()), ends]
-        strategy._seeds = SimpleNamespace(next=lambda: (1, 2))  # the same data in every life
-        with warnings.catch_warnings(record=True) as told:
+        same_in_every_life = SimpleNamespace(next=lambda: (1, 2))
+        with (
+            mock.patch.object(strategy, "_seeds", same_in_every_life),
+            warnings.catch_warnings(record=True) as told,
+        ):
             warnings.simplefilter("always")
             self.model.fit(**data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
         self.told = [str(each.message) for each in told]
