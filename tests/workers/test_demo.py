@@ -57,11 +57,11 @@ def test_the_demo_shows_replicas_that_differ_that_follow_a_push_and_that_survive
         assert (digest_0 == digest_1) == (equal == "yes")
     sums = [[float(row[1]), float(row[3])] for row in rows]
     trained, assigned, continued, repeated, synced, pushed = sums[:6]
-    assert trained[0] == trained[1] == assigned[1]
+    assert trained[0] == trained[1] == assigned[0]
     assert abs((assigned[0] - assigned[1]) - (continued[0] - continued[1])) < 0.01
-    assert continued[1] != trained[1]
+    assert continued[0] != trained[0]
     assert repeated == continued
-    assert synced == [continued[1]] * 2
+    assert synced == [continued[0]] * 2
     assert pushed[0] - synced[0] > 51.2
 
     (run_dir,) = tmp_path.glob("demo-*/run")
