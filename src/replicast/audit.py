@@ -7,7 +7,7 @@ is data, and how it reads; `replicast.agreement` and `replicast.distances` find 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -167,7 +167,7 @@ class AuditReport:
     healed: tuple[int, ...]
     digest_secs: float
     requests: tuple[str, ...]
-    attempt: int | None = None
+    attempt: int | None = field(default=None, compare=False)
 
     @property
     def equal(self) -> bool:

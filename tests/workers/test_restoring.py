@@ -78,3 +78,21 @@ def test_one_flipped_bit_is_found_by_all_who_go_back_to_a_whole_checkpoint_toget
     (warning,), *others = (result["warned"] for result in results)
     assert warning.startswith("THE CHECKPOINT OF STEP 1 IS DAMAGED, that of step 0 is restored instead. ")
     assert others == [[], []]
+
+
+def restored_for_an_own_loop(strategy: Any, run_dir: Path) -> Any:
+    model = perceptron(strategy, adam)
+    with replicas_of(model, run_dir=run_dir) as replicas:
+        replicas.training_begins()
+        replicas.boundary()
+        replicas.save().result(60)
+    with replicas_of(model, run_dir=run_dir) as replicas:
+        assert replicas.restore().step == 1
+        replicas.boundary()
+    return strategy.take_start(model)
+
+
+def test_a_restored_own_loop_leaves_no_position_for_a_later_fit_of_something_else(
+    pool1: Pool, tmp_path: Path
+) -> None:
+    assert pool1.run(restored_for_an_own_loop, tmp_path) == [None]

@@ -162,7 +162,7 @@ class Replicas(OwnLoop):
         restored = self.recovery.restore(step, partial)
         if restored is not None:
             position = restored.position
-            self._strategy.start_data_at(position.epoch, position.batch, restored.step)
+            self._strategy.start_data_at(self.model, position.epoch, position.batch, restored.step)
             if restored.left_out and self.rank == 0:
                 left_out = ", ".join(restored.left_out)
                 logger.warning("not in the checkpoint, or otherwise there, left as they are: %s", left_out)
@@ -301,6 +301,7 @@ class Replicas(OwnLoop):
             self._member.pause("train")
         self._member.arrive(self._member.gate.step)
         self._housekeeping.training = True
+        self._strategy.take_start(self.model)  # what was restored goes on here, and not in some later `fit`
         on_sigterm(lambda: self.recovery.leaving.asked(training=self._housekeeping.training))
 
     def training_ends(self) -> None:

@@ -79,7 +79,7 @@ def go_on(model: keras.Model, epoch: int, batch: int, warn: Callable[[str], None
         warn: Told what cannot be positioned, and what to do.
     """
     start_at_epoch(model, epoch)
-    model.distribute_strategy._take_start()  # for a `fit` without the callback
+    model.distribute_strategy.take_start(model)  # for a `fit` without the callback
     if epoch == batch == 0:
         return ResumedEpoch()
     found = _running_fit(model)

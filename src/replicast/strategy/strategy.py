@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import logging
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
@@ -90,7 +92,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         self.statistics = statistics
         """What happens to moving statistics: "mean" or "local"."""
         self._named: Counter[str] = Counter()
-        self._start: feeding.Start | None = None
+        self._start: tuple[weakref.ref[keras.Model], feeding.Start] | None = None
         self._epoch: int | None = None
         self._checks = 0
         self._coordination: Coordination = (
@@ -153,22 +155,26 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             atexit.register(always)
             atexit.register(act)  # the last one registered is the first one called
 
-    def start_data_at(self, epoch: int, batch: int, batches: int) -> None:
-        """The next pass of `fit` over its data goes on where another one was left.
+    def start_data_at(self, model: keras.Model, epoch: int, batch: int, batches: int) -> None:
+        """The next pass of this model's `fit` over its data goes on where another one was left.
 
         Args:
+            model: Whose `fit`.
             epoch: The epoch that it is.
             batch: How many batches of that epoch were used.
             batches: How many batches were used in all, for data without end.
         """
-        self._start = feeding.Start(epoch, batch, batches)
+        self._start = (weakref.ref(model), feeding.Start(epoch, batch, batches))
 
     def begin_epoch(self, epoch: int | None) -> None:
         """`fit` is in this epoch, as far as somebody knows: its shuffle follows from the number."""
         self._epoch = epoch
 
-    def _take_start(self) -> feeding.Start | None:
-        start, self._start = self._start, None
+    def take_start(self, model: keras.Model) -> feeding.Start | None:
+        """Where this model's data goes on, once: whoever begins to train has taken it, by whatever way."""
+        if self._start is None or self._start[0]() is not model:
+            return None
+        start, self._start = self._start[1], None
         return start
 
     def wait_for_device(self) -> None:
@@ -241,7 +247,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             shuffle=adapter._shuffle,
             seed=self._seeds.next(),
             opened=self._opened,
-            start=self._take_start if call.method == "fit" else feeding.from_the_start,
+            start=self._start_of(call),
             epoch=lambda: self._epoch if call.method == "fit" else None,
             in_graph=getattr(call.model, "steps_per_execution", 1) > 1,
         )
@@ -260,10 +266,15 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             self._rank,
             self._size,
             opened=_nothing if call is None else self._opened,
-            start=self._take_start if call is not None and call.method == "fit" else feeding.from_the_start,
+            start=self._start_of(call),
             first_batch=first_batches[0] if first_batches else None,
             check=self._checker() if checked else None,
         )
+
+    def _start_of(self, call: KerasCall | None) -> Callable[[], feeding.Start | None]:
+        if call is None or call.method != "fit":
+            return feeding.from_the_start
+        return functools.partial(self.take_start, call.model)
 
     def _prepare(self, call: KerasCall) -> None:
         self._refuse_what_cannot_work(call.model)
