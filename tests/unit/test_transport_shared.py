@@ -97,6 +97,25 @@ def test_a_spare_carries_nothing_of_the_parcel_before(tmp_path: Path) -> None:
     transport.close()
 
 
+def test_only_what_is_published_to_be_read_is_received_where_the_others_look(tmp_path: Path) -> None:
+    source = SharedMemoryTransport("job", 0, directory=tmp_path)
+    other = SharedMemoryTransport("job", 1, directory=tmp_path)
+    source.publish("first", [some(LARGE)])
+    source.release("first")  # for the next there is a spare, which is mapped
+    for name, to_read in (("read", True), ("kept", False)):
+        parcel = source.publish(name, [some(LARGE)], to_read=to_read)
+        mapped = source._published[name].mapped
+        assert mapped is not None
+        (here,), (there,) = source.receive(parcel, 1.0), other.receive(parcel, 1.0)
+        assert np.shares_memory(here, mapped) == to_read
+        there[:] = 0  # the others' memory is theirs alone, whatever the source has
+        source.release(name)
+        assert here.tobytes() == some(LARGE).tobytes()
+        assert source._lent == {}
+    source.close()
+    other.close()
+
+
 def test_no_room_says_how_much_is_needed_and_free_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -674,7 +674,7 @@ def cannot_stage(strategy: Any) -> list[str]:
         assert isinstance(transport, SharedMemoryTransport)
         mapped, publish = transport.mapped, transport.publish
 
-        def published_and_damaged(parcel_id: str, given: Any, announce: Any = None) -> Any:
+        def published_and_damaged(parcel_id: str, given: Any, announce: Any = None, **how: Any) -> Any:
             parcel = publish(parcel_id, given)
             with (transport._directory.path / f"parcel-{parcel_id}").open("r+b") as file:
                 first = file.read(1)

@@ -3,10 +3,14 @@
 `proposals` has many writers, who compete for the next free number, and one reader, the coordinator. `log` has
 one writer, the coordinator, and every worker reads all of it in order: what happens to updates happens in one
 order everywhere because there is one log. Answers to an entry have a key per worker.
+
+The coordinator lives in worker 0. What that worker says to itself does not leave the process: a question to
+the service costs a dozen threads' turns, and comes when every core is busy with the bytes.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from typing import Any
@@ -20,6 +24,30 @@ LOOK_SECS = 1.0
 """How long one question to the service may wait, so that a thread sees soon that it is to stop."""
 
 
+COORDINATOR = 0
+"""The rank of the worker in which the coordinator lives."""
+
+
+class Notes:
+    """Words between threads of one process, by key, until they are taken."""
+
+    def __init__(self) -> None:
+        self._words: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def leave(self, key: str, word: str) -> None:
+        """Leaves a word."""
+        with self._changed:
+            self._words[key] = word
+            self._changed.notify_all()
+
+    def take(self, key: str, timeout_secs: float) -> str | None:
+        """Takes a word away; None when it did not come in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._words, timeout_secs)
+            return self._words.pop(key, None)
+
+
 class Channel:
     """One job's keys. Any thread may call any method; only the coordinator appends and asks."""
 
@@ -29,6 +57,9 @@ class Channel:
         self.name = name
         self.rank = rank
         self.size = size
+        self.posted_here: queue.Queue[Any] = queue.Queue()
+        """What this worker has posted, if it is the coordinator's."""
+        self._here = Notes() if rank == COORDINATOR else None
         self._posting = threading.Lock()
         self._next_proposal = 0
         self._appending = threading.Lock()
@@ -42,13 +73,16 @@ class Channel:
     def post(self, message: Any) -> None:
         """Adds to the proposals."""
         text = encode(message)
+        if self._here is not None:
+            self.posted_here.put(decode(text))
+            return
         with self._posting:
             while not self._put(f"proposal/{self._next_proposal}", text):
                 self._next_proposal += 1
             self._next_proposal += 1
 
     def next_proposal(self) -> Any | None:
-        """The next proposal, or None when none came for a while. One thread of the coordinator only."""
+        """Another worker's next proposal; None when none came for a while. One thread of the coordinator."""
         text = self._get(f"proposal/{self._proposals_read}", LOOK_SECS)
         if text is None:
             return None
@@ -63,13 +97,17 @@ class Channel:
         """
         with self._appending:
             number = self._next_entry
-            self._put(f"log/{number}", f"{self._proposals_read} {encode(message)}")
+            text = f"{self._proposals_read} {encode(message)}"
+            self._put(f"log/{number}", text)
+            if self._here is not None:  # after the others: it must not act on what they may never hear
+                self._here.leave(f"log/{number}", text)
             self._next_entry += 1
             return number
 
     def entry(self, number: int) -> Any | None:
-        """The log's entry with this number, or None when it did not come for a while."""
-        text = self._get(f"log/{number}", LOOK_SECS)
+        """The log's entry with this number, or None when it did not come for a while. One thread, once."""
+        key = f"log/{number}"
+        text = self._get(key, LOOK_SECS) if self._here is None else self._here.take(key, LOOK_SECS)
         if text is None:
             return None
         read, _, message = text.partition(" ")
@@ -79,14 +117,20 @@ class Channel:
 
     def answer(self, number: int, answer: Answer) -> None:
         """Answers an entry of the log, once."""
-        self._put(f"answer/{number}/{self.rank}", encode(answer))
+        key, text = f"answer/{number}/{self.rank}", encode(answer)
+        if self._here is None:
+            self._put(key, text)
+        else:
+            self._here.leave(key, text)
 
     def answers(self, number: int, timeout_secs: float) -> dict[int, Answer]:
         """The answers to an entry that came in time, by worker. Coordinator only."""
         ends = time.monotonic() + timeout_secs
         answers: dict[int, Answer] = {}
         for worker in range(self.size):
-            text = self._get(f"answer/{number}/{worker}", max(0.001, ends - time.monotonic()))
+            key, left = f"answer/{number}/{worker}", max(0.001, ends - time.monotonic())
+            here = self._here if worker == self.rank else None
+            text = self._get(key, left) if here is None else here.take(key, left)
             if text is not None:
                 answers[worker] = decode(text)
         return answers
@@ -176,7 +220,7 @@ class Channel:
         for entry in range(self._forgotten, self._answered[-1] + 1):
             self._delete(f"log/{entry}")
         for entry in self._answered:
-            for worker in range(self.size):
+            for worker in set(range(self.size)) - {self.rank}:
                 self._delete(f"answer/{entry}/{worker}")
         for proposal in range(self._proposals_forgotten, self._proposals_known):
             self._delete(f"proposal/{proposal}")

@@ -1,8 +1,8 @@
 """Worker 0's part: one order for everything, decided once.
 
-Proposals come in one sequence (`Channel`); this thread takes them in that order, several at a time if they
-wait, and holds a round for them (`Rounds`). The list of what a round commits is taken before anyone is
-asked, and never grows. Functions are computed at the boundary, so their rounds stay open until worker 0
+Proposals come through the `Channel`; this thread takes them in the order in which they come, several at a
+time if they wait, and holds a round for them (`Rounds`). The list of what a round commits is taken before
+anyone is asked, and never grows. Functions are computed at the boundary, so their rounds stay open until worker 0
 stands there; meanwhile others are decided.
 """
 
@@ -59,7 +59,7 @@ class Coordinator:
         self._replays = Replays(member, journal, self._rounds, self._verifier, self._trials)
         self._audits = Audits(member, self._rounds, self._go_on)
         self._held_back: list[Proposal] = []
-        self._incoming: queue.Queue[Incoming] = queue.Queue()
+        self._incoming: queue.Queue[Incoming] = member.channel.posted_here
         self._known: dict[str, str] = {}
         self._twins: dict[str, list[str]] = {}
         self._failed_functions: dict[str, UpdateRefused] = {}
@@ -297,7 +297,7 @@ class Coordinator:
             return None
         if intent not in ("begin", "restore"):
             self._replays.announce()
-        self._rounds.advance()
+        self._rounds.advance_at(paused.step)
         self._finish_open()
         ends = intent in ("drain", "close") and not self._rounds.leaving  # else it is tried at the next start
         while (ends and self._trials.cut_short(paused.step)) or self._rounds.due():

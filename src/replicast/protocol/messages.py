@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from replicast.protocol.audit_messages import Audited, Examine, Examined, Lend, Weigh, Weighed
@@ -335,10 +335,12 @@ _KINDS: dict[str, type[Any]] = {
 
 def encode(message: Any) -> str:
     """The JSON text of a message."""
-    return json.dumps({"kind": type(message).__name__, **asdict(message)}, separators=(",", ":"))
+    # Not `asdict`: that would copy all of a parcel's description first.
+    content = {one.name: getattr(message, one.name) for one in fields(message)}
+    return json.dumps({"kind": type(message).__name__, **content}, separators=(",", ":"))
 
 
 def decode(text: str) -> Any:
     """The message in a JSON text."""
-    fields = json.loads(text)
-    return _KINDS[fields.pop("kind")](**fields)
+    content = json.loads(text)
+    return _KINDS[content.pop("kind")](**content)

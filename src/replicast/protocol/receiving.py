@@ -7,6 +7,7 @@ not at all: it is busy enough. A large update is looked at while its bytes still
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import numpy.typing as npt
@@ -34,18 +35,21 @@ class Receiving:
         self._limits = limits
         self._rank = rank
         self._size = size
-        self._finite: dict[str, set[tuple[int, int]]] = {}
+        self._finite: dict[str, Counter[tuple[int, int]]] = {}
 
     def expect(self, parcel: Parcel) -> None:
         """The bytes are on their way: looks at them as they come."""
-        finite: set[tuple[int, int]] = set()  # written by the arrival's thread until `receive` returns
+        # Bytes by place and address; written by the arrival's thread until `receive` returns.
+        finite: Counter[tuple[int, int]] = Counter()
         self._finite[parcel.id] = finite
         while len(self._finite) > EXPECTED_AT_ONCE:
             del self._finite[next(iter(self._finite))]
 
-        def look(place: int, array: npt.NDArray[Any]) -> None:
-            if self._is_mine(place, parcel) and (array.dtype.kind in "iub" or surely_finite(array)):
-                finite.add((place, array.ctypes.data))
+        mine = {place for place in range(len(parcel.arrays)) if self._is_mine(place, parcel)}
+
+        def look(place: int, array: npt.NDArray[Any], part: npt.NDArray[Any]) -> None:
+            if place in mine and (array.dtype.kind in "iub" or surely_finite(part)):
+                finite[place, array.ctypes.data] += part.nbytes
 
         self._transport.expect(parcel, look)
 
@@ -57,9 +61,9 @@ class Receiving:
         """
         *arrays, described = self._transport.receive(parcel, timeout_secs)
         update = Update.from_parts(json.loads(described.tobytes()), arrays)
-        known = self._finite.pop(parcel.id, set())
+        known = self._finite.pop(parcel.id, Counter())
         # By address, because what was looked at may not be what was received in the end.
-        seen = [(place, array.ctypes.data) in known for place, array in enumerate(arrays)]
+        seen = [known[place, array.ctypes.data] == array.nbytes for place, array in enumerate(arrays)]
         first = [0]
         for edit in update.edits:
             first.append(first[-1] + len(edit.arrays))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from replicast import faults
+from replicast.edits import Operation
 from replicast.errors import UpdateRefused
 from replicast.protocol.channel import Channel
 from replicast.protocol.messages import Answer, Coming, Drop, Failed, Stage, Verified
@@ -56,7 +57,10 @@ class Shelf:
         """
         described = np.frombuffer(json.dumps(update.describe()).encode(), np.uint8)
         parcel_id = f"{self._channel.name}-{self._channel.rank}-{next(self._parcels)}"
-        parcel = self._transport.publish(parcel_id, [*update.arrays(), described], self._announce)
+        # A variable may live in what it was assigned; from all other values it is computed.
+        to_read = all(edit.operation is not Operation.ASSIGN for edit in update.edits)
+        arrays = [*update.arrays(), described]
+        parcel = self._transport.publish(parcel_id, arrays, self._announce, to_read=to_read)
         known_by = parcel.digest if content_digest is None else content_digest
         self._published[parcel.id] = (update.id, known_by, ticket)
         return parcel

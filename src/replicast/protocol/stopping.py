@@ -120,6 +120,10 @@ class Stops:
             self._advance_if_together(answers)
         self._channel.append(Free(round_))
 
+    def advance_at(self, step: int) -> None:
+        """The same when all workers are known to stand at `step`, until they are told to go on."""
+        self._advance_if_together([Answer(step=step, parked=True)])
+
     def _advance_if_together(self, answers: Collection[Answer]) -> None:
         steps = {answer.step for answer in answers}
         if len(steps) > 1 or not all(answer.parked for answer in answers):

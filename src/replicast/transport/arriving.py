@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from replicast.transport.base import Look, Parcel
-from replicast.transport.layout import Bytes, arrays_in
+from replicast.transport.layout import CHUNK_BYTES, Bytes, arrays_in
 from replicast.transport.mapping import bring_in, map_private
 
+MAPPED_BYTES = 1 << 22
+"""Its pages are brought in so much at a time: all at once, the writer would be done before."""
 PROGRESS_BYTES = 64
 """Behind a parcel's bytes in its file: a number that says how many of them are there."""
 ARRIVE_SECS = 60.0
@@ -29,7 +32,7 @@ class Arrival:
     Args:
         parcel: What was announced; its digest is not known yet.
         opened: Opens the file; raises OSError when there is none.
-        look: Called with each array that is there and its place; None for one that need not be looked at,
+        look: Called for each part of an array that is there; None for a parcel that need not be looked at,
             and not be digested either.
     """
 
@@ -68,24 +71,34 @@ class Arrival:
         finally:
             os.close(descriptor)
         data, progress = mapped[: self._nbytes], mapped[self._nbytes :].view(np.int64)
-        bring_in(data)
         if self._look is None:
+            bring_in(data)
             self._taken = data, ""
             return
-        arrays = arrays_in(data, self._parcel)
-        ends_at = [
-            piece.offset + array.nbytes for piece, array in zip(self._parcel.arrays, arrays, strict=True)
-        ]
-        hasher, done, looked = xxhash.xxh3_128(), 0, 0
+        digest = self._digest(data, progress, self._look)
+        if digest is not None:
+            self._taken = data, digest
+
+    def _digest(self, data: Bytes, progress: npt.NDArray[np.int64], look: Look) -> str | None:
+        """Follows the writer chunk by chunk: what was digested is looked at while the cache has it."""
+        hasher = xxhash.xxh3_128()
+        written = done = mapped = 0
         ends = time.monotonic() + ARRIVE_SECS
-        while done < self._nbytes:
-            written = int(progress[0])
-            if written > done:
-                hasher.update(data[done:written].data)
-                done = written
-                while looked < len(arrays) and ends_at[looked] <= done:
-                    self._look(looked, arrays[looked])
-                    looked += 1
-            elif self._given_up.wait(_LOOK_SECS) or time.monotonic() > ends:
-                return
-        self._taken = data, hasher.hexdigest()
+        pieces = zip(self._parcel.arrays, arrays_in(data, self._parcel), strict=True)
+        for place, (piece, array) in enumerate(pieces):
+            flat, size = array.reshape(-1), max(1, CHUNK_BYTES // array.itemsize)
+            for start in range(0, flat.size, size):
+                part = flat[start : start + size]
+                end = piece.offset + start * array.itemsize + part.nbytes
+                while mapped < end:
+                    bring_in(data[mapped : mapped + MAPPED_BYTES])
+                    mapped += MAPPED_BYTES
+                while written < end:
+                    written = int(progress[0])
+                    if written < end and (self._given_up.wait(_LOOK_SECS) or time.monotonic() > ends):
+                        return None
+                hasher.update(data[done:end].data)
+                done = end
+                look(place, array, part)
+        hasher.update(data[done:].data)
+        return hasher.hexdigest()

@@ -68,7 +68,7 @@ class Parcel:
 
 
 Announce = Callable[[Parcel], None]
-Look = Callable[[int, "npt.NDArray[Any]"], None]
+Look = Callable[[int, "npt.NDArray[Any]", "npt.NDArray[Any]"], None]
 
 
 class Transport(abc.ABC):
@@ -85,7 +85,12 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def publish(
-        self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], announce: Announce | None = None
+        self,
+        parcel_id: str,
+        arrays: Sequence[npt.NDArray[Any]],
+        announce: Announce | None = None,
+        *,
+        to_read: bool = False,
     ) -> Parcel:
         """Makes the arrays ready to be received. Only on the source.
 
@@ -95,20 +100,23 @@ class Transport(abc.ABC):
             parcel_id: What to call it.
             arrays: What is in it.
             announce: Called with the parcel, its digest left empty, before a large one is written.
+            to_read: This worker will only read what it receives of it, and then may be given the very memory
+                that the others look at.
 
         Raises:
             UpdateRefused: There is no room. Nothing is left behind.
         """
 
-    def expect(self, parcel: Parcel, look: Look = lambda place, array: None) -> None:  # noqa: B027
+    def expect(self, parcel: Parcel, look: Look = lambda *_: None) -> None:  # noqa: B027
         """A parcel is announced: takes what is there of it already. Never raises, and never waits.
 
         Only a hint. It may be lost, and what was announced may never come.
 
         Args:
             parcel: What was announced; its digest is not known yet.
-            look: May be called, in another thread, for each array that is there, with its place among them.
-                If `receive` returns the very same memory, it looked at what has arrived.
+            look: May be called, in another thread, for each part that is there: with the place of its array,
+                the array, and the part, which is flat. If `receive` returns the very same memory, it looked
+                at what has arrived.
         """
 
     @abc.abstractmethod
@@ -117,7 +125,7 @@ class Transport(abc.ABC):
 
         Blocks until the bytes are here, at most `timeout_secs`; only a worker in the middle of a transfer
         between hosts goes on with it, because giving it up would end the job. The arrays belong to this
-        worker alone: they are writable, writing to one is seen by no other worker, and they stay valid
+        worker alone, unless it has published them `to_read`: they are writable, writing to one is seen by no other worker, and they stay valid
         whatever is released or closed afterwards.
 
         Raises:

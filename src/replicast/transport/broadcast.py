@@ -73,11 +73,16 @@ class BroadcastTransport(Transport):
         self._block = 0
 
     def publish(  # noqa: D102
-        self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], announce: Announce | None = None
+        self,
+        parcel_id: str,
+        arrays: Sequence[npt.NDArray[Any]],
+        announce: Announce | None = None,
+        *,
+        to_read: bool = False,
     ) -> Parcel:
-        return self._shared.publish(parcel_id, arrays, announce)
+        return self._shared.publish(parcel_id, arrays, announce, to_read=to_read)
 
-    def expect(self, parcel: Parcel, look: Look = lambda place, array: None) -> None:  # noqa: D102
+    def expect(self, parcel: Parcel, look: Look = lambda *_: None) -> None:  # noqa: D102
         if self._hosts[parcel.source] == self._hosts[self._rank]:
             self._shared.expect(parcel, look)
 

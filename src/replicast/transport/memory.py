@@ -73,7 +73,12 @@ class MemoryTransport(Transport):
         self._published: set[str] = set()
 
     def publish(  # noqa: D102
-        self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], announce: Announce | None = None
+        self,
+        parcel_id: str,
+        arrays: Sequence[npt.NDArray[Any]],
+        announce: Announce | None = None,
+        *,
+        to_read: bool = False,
     ) -> Parcel:
         pieces, nbytes = lay_out(arrays)
         free = self._board.free()

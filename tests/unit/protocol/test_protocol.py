@@ -115,6 +115,7 @@ def test_a_training_thread_that_would_wait_for_itself_is_told() -> None:
 
         def ask(worker: Worker, step: int) -> None:
             if worker.rank == 1 and step == 3:
+                eventually(lambda: job.workers[0].member.gate.step == 3)  # else it still could stop here
                 with pytest.raises(UpdatePending) as pending:
                     worker.member.propose(bias(1.0)).result(DEADLINE_SECS)
                 told.append(pending.value)
@@ -343,3 +344,33 @@ def test_a_refused_proposal_under_a_known_id_does_not_harm_the_one_that_is_on_it
         job.train(8)
         assert first.result(DEADLINE_SECS).step == 6
         assert job.values()[0] == job.values()[1]
+
+
+def test_an_update_that_assigns_is_received_in_memory_of_its_own_because_a_variable_will_live_there() -> None:
+    with Job(2) as job:
+        author = job.workers[0].member
+        published: list[bool] = []
+        publish = author.transport.publish
+
+        def publish_noting(*given: Any, to_read: bool = False) -> Any:
+            published.append(to_read)
+            return publish(*given, to_read=to_read)
+
+        author.transport.publish = publish_noting  # type: ignore[method-assign]
+        changes = [bias(1.0), bias(1.0).assign("dense/bias", np.zeros(3, np.float32)), bias(2.0)]
+        tickets = [author.propose(change) for change in changes]
+        job.train(2)
+        assert [ticket.result(DEADLINE_SECS).sequence for ticket in tickets] == [1, 2, 3]
+        assert published == [True, False, True]
+
+
+def test_what_worker_0_says_to_itself_does_not_go_through_the_service() -> None:
+    with Job(2) as job:
+        ticket = job.workers[0].member.propose(bias(1.0))
+        job.train(2)
+        assert ticket.result(DEADLINE_SECS).sequence == 1
+        keys = [key.removeprefix("replicast/test/") for key in job.store.values]
+    assert [key for key in keys if key.startswith("answer/")]
+    assert not [key for key in keys if key.startswith("answer/") and key.endswith("/0")]
+    # Worker 1's two pauses, and nothing that worker 0 has posted.
+    assert len([key for key in keys if key.startswith("proposal/")]) <= 2

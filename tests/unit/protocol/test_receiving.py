@@ -51,7 +51,7 @@ def an_update(spoilt: int | None = None) -> Update:
     for place, name in enumerate(NAMES):
         values = np.full((ROWS, WIDTH), float(place), np.float32)
         if place == spoilt:
-            values[-1, -1] = np.nan
+            values[0 if place % 2 else -1, -1] = np.nan  # in the first or the last part that is looked at
         update = update.add_rows(name, np.arange(ROWS), values) if place == 2 else update.add(name, values)
     return update
 
