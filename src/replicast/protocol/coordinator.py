@@ -2,8 +2,8 @@
 
 Proposals come through the `Channel`; this thread takes them in the order in which they come, several at a
 time if they wait, and holds a round for them (`Rounds`). The list of what a round commits is taken before
-anyone is asked, and never grows. Functions are computed at the boundary, so their rounds stay open until worker 0
-stands there; meanwhile others are decided.
+anyone is asked, and never grows. Functions are computed at the boundary, so their rounds stay open until
+worker 0 stands there; meanwhile others are decided.
 """
 
 from __future__ import annotations

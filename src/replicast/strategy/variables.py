@@ -26,6 +26,8 @@ from replicast.strategy.writes import component
 
 ALIGNMENT = 64
 """TensorFlow takes over foreign memory only at such addresses."""
+_NOT_IN_BUFFERS = frozenset({tf.bfloat16.as_numpy_dtype, tf.float16.as_numpy_dtype})
+"""What Python's buffers have no format for."""
 _NO_MOMENT = "average"
 """The averaged weights that an optimizer keeps with `use_ema` are weights, not memory of gradients."""
 
@@ -59,7 +61,9 @@ class KerasState(State):
             kind = "trainable" if variable.trainable else "non_trainable"
             weights.append(_describe(name, variable, kind, tuple(slots.get(id(variable), ()))))
         self.schema = Schema([*weights, *described], hints)
-        self.on_accelerator = any("CPU" not in component(v).device for v in self._variables.values())
+        components = {name: component(variable) for name, variable in self._variables.items()}
+        self._handles = {name: (one.handle, one.dtype) for name, one in components.items()}
+        self.on_accelerator = any("CPU" not in one.device for one in components.values())
         """Whether a variable is elsewhere than in the memory of the host."""
         self.fingerprints_on_device = self.on_accelerator
         """Whether fingerprints are computed where the variables are; the same on all workers of a job."""
@@ -108,9 +112,9 @@ class KerasState(State):
                 buffers[name] = np.array(value)
 
     def _value(self, name: str) -> tf.Tensor:
-        variable = component(self._variables[name])
         # `read_value` gives the same tensor, and takes five times as long on its way there.
-        return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+        handle, dtype = self._handles[name]
+        return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
 
     def read(self, names: Iterable[str]) -> Arrays:  # noqa: D102
         # Also for other threads, while a step runs: TensorFlow reads a variable under its lock, and what was
@@ -139,10 +143,10 @@ def optimizers_by_name(
 
 def as_array(tensor: tf.Tensor) -> npt.NDArray[Any]:
     """The values of a tensor; those of one on the CPU are not copied, so do not write to them."""
-    dtype = tensor.dtype.as_numpy_dtype
-    if "CPU" not in tensor.device or tensor.dtype == tf.bool:
+    dtype = tensor.dtype.as_numpy_dtype  # comparing these is quick; comparing TensorFlow's is not
+    if "CPU" not in tensor.device or dtype is np.bool_:
         return np.asarray(tensor.numpy())
-    if tensor.dtype in (tf.bfloat16, tf.float16):  # no format of Python's buffers
+    if dtype in _NOT_IN_BUFFERS:
         tensor = tf.bitcast(tensor, tf.uint16)
     if tensor.shape.num_elements() == 0:
         return np.empty(tensor.shape, dtype)

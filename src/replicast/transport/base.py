@@ -125,8 +125,8 @@ class Transport(abc.ABC):
 
         Blocks until the bytes are here, at most `timeout_secs`; only a worker in the middle of a transfer
         between hosts goes on with it, because giving it up would end the job. The arrays belong to this
-        worker alone, unless it has published them `to_read`: they are writable, writing to one is seen by no other worker, and they stay valid
-        whatever is released or closed afterwards.
+        worker alone, unless it has published them `to_read`: they are writable, writing to one is seen by no
+        other worker, and they stay valid whatever is released or closed afterwards.
 
         Raises:
             UpdateRefused: They did not arrive in time, arrived damaged, or found no room here. Nothing is
