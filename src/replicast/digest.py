@@ -7,7 +7,7 @@ row-major order. It is quick, and no protection against somebody who wants two a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,24 +21,22 @@ def digest_array(array: npt.NDArray[Any]) -> str:
     Raises:
         TypeError: The elements are Python objects or records.
     """
-    hasher, content = _begun(array)
-    hasher.update(content)
+    array = np.asarray(array)
+    hasher = begun_digest(array.dtype, array.shape)
+    hasher.update(_bytes_of(array))
     return hasher.hexdigest()
 
 
-def digest_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, str]:
-    """The digest of each of these arrays, in less time than one after the other.
-
-    All is prepared before the first byte is hashed: megabytes that go through the processor's cache throw out
-    the code and data of everything else, which would be fetched again for each array.
+def begun_digest(dtype: np.dtype[Any], shape: Sequence[int]) -> xxhash.xxh3_128:
+    """The digest of an array before its first element.
 
     Raises:
-        TypeError: As `digest_array`.
+        TypeError: The elements are Python objects or records.
     """
-    begun = [_begun(array) for array in arrays.values()]
-    for hasher, content in begun:
-        hasher.update(content)
-    return {name: hasher.hexdigest() for name, (hasher, _) in zip(arrays, begun, strict=True)}
+    name = dtype.name
+    if dtype.hasobject or name.startswith("void"):  # Addresses, or bytes of unknown meaning.
+        raise TypeError(f"Only arrays of plain elements have a digest. Received: dtype {dtype}")
+    return xxhash.xxh3_128(f"{name}{list(shape)}".encode())
 
 
 def digest_state(state: Mapping[str, npt.NDArray[Any]]) -> str:
@@ -50,15 +48,6 @@ def digest_state(state: Mapping[str, npt.NDArray[Any]]) -> str:
         hasher.update(len(encoded).to_bytes(8, "little") + encoded)
         hasher.update(bytes.fromhex(digest_array(state[name])))
     return hasher.hexdigest()
-
-
-def _begun(array: npt.NDArray[Any]) -> tuple[xxhash.xxh3_128, memoryview]:
-    """A hasher that has dtype and shape, and the bytes that it is still to be given."""
-    array = np.asarray(array)
-    name = array.dtype.name
-    if array.dtype.hasobject or name.startswith("void"):  # Addresses, or bytes of unknown meaning.
-        raise TypeError(f"Only arrays of plain elements have a digest. Received: dtype {array.dtype}")
-    return xxhash.xxh3_128(f"{name}{list(array.shape)}".encode()), _bytes_of(array)
 
 
 def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
