@@ -34,7 +34,7 @@ demo: $(STAMP) ## Two local workers train; the screen shows what happens when on
 	$(VENV)/bin/replicast demo
 
 test: $(STAMP) ## All tests: unit, real workers, faults, golden files
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup
 
 test-long: $(STAMP) ## More of the same: restarts, examples, every training on three workers; about ten minutes
 	$(VENV)/bin/python -m pytest tests/long
@@ -43,8 +43,8 @@ test-oldest: $(OLDEST_STAMP) ## The worker tests on the oldest supported TensorF
 	$(OLDEST)/bin/python -m pytest tests/workers
 
 .PHONY: soak
-soak: $(STAMP) ## Jobs with random faults for MINUTES=5: what fired, and what was lost (SEED=… repeats a run)
-	$(VENV)/bin/python -m tests.soak --minutes $(or $(MINUTES),5) $(if $(SEED),--seed $(SEED))
+soak: $(STAMP) ## Jobs with random faults for MINUTES=5 or until KILLS=20: what fired, and what was lost (SEED=… repeats a run)
+	$(VENV)/bin/python -m tests.soak --minutes $(or $(MINUTES),$(if $(KILLS),0,5)) $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED))
 
 lint: $(STAMP) ## ruff and mypy --strict
 	$(VENV)/bin/ruff check .

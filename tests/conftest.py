@@ -54,8 +54,15 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Runs the tests of one pool one after the other, those without a pool first."""
+    """Runs the tests of one pool one after the other, those without a pool first.
+
+    `make test` has two processes for the tests: one for those with a pool, which no other can use meanwhile,
+    and one for all others, file by file.
+    """
     items.sort(key=lambda item: [f"pool{size}" in getattr(item, "fixturenames", ()) for size in (3, 2, 1)])
+    for item in items:
+        pooled = any(name.startswith("pool") for name in getattr(item, "fixturenames", ()))
+        item.add_marker(pytest.mark.xdist_group("pools" if pooled else item.path.stem))
 
 
 def pytest_unconfigure() -> None:

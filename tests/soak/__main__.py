@@ -1,6 +1,6 @@
 """Runs jobs with random faults for some minutes and says what fired and what was lost, which must be nothing.
 
-    python -m tests.soak --minutes 5 [--seed N] [--jobs K]
+    python -m tests.soak --minutes 5 [--kills 20] [--seed N] [--jobs K]
 
 Exit code: 0 when nothing was lost, 1 otherwise; 130 after Ctrl-C when nothing was lost until then.
 """
@@ -122,21 +122,26 @@ class Soak:
 
 
 def main() -> int:
-    """Runs jobs until the time is up; the last one may end after it."""
+    """Runs jobs until the time is up and enough was killed; the last one may end after it."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=5.0, help="how long to start new jobs [5]")
+    parser.add_argument("--kills", type=int, help="go on, also after that, until so many kill -9 have fired")
     parser.add_argument("--jobs", type=int, default=500, help="at most so many [500]")
     parser.add_argument("--seed", type=int, help="for the plans of an earlier run [random]")
     given = parser.parse_args()
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     actions = ", ".join(Action)
-    print(f"seed {seed}, {given.minutes:g} minutes, at most {given.jobs} jobs; faults: {actions}", flush=True)
+    until = "" if given.kills is None else f" and {given.kills} kills"
+    limits = f"{given.minutes:g} minutes{until}, at most {given.jobs} jobs"
+    print(f"seed {seed}, {limits}; faults: {actions}", flush=True)
     directory = Path(tempfile.mkdtemp(prefix="replicast-soak-"))
     soak = Soak(directory, seed)
     ends = time.monotonic() + given.minutes * 60
     interrupted = False
     try:
-        while time.monotonic() < ends and soak.jobs < given.jobs:
+        while soak.jobs < given.jobs and (
+            time.monotonic() < ends or soak.actions[Action.KILL] < (given.kills or 0)
+        ):
             soak.run_one()
     except KeyboardInterrupt:
         interrupted = True
