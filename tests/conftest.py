@@ -53,16 +53,18 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs the tests of one pool one after the other, those without a pool first.
 
-    `make test` has two processes for the tests: one for those with a pool, which no other can use meanwhile,
-    and one for all others, file by file.
+    `make test` has two processes for the tests, and neither can use the other's pools: so the tests of a pool
+    go to one of them, and all others file by file.
     """
     items.sort(key=lambda item: [f"pool{size}" in getattr(item, "fixturenames", ()) for size in (3, 2, 1)])
     for item in items:
-        pooled = any(name.startswith("pool") for name in getattr(item, "fixturenames", ()))
-        item.add_marker(pytest.mark.xdist_group("pools" if pooled else item.path.stem))
+        pools = [name for name in getattr(item, "fixturenames", ()) if name in ("pool1", "pool2", "pool3")]
+        group = str(item.path) if not pools else "pool3" if pools == ["pool3"] else "pools"
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_unconfigure() -> None:

@@ -47,8 +47,8 @@ def planned(
         update: What an author proposed.
         schema: The state it is to change.
         limits: How large it may be.
-        look_at: Whose values to search for NaN and infinity, by the edit's place: the one check that takes
-            long, so that workers who have the same bytes can share it.
+        look_at: Whose arrays to search for NaN and infinity, by the edit's place: the one check that takes
+            long, so that workers who have the same bytes can share it. A factor is always looked at.
 
     Returns:
         An update with the same id, author and note.
@@ -67,8 +67,9 @@ def planned(
             edits.append(_planned_reset(edit, variable, touched))
             continue
         touched[variable.name] = variable
-        unchecked = update.allow_nonfinite or not look_at(place)
-        edits.append(_planned_edit(edit, variable, allow_nonfinite=unchecked))
+        allowed = update.allow_nonfinite
+        look = not allowed and look_at(place)
+        edits.append(_planned_edit(edit, variable, allow_nonfinite=allowed, look=look))
     if update.reset_slots:
         edits += _resets(touched, edits)
     if len(edits) > limits.max_edits:
@@ -116,7 +117,7 @@ def _planned_reset(edit: Edit, variable: Variable, touched: dict[str, Variable])
     return replace(edit, variable=variable.name, loose=False)
 
 
-def _planned_edit(edit: Edit, variable: Variable, *, allow_nonfinite: bool) -> Edit:
+def _planned_edit(edit: Edit, variable: Variable, *, allow_nonfinite: bool, look: bool) -> Edit:
     name, operation = variable.name, edit.operation
     _check_operation(operation, variable)
     if edit.factor is not None:
@@ -138,7 +139,7 @@ def _planned_edit(edit: Edit, variable: Variable, *, allow_nonfinite: bool) -> E
                 expected=dtype.name,
                 received=array.dtype.name,
             )
-        if not allow_nonfinite:
+        if look:
             _check_finite(array, variable)
     return Edit(operation, name, arrays, edit.factor)
 

@@ -77,7 +77,7 @@ def test_a_script_that_ends_early_on_all_workers_ends_with_0(tmp_path: Path) -> 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [1])  # tests/long: worker 0
 def test_the_worker_that_raised_is_named_and_all_end(tmp_path: Path, failing: int) -> None:
     done, logs = run(
         tmp_path,
@@ -126,7 +126,7 @@ def test_a_model_that_was_made_outside_the_scope_does_not_end_as_if_all_was_well
     assert all("Build and compile the model inside 'with strategy.scope():'" in log for log in logs)
 
 
-@pytest.mark.parametrize("fewer", [0, 1])
+@pytest.mark.parametrize("fewer", [0])  # tests/long: worker 1
 def test_workers_with_different_numbers_of_batches_end_with_the_reason(tmp_path: Path, fewer: int) -> None:
     done, logs = run(
         tmp_path,

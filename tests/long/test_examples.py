@@ -1,4 +1,4 @@
-"""The examples as people start them: alone, on three workers, and killed."""
+"""The examples as people start them: alone, on two and three workers, and killed."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ def test_the_training_script_runs_alone(tmp_path: Path) -> None:
     printed = run([str(EXAMPLES / "train.py")], tmp_path)
     assert len(DIGEST.findall(printed)) == 1
     assert accuracy(printed) > 0.75
+
+
+def test_the_training_script_ends_with_equal_weights_on_two_workers(tmp_path: Path) -> None:
+    assert len(set(digests_of_workers(EXAMPLES / "train.py", 2, tmp_path))) == 1
+
+
+def test_a_loop_of_its_own_ends_with_equal_weights_on_two_workers(tmp_path: Path) -> None:
+    assert len(set(digests_of_workers(EXAMPLES / "own_loop.py", 2, tmp_path))) == 1
 
 
 def test_the_training_script_ends_with_equal_weights_on_three_workers(tmp_path: Path) -> None:

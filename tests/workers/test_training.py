@@ -9,8 +9,37 @@ import pytest
 
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all
-from tests.workers.recipes import NOISY, RECIPES, trained
+from tests.workers.recipes import NOISY, trained
 
+# What differs from these in a layer, an option of the optimizer or a way to give the data is in tests/long.
+ON_TWO = (
+    "adam_on_arrays",
+    "batches_that_do_not_divide",
+    "a_last_batch_smaller_than_the_job",
+    "tf_data",
+    "tf_data_of_unknown_length",
+    "infinite_dataset",
+    "py_dataset",
+    "generator_that_ends",
+    "dict_inputs_and_several_outputs",
+    "sample_weights",
+    "class_weights_on_a_dataset",
+    "validation_data",
+    "embedding",
+    "lstm",
+    "several_steps_per_execution",
+    "gradient_accumulation",
+    "exponential_moving_average",
+    "clipping_by_global_norm",
+    "loss_that_is_a_sum",
+    "plain_train_step",
+    "convolution_and_residuals_on_fewer_rows_than_workers",
+    "custom_train_step",
+    "two_optimizers",
+    "early_stopping",
+    "several_calls_of_train_on_batch",
+    "evaluate_and_predict",
+)
 # Where a third worker could make a difference; tests/long has all of them.
 ON_THREE = (
     "adam_on_arrays",
@@ -49,7 +78,7 @@ def assert_replicas_equal(results: list[dict[str, Any]]) -> None:
     assert_equal_on_all([{"digest": r["digest"], "history": r["history"]} for r in results])
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ON_TWO)
 def test_two_workers_train_to_the_numbers_of_one_process(name: str, pool2: Pool, one_process: Any) -> None:
     results = pool2.run(trained, name)
     assert_replicas_equal(results)

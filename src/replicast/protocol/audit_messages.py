@@ -1,4 +1,4 @@
-"""What is said in an audit: Examine, Lend, Weigh, Audited, to all workers; Examined and Weighed, back.
+"""What is said in an audit: Examine, Lend, Weigh, Audited, to all; Examined, Weighed, Condemned, back.
 
 What was lent is told by `replicast.protocol.messages.Computed`.
 """
@@ -76,6 +76,17 @@ class Examined:
     digests: list[str]
     secs: float
     trained: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Condemned:
+    """One worker's training thread has the verdict that it will raise.
+
+    Attributes:
+        pause: The token of the pause out of which it will; None when it is in none.
+    """
+
+    pause: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,14 +76,23 @@ class Audits:
         member: Worker 0's own part.
         rounds: Says the words of rounds.
         meanwhile: Called while workers are waited for: others may have to go on before they can answer.
+        on_raise: Called before the training threads raise, with the token of the pause that each of them
+            leaves so, by rank; None for one that is in none.
     """
 
-    def __init__(self, member: Member, rounds: Rounds, meanwhile: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        member: Member,
+        rounds: Rounds,
+        meanwhile: Callable[[], None],
+        on_raise: Callable[[dict[int, int | None]], None],
+    ) -> None:
         self._member = member
         self._channel = member.channel
         self._examiner = member.examiner
         self._rounds = rounds
         self._meanwhile = meanwhile
+        self._on_raise = on_raise
         self._findings = Findings()
         self._looks: Looks | None = None
         self._raised = False
@@ -271,9 +280,11 @@ class Audits:
         """Lets nobody raise before all training threads have what they are to raise."""
         self._channel.append(Examine(audit.round, report.step, report.to_json()))
         try:
-            self._collect(audit, "condemned", timeout_secs=self._member.patience.answer_secs)
+            said = self._collect(audit, "condemned", timeout_secs=self._member.patience.answer_secs)
         except UpdateRefused as error:
             logger.warning("not every worker may raise what the audit found: %s", error)
+        else:
+            self._on_raise({rank: one.pause for rank, one in said.items()})
 
     def _drop(self, lent: Iterable[Proposal]) -> None:
         nobody = UpdateRefused("It was lent for an audit").to_json()

@@ -204,14 +204,16 @@ class Channel:
         self._delete(f"agree/{what}/{self.rank}")
 
     def all_have_read(self, number: int, proposals: int) -> None:
-        """Notes that all workers have answered entry `number`, and so have read all before it.
+        """Notes that all workers have read entry `number`, and so all before it. Coordinator only.
 
         Args:
             number: The entry.
             proposals: How many proposals had been read when it was written.
         """
-        self._answered.append(number)
-        self._proposals_known = proposals
+        known = self._answered[-1] if self._answered else self._forgotten - 1
+        if number > known:
+            self._answered.append(number)
+            self._proposals_known = proposals
 
     def forget_read(self) -> None:
         """Removes from the service what all workers have read. Coordinator only, when it is idle."""

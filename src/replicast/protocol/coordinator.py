@@ -57,15 +57,17 @@ class Coordinator:
         self._rounds = Rounds(member, journal, self._verifier, durable=durable, attempt=attempt)
         self._trials = Trials(member, journal, self._verifier)
         self._replays = Replays(member, journal, self._rounds, self._verifier, self._trials)
-        self._audits = Audits(member, self._rounds, self._go_on)
+        self._audits = Audits(member, self._rounds, self._go_on, self._end_pauses)
         self._held_back: list[Proposal] = []
         self._incoming: queue.Queue[Incoming] = member.channel.posted_here
         self._known: dict[str, str] = {}
         self._twins: dict[str, list[str]] = {}
         self._failed_functions: dict[str, UpdateRefused] = {}
         self._behind: list[Ready] = []
-        self._paused: dict[int, dict[int, Paused]] = {}
-        self._reminded: dict[int, float] = {}
+        self._paused: dict[int, Paused] = {}
+        self._ended_pauses: set[tuple[int, int]] = set()
+        self._reminded = 0.0
+        self._resumed_at: tuple[int, int] | None = None
 
     def start(self, after_step: int = -1) -> None:
         """Reads the journal and starts the threads.
@@ -270,13 +272,24 @@ class Coordinator:
             self._commit_those_behind()
         self._take_up()
 
+    def _end_pauses(self, tokens: dict[int, int | None]) -> None:
+        """All training threads raise what an audit found, some of them out of a pause: it has ended."""
+        self._ended_pauses = {(rank, token) for rank, token in tokens.items() if token is not None}
+        for rank, token in self._ended_pauses:
+            if rank in self._paused and self._paused[rank].token == token:
+                del self._paused[rank]
+
     def _note_paused(self, paused: Paused) -> None:
-        there = self._paused.setdefault(paused.token, {})
-        there[paused.rank] = paused
-        self._reminded.setdefault(paused.token, time.monotonic())
-        if len(there) < self._channel.size:
+        if (paused.rank, paused.token) in self._ended_pauses:  # it was on its way
             return
-        del self._paused[paused.token], self._reminded[paused.token]
+        if not self._paused:
+            self._reminded = time.monotonic()
+        self._paused[paused.rank] = paused
+        if len(self._paused) < self._channel.size:
+            return
+        there, self._paused = self._paused, {}
+        if self._resumed_at is not None:  # whoever pauses again has read that
+            self._channel.all_have_read(*self._resumed_at)
         refused: UpdateRefused | None
         if len({(one.step, one.intent) for one in there.values()}) > 1:
             said = "; ".join(f"worker {r} at step {p.step}: {_short(p)}" for r, p in sorted(there.items()))
@@ -284,7 +297,10 @@ class Coordinator:
             refused = UpdateRefused(problem, received=said)
         else:
             refused = self._carry_out(paused)
-        self._channel.append(Resume(paused.token, None if refused is None else refused.to_json()))
+        tokens = [there[rank].token for rank in range(self._channel.size)]
+        proposals = self._channel.proposals_read
+        number = self._channel.append(Resume(tokens, None if refused is None else refused.to_json()))
+        self._resumed_at = number, proposals
 
     def _carry_out(self, paused: Paused) -> UpdateRefused | None:
         """What all workers have paused for. Everything that was proposed before comes first."""
@@ -327,13 +343,11 @@ class Coordinator:
         return None
 
     def _remind(self) -> None:
-        for token, since in self._reminded.items():
-            if time.monotonic() - since > REMIND_SECS:
-                self._reminded[token] = time.monotonic()
-                there = self._paused[token]
-                missing = sorted(set(range(self._channel.size)) - set(there))
-                intent = next(iter(there.values())).intent.split("\n")[0]
-                logger.warning("worker %s waits (%s) for worker %s", sorted(there), intent, missing)
+        if self._paused and time.monotonic() - self._reminded > REMIND_SECS:
+            self._reminded = time.monotonic()
+            missing = sorted(set(range(self._channel.size)) - set(self._paused))
+            intent = next(iter(self._paused.values())).intent.split("\n")[0]
+            logger.warning("worker %s waits (%s) for worker %s", sorted(self._paused), intent, missing)
 
 
 def _is_plain(proposal: Proposal) -> bool:

@@ -18,7 +18,15 @@ import xxhash
 
 from replicast.audit import AuditReport, Policy, deviation
 from replicast.errors import ReplicasDiverged, UpdateRefused
-from replicast.protocol.audit_messages import Audited, Examine, Examined, Lend, Weigh, Weighed
+from replicast.protocol.audit_messages import (
+    Audited,
+    Condemned,
+    Examine,
+    Examined,
+    Lend,
+    Weigh,
+    Weighed,
+)
 from replicast.protocol.channel import LOOK_SECS
 from replicast.protocol.messages import Computed
 from replicast.update import Update
@@ -121,7 +129,7 @@ class Examiner:
         From here on this thread asks nobody how the job is; it waits for the others at most `answer_secs`.
         """
         self._condemned = round_
-        self._say(round_, "condemned", Weighed({}))
+        self._say(round_, "condemned", Condemned(self._member.pausing))
         ends = time.monotonic() + self._member.patience.answer_secs
         while not self._all_know.wait(LOOK_SECS / 10) and time.monotonic() < ends:
             if self._member.threads.stopping.is_set():
@@ -155,7 +163,7 @@ class Examiner:
                     found[name] = deviation(mine, edit.arrays["value"]).to_json()
         return Weighed(found)
 
-    def _say(self, round_: int, what: str, message: Examined | Computed | Weighed) -> None:
+    def _say(self, round_: int, what: str, message: Examined | Computed | Weighed | Condemned) -> None:
         self._channel.say(round_key(round_, what, self._channel.rank), message)
 
 

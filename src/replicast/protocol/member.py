@@ -98,6 +98,8 @@ class Member:
         self._functions: dict[str, Function] = {}
         self._numbers = itertools.count(1)
         self._token = 0
+        self.pausing: int | None = None
+        """The token of the pause in which the training thread is. Written by that thread."""
         self._resumed: dict[int, dict[str, Any] | None] = {}
         self.actions: dict[str, Callable[[], None]] = {}
         """What all workers may be asked to do at a boundary, by name. Written before the first one."""
@@ -173,14 +175,16 @@ class Member:
         """
         self._training_thread = threading.get_ident()
         self._token += 1
-        token = self._token
+        token = self.pausing = self._token
         paused = Paused(token, self.channel.rank, self.gate.step, intent)
-        # Said when it stands: whoever hears it may ask at once where this worker is.
-        self.gate.park(
-            lambda: token in self._resumed,
-            None,
-            announce=lambda: self._outbox.put(lambda: self.channel.post(paused)),
-        )
+        try:  # Said when it stands: whoever hears it may ask at once where this worker is.
+            self.gate.park(
+                lambda: token in self._resumed,
+                None,
+                announce=lambda: self._outbox.put(lambda: self.channel.post(paused)),
+            )
+        finally:
+            self.pausing = None
         error = self._resumed.pop(token)
         if error is not None:
             raise UpdateRefused.from_json(error)
@@ -307,10 +311,10 @@ class Member:
             case Replay(stops, unyielding):
                 for round_, step in stops:
                     self.gate.schedule(round_, step, yields=round_ not in unyielding)
-            case Resume(token, error):
+            case Resume(tokens, error):
                 if error is None:  # else they may stand at different boundaries
                     self.gate.bring_forward()
-                self._resumed[token] = error
+                self._resumed[tokens[self.channel.rank]] = error
                 self.gate.wake()
             case Again(id_, step, trial):
                 self.outcomes.note_again(id_, step, trial)

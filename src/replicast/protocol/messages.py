@@ -14,7 +14,7 @@ import json
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from replicast.protocol.audit_messages import Audited, Examine, Examined, Lend, Weigh, Weighed
+from replicast.protocol.audit_messages import Audited, Condemned, Examine, Examined, Lend, Weigh, Weighed
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Paused:
     """A worker waits at a boundary for all others to come there, and for everything proposed before.
 
     Attributes:
-        token: How many pauses it has made: the same on all workers at the same line of the script.
+        token: How many pauses it has made.
         intent: What for; must be the same on all workers.
     """
 
@@ -212,9 +212,13 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """All workers have paused and everything proposed before is settled: go on, or raise."""
+    """All workers have paused and everything proposed before is settled: go on, or raise.
 
-    token: int
+    Attributes:
+        tokens: The token of each worker's pause, by rank.
+    """
+
+    tokens: list[int]
     error: dict[str, Any] | None = None
 
 
@@ -328,7 +332,7 @@ _KINDS: dict[str, type[Any]] = {
         *(Expect, Stage, Drop, Hold, Aim, Compute, Go, Free, Advance),
         *(Replay, Resume, Again, Verified, Failed),
         *(Examine, Lend, Weigh, Audited, Cut, Settle),
-        *(Answer, Computed, Applied, Examined, Weighed, Tried, Settled),
+        *(Answer, Computed, Applied, Examined, Weighed, Condemned, Tried, Settled),
     )
 }
 

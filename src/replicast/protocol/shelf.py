@@ -60,7 +60,9 @@ class Shelf:
         # A variable may live in what it was assigned; from all other values it is computed.
         to_read = all(edit.operation is not Operation.ASSIGN for edit in update.edits)
         arrays = [*update.arrays(), described]
-        parcel = self._transport.publish(parcel_id, arrays, self._announce, to_read=to_read)
+        # What has no ticket is published in the midst of a round: it would be staged before it was expected.
+        announce = self._announce if ticket else None
+        parcel = self._transport.publish(parcel_id, arrays, announce, to_read=to_read)
         known_by = parcel.digest if content_digest is None else content_digest
         self._published[parcel.id] = (update.id, known_by, ticket)
         return parcel

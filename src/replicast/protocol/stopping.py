@@ -132,12 +132,11 @@ class Stops:
             return  # some have left here, and apply nothing more
         step = self._latest_step = min(steps)
         for sequence in self._verifier.meant_for_later(step):
-            try:
-                self._journal.move(
-                    sequence, step
-                )  # first, or a later life would apply it where it was meant for
+            try:  # first, or a later life would apply it where it was meant for
+                self._journal.move(sequence, step)
             except OSError as error:
                 logger.warning("that update %d is applied earlier cannot be noted: %s", sequence, error)
+            self._verifier.moved(sequence, step)
         self._channel.append(Advance())
         self.opened = [
             one if one.proposal.at_step is not None else replace(one, step=min(one.step, step))

@@ -105,6 +105,13 @@ class Verifier:
         with self._changed:
             return [n for n, one in self._open.items() if one.step > step and not one.scheduled]
 
+    def moved(self, sequence: int, step: int) -> None:
+        """What was committed for later is applied at this step instead: its step does not change again."""
+        with self._changed:
+            one = self._open.get(sequence)
+            if one is not None:
+                self._open[sequence] = replace(one, step=step)
+
     def step_of(self, id_: str) -> int | None:
         """The step for which an update is committed that is not told yet."""
         with self._changed:

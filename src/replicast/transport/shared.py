@@ -163,8 +163,9 @@ class SharedMemoryTransport(Transport):
         taken = None if arrival is None else arrival.result(timeout_secs)
         # The source knows what it has written; the others look at the same memory.
         own = self._digests.get(parcel.id)
-        if own == parcel.digest and parcel.id in self._lent:
-            return arrays_in(self._lent[parcel.id], parcel)
+        lent = self._lent.get(parcel.id)
+        if lent is not None and own == parcel.digest:
+            return arrays_in(lent, parcel)
         if taken is not None and parcel.digest in (own, taken[1]):
             return arrays_in(taken[0], parcel)
         data = self.mapped(parcel, timeout_secs)

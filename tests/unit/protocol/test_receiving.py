@@ -76,12 +76,18 @@ def test_a_value_that_is_not_finite_is_found_by_exactly_one_worker(
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_a_factor_that_is_not_finite_is_found_beside_large_arrays(announced: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("factor", [float("nan"), 1e39])
+def test_a_factor_that_is_not_finite_is_found_by_all_beside_large_arrays(
+    factor: float, announced: bool, tmp_path: Path
+) -> None:
     job = Job(2, tmp_path)
-    parcel = job.publish(an_update().scale(NAMES[0], float("nan")), announced)
-    job.workers[0].take(parcel, 30.0)
-    with pytest.raises(UpdateRefused, match="factor"):
-        job.workers[1].take(parcel, 30.0)
+    blended = an_update().blend(NAMES[0], np.zeros((ROWS, WIDTH), np.float32), factor)
+    for update in (an_update().scale(NAMES[0], factor), blended):
+        parcel = job.publish(update, announced)
+        for worker in job.workers:
+            with pytest.raises(UpdateRefused, match="factor"):
+                worker.take(parcel, 30.0)
+        job.transports[0].release(parcel.id)
     job.close()
 
 

@@ -1,0 +1,116 @@
+"""What reading the protocol has found, each in the fewest words that show it."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from replicast.errors import ReplicasDiverged
+from replicast.journal import MemoryJournal, Receipt
+from replicast.protocol import Member
+from replicast.protocol.messages import Coming
+from replicast.transport import SharedMemoryTransport
+from replicast.transport.shared import ANNOUNCED_BYTES
+from replicast.update import Update
+from tests.unit.protocol.twins import DEADLINE_SECS, Job, Worker, bias, eventually
+
+
+def test_pauses_leave_nothing_in_the_service_although_nobody_is_asked_anything() -> None:
+    with Job(3) as job:
+        for _ in range(20):
+            job.on_all(lambda worker: worker.member.pause("drain"))
+        # What the last pause has left is forgotten with the next; only worker 0 has paused without keys.
+        eventually(lambda: len([key for key in job.store.values if "/log/" in key]) <= 2)
+        eventually(lambda: len([key for key in job.store.values if "/proposal/" in key]) <= 4)
+
+
+def grown(_: object) -> Update:
+    return Update().add("w", np.ones(ANNOUNCED_BYTES // 4, np.float32))
+
+
+def test_what_a_function_returns_is_not_announced_when_its_round_is_over(tmp_path: Path) -> None:
+    values = {"w": np.zeros(ANNOUNCED_BYTES // 4, np.float32)}
+    with Job(2, values=values) as job:
+        for worker in job.workers:
+            transport = SharedMemoryTransport("job", worker.rank, directory=tmp_path)
+            worker.member.transport = transport
+            worker.member.shelf._transport = worker.member.shelf._receiving._transport = transport
+        for number, source in enumerate((0, 1)):
+            propose = partial(
+                Member.propose_function, id_=f"f{number}", function=grown, source=source, at_step=None
+            )
+            tickets = job.on_all(lambda worker, propose=propose: propose(worker.member))
+            job.train(2)
+            assert [ticket.result(DEADLINE_SECS).sequence for ticket in tickets] == [number + 1] * 2
+        job.on_all(lambda worker: worker.member.pause("drain"))
+        assert [worker.member.transport._expected for worker in job.workers] == [{}, {}]  # type: ignore[attr-defined]
+        announced: list[bool] = []
+        post = job.workers[1].member.channel.post
+        job.workers[1].member.channel.post = lambda message: (  # type: ignore[method-assign]
+            announced.append(isinstance(message, Coming)),
+            post(message),
+        )
+        ticket = job.workers[1].member.propose(grown(None))
+        job.train(2)
+        assert ticket.result(DEADLINE_SECS).sequence == 3
+        assert any(announced)
+
+
+class SlowReceipts(MemoryJournal):
+    """The disk takes its time; a job that is dead writes nothing more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dead = False
+
+    def write_receipt(self, receipt: Receipt) -> None:
+        time.sleep(0.2)
+        if not self.dead:
+            super().write_receipt(receipt)
+
+
+def test_what_a_pause_brought_forward_is_not_moved_again_by_the_next() -> None:
+    journal = SlowReceipts()
+    with Job(2, journal, durable=True) as job:
+        member = job.workers[1].member
+        member.propose(bias(1.0, id="first"))
+        eventually(lambda: len(journal.records()) == 1)
+        member.propose(Update(id="second").scale("dense/bias", 2.0), at_step=1)
+        eventually(lambda: len(journal.records()) == 2)
+        job.on_all(lambda worker: worker.member.pause("drain"))
+        job.train(1)
+        lived = list(job.workers[0].applied)
+        journal.dead = True
+    assert lived == [(0, "first"), (1, "second")]
+    assert not journal.receipts(), "the job was meant to die before"
+    with Job(2, journal, durable=True) as job:
+        job.train(3)
+        assert job.workers[0].applied == lived
+
+
+def test_a_pause_that_an_audits_error_has_ended_does_not_keep_the_next_one() -> None:
+    with Job(2) as job:
+        paused, other = job.workers
+        for worker in job.workers:
+            worker.member.examiner.policy = "raise"
+        job.on_all(lambda worker: worker.member.arrive(1))
+        other.state.values["dense/bias"][0] = 7.0
+
+        def ask_for_an_audit_and_stand() -> None:
+            eventually(lambda: job.coordinator._paused)
+            other.member.wish("audit")
+            other.member.send(lambda: None)
+            other.member.gate.park(lambda: False, DEADLINE_SECS)
+
+        def stand(worker: Worker) -> None:
+            with pytest.raises(ReplicasDiverged):
+                worker.member.pause("drain") if worker is paused else ask_for_an_audit_and_stand()
+
+        job.on_all(stand)
+        assert job.coordinator._paused == {}
+        for _ in range(2):  # they have paused a different number of times
+            job.on_all(lambda worker: worker.member.pause("drain"))
