@@ -36,6 +36,7 @@ ON_TWO = (
     "convolution_and_residuals_on_fewer_rows_than_workers",
     "custom_train_step",
     "two_optimizers",
+    "metrics_with_state",
     "early_stopping",
     "several_calls_of_train_on_batch",
     "evaluate_and_predict",
