@@ -74,7 +74,8 @@ def write_out(
         for start, chunk in chunks_of(bytes_of(array)):
             offset = piece.offset + start
             write(offset, chunk)
-            hasher.update(bytes(offset - end))  # what lies between two arrays
+            if offset > end:  # what lies between two arrays
+                hasher.update(bytes(offset - end))
             hasher.update(chunk.data)
             end = offset + len(chunk)
     hasher.update(bytes(nbytes - end))

@@ -51,6 +51,7 @@ class Draft:
         self._name = name
         self.mapped: Bytes | None = None
         """For writing, when it is warm."""
+        self._progress: npt.NDArray[np.int64] | None = None
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._descriptor = os.open(name, flags, 0o600, dir_fd=directory.descriptor)
         try:
@@ -63,6 +64,7 @@ class Draft:
         """Maps it and touches every page, so that writing it will be one copy and nothing else."""
         self.mapped = map_shared(self._descriptor, self.nbytes + PROGRESS_BYTES)
         self.mapped[::4096] = 0
+        self._progress = self.mapped[self.nbytes :].view(np.int64)
 
     def write(self, offset: int, data: Bytes) -> None:
         """Writes bytes. Without a mapping that is warm already, the kernel's own copy is the quicker one."""
@@ -77,7 +79,10 @@ class Draft:
     def write_in_order(self, offset: int, data: Bytes) -> None:
         """Writes bytes, all before them being written, and says how far it has come."""
         self.write(offset, data)
-        self.write(self.nbytes, np.array([offset + len(data)], np.int64).view(np.uint8))
+        if self._progress is not None:
+            self._progress[0] = offset + len(data)
+        else:
+            self.write(self.nbytes, np.array([offset + len(data)], np.int64).view(np.uint8))
 
     def rename(self, name: str) -> None:
         """Gives it another name."""
