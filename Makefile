@@ -34,13 +34,13 @@ demo: $(STAMP) ## Two local workers train; the screen shows what happens when on
 	$(VENV)/bin/replicast demo
 
 test: $(STAMP) ## All tests: unit, real workers, faults, golden files
-	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup
+	$(VENV)/bin/python -m pytest --numprocesses 3 --dist loadgroup
 
 test-long: $(STAMP) ## More of the same: restarts, examples, every training on three workers; about ten minutes
 	$(VENV)/bin/python -m pytest tests/long
 
 test-oldest: $(OLDEST_STAMP) ## The worker tests on the oldest supported TensorFlow and Keras
-	$(OLDEST)/bin/python -m pytest tests/workers
+	$(OLDEST)/bin/python -m pytest --numprocesses 2 --dist loadgroup tests/workers
 
 .PHONY: soak
 soak: $(STAMP) ## Jobs with random faults for MINUTES=5 or until KILLS=20: what fired, and what was lost (SEED=… repeats a run)

@@ -57,7 +57,7 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs the tests of one pool one after the other, those without a pool first.
 
-    `make test` has two processes for the tests, and neither can use the other's pools: so the tests of a pool
+    `make test` has several processes for the tests, and none can use another's pools: so the tests of a pool
     go to one of them, and all others file by file.
     """
     items.sort(key=lambda item: [f"pool{size}" in getattr(item, "fixturenames", ()) for size in (3, 2, 1)])
