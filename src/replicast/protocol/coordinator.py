@@ -17,7 +17,8 @@ from replicast.errors import UpdateRefused
 from replicast.journal import AnyJournal
 from replicast.protocol.audits import Audits
 from replicast.protocol.member import Member
-from replicast.protocol.messages import Again, Coming, Expect, Parked, Paused, Proposal, Request, Resume
+from replicast.protocol.messages import Again, Coming, Expect, Parked, Paused, Proposal, Request
+from replicast.protocol.pauses import Pauses, apart
 from replicast.protocol.replays import Replays
 from replicast.protocol.rounds import Ready, Rounds
 from replicast.protocol.trials import Trials
@@ -27,7 +28,6 @@ logger = logging.getLogger("replicast")
 
 BATCH = 16
 """At most so many waiting proposals share one round."""
-REMIND_SECS = 30.0
 
 
 class Stopped:
@@ -57,17 +57,14 @@ class Coordinator:
         self._rounds = Rounds(member, journal, self._verifier, durable=durable, attempt=attempt)
         self._trials = Trials(member, journal, self._verifier)
         self._replays = Replays(member, journal, self._rounds, self._verifier, self._trials)
-        self._audits = Audits(member, self._rounds, self._go_on, self._end_pauses)
+        self._pauses = Pauses(member.channel)
+        self._audits = Audits(member, self._rounds, self._go_on, self._pauses.end)
         self._held_back: list[Proposal] = []
         self._incoming: queue.Queue[Incoming] = member.channel.posted_here
         self._known: dict[str, str] = {}
         self._twins: dict[str, list[str]] = {}
         self._failed_functions: dict[str, UpdateRefused] = {}
         self._behind: list[Ready] = []
-        self._paused: dict[int, Paused] = {}
-        self._ended_pauses: set[tuple[int, int]] = set()
-        self._reminded = 0.0
-        self._resumed_at: tuple[int, int] | None = None
 
     def start(self, after_step: int = -1) -> None:
         """Reads the journal and starts the threads.
@@ -97,7 +94,7 @@ class Coordinator:
             following = None
             match first:
                 case None:
-                    self._remind()
+                    self._pauses.remind()
                     self._channel.forget_read()
                 case Coming(parcel):
                     self._channel.append(Expect(parcel))
@@ -272,35 +269,10 @@ class Coordinator:
             self._commit_those_behind()
         self._take_up()
 
-    def _end_pauses(self, tokens: dict[int, int | None]) -> None:
-        """All training threads raise what an audit found, some of them out of a pause: it has ended."""
-        self._ended_pauses = {(rank, token) for rank, token in tokens.items() if token is not None}
-        for rank, token in self._ended_pauses:
-            if rank in self._paused and self._paused[rank].token == token:
-                del self._paused[rank]
-
     def _note_paused(self, paused: Paused) -> None:
-        if (paused.rank, paused.token) in self._ended_pauses:  # it was on its way
-            return
-        if not self._paused:
-            self._reminded = time.monotonic()
-        self._paused[paused.rank] = paused
-        if len(self._paused) < self._channel.size:
-            return
-        there, self._paused = self._paused, {}
-        if self._resumed_at is not None:  # whoever pauses again has read that
-            self._channel.all_have_read(*self._resumed_at)
-        refused: UpdateRefused | None
-        if len({(one.step, one.intent) for one in there.values()}) > 1:
-            said = "; ".join(f"worker {r} at step {p.step}: {_short(p)}" for r, p in sorted(there.items()))
-            problem = "The workers wait for each other at different places of their scripts"
-            refused = UpdateRefused(problem, received=said)
-        else:
-            refused = self._carry_out(paused)
-        tokens = [there[rank].token for rank in range(self._channel.size)]
-        proposals = self._channel.proposals_read
-        number = self._channel.append(Resume(tokens, None if refused is None else refused.to_json()))
-        self._resumed_at = number, proposals
+        there = self._pauses.note(paused)
+        if there is not None:
+            self._pauses.resume(there, apart(there) or self._carry_out(paused))
 
     def _carry_out(self, paused: Paused) -> UpdateRefused | None:
         """What all workers have paused for. Everything that was proposed before comes first."""
@@ -342,21 +314,6 @@ class Coordinator:
             self._verifier.wait_until_told(paused.step, self._member.patience.answer_secs)
         return None
 
-    def _remind(self) -> None:
-        if self._paused and time.monotonic() - self._reminded > REMIND_SECS:
-            self._reminded = time.monotonic()
-            missing = sorted(set(range(self._channel.size)) - set(self._paused))
-            intent = next(iter(self._paused.values())).intent.split("\n")[0]
-            logger.warning("worker %s waits (%s) for worker %s", sorted(self._paused), intent, missing)
-
 
 def _is_plain(proposal: Proposal) -> bool:
     return proposal.source is None and proposal.at_step is None and proposal.trial is None
-
-
-def _short(paused: Paused) -> str:
-    """What a worker waits for, in a few words: the intent, and how it differs at most."""
-    intent, *arguments = paused.intent.split("\n")
-    if intent in ("compare", "sync"):
-        return f"sync(source={arguments[0]}) of {len(arguments) - 1} variables"
-    return intent

@@ -101,7 +101,7 @@ def test_a_pause_that_an_audits_error_has_ended_does_not_keep_the_next_one() -> 
         other.state.values["dense/bias"][0] = 7.0
 
         def ask_for_an_audit_and_stand() -> None:
-            eventually(lambda: job.coordinator._paused)
+            eventually(lambda: job.coordinator._pauses.there)
             other.member.wish("audit")
             other.member.send(lambda: None)
             other.member.gate.park(lambda: False, DEADLINE_SECS)
@@ -111,6 +111,6 @@ def test_a_pause_that_an_audits_error_has_ended_does_not_keep_the_next_one() -> 
                 worker.member.pause("drain") if worker is paused else ask_for_an_audit_and_stand()
 
         job.on_all(stand)
-        assert job.coordinator._paused == {}
+        assert job.coordinator._pauses.there == {}
         for _ in range(2):  # they have paused a different number of times
             job.on_all(lambda worker: worker.member.pause("drain"))
