@@ -37,7 +37,7 @@ test: $(STAMP) ## All tests: unit, real workers, faults, golden files
 	$(VENV)/bin/python -m pytest --numprocesses 3 --dist loadgroup
 
 test-long: $(STAMP) ## More of the same: restarts, examples, every training on three workers; about ten minutes
-	$(VENV)/bin/python -m pytest tests/long
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup tests/long
 
 test-oldest: $(OLDEST_STAMP) ## The worker tests on the oldest supported TensorFlow and Keras
 	$(OLDEST)/bin/python -m pytest --numprocesses 2 --dist loadgroup tests/workers

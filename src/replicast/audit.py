@@ -193,7 +193,8 @@ class AuditReport:
             return f"step {self.found_at} or before"
         if self.last_equal >= self.found_at:  # two audits at one boundary, and a change between them
             return f"step {self.found_at}, after the audit before"
-        return f"some step from {self.last_equal + 1} to {self.found_at}"
+        first = self.last_equal + 1
+        return f"step {first}" if first == self.found_at else f"some step from {first} to {self.found_at}"
 
     @property
     def done(self) -> str:

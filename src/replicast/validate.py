@@ -121,7 +121,7 @@ def _planned_edit(edit: Edit, variable: Variable, *, allow_nonfinite: bool, look
     name, operation = variable.name, edit.operation
     _check_operation(operation, variable)
     if edit.factor is not None:
-        _check_factor(edit.factor, variable, allow_nonfinite=allow_nonfinite)
+        _check_factor(edit.factor, operation, variable, allow_nonfinite=allow_nonfinite)
     arrays = dict(edit.arrays)
     dtype = BFLOAT16 if variable.dtype == "bfloat16" else np.dtype(variable.dtype)
     if operation in _ROWS:
@@ -158,13 +158,19 @@ def _check_operation(operation: Operation, variable: Variable) -> None:
         )
 
 
-def _check_factor(factor: float, variable: Variable, *, allow_nonfinite: bool) -> None:
+def _factor_name(operation: Operation) -> str:
+    """What its author calls it."""
+    return "weight" if operation is Operation.BLEND else "factor"
+
+
+def _check_factor(factor: float, operation: Operation, variable: Variable, *, allow_nonfinite: bool) -> None:
     if allow_nonfinite:
         return
     as_used = float(factor_as(factor, BFLOAT16 if variable.dtype == "bfloat16" else variable.dtype))
     if not math.isfinite(as_used):
         raise UpdateRefused(
-            "The factor is not finite" + (f" in {variable.dtype}" if math.isfinite(factor) else ""),
+            f"The {_factor_name(operation)} is not finite"
+            + (f" in {variable.dtype}" if math.isfinite(factor) else ""),
             variable=variable.name,
             expected=f"a number that {variable.dtype} can hold, or allow_nonfinite=True",
             received=str(factor),

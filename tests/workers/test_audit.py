@@ -188,6 +188,34 @@ def test_an_assignment_on_one_worker_in_the_middle_of_fit_is_healed_with_the_cal
     assert tuple(written) == results[0][1]
 
 
+class AssignsLast(keras.callbacks.Callback):
+    """Changes one replica when the last epoch has been audited already: it comes after our callback."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._rank == 1 and epoch == self.params["epochs"] - 1:
+            kernel = self.model.get_layer("out").kernel
+            kernel.value.values[0].assign(kernel.value.values[0] * 0.0)
+
+
+def assigned_at_the_end(strategy: Any, run_dir: Path) -> Any:
+    model = audited(strategy)
+    with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
+        fit(model, [replicas.callback(), AssignsLast(strategy.rank)], 5, epochs=2)
+        return digests(replicas), [report.outcome for report in replicas.audits]
+
+
+def test_an_assignment_at_the_end_of_the_last_epoch_is_healed_before_fit_returns(
+    pool2: Pool, tmp_path: Path
+) -> None:
+    results = pool2.run(assigned_at_the_end, tmp_path)
+    assert results[0][0] == results[1][0]
+    assert results[0][1][-1] == "healed"
+
+
 # What is due at a checkpoint, and whom a checkpoint helps.
 
 

@@ -96,6 +96,7 @@ class Audits:
         self._findings = Findings()
         self._looks: Looks | None = None
         self._raised = False
+        self._waiting: Audit | None = None
         self._names = [variable.name for variable in member.state.schema]
 
     def start(self, on_difference: Callable[[], None]) -> None:
@@ -123,16 +124,21 @@ class Audits:
             return
 
         def act() -> None:
+            self._waiting = None
             error = self._carry_out(audit)
             if error is not None:
                 logger.warning("the audit could not be carried out: %s", error)
 
+        self._waiting = audit
         id_ = f"audit-{audit.round}"
         stand_in = Proposal(id_, id_, 0, id_, time.time(), source=0)
         self._rounds.opened.append(OpenRound(audit.round, step, stand_in, act))
 
-    def settle(self) -> bool:
+    def settle(self, policy: Policy | None = None) -> bool:
         """All workers have paused: what quiet audits saw is compared and looked into before they go on.
+
+        Args:
+            policy: What becomes of a difference. Default: what was asked for.
 
         Returns:
             Whether their training threads raise what was found.
@@ -141,10 +147,19 @@ class Audits:
             logger.warning("not everything that was seen is compared at this pause")
         if not self._findings.take_suspicion():
             return False
-        error = self.at_once(self._examiner.policy)
+        error = self.at_once(policy or self._examiner.policy)
         if error is not None:
             logger.warning("the audit could not be carried out: %s", error)
         return self._raised
+
+    def only_warn(self) -> None:
+        """All workers ask to be made equal: an audit that waits for its boundary must not raise instead."""
+        if self._waiting is not None:
+            self._waiting.policy = "warn"
+
+    def made_equal(self, step: int) -> None:
+        """All workers' whole states were made equal at this step, and proven so."""
+        self._findings.equal_at(step)
 
     def at_once(self, policy: str) -> UpdateRefused | None:
         """Audits where all workers stand; gives the reason when it could not be done.

@@ -13,6 +13,7 @@ import queue
 import time
 from typing import TypeAlias
 
+from replicast.audit import Policy
 from replicast.errors import UpdateRefused
 from replicast.journal import AnyJournal
 from replicast.protocol.audits import Audits
@@ -285,12 +286,15 @@ class Coordinator:
             return None
         if intent not in ("begin", "restore"):
             self._replays.announce()
+        if intent in ("compare", "sync"):
+            self._audits.only_warn()
         self._rounds.advance_at(paused.step)
         self._finish_open()
         ends = intent in ("drain", "close") and not self._rounds.leaving  # else it is tried at the next start
         while (ends and self._trials.cut_short(paused.step)) or self._rounds.due():
             self._finish_open()  # what had waited for others; perhaps another trial
-        if intent not in ("begin", "restore") and self._audits.settle():
+        policy: Policy | None = "warn" if intent in ("compare", "sync") else None
+        if intent not in ("begin", "restore") and self._audits.settle(policy):
             return None  # their training threads raise, and are gone from here
         if intent in ("compare", "sync", "import"):
             in_trial = self._trials.refusal("import_weights" if intent == "import" else "sync")
@@ -310,6 +314,8 @@ class Coordinator:
             for _, refused in self._rounds.finish_due() or ():
                 return refused
             self._verifier.wait_until_told(paused.step, self._member.patience.decide_secs)
+            if len(variables) == len(self._member.state.schema) and self._verifier.is_verified(id_):
+                self._audits.made_equal(paused.step)
         elif intent == "close":
             self._verifier.wait_until_told(paused.step, self._member.patience.answer_secs)
         return None

@@ -184,9 +184,9 @@ def diverged(report: AuditReport) -> ReplicasDiverged:
     rest = f"; and {more} more" if more > 0 else ""
     reference = report.differences[0].reference
     return ReplicasDiverged(
-        f"At step {report.step} the replicas are not equal, since {report.since}: {named}{rest}. "
-        f'on_divergence="heal" repairs this by itself; replicas.sync(source={reference}) makes them equal. '
-        f"Received: {len(report.differences)} of {report.variables} variables that differ",
+        f"At step {report.step} the replicas are not equal in {len(report.differences)} of "
+        f"{report.variables} variables, since {report.since}: {named}{rest}. "
+        f'on_divergence="heal" repairs this by itself; replicas.sync(source={reference}) makes them equal.',
         worker=report.differences[0].minority[0],
         step=report.step,
     )

@@ -100,6 +100,10 @@ class Verifier:
                 self._channel.append(replace(outcome, content_digest=content_digest))
         return outcome is not None
 
+    def is_verified(self, id_: str) -> bool:
+        """Whether an update was applied by all, and is told to have left all equal."""
+        return isinstance(self._outcomes.get(id_), Verified)
+
     def meant_for_later(self, step: int) -> list[int]:
         """The sequence numbers of what is committed for a step after this one, by nobody's wish."""
         with self._changed:

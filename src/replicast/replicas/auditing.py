@@ -100,8 +100,17 @@ class Auditing:
             self._look()
 
     def after_epoch(self) -> None:
-        """The end of an epoch, or of the training: looks if the plan says so."""
+        """The end of an epoch: looks if the plan says so."""
         if self._plan.ends and self._plan.every is not None:
+            self._look()
+
+    def after_training(self) -> None:
+        """The end of the training: looks once more if the plan says so.
+
+        Also at a boundary that was looked at: callbacks may have changed something since.
+        """
+        if self._plan.ends and self._plan.every is not None:
+            self._looked_at = -1
             self._look()
 
     def training_ended(self) -> None:

@@ -307,7 +307,7 @@ class Replicas(OwnLoop):
     def training_ends(self) -> None:
         """All workers: called by the callback. Everything proposed so far is settled when it returns."""
         self.recovery.settle()
-        self.auditing.after_epoch()
+        self.auditing.after_training()
         try:
             self._member.pause("drain")
         finally:

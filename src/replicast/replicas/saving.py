@@ -89,6 +89,8 @@ class Saving:
         self._done = threading.Event()
         self._manifest: Manifest | None = None
         self._error: Exception | None = None
+        self.told = False
+        """Whether somebody was given its failure."""
 
     def done(self) -> bool:
         """Whether it is written, or never will be."""
@@ -107,6 +109,7 @@ class Saving:
         if not self._done.wait(timeout):
             raise CheckpointError("The checkpoint is still being written", received=f"after {timeout} s")
         if self._error is not None:
+            self.told = True
             raise self._error
         return self._manifest
 
@@ -137,17 +140,17 @@ class Saver:
         self._buffers: Arrays = {}
         self._queue: queue.Queue[tuple[Snapshot, Keeping, Saving]] = queue.Queue()
         self._current: Saving | None = None
-        self._failure: Exception | None = None
+        self._failed: tuple[Saving, Exception] | None = None
 
     def start(self) -> None:
         """Starts the thread that writes. Worker 0 only."""
         self._member.threads.start("saver", self._run)
 
     def check(self) -> None:
-        """Raises, once, why the last checkpoint could not be written."""
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+        """Raises, once, why a checkpoint could not be written, unless its `result` has said so already."""
+        failed, self._failed = self._failed, None
+        if failed is not None and not failed[0].told:
+            raise failed[1]
 
     def save(
         self,
@@ -229,13 +232,17 @@ class Saver:
                 saving.finish(manifest)
             except ReplicasDiverged as error:
                 saving.finish(error=error)
-                self._say_diverged(error)
+                # An audit finds out all about it, and raises on every worker if that is what is asked for.
+                logger.warning("%s", error)
+                self._member.wish("audit")
+                self._member.send(lambda: None)  # so that it is heard at once
             except ReplicastError as error:
-                self._failure = error
+                self._failed = saving, error
                 saving.finish(error=error)
             except OSError as error:
-                self._failure = _not_written(error, self._store, snapshot.draft.step)
-                saving.finish(error=self._failure)
+                failure = _not_written(error, self._store, snapshot.draft.step)
+                self._failed = saving, failure
+                saving.finish(error=failure)
 
     def _write(self, snapshot: Snapshot, keeping: Keeping) -> Manifest:
         mine = {name: digest_array(value) for name, value in snapshot.arrays.items()}
@@ -261,14 +268,6 @@ class Saver:
 
     def _averaged(self) -> list[str]:
         return averaged_names(self._state.schema, self._member.examiner.declared)
-
-    def _say_diverged(self, error: ReplicasDiverged) -> None:
-        """The next boundary raises it; unless audits heal, or only warn."""
-        if self._member.examiner.policy == "raise":
-            self._failure = error
-        else:
-            logger.warning("%s", error)
-            self._member.wish("audit")
 
     def _wait_for_decisions(self, ids: set[str]) -> None:
         """What was proposed before this boundary is in the journal before the checkpoint is there.

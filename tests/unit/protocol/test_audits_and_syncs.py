@@ -1,0 +1,57 @@
+"""What `sync` makes of a difference that an audit has found, or is about to find."""
+
+from __future__ import annotations
+
+import pytest
+
+from replicast.errors import ReplicasDiverged
+from replicast.protocol.messages import Request
+from tests.unit.protocol.twins import Job, Worker, eventually
+
+
+def differ(job: Job) -> None:
+    job.workers[1].state.values["dense/bias"][0] += 7.0
+
+
+def sync(worker: Worker, id_: str, source: int = 0) -> None:
+    names = [variable.name for variable in worker.state.schema]
+    worker.member.pause("compare")
+    worker.member.pause("\n".join(["sync", str(source), id_, *names]))
+
+
+@pytest.mark.parametrize("found_by", ["a look", "an audit that waits"])
+def test_who_asks_to_be_made_equal_is_not_told_instead_that_they_differ(found_by: str) -> None:
+    with Job(2) as job:
+        for worker in job.workers:
+            worker.member.examiner.policy = "raise"
+        job.on_all(lambda worker: worker.member.arrive(1))
+        differ(job)
+        if found_by == "a look":
+            job.on_all(lambda worker: worker.member.examiner.look())
+        else:
+            job.workers[0].member.channel.post(Request("audit", 0))
+            eventually(lambda: all(worker.member.gate.pending() for worker in job.workers))
+        job.on_all(lambda worker: sync(worker, "sync-1"))
+        first, second = job.values()
+        assert first == second
+        assert [report.outcome for report in job.workers[0].member.examiner.reports] == ["warned"]
+
+
+def test_a_difference_after_a_sync_is_not_as_old_as_the_one_before_it() -> None:
+    with Job(2) as job:
+        job.on_all(lambda worker: worker.member.arrive(3))
+        job.on_all(lambda worker: worker.member.pause("audit\nraise"))
+        differ(job)
+
+        def audited(worker: Worker) -> None:
+            with pytest.raises(ReplicasDiverged):
+                worker.member.pause("audit\nraise")
+
+        job.on_all(lambda worker: worker.member.arrive(5))
+        job.on_all(audited)
+        job.on_all(lambda worker: sync(worker, "sync-1"))
+        job.on_all(lambda worker: worker.member.arrive(9))
+        differ(job)
+        job.on_all(audited)
+        said = [report.since for report in job.workers[1].member.examiner.reports if not report.equal]
+        assert said == ["some step from 4 to 5", "some step from 6 to 9"]
