@@ -159,7 +159,7 @@ class Audits:
 
     def made_equal(self, step: int) -> None:
         """All workers' whole states were made equal at this step, and proven so."""
-        self._findings.equal_at(step)
+        self._findings.equal_at(step, self._examiner.looks)
 
     def at_once(self, policy: str) -> UpdateRefused | None:
         """Audits where all workers stand; gives the reason when it could not be done.
@@ -199,7 +199,7 @@ class Audits:
         differences, declared = self._compare(seen)
         report = replace(self._findings.report(schema, step, seen, declared), requests=audit.requests)
         if not differences:
-            self._findings.equal_at(step)
+            self._findings.equal_at(step, self._examiner.looks)
             return report
         report = replace(report, found_at=self._findings.found(step), outcome=OUTCOMES[audit.policy])
         try:
@@ -278,7 +278,7 @@ class Audits:
             logger.error("the replicas cannot be healed: %s", reason)
         if refused or differences:
             return replace(report, outcome="raised", healed=healed)
-        self._findings.equal_at(report.step)
+        self._findings.equal_at(report.step, self._examiner.looks)
         return replace(report, healed=healed)
 
     def _conclude(self, audit: Audit, report: AuditReport) -> None:

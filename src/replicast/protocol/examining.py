@@ -50,6 +50,7 @@ class Examiner:
         expected: On worker 0: the digest that a variable should have by checkpoint and journal, if they say.
         requests: On worker 0: the ids of those outside of the job who wait for an audit.
         on_report: On worker 0: called with every report, by a background thread.
+        looks: How often it has looked. Written by the training thread.
         on_look: On worker 0: called with the number of a look and what was seen.
     """
 
@@ -57,7 +58,7 @@ class Examiner:
         self._member = member
         self._channel = member.channel
         self._names = [variable.name for variable in member.state.schema]
-        self._looks = 0
+        self.looks = 0
         self._condemned: int | None = None
         self._all_know = threading.Event()
         self.reports: deque[AuditReport] = deque(maxlen=MOST_REPORTS)
@@ -74,7 +75,7 @@ class Examiner:
         All workers look at the same boundaries. What crosses is one digest of all that must be equal, and one
         of each variable that may differ.
         """
-        self._looks += 1
+        self.looks += 1
         seen = self._digest()
         of = dict(zip(self._names, seen.digests, strict=True))
         strict = "".join(of[name] for name in self._names if name not in self.declared)
@@ -83,9 +84,9 @@ class Examiner:
             seen.step, [whole, *(of[n] for n in self._names if n in self.declared)], seen.secs, seen.trained
         )
         if self._channel.rank == 0:
-            self.on_look(self._looks, brief)
+            self.on_look(self.looks, brief)
         else:
-            self._member.send(partial(self._channel.say, look_key(self._looks, self._channel.rank), brief))
+            self._member.send(partial(self._channel.say, look_key(self.looks, self._channel.rank), brief))
 
     def obey(self, order: AuditOrder) -> None:
         """Does what an audit's round asks of this worker."""

@@ -20,6 +20,7 @@ class Findings:
         self._numbers = itertools.count(1)
         self._found_at: int | None = None
         self._suspected = False
+        self._settled = 0
         self.last_equal: int | None = None
         """The step of the last audit that found all replicas equal."""
 
@@ -44,13 +45,17 @@ class Findings:
             requests=(),
         )
 
-    def suspect(self, step: int) -> bool:
+    def suspect(self, step: int, look: int) -> bool:
         """A look found a difference at this step; says whether that is news.
 
-        It is none when a round has found the replicas equal there, or has made them so, meanwhile.
+        It is none when a round has found the replicas equal since then, or has made them so.
+
+        Args:
+            step: Where.
+            look: The number of the look.
         """
         with self._lock:
-            if self.last_equal is not None and step <= self.last_equal:
+            if look <= self._settled:
                 return False
             self._found_at = step if self._found_at is None else self._found_at
             self._suspected = True
@@ -75,8 +80,14 @@ class Findings:
             if not self._suspected:
                 self._found_at, self.last_equal = None, step
 
-    def equal_at(self, step: int) -> None:
-        """A round found all replicas equal at this step, or has made them so."""
+    def equal_at(self, step: int, looks: int) -> None:
+        """A round found all replicas equal at this step, or has made them so.
+
+        Args:
+            step: Where.
+            looks: The number of the last look before that.
+        """
         with self._lock:
+            self._settled = looks
             self._found_at, self._suspected = None, False
             self.last_equal = step

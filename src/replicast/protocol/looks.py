@@ -108,7 +108,7 @@ class Looks:
             logger.warning("the workers are audited at different steps, and not compared (%s)", steps)
             return
         if len({one.digests[0] for one in seen.values()}) > 1:
-            if self._findings.suspect(step):
+            if self._findings.suspect(step, look.number):
                 self._on_difference()
             return
         examiner, schema = self._member.examiner, self._member.state.schema
