@@ -38,7 +38,8 @@ def audit(run: Path, last: int, as_json: bool, now: bool, timeout: float) -> Non
     """Show whether the replicas of a run were equal, and which were not, where and since when.
 
     An audit compares every bit of the state between all workers, at one step. A job makes one every so many
-    steps, and with --now at its next step. TensorFlow is not needed here.
+    steps, and with --now at its next step: what becomes of a difference is what the job asks for, as with
+    every audit; with on_divergence="raise" its workers raise. TensorFlow is not needed here.
 
     \b
     Examples:
