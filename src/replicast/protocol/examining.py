@@ -118,7 +118,7 @@ class Examiner:
                 report = AuditReport.from_json(described)
                 self.reports.append(report)
                 if raises and self._condemned != round_:
-                    gate.fail(round_, diverged(report))
+                    gate.fail(round_, diverged(report, gate.trial_ends))
                 else:
                     gate.free(round_)
                 self._all_know.set()
@@ -135,7 +135,7 @@ class Examiner:
         while not self._all_know.wait(LOOK_SECS / 10) and time.monotonic() < ends:
             if self._member.threads.stopping.is_set():
                 break
-        raise diverged(report)
+        raise diverged(report, self._member.gate.trial_ends)
 
     def _digest(self) -> Examined:
         started = time.monotonic()
@@ -178,16 +178,23 @@ def look_key(number: int, rank: int) -> str:
     return f"look/{number}/{rank}"
 
 
-def diverged(report: AuditReport) -> ReplicasDiverged:
-    """The error of an audit that found a difference."""
+def diverged(report: AuditReport, trial_ends: int | None = None) -> ReplicasDiverged:
+    """The error of an audit that found a difference.
+
+    Args:
+        report: What it found.
+        trial_ends: The step at which the trial ends in which it was found, if there is one.
+    """
     named = "; ".join(str(difference) for difference in report.differences[:_MOST_NAMED])
     more = len(report.differences) - _MOST_NAMED
     rest = f"; and {more} more" if more > 0 else ""
-    reference = report.differences[0].reference
+    also = f"; replicas.sync(source={report.differences[0].reference}) makes them equal"
+    if trial_ends is not None:
+        also += f" when the trial that ends at step {trial_ends} is over, before which it is refused"
     return ReplicasDiverged(
         f"At step {report.step} the replicas are not equal in {len(report.differences)} of "
         f"{report.variables} variables, since {report.since}: {named}{rest}. "
-        f'on_divergence="heal" repairs this by itself; replicas.sync(source={reference}) makes them equal.',
+        f'on_divergence="heal" repairs this by itself{also}.',
         worker=report.differences[0].minority[0],
         step=report.step,
     )

@@ -97,7 +97,7 @@ class Replays:
                 if len(stops) == 1
                 else f"{len(stops)} updates of an earlier start are"
             )
-            logger.warning("%s applied again, at step %s", what, steps)
+            logger.warning("%s applied again, at step%s %s", what, "s" if "," in steps else "", steps)
             healing = [REPLAY_ROUND + record.sequence for _, record in self._waiting if is_healing(record)]
             self._member.channel.append(Replay(stops, healing))
         self._announced = True

@@ -127,7 +127,7 @@ class Auditing:
         self._member.pause(f"audit\n{policy}")
         report = self._member.examiner.reports[-1]
         if report.outcome == "raised":
-            raise diverged(report)
+            raise diverged(report, self._member.gate.trial_ends)
         return report
 
     def _follow(self, plan: AuditPlan) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from replicast.errors import ReplicasDiverged
+from replicast.protocol.examining import diverged
 from replicast.protocol.messages import Request
 from tests.unit.protocol.twins import Job, Worker, eventually
 
@@ -55,3 +56,13 @@ def test_a_difference_after_a_sync_is_not_as_old_as_the_one_before_it() -> None:
         job.on_all(audited)
         said = [report.since for report in job.workers[1].member.examiner.reports if not report.equal]
         assert said == ["some step from 4 to 5", "some step from 6 to 9"]
+
+
+def test_in_a_trial_the_error_says_when_its_remedy_is_not_refused() -> None:
+    with Job(2) as job:
+        differ(job)
+        job.on_all(lambda worker: worker.member.pause("audit\nwarn"))
+        report = job.workers[1].member.examiner.reports[-1]
+        remedy = "replicas.sync(source=0) makes them equal"
+        assert str(diverged(report)).endswith(f"{remedy}.")
+        assert f"{remedy} when the trial that ends at step 40 is over" in str(diverged(report, 40))
