@@ -134,11 +134,11 @@ class Audits:
         stand_in = Proposal(id_, id_, 0, id_, time.time(), source=0)
         self._rounds.opened.append(OpenRound(audit.round, step, stand_in, act))
 
-    def settle(self, policy: Policy | None = None) -> bool:
+    def settle(self, *, may_raise: bool = True) -> bool:
         """All workers have paused: what quiet audits saw is compared and looked into before they go on.
 
         Args:
-            policy: What becomes of a difference. Default: what was asked for.
+            may_raise: Whether what is to raise does; else it only warns.
 
         Returns:
             Whether their training threads raise what was found.
@@ -147,7 +147,7 @@ class Audits:
             logger.warning("not everything that was seen is compared at this pause")
         if not self._findings.take_suspicion():
             return False
-        error = self.at_once(policy or self._examiner.policy)
+        error = self.at_once(self._examiner.policy if may_raise else _without_raising(self._examiner.policy))
         if error is not None:
             logger.warning("the audit could not be carried out: %s", error)
         return self._raised
@@ -155,7 +155,7 @@ class Audits:
     def only_warn(self) -> None:
         """All workers ask to be made equal: an audit that waits for its boundary must not raise instead."""
         if self._waiting is not None:
-            self._waiting.policy = "warn"
+            self._waiting.policy = _without_raising(self._waiting.policy)
 
     def made_equal(self, step: int) -> None:
         """All workers' whole states were made equal at this step, and proven so."""
@@ -336,6 +336,10 @@ class Audits:
                 self._meanwhile()
             collected[worker] = said
         return collected
+
+
+def _without_raising(policy: Policy) -> Policy:
+    return "warn" if policy == "raise" else policy
 
 
 def _without_healing(policy: Policy) -> Any:

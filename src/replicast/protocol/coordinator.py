@@ -13,7 +13,6 @@ import queue
 import time
 from typing import TypeAlias
 
-from replicast.audit import Policy
 from replicast.errors import UpdateRefused
 from replicast.journal import AnyJournal
 from replicast.protocol.audits import Audits
@@ -293,8 +292,8 @@ class Coordinator:
         ends = intent in ("drain", "close") and not self._rounds.leaving  # else it is tried at the next start
         while (ends and self._trials.cut_short(paused.step)) or self._rounds.due():
             self._finish_open()  # what had waited for others; perhaps another trial
-        policy: Policy | None = "warn" if intent in ("compare", "sync") else None
-        if intent not in ("begin", "restore") and self._audits.settle(policy):
+        may_raise = intent not in ("compare", "sync")
+        if intent not in ("begin", "restore") and self._audits.settle(may_raise=may_raise):
             return None  # their training threads raise, and are gone from here
         if intent in ("compare", "sync", "import"):
             in_trial = self._trials.refusal("import_weights" if intent == "import" else "sync")

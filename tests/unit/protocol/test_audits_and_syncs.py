@@ -14,6 +14,14 @@ def differ(job: Job) -> None:
     job.workers[1].state.values["dense/bias"][0] += 7.0
 
 
+def find(job: Job, by: str) -> None:
+    if by == "a look":
+        job.on_all(lambda worker: worker.member.examiner.look())
+    else:
+        job.workers[0].member.channel.post(Request("audit", 0))
+        eventually(lambda: all(worker.member.gate.pending() for worker in job.workers))
+
+
 def sync(worker: Worker, id_: str, source: int = 0) -> None:
     names = [variable.name for variable in worker.state.schema]
     worker.member.pause("compare")
@@ -27,15 +35,26 @@ def test_who_asks_to_be_made_equal_is_not_told_instead_that_they_differ(found_by
             worker.member.examiner.policy = "raise"
         job.on_all(lambda worker: worker.member.arrive(1))
         differ(job)
-        if found_by == "a look":
-            job.on_all(lambda worker: worker.member.examiner.look())
-        else:
-            job.workers[0].member.channel.post(Request("audit", 0))
-            eventually(lambda: all(worker.member.gate.pending() for worker in job.workers))
+        find(job, found_by)
         job.on_all(lambda worker: sync(worker, "sync-1"))
         first, second = job.values()
         assert first == second
         assert [report.outcome for report in job.workers[0].member.examiner.reports] == ["warned"]
+
+
+@pytest.mark.parametrize("found_by", ["a look", "an audit that waits"])
+def test_what_is_to_be_healed_is_healed_when_something_else_is_synced(found_by: str) -> None:
+    with Job(2) as job:
+        for worker in job.workers:
+            worker.member.examiner.policy = "heal"
+        job.on_all(lambda worker: worker.member.arrive(1))
+        differ(job)
+        find(job, found_by)
+        job.on_all(lambda worker: worker.member.pause("compare"))
+        job.on_all(lambda worker: worker.member.pause("sync\n0\nsync-1\ndense/kernel"))
+        first, second = job.values()
+        assert first == second
+        assert [report.outcome for report in job.workers[0].member.examiner.reports] == ["healed"]
 
 
 def test_a_difference_after_a_sync_is_not_as_old_as_the_one_before_it() -> None:
