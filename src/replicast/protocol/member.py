@@ -94,7 +94,7 @@ class Member:
         self.gate = Gate(self, self._check, self.patience.decide_secs, self._say_parked)
         self.outcomes = Outcomes()
         self.shelf = Shelf(channel, transport, state.schema, self.limits)
-        self._outbox: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._outbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._functions: dict[str, Function] = {}
         self._numbers = itertools.count(1)
         self._token = 0
@@ -103,7 +103,6 @@ class Member:
         self._resumed: dict[int, dict[str, Any] | None] = {}
         self.actions: dict[str, Callable[[], None]] = {}
         """What all workers may be asked to do at a boundary, by name. Written before the first one."""
-        self._wishes: set[str] = set()
         self.trained: Callable[[], int] = lambda: 0
         """How much this worker has trained, in a unit that all workers count alike."""
         self.guard: Guard | None = None
@@ -147,7 +146,8 @@ class Member:
 
     def wish(self, action: str) -> None:
         """Asks for an action of all workers at one of the next boundaries. A signal handler may call it."""
-        self._wishes.add(action)
+        request = Request(action, self.channel.rank)
+        self._outbox.put(lambda: self.channel.post(request))  # a SimpleQueue may be interrupted in its `put`
 
     def send(self, act: Callable[[], None]) -> None:
         """Has the proposer thread do something that may take a moment, after what it was given before."""
@@ -249,8 +249,6 @@ class Member:
             send = self.threads.take(self._outbox)
             if send is not None:
                 send()
-            while self._wishes:
-                self.channel.post(Request(self._wishes.pop(), self.channel.rank))
 
     def _check_by_guard(self, update: Update) -> None:
         if self.guard is not None:

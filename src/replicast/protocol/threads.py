@@ -38,7 +38,7 @@ class Threads:
         self._threads.append(thread)
         thread.start()
 
-    def take(self, work: queue.Queue[T]) -> T | None:
+    def take(self, work: queue.Queue[T] | queue.SimpleQueue[T]) -> T | None:
         """The next piece of work, or None when there was none for a while."""
         try:
             return work.get(timeout=LOOK_SECS)

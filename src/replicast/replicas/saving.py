@@ -235,7 +235,6 @@ class Saver:
                 # An audit finds out all about it, and raises on every worker if that is what is asked for.
                 logger.warning("%s", error)
                 self._member.wish("audit")
-                self._member.send(lambda: None)  # so that it is heard at once
             except ReplicastError as error:
                 self._failed = saving, error
                 saving.finish(error=error)

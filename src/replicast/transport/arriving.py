@@ -53,7 +53,7 @@ class Arrival:
         return self._taken
 
     def give_up(self) -> None:
-        """Nobody needs it: the thread ends within a millisecond."""
+        """Nobody needs it: the thread ends, at the latest behind the chunk that it is digesting."""
         self._given_up.set()
         self._thread.join()
 
@@ -97,6 +97,8 @@ class Arrival:
                     written = int(progress[0])
                     if written < end and (self._given_up.wait(_LOOK_SECS) or time.monotonic() > ends):
                         return None
+                if self._given_up.is_set():
+                    return None
                 hasher.update(data[done:end].data)
                 done = end
                 look(place, array, part)
