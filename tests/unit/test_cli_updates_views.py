@@ -17,7 +17,7 @@ from replicast.cli import status
 from replicast.cli.examination import numbers_of, view_of
 from replicast.cli.texts import age_text, number_text, seconds_text, size_text, when_text
 from replicast.edits import BFLOAT16
-from replicast.runfiles import append_metrics
+from replicast.runfiles import append_metrics, read_run_info
 from replicast.update import Stage, Update
 from tests.unit.played_job import BIAS, PlayedJob, heard_of, invoke, made_run, tensors
 
@@ -242,6 +242,18 @@ def test_inspect_says_what_a_plain_file_would_do(run: Path) -> None:
         assert text in result.output, text
     blend = invoke("inspect", path, "--as", "blend", "--weight", 0.5)
     assert (blend.exit_code, "with weight 0.5" in " ".join(blend.output.split())) == (0, True)
+
+
+def test_inspect_lists_the_variables_of_a_run_by_the_names_that_an_update_may_use(run: Path) -> None:
+    result = invoke("inspect", run)
+    assert (result.exit_code, fits(result.output)) == (0, True)
+    for variable in read_run_info(run).schema:
+        line = next(line for line in result.output.splitlines() if line.startswith(f"{variable.name} "))
+        assert variable.dtype in line
+    assert result.output.splitlines()[-1].startswith(f"{len(read_run_info(run).schema)} variables, ")
+    assert invoke("inspect", run, "--as", "add").exit_code == 2
+    elsewhere = invoke("inspect", run.parent)
+    assert (elsewhere.exit_code, "is no run directory. Perhaps: " in elsewhere.output) == (2, True)
 
 
 def test_inspect_lists_every_problem(run: Path) -> None:

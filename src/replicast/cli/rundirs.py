@@ -25,7 +25,7 @@ def run_argument(command: _Command) -> _Command:
         "run",
         type=click.Path(path_type=Path),
         metavar="RUN",
-        callback=lambda _context, _parameter, path: _checked(path),
+        callback=lambda _context, _parameter, path: checked_run(path),
     )
     return argument(command)
 
@@ -36,7 +36,7 @@ def run_option(command: _Command) -> _Command:
         "--run",
         type=click.Path(path_type=Path),
         metavar="RUN",
-        callback=lambda _context, _parameter, path: None if path is None else _checked(path),
+        callback=lambda _context, _parameter, path: None if path is None else checked_run(path),
         help="The run directory of the job that is to be changed: its variables are looked up.",
     )
     return option(command)
@@ -64,7 +64,8 @@ def not_running_text(notes: list[WorkerNote], now: float) -> str:
     return f"The job is not running ({heard})"
 
 
-def _checked(path: Path) -> Path:
+def checked_run(path: Path) -> Path:
+    """The path, if it is a run directory; else a usage error that names those near it."""
     if (path / "run.json").is_file():
         return path
     if not path.is_dir():
