@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from replicast.cli.rundirs import run_argument
+from replicast.cli.rundirs import run_argument, timeout_option
 
 
 @click.command()
@@ -26,14 +26,7 @@ from replicast.cli.rundirs import run_argument
 )
 @click.option("--json", "as_json", is_flag=True, help="One object a line: everything about an audit.")
 @click.option("--now", is_flag=True, help="Ask the running job for an audit, and show what it finds.")
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=0),
-    default=300.0,
-    metavar="SECS",
-    show_default=True,
-    help="How long --now waits.",
-)
+@timeout_option("--now")
 def audit(run: Path, last: int, as_json: bool, now: bool, timeout: float) -> None:
     """Show whether the replicas of a run were equal, and which were not, where and since when.
 

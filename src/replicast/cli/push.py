@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from replicast.cli.rundirs import run_argument
+from replicast.cli.rundirs import run_argument, timeout_option
 
 if TYPE_CHECKING:
     from replicast.trial import Trial
@@ -113,14 +113,7 @@ class InOrder(click.Command):
     help="Only check it against RUN, and show what it would do. A guard of the job is not known here.",
 )
 @click.option("--wait", is_flag=True, help="Follow it until every worker has applied it and is verified.")
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=0),
-    default=300.0,
-    metavar="SECS",
-    show_default=True,
-    help="How long --wait waits.",
-)
+@timeout_option("--wait")
 @click.pass_context
 def push(context: click.Context, /, run: Path, **options: Any) -> None:
     """Change the weights of a running job, on every worker.

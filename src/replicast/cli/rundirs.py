@@ -1,4 +1,4 @@
-"""The RUN argument of the commands, and whether the job of a run is running. Loads nothing heavy."""
+"""What the commands about a run share: RUN, --timeout, whether the job is running. Loads nothing heavy."""
 
 from __future__ import annotations
 
@@ -40,6 +40,18 @@ def run_option(command: _Command) -> _Command:
         help="The run directory of the job that is to be changed: its variables are looked up.",
     )
     return option(command)
+
+
+def timeout_option(waiting: str) -> Callable[[_Command], _Command]:
+    """Adds the option --timeout, for commands that wait for a job when they are told to by `waiting`."""
+    return click.option(
+        "--timeout",
+        type=click.FloatRange(min=0),
+        default=300.0,
+        metavar="SECS",
+        show_default=True,
+        help=f"How long {waiting} waits.",
+    )
 
 
 def silent_secs(notes: list[WorkerNote], now: float) -> float | None:
