@@ -14,6 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from replicast.supervisor.group import Patience
+from replicast.supervisor.plan import Job
+from replicast.supervisor.supervisor import Settings, supervise
+
 DEADLINE_SECS = 60.0
 
 PREAMBLE = """
@@ -172,6 +176,22 @@ sys.exit(4)
     code, _, err = launch(script).finish()
     assert code == 4
     assert "worker 0 failed first: exit code 4" in err
+
+
+def test_the_one_because_of_whom_another_ended_may_take_its_time(tmp_path: Path) -> None:
+    script = """
+if rank == 1:
+    note("pid", os.getpid()); sys.exit(75)
+wait_for_end_of(1)
+time.sleep(0.5)  # As worker 0 does, which waits for the others before it ends.
+sys.exit(4)
+"""
+    (tmp_path / "train.py").write_text(PREAMBLE + script)
+    job = Job(argv=(sys.executable, "train.py"), workers=2)
+    hasty = Patience(settle_secs=0.0, settle_killed_secs=0.0)
+    settings = Settings(run_dir=tmp_path, log_dir=tmp_path / "logs", tee=frozenset(), patience=hasty)
+    with contextlib.chdir(tmp_path):
+        assert supervise(job, settings, os.environ) == 4
 
 
 def test_the_others_are_stopped_when_they_do_not_end_by_themselves(launch: Launcher) -> None:

@@ -40,6 +40,8 @@ class Patience:
     Attributes:
         settle_secs: How long workers may go on after another one failed, which has told them.
         settle_killed_secs: The same after one was killed: it has told nobody, they wait for it in vain.
+        settle_blamed_secs: The same after one ended because of another, which has yet to end: worker 0 waits
+            up to 10 s for the others before it does, and is the one to be named.
         stop_secs: How long they may take to end when asked to.
         stop_failed_secs: The same when their job has failed: there is nothing left to save.
         kill_secs: How long the kernel may take to end a killed process, before it is left behind.
@@ -47,6 +49,7 @@ class Patience:
 
     settle_secs: float = 5.0
     settle_killed_secs: float = 1.0
+    settle_blamed_secs: float = 15.0
     stop_secs: float = 10.0
     stop_failed_secs: float = 2.0
     kill_secs: float = 10.0
@@ -161,10 +164,17 @@ class Group:
         if ended is None:
             return
         self._exits[ended.rank] = ended
-        if ended.code != 0 and self._stage is Stage.RUNNING:
-            killed = ended.code < 0
-            patience = self._patience
-            self._enter(Stage.SETTLING, patience.settle_killed_secs if killed else patience.settle_secs)
+        if ended.code != 0 and self._stage <= Stage.SETTLING:
+            secs = self._settle_secs(ended)
+            if self._deadline is not None:  # The rest were told before: their time does not begin anew.
+                secs = min(secs, self._deadline - time.monotonic())
+            self._enter(Stage.SETTLING, secs)
+
+    def _settle_secs(self, ended: WorkerExit) -> float:
+        patience = self._patience
+        if ended.code == FAILED_BECAUSE_OF_ANOTHER:
+            return patience.settle_blamed_secs
+        return patience.settle_killed_secs if ended.code < 0 else patience.settle_secs
 
     def _take_signals(self) -> None:
         for signum in self._interruptions.take():
