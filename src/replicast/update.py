@@ -164,10 +164,12 @@ class Update:
 
     def signed(self, author: str) -> Update:
         """The same update with this author, if it has none."""
-        if self._author:
-            return self
+        return self if self._author else self.labelled(author, self._note)
+
+    def labelled(self, author: str, note: str) -> Update:
+        """The same update by this author and with this note."""
         copy = self._copy(self._edits)
-        copy._author = checked_text("author", author)
+        copy._author, copy._note = checked_text("author", author), checked_text("note", note)
         return copy
 
     def replaced(self, edits: Sequence[Edit]) -> Update:

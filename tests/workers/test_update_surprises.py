@@ -50,6 +50,21 @@ def test_a_model_that_was_compiled_again_is_refused(pool2: Pool) -> None:
     pool2.run(compile_again)
 
 
+def two_callbacks(strategy: Any) -> int:
+    model = perceptron(strategy)
+    with replicas_of(model) as replicas:
+        with pytest.raises(NotSupported, match="Two callbacks of one Replicas"):
+            model.fit(
+                *arrays(), batch_size=30, verbose=0, callbacks=[replicas.callback(), replicas.callback()]
+            )
+        model.fit(*arrays(), batch_size=30, verbose=0, callbacks=[replicas.callback()])
+        return int(replicas.step) - int(np.asarray(model.optimizer.iterations))
+
+
+def test_two_callbacks_in_one_fit_are_refused_since_they_would_count_every_step_twice(pool2: Pool) -> None:
+    assert pool2.run(two_callbacks) == [0, 0]
+
+
 def wrong_proposals(strategy: Any) -> None:
     model = perceptron(strategy)
     with replicas_of(model) as replicas:

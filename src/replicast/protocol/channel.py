@@ -145,6 +145,10 @@ class Channel:
         text = self._get(f"applied/{sequence}/{worker}", LOOK_SECS)
         return None if text is None else decode(text)
 
+    def forget_applied(self, sequence: int, worker: int) -> None:
+        """Removes what a worker reported. Coordinator only."""
+        self._delete(f"applied/{sequence}/{worker}")
+
     def computed(self, round_: int, computed: Computed) -> None:
         """Reports what came of a function."""
         self._put(f"computed/{round_}", encode(computed))
@@ -152,7 +156,11 @@ class Channel:
     def what_was_computed(self, round_: int) -> Computed | None:
         """What came of a function, or None when nothing did for a while. Coordinator only."""
         text = self._get(f"computed/{round_}", LOOK_SECS / 10)  # somebody may park meanwhile
-        return None if text is None else decode(text)
+        if text is None:
+            return None
+        self._delete(f"computed/{round_}")
+        computed: Computed = decode(text)
+        return computed
 
     def tell(self, what: str, value: str) -> None:
         """Leaves a word for the others, once."""
@@ -215,9 +223,9 @@ class Channel:
             self._answered.append(number)
             self._proposals_known = proposals
 
-    def forget_read(self) -> None:
-        """Removes from the service what all workers have read. Coordinator only, when it is idle."""
-        if not self._answered:
+    def forget_read(self, at_least: int = 1) -> None:
+        """Removes from the service what all workers have read, if it is so many entries. Coordinator only."""
+        if not self._answered or self._answered[-1] + 1 - self._forgotten < at_least:
             return
         for entry in range(self._forgotten, self._answered[-1] + 1):
             self._delete(f"log/{entry}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from dataclasses import replace
 from typing import TypeAlias
 
 from replicast.errors import UpdateRefused
@@ -26,6 +27,8 @@ from replicast.protocol.verifier import Verifier
 
 logger = logging.getLogger("replicast")
 
+PILE = 200
+"""So many entries of the log, read by all, may lie there while there is no time to remove them."""
 BATCH = 16
 """At most so many waiting proposals share one round."""
 
@@ -63,6 +66,7 @@ class Coordinator:
         self._incoming: queue.Queue[Incoming] = member.channel.posted_here
         self._known: dict[str, str] = {}
         self._twins: dict[str, list[str]] = {}
+        self._sourceless: dict[str, Proposal] = {}
         self._failed_functions: dict[str, UpdateRefused] = {}
         self._behind: list[Ready] = []
 
@@ -120,6 +124,7 @@ class Coordinator:
                     self._replays.announce()
                     self._decide_special(first)
             self._replays.stage_next()
+            self._channel.forget_read(at_least=PILE)
 
     def _go_on(self) -> None:
         """While an audit waits for workers: what they may have to pass before they can answer."""
@@ -218,7 +223,9 @@ class Coordinator:
             self._rounds.drop(proposal, self._failed_functions[proposal.id])
         elif proposal.rank != proposal.source and proposal.id not in self._known:
             self._twins.setdefault(proposal.id, []).append(proposal.ticket)  # its source will propose it too
+            self._sourceless.setdefault(proposal.id, proposal)
         elif self._is_new(proposal):
+            self._sourceless.pop(proposal.id, None)
             try:
                 self._rounds.open(proposal)
             except UpdateRefused as error:
@@ -229,6 +236,8 @@ class Coordinator:
         if known is None:
             self._known[proposal.id] = proposal.content_digest
             return True
+        if proposal.parcel is not None:
+            self._channel.append(Expect(proposal.parcel, needless=True))
         if known == proposal.content_digest or proposal.source is not None:
             self._join_the_first(proposal)
             return False
@@ -259,6 +268,21 @@ class Coordinator:
             if proposal.source is not None:
                 self._failed_functions[proposal.id] = error
             self._rounds.drop(proposal, error, self._twins.pop(proposal.id, ()))
+
+    def _refuse_sourceless(self) -> None:
+        """All workers stand here, and what they proposed is known: nobody will propose these functions."""
+        held_back = {proposal.id for proposal in self._held_back}
+        for id_ in [id_ for id_ in self._sourceless if id_ not in held_back]:
+            proposal = self._sourceless.pop(id_)
+            error = UpdateRefused(
+                f"Worker {proposal.source}, on which the function was to run, has not proposed it",
+                expected=f"propose(function, source={proposal.source}) on all workers, at the same step",
+                received=f"a proposal of worker {proposal.rank} only",
+                worker=proposal.source,
+                remedy=f"Propose it in the training thread of every worker, or on worker {proposal.source}",
+            )
+            first, *twins = self._twins.pop(id_)
+            self._rounds.drop(replace(proposal, ticket=first), error, twins)
 
     def _finish_open(self) -> None:
         """Decides what is decided at the boundary at which worker 0 stands, and what waited for that."""
@@ -292,6 +316,8 @@ class Coordinator:
         ends = intent in ("drain", "close") and not self._rounds.leaving  # else it is tried at the next start
         while (ends and self._trials.cut_short(paused.step)) or self._rounds.due():
             self._finish_open()  # what had waited for others; perhaps another trial
+        if intent in ("drain", "close"):
+            self._refuse_sourceless()
         may_raise = intent not in ("compare", "sync")
         if intent not in ("begin", "restore") and self._audits.settle(may_raise=may_raise):
             return None  # their training threads raise, and are gone from here

@@ -10,13 +10,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import xxhash
 
 from replicast.audit import AuditReport, Policy, deviation
+from replicast.edits import Edit
 from replicast.errors import ReplicasDiverged, UpdateRefused
 from replicast.protocol.audit_messages import (
     Audited,
@@ -87,6 +88,10 @@ class Examiner:
             self.on_look(self.looks, brief)
         else:
             self._member.send(partial(self._channel.say, look_key(self.looks, self._channel.rank), brief))
+
+    def to_be_equal(self, edits: Sequence[Edit]) -> list[Edit]:
+        """Those of them that touch what must be the same on all workers."""
+        return [edit for edit in edits if edit.variable not in self.declared]
 
     def obey(self, order: AuditOrder) -> None:
         """Does what an audit's round asks of this worker."""

@@ -19,12 +19,13 @@ the middle of a trial is applied at its end, after the decision, in every life o
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from replicast.errors import JobFailed
+from replicast.errors import JobFailed, UpdateRefused
 from replicast.protocol.audit_messages import Examine, Lend, Weigh
 from replicast.protocol.messages import Compute, Go
 from replicast.protocol.stop import Order, Stop, order_of
@@ -72,6 +73,7 @@ class Gate:
         self._trial: Stop | None = None
         self._cut: set[int] = set()
         self._here = False
+        self._in_function = False
         self.on_stopped: Callable[[], None] = lambda: None
         """Called when the training thread has come to a stop that is undecided."""
         self.step = 0
@@ -83,6 +85,7 @@ class Gate:
         Costs one uncontended lock when nothing is going on. Blocks while a stop is undecided, at most
         `timeout_secs`, then names the coordinator.
         """
+        self._check_not_in_function()
         with self._changed:
             self.step = step
             if not self._stops:
@@ -107,6 +110,7 @@ class Gate:
         Returns:
             False when the time was up.
         """
+        self._check_not_in_function()
         with self._changed:
             self._here = True
             step = self.step
@@ -115,6 +119,24 @@ class Gate:
         if too_early:
             self._on_parked(step)
         return self._serve(done, timeout_secs)
+
+    @contextlib.contextmanager
+    def in_function(self) -> Iterator[None]:
+        """The training thread runs a function for which all workers wait: it must not wait for them."""
+        self._in_function = True
+        try:
+            yield
+        finally:
+            self._in_function = False
+
+    def _check_not_in_function(self) -> None:
+        if self._in_function:
+            raise UpdateRefused(
+                "A proposed function cannot wait for other workers: they wait for it",
+                expected="a function that returns what is to be changed",
+                received="a call of boundary, sync, save, audit or result in it",
+                remedy="Call it behind the step instead; propose() may be called in a function",
+            )
 
     def start_from(self, step: int) -> None:
         """The state is that of another step: the training thread stands at its boundary."""

@@ -35,7 +35,6 @@ from replicast.protocol.messages import (
     Applied,
     Compute,
     Computed,
-    Cut,
     Drop,
     Expect,
     Failed,
@@ -48,7 +47,6 @@ from replicast.protocol.messages import (
     Replay,
     Request,
     Resume,
-    Settle,
     Stage,
     Verified,
 )
@@ -58,6 +56,7 @@ from replicast.protocol.shelf import Shelf, by_worker
 from replicast.protocol.stop import Order
 from replicast.protocol.threads import Threads
 from replicast.protocol.ticket import Since, Ticket
+from replicast.protocol.trial_messages import Cut, Settle
 from replicast.protocol.trying import Trying
 from replicast.state import State
 from replicast.transport import Transport
@@ -113,11 +112,13 @@ class Member:
         """This worker's part in audits."""
         self.trying = Trying(self)
         """This worker's part in trials."""
-        self._training_thread: int | None = None
+        self._training_thread: threading.Thread | None = None
+        self.has_arrived = False
+        """Whether this life has come to a boundary behind a step. Written by the training thread."""
 
     def start(self) -> None:
         """Starts the background threads. The calling thread is taken for the training thread."""
-        self._training_thread = threading.get_ident()
+        self._training_thread = threading.current_thread()
         self.threads.start("follower", self._follow)
         self.threads.start("proposer", self._send)
 
@@ -155,7 +156,8 @@ class Member:
 
     def arrive(self, step: int) -> None:
         """The training thread stands at a boundary; see `Gate.arrive`."""
-        self._training_thread = threading.get_ident()
+        self._training_thread = threading.current_thread()
+        self.has_arrived = self.has_arrived or step > self.gate.step
         self.gate.arrive(step)
 
     @property
@@ -165,7 +167,7 @@ class Member:
 
     def in_training_thread(self) -> bool:
         """Whether the caller is the thread that comes to the boundaries."""
-        return threading.get_ident() == self._training_thread
+        return threading.current_thread() is self._training_thread
 
     def pause(self, intent: str) -> None:
         """Waits at the current boundary until all workers have come here with the same intent.
@@ -173,7 +175,7 @@ class Member:
         Everything that was proposed before, by anyone, is settled when it returns. Blocks as long as the
         others run; raises when one of them fails.
         """
-        self._training_thread = threading.get_ident()
+        self._training_thread = threading.current_thread()
         self._token += 1
         token = self.pausing = self._token
         paused = Paused(token, self.channel.rank, self.gate.step, intent)
@@ -213,7 +215,7 @@ class Member:
             self.state.apply(staged.update.edits)
             self.applied.add(sequence)
             applied_at = time.time()
-            digest = self.state.digest(staged.update.edits)
+            digest = self.state.digest(self.examiner.to_be_equal(staged.update.edits))
             # Giving back the memory takes as long as applying: not in this thread.
             self._outbox.put(partial(self.shelf.let_go, staged))
             del staged
@@ -229,7 +231,8 @@ class Member:
         if order.source != self.channel.rank:
             return
         try:
-            update = computed_update(order, self._functions.pop(order.id, None), self.state)
+            with self.gate.in_function():
+                update = computed_update(order, self._functions.pop(order.id, None), self.state)
             update = planned(update, self.state.schema, self.limits)
             if order.variables is None:  # else these are a replica's own values, for the others
                 self._check_by_guard(update)
@@ -259,14 +262,15 @@ class Member:
             # Its values are looked at when all workers have them, each worker at its share.
             update = planned(update, self.state.schema, self.limits, look_at=lambda _: False)
             self._check_by_guard(update)
-            parcel = self.shelf.publish(update, ticket=ticket.number)
+            parcel = self.shelf.publish(update.labelled("", ""), ticket=ticket.number)
         except UpdateRefused as error:
             self.outcomes.refuse(ticket, error)
             self.gate.wake()
             return
         ticket.content_digest = parcel.digest
         faults.point("propose")
-        self.channel.post(self._proposal(ticket, parcel=parcel.to_json(), at_step=at_step))
+        label = {"author": update.author, "note": update.note}
+        self.channel.post(self._proposal(ticket, parcel=parcel.to_json(), at_step=at_step, **label))
 
     # The follower thread.
 
@@ -283,8 +287,8 @@ class Member:
 
     def _heed(self, message: Any) -> Answer | None:
         match message:
-            case Expect(parcel):
-                self.shelf.expect(parcel)
+            case Expect():
+                self.shelf.expect(message)
             case Stage():
                 return self.trying.answer(message, self._stage(message))
             case Hold(round_):

@@ -4,8 +4,7 @@
 - To all workers, by the coordinator: Expect, Stage, Drop, Hold, Aim, Compute, Go, Free, Advance, Replay,
   Resume, Again, Verified, Failed.
 - Back to the coordinator: Answer, to one sentence; Computed, to one order; Applied, to one update.
-- In a trial: Cut, Settle, to all workers; Tried, Settled, back.
-- In an audit: those of `replicast.protocol.audit_messages`.
+- In a trial and in an audit: those of `trial_messages` and `audit_messages`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from replicast.protocol.audit_messages import Audited, Condemned, Examine, Examined, Lend, Weigh, Weighed
+from replicast.protocol.trial_messages import Cut, Settle, Settled, Tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class Proposal:
         at_step: The step at which it must be applied; None for the next possible one.
         proposed_at: Seconds since the epoch, on the proposing worker.
         trial: What it has to prove, as JSON.
+        author: Who is named in the journal. Not among the bytes: whoever proposes the same is another author.
+        note: Why, for the journal.
     """
 
     id: str
@@ -39,6 +41,8 @@ class Proposal:
     source: int | None = None
     at_step: int | None = None
     trial: dict[str, Any] | None = None
+    author: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +88,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """These bytes are being written: take what is there of them already."""
+    """These bytes are being written: take what is there of them already.
+
+    Attributes:
+        needless: Give that back: they are the bytes of what is known, and will not be staged.
+    """
 
     parcel: dict[str, Any]
+    needless: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,21 +184,6 @@ class Free:
 @dataclass(frozen=True, slots=True)
 class Advance:
     """All workers are held at the same boundary: what was meant for one of the next is due at this one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """The training ends before the trial of this update: it is decided here, where all workers stand."""
-
-    sequence: int
-
-
-@dataclass(frozen=True, slots=True)
-class Settle:
-    """A trial is decided: every replica goes back to the state before the update, or stays as it is."""
-
-    sequence: int
-    outcome: dict[str, Any]
 
 
 REPLAY_ROUND = -(10**9)
@@ -284,30 +278,6 @@ class Computed:
 
     parcel: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """What one worker has measured of a trial.
-
-    Attributes:
-        step: Where it stands.
-        before: The mean before the update, at the boundary where that was applied; None without any.
-        during: The mean since; None without any.
-        measured: Of how many steps that is.
-    """
-
-    step: int
-    before: float | None
-    during: float | None
-    measured: int
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """One worker has done what was decided of a trial; the digest is that of its whole state."""
-
-    digest: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ class Outcomes:
         self._lock = threading.Lock()
         self._open: dict[str, list[Ticket]] = defaultdict(list)
         self.history: list[Receipt] = []
+        self._in_history: set[int] = set()
         self._decided: deque[str] = deque(maxlen=REMEMBERED)  # of all workers' proposals; by the follower
 
     def add(self, ticket: Ticket) -> None:
@@ -83,7 +84,8 @@ class Outcomes:
             case Verified(content_digest, described):
                 receipt = Receipt.from_json(described)
                 id_ = receipt.id
-                if receipt not in self.history:
+                if receipt.sequence not in self._in_history:
+                    self._in_history.add(receipt.sequence)
                     self.history.append(receipt)
                 for ticket in self.about(id_, content_digest):
                     ticket.succeed(receipt)

@@ -103,6 +103,8 @@ class Rounds(Stops):
             UpdateRefused: The disk cannot.
         """
         update = self._member.shelf.staged(proposal.id)
+        if proposal.author or proposal.note:
+            update = update.labelled(proposal.author, proposal.note)
         return Ready(proposal, update, self._journal.stage(update))
 
     def commit(

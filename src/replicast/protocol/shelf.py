@@ -18,7 +18,7 @@ from replicast import faults
 from replicast.edits import Operation
 from replicast.errors import UpdateRefused
 from replicast.protocol.channel import Channel
-from replicast.protocol.messages import Answer, Coming, Drop, Failed, Stage, Verified
+from replicast.protocol.messages import Answer, Coming, Drop, Expect, Failed, Stage, Verified
 from replicast.protocol.receiving import Receiving
 from replicast.schema import Schema
 from replicast.transport import Parcel, Transport
@@ -52,7 +52,7 @@ class Shelf:
         Args:
             update: Planned.
             content_digest: What it is known by. Default: the parcel's digest, which is that of the values and
-                of what is done with them, note included.
+                of what is done with them.
             ticket: The proposal it belongs to, if it is one of this worker's.
         """
         described = np.frombuffer(json.dumps(update.describe()).encode(), np.uint8)
@@ -67,9 +67,13 @@ class Shelf:
         self._published[parcel.id] = (update.id, known_by, ticket)
         return parcel
 
-    def expect(self, parcel: dict[str, Any]) -> None:
-        """The bytes of the next one are on their way."""
-        self._receiving.expect(Parcel.from_json(parcel))
+    def expect(self, message: Expect) -> None:
+        """The bytes of the next one are on their way, or are not needed after all."""
+        parcel = Parcel.from_json(message.parcel)
+        if message.needless:
+            self._transport.release(parcel.id)
+        else:
+            self._receiving.expect(parcel)
 
     def stage(self, message: Stage, timeout_secs: float) -> Answer:
         """Fetches the bytes and checks them; the answer says whether this worker could apply them."""

@@ -18,7 +18,8 @@ from replicast.anyjournal import AnyJournal
 from replicast.errors import JobFailed, UpdateRefused
 from replicast.protocol.channel import LOOK_SECS
 from replicast.protocol.member import Member
-from replicast.protocol.messages import TRIAL_ROUND, Cut, Settle, Tried
+from replicast.protocol.messages import TRIAL_ROUND
+from replicast.protocol.trial_messages import Cut, Settle, Tried
 from replicast.protocol.trying import tried_key
 from replicast.protocol.verifier import Committed, Verifier
 from replicast.trial import Trial, TrialOutcome, judged

@@ -18,7 +18,8 @@ import xxhash
 from replicast import faults
 from replicast.errors import UpdateRefused
 from replicast.protocol.measures import Measures
-from replicast.protocol.messages import TRIAL_ROUND, Answer, Cut, Go, Settle, Settled, Stage, Tried
+from replicast.protocol.messages import TRIAL_ROUND, Answer, Go, Stage
+from replicast.protocol.trial_messages import Cut, Settle, Settled, Tried
 from replicast.state import Arrays
 from replicast.trial import Trial, TrialOutcome
 

@@ -142,6 +142,8 @@ class Verifier:
         while not self._stopping.is_set():
             with contextlib.suppress(queue.Empty):
                 waiting.append(self._queue.get(timeout=0.0 if waiting else LOOK_SECS))
+            with self._changed:  # a pause may have brought some forward
+                waiting = [self._open[one.record.sequence] for one in waiting]
             # One for a later step must not keep those behind it: whoever is applied first is told first. What
             # an audit heals is applied at once, also in a trial, to whose end others may have to wait.
             waiting.sort(key=lambda one: (not is_healing(one.record), one.step, one.record.sequence))
@@ -164,6 +166,10 @@ class Verifier:
                 return False
             settled[worker] = said.digest
         self._tell(committed, reports, trial, settled)
+        for worker in range(self._channel.size):
+            self._channel.forget_applied(record.sequence, worker)
+            if trial is not None:
+                self._channel.forget_said(settled_key(record.sequence, worker))
         with self._changed:
             del self._open[record.sequence]
             self._changed.notify_all()

@@ -44,6 +44,7 @@ class BoundaryCallback(keras.callbacks.Callback):
                 reason="it belongs to the model that its Replicas were made with",
                 remedy="Make a replicast.Replicas(model) for the model that is trained",
             )
+        self._replicas.called_by = self
         self._replicas.training_begins()
         self._replicas.recovery.plan(self._saves)
         self._replicas.auditing.plan(self._audits)
@@ -57,6 +58,12 @@ class BoundaryCallback(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes where the execution starts."""
+        if self._replicas.called_by is not self:
+            raise NotSupported(
+                "Two callbacks of one Replicas in one fit",
+                reason="every step would be counted twice",
+                remedy="Give fit one replicas.callback(...), with all that it is to do",
+            )
         self._first_step = batch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:

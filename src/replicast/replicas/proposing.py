@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+import uuid
+from typing import Any
+
 from replicast.errors import UpdateRefused
 from replicast.protocol import Member, Ticket
 from replicast.protocol.functions import Function
@@ -43,17 +47,15 @@ class Proposing:
                 expected="Update().assign(name, value), or a function of the live values",
                 received=type(update).__name__,
             )
-        runs_on = self._rank if source is None else source
-        if not 0 <= runs_on < self._size:
-            raise UpdateRefused(
-                "There is no such worker", expected=f"source from 0 to {self._size - 1}", received=f"{source}"
-            )
+        runs_on = self._rank if source is None else checked_worker(source, self._size)
         if runs_on != self._rank and not self._member.in_training_thread():
             raise UpdateRefused(
                 f"A function for worker {runs_on} cannot be sent there by worker {self._rank}",
                 remedy=f"Propose it on worker {runs_on}, or in the training thread of every worker",
             )
-        id_ = self._next_id(f"function-{runs_on}")
+        # Out of the training thread it is at no certain step, and a restarted job does not propose it again.
+        in_step = self._member.in_training_thread()
+        id_ = self._next_id(f"function-{runs_on}") if in_step else f"function-{runs_on}-{uuid.uuid4().hex}"
         if self._is_past(at_step):
             return self._refused(id_, at_step)
         return self._member.propose_function(id_, update, runs_on, at_step, trial)
@@ -80,9 +82,25 @@ class Proposing:
         return self._member.refuse(id_, error)
 
     def _next_id(self, prefix: str) -> str:
-        """An id that a restarted job gives to the same proposal, so that it is applied once all the same."""
-        now = self._member.gate.step
+        """An id that a restarted job gives to the same proposal, so that it is applied once all the same.
+
+        For the training thread. What a script proposes before it trains has step 0, also after a restore.
+        """
+        now = self._member.gate.step if self._member.has_arrived else 0
         step, count = self._last.get(prefix, (now, 0))
         count = count + 1 if step == now else 1
         self._last[prefix] = (now, count)
         return f"{prefix}-step-{now}-{count}"
+
+
+def checked_worker(source: Any, size: int) -> int:
+    """The number of a worker, if it is one."""
+    try:
+        number = operator.index(source)
+    except TypeError:
+        number = -1
+    if not 0 <= number < size:
+        raise UpdateRefused(
+            "There is no such worker", expected=f"source from 0 to {size - 1}", received=repr(source)
+        )
+    return number

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import keras
 
 from replicast.audit import AuditReport, Policy
-from replicast.errors import ReplicastError, UpdateRefused
+from replicast.errors import ReplicastError
 from replicast.guard import Guard
 from replicast.journal import Receipt
 from replicast.protocol import Patience, Ticket
@@ -28,6 +28,7 @@ from replicast.replicas.joining import (
 )
 from replicast.replicas.looping import OwnLoop
 from replicast.replicas.moving import move, read_model, write_model
+from replicast.replicas.proposing import checked_worker
 from replicast.replicas.recovery import SaveEvery, Saves, on_sigterm
 from replicast.replicas.restoring import Restored
 from replicast.replicas.saving import Keeping, Saving, WhenBusy
@@ -97,6 +98,8 @@ class Replicas(OwnLoop):
         self._closed = False
         self._syncs = 0
         self._moves = 0
+        self.called_by: BoundaryCallback | None = None
+        """The callback of the last `fit`. Written by it, when that begins."""
         self._parts: Parts | None = None
         if model.built:
             self._open()
@@ -232,10 +235,7 @@ class Replicas(OwnLoop):
         Returns:
             The receipt, or None when nothing differed.
         """
-        if not 0 <= source < self.size:
-            raise UpdateRefused(
-                "There is no such worker", expected=f"source from 0 to {self.size - 1}", received=f"{source}"
-            )
+        source = checked_worker(source, self.size)
         if isinstance(variables, str):
             variables = [variables]
         chosen = list(self.schema) if variables is None else [self.schema.resolve(name) for name in variables]

@@ -23,12 +23,14 @@ def sync(member: Member, source: int, names: Sequence[str], number: int, attempt
         The receipt, or None when nothing differed.
     """
     member.pause("\n".join(["compare", str(source), *names]))
-    mine = member.state.digests(names)
-    said = member.channel.agree(f"sync/{number}", json.dumps(mine), member.patience.begin_secs)
-    theirs = [json.loads(text) for text in said.values()]
+    member.channel.forget_agreed(f"sync/{number - 1}")  # all have heard it, else they would not be here
+    mine = json.dumps([attempt, member.state.digests(names)])
+    said = member.channel.agree(f"sync/{number}", mine, member.patience.begin_secs)
+    attempts, theirs = zip(*(json.loads(said[worker]) for worker in sorted(said)), strict=True)
     differing = [name for name in names if any(their[name] != theirs[source][name] for their in theirs)]
     if not differing:
         return None
-    id_ = f"sync-{attempt}-{member.gate.step}-{number}"
+    # Worker 0's attempt: launchers on several hosts may have counted differently.
+    id_ = f"sync-{attempts[0]}-{member.gate.step}-{number}"
     member.pause("\n".join(["sync", str(source), id_, *differing]))
     return next((receipt for receipt in reversed(member.history) if receipt.id == id_), None)

@@ -193,6 +193,9 @@ class SharedMemoryTransport(Transport):
             os.close(descriptor)
 
     def release(self, parcel_id: str) -> None:  # noqa: D102
+        arrival = self._expected.pop(parcel_id, None)
+        if arrival is not None:
+            arrival.give_up()
         self._digests.pop(parcel_id, None)
         self._lent.pop(parcel_id, None)
         draft = self._published.pop(parcel_id, None)
