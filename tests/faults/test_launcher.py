@@ -269,6 +269,17 @@ def test_no_worker_is_left_when_the_launcher_itself_is_killed(launch: Launcher) 
     gone(*pids)
 
 
+def test_a_screen_that_nobody_reads_stops_neither_the_workers_nor_a_signal(launch: Launcher) -> None:
+    script = "for number in range(400):\n    print('x' * 1000, number)\nfor_ever()"
+    launched = launch(script, "--grace", "0.5", "--run-dir", "run", "--tee", "all")
+    pids = [launched.pid("pid-0"), launched.pid("pid-1")]
+    launched.process.send_signal(signal.SIGTERM)
+    gone(*pids)
+    logs = [launched.directory / "run" / "logs" / "attempt-0" / f"worker-{rank}.log" for rank in (0, 1)]
+    assert [log.read_text().count("\n") for log in logs] == [400, 400]
+    assert launched.finish()[0] == 143
+
+
 def test_a_restart_is_a_new_attempt_with_new_ports_and_logs(launch: Launcher) -> None:
     script = """
 print("attempt", attempt)

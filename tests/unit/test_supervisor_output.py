@@ -142,6 +142,7 @@ def test_a_reader_that_leaves_does_not_stop_the_job(tmp_path: Path) -> None:
         screen = Screen(out, out, live_rank=None, colour=False)
         screen.show(0, ["nobody reads this"])
         screen.show(0, ["nor this"])
+        screen.close()
 
 
 def test_text_that_the_stream_cannot_encode_is_replaced() -> None:
