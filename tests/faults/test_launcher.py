@@ -194,6 +194,26 @@ sys.exit(4)
         assert supervise(job, settings, os.environ) == 4
 
 
+def test_after_one_left_because_it_was_told_to_the_others_have_all_of_the_grace_period(
+    tmp_path: Path,
+) -> None:
+    script = """
+if rank == 1:
+    note("pid", os.getpid()); sys.exit(143)
+wait_for_end_of(1)
+time.sleep(0.5)  # As worker 0 does, which writes the checkpoint.
+note("written")
+sys.exit(143)
+"""
+    (tmp_path / "train.py").write_text(PREAMBLE + script)
+    job = Job(argv=(sys.executable, "train.py"), workers=2)
+    hasty = Patience(settle_secs=0.0, stop_failed_secs=0.0, stop_secs=DEADLINE_SECS)
+    settings = Settings(run_dir=tmp_path, log_dir=tmp_path / "logs", tee=frozenset(), patience=hasty)
+    with contextlib.chdir(tmp_path):
+        assert supervise(job, settings, os.environ) == 143
+    assert (tmp_path / "written-0").exists()
+
+
 def test_the_others_are_stopped_when_they_do_not_end_by_themselves(launch: Launcher) -> None:
     script = """
 if rank == 1:

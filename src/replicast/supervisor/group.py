@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from replicast.config import FAILED_BECAUSE_OF_ANOTHER
+from replicast.config import FAILED_BECAUSE_OF_ANOTHER, TOLD_TO_END
 from replicast.supervisor.interruptions import STOP_SIGNALS, Interruptions
 from replicast.supervisor.output import Output
 from replicast.supervisor.plan import WorkerPlan
@@ -42,7 +42,7 @@ class Patience:
         settle_killed_secs: The same after one was killed: it has told nobody, they wait for it in vain.
         settle_blamed_secs: The same after one ended because of another, which has yet to end: worker 0 waits
             up to 10 s for the others before it does, and is the one to be named.
-        stop_secs: How long they may take to end when asked to.
+        stop_secs: How long they may take to end when asked to; also after one left because it was told to.
         stop_failed_secs: The same when their job has failed: there is nothing left to save.
         kill_secs: How long the kernel may take to end a killed process, before it is left behind.
     """
@@ -174,6 +174,8 @@ class Group:
         patience = self._patience
         if ended.code == FAILED_BECAUSE_OF_ANOTHER:
             return patience.settle_blamed_secs
+        if ended.code == TOLD_TO_END:  # So were the others, and one of them may still write the checkpoint.
+            return max(patience.settle_secs, patience.stop_secs)
         return patience.settle_killed_secs if ended.code < 0 else patience.settle_secs
 
     def _take_signals(self) -> None:
