@@ -122,8 +122,7 @@ class Group:
                 while len(self._exits) < len(self._plans) and not self._gave_up():
                     self._wait_once(selector)
             finally:
-                for worker in self._workers:
-                    worker.close(within_secs=self._patience.kill_secs)
+                self._close()
         return self._end()
 
     def _start(self, selector: selectors.BaseSelector, environ: Mapping[str, str]) -> None:
@@ -220,6 +219,14 @@ class Group:
     def _resize(self) -> None:
         for worker in self._workers:
             worker.output.resize(self._screen.columns_for_live_worker())
+
+    def _close(self) -> None:
+        """All are killed before the first is waited for, so that many take no longer than one."""
+        for worker in self._workers:
+            worker.kill()
+        until = time.monotonic() + self._patience.kill_secs
+        for worker in self._workers:
+            worker.close(until=until)
 
     def _end(self) -> GroupEnd:
         tails = {worker.plan.rank: tuple(worker.output.tail) for worker in self._workers}
