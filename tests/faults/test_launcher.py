@@ -95,6 +95,14 @@ def launch(tmp_path: Path) -> Iterator[Launcher]:
             os.kill(int(noted.read_text()), signal.SIGKILL)
 
 
+def supervised(directory: Path, script: str, patience: Patience) -> int:
+    """The exit code of two workers that are supervised from this process."""
+    (directory / "train.py").write_text(PREAMBLE + script)
+    settings = Settings(run_dir=directory, log_dir=directory / "logs", tee=frozenset(), patience=patience)
+    with contextlib.chdir(directory):
+        return supervise(Job(argv=(sys.executable, "train.py"), workers=2), settings, os.environ)
+
+
 def eventually(condition: Callable[[], bool], otherwise: str) -> None:
     end = time.monotonic() + DEADLINE_SECS
     while not condition():
@@ -186,12 +194,23 @@ wait_for_end_of(1)
 time.sleep(0.5)  # As worker 0 does, which waits for the others before it ends.
 sys.exit(4)
 """
-    (tmp_path / "train.py").write_text(PREAMBLE + script)
-    job = Job(argv=(sys.executable, "train.py"), workers=2)
-    hasty = Patience(settle_secs=0.0, settle_killed_secs=0.0)
-    settings = Settings(run_dir=tmp_path, log_dir=tmp_path / "logs", tee=frozenset(), patience=hasty)
-    with contextlib.chdir(tmp_path):
-        assert supervise(job, settings, os.environ) == 4
+    assert supervised(tmp_path, script, Patience(settle_secs=0.0, settle_killed_secs=0.0)) == 4
+
+
+def test_after_one_left_because_it_was_told_to_the_others_have_all_of_the_grace_period(
+    tmp_path: Path,
+) -> None:
+    script = """
+if rank == 1:
+    note("pid", os.getpid()); sys.exit(143)
+wait_for_end_of(1)
+time.sleep(0.5)  # As worker 0 does, which writes the checkpoint.
+note("written")
+sys.exit(143)
+"""
+    hasty = Patience(settle_secs=0.0, stop_failed_secs=0.0, stop_secs=DEADLINE_SECS)
+    assert supervised(tmp_path, script, hasty) == 143
+    assert (tmp_path / "written-0").exists()
 
 
 def test_the_others_are_stopped_when_they_do_not_end_by_themselves(launch: Launcher) -> None:
@@ -267,6 +286,17 @@ def test_no_worker_is_left_when_the_launcher_itself_is_killed(launch: Launcher) 
     pids = [launched.pid("pid-0"), launched.pid("pid-1")]
     launched.process.kill()
     gone(*pids)
+
+
+def test_a_screen_that_nobody_reads_stops_neither_the_workers_nor_a_signal(launch: Launcher) -> None:
+    script = "for number in range(400):\n    print('x' * 1000, number)\nfor_ever()"
+    launched = launch(script, "--run-dir", "run", "--tee", "all")
+    pids = [launched.pid("pid-0"), launched.pid("pid-1")]
+    launched.process.send_signal(signal.SIGTERM)
+    gone(*pids)
+    logs = (launched.directory / "run").glob("logs/attempt-0/*.log")
+    assert [log.read_text().count("\n") for log in logs] == [400, 400]
+    assert launched.finish()[0] == 143
 
 
 def test_a_restart_is_a_new_attempt_with_new_ports_and_logs(launch: Launcher) -> None:

@@ -1,3 +1,5 @@
+import contextlib
+import errno
 import io
 import os
 from pathlib import Path
@@ -142,6 +144,7 @@ def test_a_reader_that_leaves_does_not_stop_the_job(tmp_path: Path) -> None:
         screen = Screen(out, out, live_rank=None, colour=False)
         screen.show(0, ["nobody reads this"])
         screen.show(0, ["nor this"])
+        screen.close()
 
 
 def test_text_that_the_stream_cannot_encode_is_replaced() -> None:
@@ -177,3 +180,34 @@ def test_a_full_disk_does_not_stop_the_reading() -> None:
     os.write(output.writing_end, b"still here\n")
     output.close()
     assert list(output.tail) == ["still here"]
+
+
+def test_what_outlives_a_worker_and_writes_for_ever_does_not_keep_the_launcher(tmp_path: Path) -> None:
+    output = Output(0, tmp_path / "log", screen=None, columns=None)
+    os.close(output.reading_end)
+    output.reading_end = os.open("/dev/zero", os.O_RDONLY)
+    output.close()
+    assert (tmp_path / "log").stat().st_size >= 1024 * 1024, "a worker's own output is smaller than that"
+
+
+@pytest.mark.parametrize("columns", [None, 80])
+def test_all_that_a_worker_left_unread_is_taken_in(tmp_path: Path, columns: int | None) -> None:
+    output = Output(0, tmp_path / "log", screen=None, columns=columns)
+    os.set_blocking(output.writing_end, False)
+    written = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            written += os.write(output.writing_end, b"x" * 999 + b"\n")
+    output.close()
+    assert (tmp_path / "log").stat().st_size == written
+
+
+def test_a_log_is_closed_when_there_is_no_descriptor_left_for_a_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_pipe() -> tuple[int, int]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pipe", no_pipe)
+    with pytest.raises(OSError, match="Too many open files"):  # And no warning of a file that nobody closed.
+        Output(0, tmp_path / "log", screen=None, columns=None)

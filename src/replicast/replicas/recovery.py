@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -234,20 +231,6 @@ class Recovery:
             if isinstance(every, timedelta) and time.monotonic() - last >= every.total_seconds():
                 last = time.monotonic()
                 self._member.wish("save")
-
-
-def on_sigterm(act: Any) -> None:
-    """Has `act` called on SIGTERM, unless somebody has a handler already or this is not the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        return
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the process
-        act()
-
-    signal.signal(signal.SIGTERM, handle)
 
 
 def numbers(logs: Mapping[str, Any]) -> dict[str, float]:

@@ -29,9 +29,10 @@ from replicast.replicas.joining import (
 from replicast.replicas.looping import OwnLoop
 from replicast.replicas.moving import move, read_model, write_model
 from replicast.replicas.proposing import checked_worker
-from replicast.replicas.recovery import SaveEvery, Saves, on_sigterm
+from replicast.replicas.recovery import SaveEvery, Saves
 from replicast.replicas.restoring import Restored
 from replicast.replicas.saving import Keeping, Saving, WhenBusy
+from replicast.replicas.signals import on_sigterm
 from replicast.replicas.syncing import sync
 from replicast.trial import Trial
 from replicast.update import Update

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from replicast.config import FAILED_BECAUSE_OF_ANOTHER
+from replicast.config import FAILED_BECAUSE_OF_ANOTHER, TOLD_TO_END
 from replicast.supervisor.interruptions import STOP_SIGNALS, Interruptions
 from replicast.supervisor.output import Output
 from replicast.supervisor.plan import WorkerPlan
@@ -42,7 +42,7 @@ class Patience:
         settle_killed_secs: The same after one was killed: it has told nobody, they wait for it in vain.
         settle_blamed_secs: The same after one ended because of another, which has yet to end: worker 0 waits
             up to 10 s for the others before it does, and is the one to be named.
-        stop_secs: How long they may take to end when asked to.
+        stop_secs: How long they may take to end when asked to; also after one left because it was told to.
         stop_failed_secs: The same when their job has failed: there is nothing left to save.
         kill_secs: How long the kernel may take to end a killed process, before it is left behind.
     """
@@ -122,8 +122,7 @@ class Group:
                 while len(self._exits) < len(self._plans) and not self._gave_up():
                     self._wait_once(selector)
             finally:
-                for worker in self._workers:
-                    worker.close(within_secs=self._patience.kill_secs)
+                self._close()
         return self._end()
 
     def _start(self, selector: selectors.BaseSelector, environ: Mapping[str, str]) -> None:
@@ -174,6 +173,8 @@ class Group:
         patience = self._patience
         if ended.code == FAILED_BECAUSE_OF_ANOTHER:
             return patience.settle_blamed_secs
+        if ended.code == TOLD_TO_END:  # So were the others, and one of them may still write the checkpoint.
+            return max(patience.settle_secs, patience.stop_secs)
         return patience.settle_killed_secs if ended.code < 0 else patience.settle_secs
 
     def _take_signals(self) -> None:
@@ -218,6 +219,14 @@ class Group:
     def _resize(self) -> None:
         for worker in self._workers:
             worker.output.resize(self._screen.columns_for_live_worker())
+
+    def _close(self) -> None:
+        """All are killed before the first is waited for, so that many take no longer than one."""
+        for worker in self._workers:
+            worker.kill()
+        until = time.monotonic() + self._patience.kill_secs
+        for worker in self._workers:
+            worker.close(until=until)
 
     def _end(self) -> GroupEnd:
         tails = {worker.plan.rank: tuple(worker.output.tail) for worker in self._workers}

@@ -15,6 +15,8 @@ from replicast.supervisor.screen import Screen
 
 TAIL_LINES = 20
 _CHUNK = 65536
+_HELD_AT_MOST = 1024 * 1024
+"""The most that Linux lets a pipe or terminal hold unread."""
 _ROWS = 24
 
 
@@ -43,10 +45,12 @@ class Output:
         self.at_end = False
         self.is_terminal = columns is not None
         self._log = log.open("ab", buffering=0)
-        if columns is None:
-            self.reading_end, self.writing_end = os.pipe()
-        else:
-            self.reading_end, self.writing_end = os.openpty()
+        try:
+            self.reading_end, self.writing_end = os.pipe() if columns is None else os.openpty()
+        except OSError:
+            self._log.close()
+            raise
+        if columns is not None:
             _leave_newlines_alone(self.writing_end)
             self.resize(columns)
         os.set_blocking(self.reading_end, False)
@@ -62,32 +66,37 @@ class Output:
             size = struct.pack("HHHH", _ROWS, columns, 0, 0)
             fcntl.ioctl(self.reading_end, termios.TIOCSWINSZ, size)
 
-    def pump(self) -> bool:
+    def pump(self) -> int:
         """Passes on what there is to read now.
 
         Returns:
-            False when there is nothing now; `at_end` tells whether more may come.
+            How many bytes; 0 when there is nothing now, and `at_end` tells whether more may come.
         """
         try:
             data = os.read(self.reading_end, _CHUNK)
         except BlockingIOError:
-            return False
+            return 0
         except OSError:  # A pseudo-terminal whose last writer left.
             data = b""
         if not data:
             self.at_end = True
-            return False
+            return 0
         self._keep(data)
         lines = self._assembler.feed(data)
         self.tail.extend(lines)
         if self._screen is not None:
             self._screen.show(self._rank, lines, self._assembler.partial)
-        return True
+        return len(data)
 
     def close(self) -> None:
-        """Takes in what the worker still wrote, and closes the files."""
-        while self.pump():
-            pass
+        """Takes in what the worker still wrote, and closes the files.
+
+        A child of its own session outlives the worker, and may write for ever: what comes after as much as a
+        pipe or terminal holds is not the worker's.
+        """
+        taken = 0
+        while taken < _HELD_AT_MOST and (count := self.pump()):
+            taken += count
         rest = self._assembler.finish()
         self.tail.extend(rest)
         if self._screen is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Sequence
@@ -11,7 +10,11 @@ from typing import TextIO
 
 from replicast.config import FAULTS, TOLD_TO_END
 from replicast.supervisor.group import GroupEnd
+from replicast.supervisor.lines import cropped
 from replicast.supervisor.worker import WorkerExit
+
+_BOX_COLUMNS = 1000
+"""How much of a line is in the box; a line that never ended is as long as the log."""
 
 
 def failure_line(failure: WorkerExit) -> str:
@@ -62,17 +65,19 @@ def interruption_line(signum: signal.Signals, end: GroupEnd) -> str:
     return f"replicast: stopped by {name}; {rest}"
 
 
-def print_tail(failure: WorkerExit, stream: TextIO) -> None:
-    """Draws the last lines of the failed worker in a box."""
+def tail_box(failure: WorkerExit, stream: TextIO) -> str:
+    """The last lines of the failed worker in a box, as it suits a stream; nothing is written to it."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text
 
     console = Console(file=stream)
-    text = Text.from_ansi("\n".join(failure.tail)) if failure.tail else Text("(no output)", style="dim")
+    lines = [cropped(line, _BOX_COLUMNS) for line in failure.tail]
+    text = Text.from_ansi("\n".join(lines)) if failure.tail else Text("(no output)", style="dim")
     title = f"worker {failure.rank}: the last {len(failure.tail)} lines" if failure.tail else None
-    with contextlib.suppress(OSError):  # The terminal may be gone.
+    with console.capture() as captured:
         console.print(Panel(text, title=title, title_align="left", border_style="red"))
+    return captured.get().rstrip("\n")
 
 
 def duration(secs: float) -> str:

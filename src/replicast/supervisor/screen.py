@@ -10,18 +10,19 @@ import contextlib
 import os
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TextIO
 
 from replicast.supervisor.lines import cropped, without_colours
+from replicast.supervisor.outlet import Outlet
 
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
-_ERASE_LINE = "\r\x1b[K"
 _RESET = "\x1b[0m"
 
 
 class Screen:
     """Writes workers' lines to one stream and the launcher's own messages to another.
+
+    Only `close` blocks; it must be called, since what is shown or told may still have to be written.
 
     Args:
         out: Where the workers' lines go.
@@ -31,45 +32,40 @@ class Screen:
     """
 
     def __init__(self, out: TextIO, messages: TextIO, *, live_rank: int | None, colour: bool) -> None:
-        self._out = out
-        self._messages = messages
+        self._stream = out
+        self._out = Outlet(out)
+        self._messages = self._out if _same_file(out, messages) else Outlet(messages)
         self.live_rank = live_rank
         self._colour = colour
         self._partial = ""
-        self._drawn = False
-        self._reader_left = False
 
     def show(self, rank: int, lines: list[str], partial: str = "") -> None:
         """Writes finished lines of a worker and takes note of how its unfinished line looks."""
-        text = "".join(f"{self._prefix(rank)}{self._painted(line)}\n" for line in lines)
         if rank == self.live_rank:
-            if not lines and partial == self._partial:
-                return
             self._partial = partial
-        if text or rank == self.live_rank:
-            self._write(self._erased() + text + self._drawn_partial())
+        if lines or rank == self.live_rank:
+            shown = [f"{self._prefix(rank)}{self._painted(line)}" for line in lines]
+            self._out.put(shown, self._drawn_partial())
 
     def tell(self, message: str) -> None:
         """Writes a message of the launcher itself, on a line of its own."""
-        self._write(self._erased())
-        with contextlib.suppress(OSError):
-            self._messages.write(f"{message}\n")
-            self._messages.flush()
-        self._write(self._drawn_partial())
+        bottom = self._drawn_partial() if self._messages is self._out else ""
+        self._messages.put([message], bottom, must_appear=True)
+
+    def close(self) -> None:
+        """Waits until everything is on the screen; a bounded time, should nobody read it."""
+        self._out.close()
+        if self._messages is not self._out:
+            self._messages.close()
 
     def columns_for_live_worker(self) -> int:
         """The width that is left for the live worker beside its name."""
         rank = 0 if self.live_rank is None else self.live_rank
-        return max(20, _columns(self._out) - len(_name(rank)))
-
-    def _erased(self) -> str:
-        erase, self._drawn = _ERASE_LINE if self._drawn else "", False
-        return erase
+        return max(20, _columns(self._stream) - len(_name(rank)))
 
     def _drawn_partial(self) -> str:
         if not self._partial or self.live_rank is None:
             return ""
-        self._drawn = True
         room = self.columns_for_live_worker() - 1
         return self._prefix(self.live_rank) + self._painted(cropped(self._partial, room))
 
@@ -82,18 +78,6 @@ class Screen:
         if not self._colour:
             return without_colours(line)
         return f"{line}{_RESET}" if "\x1b" in line else line
-
-    def _write(self, text: str) -> None:
-        if not text or self._reader_left:
-            return
-        encoding = self._out.encoding or "utf-8"
-        try:
-            self._out.write(text.encode(encoding, "replace").decode(encoding))
-            self._out.flush()
-        except OSError:  # `replicast run … | head`: the logs still get everything.
-            self._reader_left = True
-            with contextlib.suppress(OSError, ValueError), Path(os.devnull).open("w") as nowhere:
-                os.dup2(nowhere.fileno(), self._out.fileno())  # Nor may the flush at exit fail.
 
 
 def make_screen(out: TextIO, messages: TextIO, *, tee: frozenset[int], environ: Mapping[str, str]) -> Screen:
@@ -117,3 +101,12 @@ def _columns(stream: TextIO) -> int:
         if columns > 0:
             return columns
     return shutil.get_terminal_size().columns
+
+
+def _same_file(one: TextIO, other: TextIO) -> bool:
+    """Whether two streams end in one file, where order matters: a terminal, `2>&1`."""
+    if one is other:
+        return True
+    with contextlib.suppress(OSError, ValueError):
+        return os.path.sameopenfile(one.fileno(), other.fileno())
+    return False

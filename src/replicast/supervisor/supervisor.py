@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,9 +19,9 @@ from replicast.supervisor.report import (
     failure_line,
     interruption_line,
     others_line,
-    print_tail,
     restart_line,
     short_path,
+    tail_box,
     told_to_end_line,
 )
 from replicast.supervisor.rundir import locked, make_attempt_dir, next_attempt
@@ -60,8 +61,11 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
     """
     check_job(job)
     absent = absent_workers(job, environ)
-    screen = make_screen(sys.stdout, sys.stderr, tee=settings.tee, environ=environ)
-    with locked(settings.run_dir, job.ranks[0]), Interruptions() as interruptions:
+    with (
+        locked(settings.run_dir, job.ranks[0]),
+        Interruptions() as interruptions,
+        contextlib.closing(make_screen(sys.stdout, sys.stderr, tee=settings.tee, environ=environ)) as screen,
+    ):
         if absent:
             screen.tell(absent_line(absent, job.world_size))
         first_attempt = next_attempt(settings.log_dir, job.ranks)
@@ -140,7 +144,7 @@ def _report(end: GroupEnd, screen: Screen) -> None:
         if end.first_failure.code == TOLD_TO_END:
             screen.tell(told_to_end_line(end.first_failure))
         else:
-            print_tail(end.first_failure, sys.stderr)
+            screen.tell(tail_box(end.first_failure, sys.stderr))
             screen.tell(failure_line(end.first_failure))
         others = others_line(end)
         if others:

@@ -16,6 +16,7 @@ from replicast.supervisor.output import Output
 from replicast.supervisor.plan import WorkerPlan
 
 _BIRTH = Path(__file__).with_name("birth.py")
+_END_SECS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +79,13 @@ class Worker:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        output.hand_over()
-        self.end_notice = os.pidfd_open(self._process.pid)
-        """Becomes readable when the process has ended."""
+        try:
+            output.hand_over()
+            self.end_notice = os.pidfd_open(self._process.pid)
+            """Becomes readable when the process has ended."""
+        except BaseException:  # Too many open files, say. Nobody else knows of the process yet.
+            self._end(time.monotonic() + _END_SECS)
+            raise
 
     def signal_tree(self, signum: signal.Signals) -> None:
         """Sends a signal to the worker and all its children."""
@@ -102,11 +107,22 @@ class Worker:
             stopped=self.stopped,
         )
 
-    def close(self, *, within_secs: float) -> None:
-        """Kills whatever is left of the tree, reaps the worker and takes in the rest of its output."""
+    def kill(self) -> None:
+        """Kills whatever is left of the tree."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=within_secs)
+
+    def close(self, *, until: float) -> None:
+        """Kills whatever is left of the tree, reaps the worker and takes in the rest of its output.
+
+        Args:
+            until: How long to wait for the kernel to end it, on the clock of `time.monotonic`.
+        """
+        self._end(until)
         os.close(self.end_notice)
         self.output.close()
+
+    def _end(self, until: float) -> None:
+        self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=max(0.0, until - time.monotonic()))

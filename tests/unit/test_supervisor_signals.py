@@ -1,0 +1,141 @@
+"""SIGTERM in a worker, sent once, repeated, and sent to the whole cgroup: the last checkpoint is written."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import replicast
+
+SIGNALS = Path(replicast.__file__).with_name("replicas") / "signals.py"
+on_sigterm: Any = runpy.run_path(str(SIGNALS))["on_sigterm"]  # Its package would load TensorFlow.
+DEADLINE_SECS = 60.0
+
+
+@pytest.fixture(autouse=True)
+def nobody_has_a_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def ended_script(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script that knows `on_sigterm` and has no launcher."""
+    preamble = f"import os, runpy, signal\non_sigterm = runpy.run_path({str(SIGNALS)!r})['on_sigterm']\n"
+    without = {name: value for name, value in os.environ.items() if name != "REPLICAST_LAUNCHED"}
+    return subprocess.run(
+        [sys.executable, "-c", preamble + script],
+        env={**without, **environ},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECS,
+        check=False,
+    )
+
+
+def test_a_launched_worker_acts_on_the_first_signal_and_on_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPLICAST_LAUNCHED", "1")
+    times = iter([0.0, 1.0, 3600.0])
+    told: list[None] = []
+    on_sigterm(lambda: told.append(None), now=lambda: next(times))
+    for _ in range(3):
+        signal.raise_signal(signal.SIGTERM)
+    assert len(told) == 1
+
+
+def test_without_a_launcher_a_repetition_within_seconds_is_the_same_signal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("REPLICAST_LAUNCHED", raising=False)
+    times = iter([100.0, 100.1, 104.9])
+    told: list[None] = []
+    on_sigterm(lambda: told.append(None), now=lambda: next(times))
+    for _ in range(3):
+        signal.raise_signal(signal.SIGTERM)
+    assert len(told) == 1
+
+
+def test_without_a_launcher_a_later_repetition_ends_the_process() -> None:
+    script = """
+times = iter([100.0, 105.0])
+on_sigterm(lambda: print("told", flush=True), now=lambda: next(times))
+signal.raise_signal(signal.SIGTERM)
+signal.raise_signal(signal.SIGTERM)
+print("still here")
+"""
+    ended = ended_script(script)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, "told\n")
+
+
+def test_a_forked_child_ends_when_told_to_and_asks_nobody_to_leave() -> None:
+    script = """
+on_sigterm(lambda: print("told", flush=True))
+child = os.fork()
+if child == 0:
+    signal.raise_signal(signal.SIGTERM)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    ended = ended_script(script, REPLICAST_LAUNCHED="1")
+    assert (ended.returncode, ended.stdout) == (0, f"{-signal.SIGTERM}\n")
+
+
+def test_a_handler_of_the_script_s_own_stays() -> None:
+    def own(*_: object) -> None:
+        pass
+
+    signal.signal(signal.SIGTERM, own)
+    on_sigterm(lambda: None)
+    assert signal.getsignal(signal.SIGTERM) is own
+
+
+WORKER = """
+import os, runpy, sys, time
+from pathlib import Path
+told = []
+on_sigterm = runpy.run_path({signals!r})["on_sigterm"]
+on_sigterm(lambda: told.append(1))
+Path("new").write_text(str(os.getpid()))
+Path("new").rename("pid")
+while not told:
+    time.sleep(0.002)
+Path("told").touch()
+while not Path("signalled").exists():
+    time.sleep(0.002)
+Path("written").touch()
+sys.exit(143)
+"""
+
+
+def test_a_worker_whose_whole_cgroup_is_told_to_end_writes_its_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WORKER.format(signals=str(SIGNALS)))
+    command = [sys.executable, "-m", "replicast.cli", "run", "-n", "1", "train.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            _appears(tmp_path / "pid")
+            os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
+            _appears(tmp_path / "told")
+            launcher.send_signal(signal.SIGTERM)  # It passes it on: the second one for the worker.
+            os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
+            (tmp_path / "signalled").touch()
+            _, err = launcher.communicate(timeout=DEADLINE_SECS)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 143, err
+    assert (tmp_path / "written").exists()
+
+
+def _appears(path: Path) -> None:
+    end = time.monotonic() + DEADLINE_SECS
+    while not path.exists():
+        assert time.monotonic() < end, f"{path.name} never came"
+        time.sleep(0.01)
