@@ -40,6 +40,8 @@ LOOK_SECS = 0.3
 GRACE_SECS = 10.0
 """How long a worker that was told to stop may take before its process is ended."""
 REMIND_SECS = 30.0
+PASSED_TURNS = 100
+"""The keys of a turn are removed when so many others have been taken."""
 
 
 class Lifetime:
@@ -65,6 +67,7 @@ class Lifetime:
         self._end_process = end_process
         self._trained_alone = trained_alone
         self._turn = 0
+        self._forgotten = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="replicast-lifetime", daemon=True)
         self._interrupted = False
@@ -150,6 +153,16 @@ class Lifetime:
         if self._blamed:
             raise JobFailed(f"worker {self._rank} failed, or left before the others", worker=self._rank)
 
+    def has_left(self, worker: int) -> bool:
+        """Whether this worker was the first to reach the end of its script: it waits for the others there.
+
+        Raises:
+            JobFailed: The job has failed.
+        """
+        self.check()
+        left = self._get("left")
+        return left is not None and left["worker"] == worker
+
     def failed(self, error: BaseException) -> None:
         """To be called when this worker's script raised: tells the others, the first one to fail wins."""
         if isinstance(error, KeyboardInterrupt) and self.failure is None:
@@ -157,9 +170,11 @@ class Lifetime:
             return
         if self.failure is None:
             lines = traceback.format_exception_only(error)
-            said = lines[-1].strip() if lines else type(error).__name__
-            self._put("failed", {"worker": self._rank, "said": said})
-            self.failure = self._first_failure() or _first(self._rank, said)
+            said, blamed = lines[-1].strip() if lines else type(error).__name__, self._rank
+            if isinstance(error, JobFailed) and error.worker is not None:  # it waited for that one in vain
+                said, blamed = str(error), error.worker
+            self._put("failed", {"worker": blamed, "said": said})
+            self.failure = self._first_failure() or _first(blamed, said)
         if self.failure.worker != self._rank:
             sys.stderr.write(f"replicast: {self.failure}\n")
 
@@ -230,6 +245,7 @@ class Lifetime:
         try:
             while not self._stop.is_set():
                 failure = self._look()
+                self._forget_turns()
                 self.looks += 1
                 if failure is not None:
                     self._end(failure)
@@ -238,6 +254,14 @@ class Lifetime:
             return  # the service is gone; the training thread gets TensorFlow's own error
         except Exception:
             logger.exception("The thread that watches over the job died")
+
+    def _forget_turns(self) -> None:
+        """Removes the keys of turns that all have taken: nobody is more than one behind, all wait at each."""
+        while self._forgotten < self._turn - PASSED_TURNS:
+            self._forgotten += 1
+            if self._rank == 0:
+                self._coordination.delete(f"{PREFIX}/turn/{self._forgotten}")
+            self._coordination.delete(f"{PREFIX}/turn/{self._forgotten}/{self._rank}")
 
     def _look(self) -> JobFailed | None:
         failed = self._get("failed")

@@ -11,7 +11,7 @@ import pytest
 from replicast.config import FAILED_BECAUSE_OF_ANOTHER
 from replicast.coordination import MemoryCoordination
 from replicast.errors import JobFailed
-from replicast.lifetime import GRACE_SECS, Lifetime
+from replicast.lifetime import GRACE_SECS, PASSED_TURNS, Lifetime
 
 DEADLINE_SECS = 20.0
 
@@ -86,6 +86,37 @@ def test_of_two_failures_the_first_is_named(workers: list[Worker]) -> None:
     assert "worker 1 failed first: ValueError: the cause" in str(workers[0].lifetime.failure)
     leave_all(workers)
     assert workers[0].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
+
+
+def test_who_waited_in_vain_blames_the_one_it_waited_for(workers: list[Worker]) -> None:
+    workers[0].lifetime.failed(JobFailed("worker 1 did not come", worker=1))
+    eventually(lambda: raises(workers[1].lifetime.check))
+    leave_all(workers)
+    assert workers[0].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
+    assert workers[1].exit_codes == []  # whatever it ends with stays
+
+
+def test_who_has_left_is_known_and_keys_of_turns_do_not_pile_up(workers: list[Worker]) -> None:
+    for _ in range(3 * PASSED_TURNS):
+        for worker in workers:
+            worker.lifetime.turn()
+    kept = workers[0].coordination._store.values
+    eventually(lambda: len([key for key in kept if "/turn/" in key]) <= PASSED_TURNS)
+    assert not workers[0].lifetime.has_left(1)
+    leaving = threading.Thread(target=workers[1].lifetime.leave)
+    leaving.start()
+    eventually(lambda: workers[0].lifetime.has_left(1))
+    assert not workers[0].lifetime.has_left(0)
+    workers[0].lifetime.leave()
+    leaving.join(DEADLINE_SECS)
+
+
+def raises(act: Callable[[], object]) -> bool:
+    try:
+        act()
+    except JobFailed:
+        return True
+    return False
 
 
 def test_workers_that_exchanged_nothing_are_told_why(

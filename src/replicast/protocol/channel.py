@@ -13,6 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from replicast import faults
@@ -49,10 +50,27 @@ class Notes:
 
 
 class Channel:
-    """One job's keys. Any thread may call any method; only the coordinator appends and asks."""
+    """One job's keys. Any thread may call any method; only the coordinator appends and asks.
 
-    def __init__(self, coordination: Coordination, name: str, rank: int, size: int) -> None:
+    Args:
+        coordination: Where the keys are.
+        name: In front of all of them.
+        rank: Which worker this is.
+        size: The number of workers.
+        has_left: Whether a worker has come to the end of its script, so that it says nothing more; raises
+            when the job has failed.
+    """
+
+    def __init__(
+        self,
+        coordination: Coordination,
+        name: str,
+        rank: int,
+        size: int,
+        has_left: Callable[[int], bool] = lambda worker: False,
+    ) -> None:
         self._coordination = coordination
+        self._has_left = has_left
         self._prefix = f"replicast/{name}"
         self.name = name
         self.rank = rank
@@ -168,7 +186,7 @@ class Channel:
 
     def hear(self, what: str, timeout_secs: float) -> str | None:
         """A word that somebody has left; None when it did not come in time."""
-        return self._get(f"told/{what}", timeout_secs)
+        return self._wait_for(f"told/{what}", time.monotonic() + timeout_secs)
 
     def forget_told(self, what: str) -> None:
         """Removes a word that nobody needs any more."""
@@ -191,13 +209,13 @@ class Channel:
         """Every worker says its value and hears everyone's. Blocks until all have, at most `timeout_secs`.
 
         Raises:
-            JobFailed: A worker did not come in time; it is named.
+            JobFailed: A worker did not come in time, or has left; it is named.
         """
         self._put(f"agree/{what}/{self.rank}", value)
         ends = time.monotonic() + timeout_secs
         values: dict[int, str] = {}
         for worker in range(self.size):
-            text = self._get(f"agree/{what}/{worker}", max(0.001, ends - time.monotonic()))
+            text = self._wait_for(f"agree/{what}/{worker}", ends, worker)
             if text is None:
                 raise JobFailed(
                     f"worker {self.rank} waited {timeout_secs:.0f} s for worker {worker}, which did not say "
@@ -242,6 +260,26 @@ class Channel:
     def proposals_read(self) -> int:
         """How many proposals the coordinator has read."""
         return self._proposals_read
+
+    def _wait_for(self, key: str, ends: float, worker: int | None = None) -> str | None:
+        """A word, of this worker if one is given; None when its time is up.
+
+        Asks again and again: a question to the service lets no signal of the process through.
+        """
+        while (text := self._get(key, max(0.001, min(LOOK_SECS, ends - time.monotonic())))) is None:
+            if time.monotonic() >= ends:
+                return None
+            if worker is not None and self._has_left(worker):
+                # What it said before it left is there by now.
+                text = self._get(key, LOOK_SECS)
+                if text is None:
+                    raise JobFailed(
+                        f"worker {worker} reached the end of its script while worker {self.rank} waits for "
+                        "it. Every worker must come to the same calls of replicast",
+                        worker=worker,
+                    )
+                return text
+        return text
 
     def _delete(self, key: str) -> None:
         self._coordination.delete(f"{self._prefix}/{key}")

@@ -138,7 +138,7 @@ def join(
         settings.guard.check_patterns(state.schema)
     local = strategy.statistics == "local"
     may_differ = declared(state.schema, settings.may_differ, local_statistics=local)
-    channel = Channel(strategy.coordination, settings.name, strategy.rank, strategy.size)
+    channel = Channel(strategy.coordination, settings.name, strategy.rank, strategy.size, strategy.has_left)
     _check_same_model(channel, state, settings.patience)
     accelerated = channel.agree("accelerator", str(state.on_accelerator), settings.patience.begin_secs)
     state.fingerprints_on_device = str(True) in accelerated.values()  # one kind, or none could be compared

@@ -141,6 +141,10 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         """Raises `JobFailed` when another worker has failed."""
         self._lifetime.check()
 
+    def has_left(self, worker: int) -> bool:
+        """Whether a worker has reached the end of its script; raises `JobFailed` when the job has failed."""
+        return self._lifetime.has_left(worker)
+
     def before_leaving(self, act: Callable[[], None], always: Callable[[], None]) -> None:
         """Has `act` called at the end of the script, on a worker of a job that has not failed.
 

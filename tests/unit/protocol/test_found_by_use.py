@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replicast.errors import UpdateRefused
-from replicast.protocol import Member, Ticket
+from replicast.coordination import MemoryCoordination
+from replicast.errors import JobFailed, UpdateRefused
+from replicast.protocol import Channel, Member, Ticket
 from replicast.protocol.coordinator import PILE
 from replicast.transport import SharedMemoryTransport
 from replicast.transport.shared import ANNOUNCED_BYTES
@@ -133,3 +134,17 @@ def test_what_was_read_is_removed_from_the_service_also_when_there_is_never_a_qu
         assert most <= PILE + 20, "of some thousand entries"
         job.on_all(drain)
         assert not [key for key in job.store.values if "/applied/" in key]
+
+
+def test_who_waits_for_one_that_has_left_is_told_and_what_that_one_said_before_is_heard() -> None:
+    store = MemoryCoordination.Store()
+    left: set[int] = set()
+    first, second = (
+        Channel(MemoryCoordination(store), "test", rank, 2, has_left=left.__contains__) for rank in range(2)
+    )
+    second._put("agree/plan/1", "said before it left")
+    left.add(1)
+    assert first.agree("plan", "mine", DEADLINE_SECS) == {0: "mine", 1: "said before it left"}
+    with pytest.raises(JobFailed, match="worker 1 reached the end of its script") as failure:
+        first.agree("another plan", "mine", DEADLINE_SECS)
+    assert failure.value.worker == 1
