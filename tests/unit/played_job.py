@@ -131,9 +131,8 @@ def pushed(run: Path) -> tuple[Update, int | None]:
     return submitted.update, submitted.at_step
 
 
-def made_run() -> Path:
+def made_run(path: Path = Path("run")) -> Path:
     """A run directory, seen from its parent, whose two workers have just written their notes."""
-    path = Path("run")
     write_run_info(path, RunInfo(FORMAT, SCHEMA, 2, 0, time.time()))
     heard_of(path)
     return path

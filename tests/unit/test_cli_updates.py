@@ -312,6 +312,17 @@ def test_a_job_that_is_not_running_is_noticed(run: Path, job: PlayedJob) -> None
     assert "proposed. The job is not running" in waited.output
 
 
+def test_who_gives_the_first_of_several_runs_of_a_script_is_told_which_one_is_running(run: Path) -> None:
+    heard_of(run, 35.0)
+    later = run / "replicas-2"
+    made_run(later)
+    told = f"Another Replicas of the same script is running: give {later} instead."
+    for command in (["push", run, "--set", "learning_rate=0.5"], ["status", run]):
+        assert told in " ".join(invoke(*command).output.split()), command
+    heard_of(later, 35.0)
+    assert "Another Replicas" not in invoke("status", run).output
+
+
 def test_a_step_that_is_past_is_refused_at_once(run: Path) -> None:
     result = invoke("push", run, "--set", "learning_rate=0.1", "--at-step", 5)
     assert result.exit_code == 1

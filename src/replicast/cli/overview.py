@@ -14,7 +14,7 @@ from rich.text import Text
 from replicast.audit import AuditReport
 from replicast.auditfiles import last_audits
 from replicast.cli.auditing import audit_line
-from replicast.cli.rundirs import ABSENT_SECS, is_running, not_running_text
+from replicast.cli.rundirs import ABSENT_SECS, is_running, not_running_text, running_beside
 from replicast.cli.standings import Standing, committed, refused, waiting
 from replicast.cli.tables import make_table, refusal_cell, stage_cell, updates_table
 from replicast.cli.texts import (
@@ -131,7 +131,10 @@ def rendered(seen: Overview) -> RenderableType:
 def _head(seen: Overview) -> Text:
     head = Text(f"{seen.run}: {counted(seen.workers, 'worker')}", style="bold")
     if not seen.is_running:
-        return head.append(f"\n{not_running_text(list(seen.notes), seen.now)}.", style="red")
+        said = (
+            f"{not_running_text(list(seen.notes), seen.now)}. {running_beside(seen.run, seen.now)}".rstrip()
+        )
+        return head.append(f"\n{said}", style="red")
     doing = "training" if any(note.training for note in seen.notes) else "running, not inside a training loop"
     return head.append(f", {doing}, step {max(note.step for note in seen.notes)}")
 

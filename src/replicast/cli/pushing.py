@@ -17,7 +17,7 @@ from replicast import inbox
 from replicast.cli.assembling import Head, Part, assembled, number_part, saved_part, tensors_part
 from replicast.cli.examination import Examination, examine
 from replicast.cli.following import Sight, follow, line
-from replicast.cli.rundirs import is_running, not_running_text
+from replicast.cli.rundirs import is_running, not_running_text, running_beside
 from replicast.cli.standings import Standing, committed
 from replicast.cli.tables import edits_table, make_console
 from replicast.cli.texts import (
@@ -186,6 +186,9 @@ def _submit(wish: Wish, update: Update, console: Console) -> None:
     click.echo(f"pushed {update.id}")
     if not running:
         click.echo(f"{not_running_text(notes, time.time())}: its next start will take the update.")
+        beside = running_beside(wish.run, time.time())
+        if beside:
+            click.echo(f"{beside} replicast withdraw {wish.run} {update.id} takes this one back.")
 
 
 def _say_how_to_follow(run: Path, update_id: str) -> None:

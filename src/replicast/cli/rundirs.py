@@ -76,6 +76,17 @@ def not_running_text(notes: list[WorkerNote], now: float) -> str:
     return f"The job is not running ({heard})"
 
 
+def running_beside(run: Path, now: float) -> str:
+    """Which further `Replicas` of the same script are running, in a sentence; nothing when none is."""
+    from replicast.runfiles import read_worker_notes
+
+    found = [child.parent for child in sorted(run.glob("replicas-*/run.json"))]
+    running = [str(child) for child in found if is_running(read_worker_notes(child), now)]
+    if not running:
+        return ""
+    return f"Another Replicas of the same script is running: give {' or '.join(running)} instead."
+
+
 def checked_run(path: Path) -> Path:
     """The path, if it is a run directory; else a usage error that names those near it."""
     if (path / "run.json").is_file():

@@ -303,7 +303,6 @@ class Replicas(OwnLoop):
         self._member.arrive(self._member.gate.step)
         self._housekeeping.training = True
         self._strategy.take_start(self.model)  # what was restored goes on here, and not in some later `fit`
-        on_sigterm(lambda: self.recovery.leaving.asked(training=self._housekeeping.training))
 
     def training_ends(self) -> None:
         """All workers: called by the callback. Everything proposed so far is settled when it returns."""
@@ -338,6 +337,8 @@ class Replicas(OwnLoop):
         """Joins the other workers. All of them come here, each with a built model."""
         self._parts = join(self.model, self._optimizer, self._strategy, self._settings)
         self._strategy.before_leaving(self.close, always=self._abandon)
+        # Also before a training: TensorFlow's own handler would swallow it, and data may take long to load.
+        on_sigterm(lambda: self.recovery.leaving.asked(training=self._housekeeping.training))
         self._member.pause("begin")
 
     def _abandon(self) -> None:
