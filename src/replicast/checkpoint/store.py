@@ -142,7 +142,9 @@ class CheckpointStore:
             reader.verify()
         return reader
 
-    def write(self, draft: Draft, arrays: Iterable[tuple[str, Array]]) -> Manifest:
+    def write(
+        self, draft: Draft, arrays: Iterable[tuple[str, Array]], digests: Mapping[str, str] | None = None
+    ) -> Manifest:
         """Writes a checkpoint. When this returns, it is committed and durable.
 
         A checkpoint of that step that training would go on from in the same way is left as it is; any other
@@ -152,12 +154,13 @@ class CheckpointStore:
             draft: What is known of the checkpoint.
             arrays: Each variable's name and value, taken one by one. In the order of `file_order` it is
                 quickest; any other will do.
+            digests: What each variable's digest is known to be: other bytes are not put in place.
 
         Returns:
             The manifest of the checkpoint that is there now.
 
         Raises:
-            CheckpointError: The arrays are not those of the draft's schema.
+            CheckpointError: The arrays are not those of the draft's schema, or not those of the digests.
             TypeError, ValueError: The draft cannot be written as JSON.
             OSError: It cannot be written. What was there before is still there, and nothing half; unless it
                 was the parent directory that could not be synced: the new one is there then, whole.
@@ -170,6 +173,7 @@ class CheckpointStore:
         variables = {variable.name: variable for variable in draft.schema}
         with temporary_directory(self._directory) as temporary:
             manifest = write_contents(temporary, draft, _in_pieces(arrays, variables))
+            _check_digests(manifest, digests)
             existing = self._same(manifest)
             if existing is not None:
                 return existing
@@ -286,6 +290,21 @@ class CheckpointStore:
         return {
             int(name) for name in names if name.isascii() and name.isdigit() and f"{int(name):08d}" == name
         }
+
+
+def _check_digests(manifest: Manifest, known: Mapping[str, str] | None) -> None:
+    """Raises unless what was written is what it is known to be: memory may change under a writer."""
+    if known is None:
+        return
+    for name, digest in manifest.digests.items():
+        if known.get(name) != digest:
+            raise CheckpointError(
+                "What was written is not what was to be saved: it has changed meanwhile. Nothing is saved",
+                step=manifest.step,
+                variable=name,
+                expected=f"digest {known.get(name)}",
+                received=digest,
+            )
 
 
 def _in_pieces(
