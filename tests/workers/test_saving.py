@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import replicast
 from replicast.checkpoint import CheckpointStore
 from replicast.journal import Journal
-from replicast.replicas.saving import Saver
+from replicast.replicas.witnessing import Witnesses
 from tests.pool import Pool
 from tests.workers.recipes import perceptron
 from tests.workers.test_updates import adam, replicas_of
@@ -62,11 +61,9 @@ def test_a_checkpoint_waits_until_what_was_proposed_before_it_is_committed(
 
 @pytest.mark.parametrize(("policy", "follows"), [("heal", "An audit follows"), ("raise", "replicas.sync")])
 def test_a_checkpoint_that_is_not_made_says_what_follows_by_the_policy(policy: str, follows: str) -> None:
-    said = json.dumps({"step": 5, "digests": {"bias": "other"}})
-    saver: Any = object.__new__(Saver)
-    saver._member = mock.Mock(**{"channel.hear.return_value": said, "patience.begin_secs": 1.0})
-    saver._member.examiner.declared, saver._member.examiner.policy = frozenset(), policy
+    member = mock.Mock(**{"examiner.declared": frozenset(), "examiner.policy": policy})
+    said = [{"step": 5, "digests": {"bias": "other"}}]
     with pytest.raises(replicast.ReplicasDiverged, match="The state is not saved: at step 5") as caught:
-        saver._compare(mock.Mock(**{"draft.step": 5}), {"bias": "mine"}, 1)
+        Witnesses(member, mock.Mock()).check(said, 5, {"bias": "mine"})
     assert follows in str(caught.value)
     assert ("sync" in str(caught.value)) == (policy == "raise")

@@ -12,6 +12,8 @@ from replicast.records import reading
 from replicast.schema import Schema
 
 FORMAT = 1
+LINE = "line"
+"""The entry of `extra` that counts how often training went back; not there while it never has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,6 +64,11 @@ class Draft:
             "versions": dict(self.versions),
             "extra": dict(self.extra),
         }
+
+    @property
+    def line(self) -> int:
+        """How often training had gone back behind a checkpoint of its run before it came here."""
+        return int(self.extra.get(LINE, 0))
 
     def position(self) -> bytes:
         """Where training goes on from here, apart from the state: equal when it is the same, as JSON."""

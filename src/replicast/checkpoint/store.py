@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import logging
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from replicast.checkpoint.layout import dtype_of
-from replicast.checkpoint.manifest import Draft, Manifest
+from replicast.checkpoint.manifest import LINE, Draft, Manifest
+from replicast.checkpoint.ordering import Best, best_of, latest_first, line_of_next, with_unreadable
 from replicast.checkpoint.reading import CheckpointReader, advice, open_checkpoint
 from replicast.checkpoint.writing import (
     PIECE_BYTES,
@@ -28,8 +30,8 @@ from replicast.errors import CheckpointError, FileDamaged
 from replicast.files import TEMPORARY, sync_directory
 from replicast.schema import Variable
 
-Best: TypeAlias = tuple[str, Literal["min", "max"]]
-"""A metric, and which of its values is the best."""
+logger = logging.getLogger("replicast")
+
 # Inside the class, `list` is a method.
 _Manifests: TypeAlias = list[Manifest]
 _Problems: TypeAlias = list[FileDamaged]
@@ -45,6 +47,7 @@ class CheckpointStore:
 
     def __init__(self, run_dir: Path) -> None:
         self._directory = Path(run_dir) / "checkpoints"
+        self._stuck: set[Path] = set()
 
     def path(self, step: int) -> Path:
         """The directory that the checkpoint of a step has, or would have."""
@@ -69,28 +72,33 @@ class CheckpointStore:
 
     def list(self) -> _Manifests:
         """The committed checkpoints by step. Those that are not committed or damaged are left out."""
-        return [found for found in self._look() if isinstance(found, Manifest)]
+        return [found for found in self._look().values() if isinstance(found, Manifest)]
 
     def problems(self) -> _Problems:
         """What is wrong with the checkpoints that `list` leaves out. Finds damaged bytes only by `verify`."""
-        return [found for found in self._look() if isinstance(found, FileDamaged)]
+        return [found for found in self._look().values() if isinstance(found, FileDamaged)]
 
     def last(self) -> Manifest | None:
-        """The committed checkpoint of the latest step, if there is one."""
+        """The committed checkpoint that training would go on from, if there is one.
+
+        That is the one of the latest step; where training has gone back behind one, of those written since.
+        """
         return self.last_and_skipped()[0]
 
     def last_and_skipped(self) -> tuple[Manifest | None, _Problems]:
-        """What `last` gives, and what is wrong with those of later steps."""
+        """What `last` gives, and what is wrong with those that may be later."""
+        looked = self._look()
         skipped: _Problems = []
-        for found in self._look(latest_first=True):
+        for step in self._latest_first(looked):
+            found = looked[step]
             if isinstance(found, Manifest):
                 return found, skipped
             skipped.append(found)
         return None, skipped
 
     def steps(self) -> _Steps:
-        """The steps that have a checkpoint, whatever state it is in, the latest first."""
-        return sorted(self._steps(), reverse=True)
+        """The steps that have a checkpoint, whatever state it is in; the latest, as `last` sees it, first."""
+        return self._latest_first(self._look())
 
     def last_whole(self, without: int) -> int | None:
         """The latest step but `without` whose checkpoint is whole. Reads every byte until it has found it."""
@@ -134,44 +142,54 @@ class CheckpointStore:
             reader.verify()
         return reader
 
-    def write(self, draft: Draft, arrays: Iterable[tuple[str, Array]]) -> Manifest:
+    def write(
+        self, draft: Draft, arrays: Iterable[tuple[str, Array]], digests: Mapping[str, str] | None = None
+    ) -> Manifest:
         """Writes a checkpoint. When this returns, it is committed and durable.
 
         A checkpoint of that step that training would go on from in the same way is left as it is; any other
-        is replaced.
+        is replaced. It is the last one from then on, also when there are some of later steps.
 
         Args:
             draft: What is known of the checkpoint.
             arrays: Each variable's name and value, taken one by one. In the order of `file_order` it is
                 quickest; any other will do.
+            digests: What each variable's digest is known to be: other bytes are not put in place.
 
         Returns:
             The manifest of the checkpoint that is there now.
 
         Raises:
-            CheckpointError: The arrays are not those of the draft's schema.
+            CheckpointError: The arrays are not those of the draft's schema, or not those of the digests.
             TypeError, ValueError: The draft cannot be written as JSON.
             OSError: It cannot be written. What was there before is still there, and nothing half; unless it
                 was the parent directory that could not be synced: the new one is there then, whole.
         """
         if draft.step < 0:
             raise ValueError(f"A step is counted from 0. Received: {draft.step}")
-        path = self.path(draft.step)
+        path, line = self.path(draft.step), line_of_next(self.list(), draft.step)
+        if line:
+            draft = replace(draft, extra={**draft.extra, LINE: line})
         variables = {variable.name: variable for variable in draft.schema}
         with temporary_directory(self._directory) as temporary:
             manifest = write_contents(temporary, draft, _in_pieces(arrays, variables))
+            _check_digests(manifest, digests)
             existing = self._same(manifest)
             if existing is not None:
                 return existing
             put_in_place(temporary, path)
         return manifest
 
-    def prune(self, keep: int, best: Best | None = None) -> _Steps:
+    def prune(self, keep: int, best: Best | None = None, named: int | None = None) -> _Steps:
         """Removes old checkpoints: all but the last `keep` and the best one. Damaged ones are left alone.
 
+        One that cannot be removed stays; that is said once.
+
         Args:
-            keep: How many of the last ones to keep, at least 1.
+            keep: How many of the last ones to keep, at least 1. Those that training has given up by going
+                back count as older than those that it follows.
             best: A metric, and whether "min" or "max" of it is the best; of equal ones, the latest is.
+            named: The step of one that stays in any case.
 
         Returns:
             The steps of those that were removed.
@@ -182,12 +200,10 @@ class CheckpointStore:
             )
         if best is not None and best[1] not in ("min", "max"):
             raise ValueError(f'The best is the "min" or the "max" of a metric. Received: {best[1]!r}')
-        manifests = self.list()
-        kept = {manifest.step for manifest in manifests[-keep:]} | _best_steps(manifests, best)
-        removed = [manifest.step for manifest in manifests if manifest.step not in kept]
-        for step in removed:
-            self.remove(step)
-        return removed
+        ordered = latest_first(self.list())
+        kept = {manifest.step for manifest in ordered[:keep]} | best_of(ordered, best) | {named}
+        superfluous = sorted(manifest.step for manifest in ordered if manifest.step not in kept)
+        return [step for step in superfluous if self._removed(step)]
 
     def remove(self, step: int) -> None:
         """Removes a checkpoint, also a damaged one: at once for every reader, whenever this is interrupted.
@@ -204,6 +220,20 @@ class CheckpointStore:
                 each.rename(aside)
                 shutil.rmtree(aside, ignore_errors=True)
         sync_directory(self._directory)
+
+    def _removed(self, step: int) -> bool:
+        """Removes an old checkpoint, if that is possible: what was just written is whole in any case."""
+        path = self.path(step)
+        try:
+            self.remove(step)
+        except (CheckpointError, FileNotFoundError):
+            return False  # Somebody else has removed it meanwhile.
+        except OSError as error:
+            if path not in self._stuck:
+                logger.warning("the old checkpoint %s cannot be removed, and takes room: %s", path, error)
+            self._stuck.add(path)
+            return False
+        return True
 
     def clean(self) -> None:
         """Removes what a writer that died left behind, or finishes it. Only when nobody is writing."""
@@ -232,15 +262,25 @@ class CheckpointStore:
                 return existing
         return None
 
-    def _look(self, *, latest_first: bool = False) -> Iterator[Manifest | FileDamaged]:
-        for step in sorted(self._steps(), reverse=latest_first):
+    def _look(self) -> dict[int, Manifest | FileDamaged]:
+        """What every checkpoint says of itself, or what is wrong with it, by step."""
+        looked: dict[int, Manifest | FileDamaged] = {}
+        for step in sorted(self._steps()):
             try:
-                yield self.manifest(step)
+                looked[step] = self.manifest(step)
             except FileDamaged as error:
-                yield error
+                looked[step] = error
             except CheckpointError as error:
                 if self.path(step).exists():  # It is not gone meanwhile.
-                    yield FileDamaged(self.path(step), f"{error.problem}. {advice(self.path(step))}")
+                    problem = f"{error.problem}. {advice(self.path(step))}"
+                    looked[step] = FileDamaged(self.path(step), problem)
+        return looked
+
+    @staticmethod
+    def _latest_first(looked: Mapping[int, Manifest | FileDamaged]) -> _Steps:
+        ordered = latest_first(found for found in looked.values() if isinstance(found, Manifest))
+        readable = [manifest.step for manifest in ordered]
+        return with_unreadable(readable, set(looked) - set(readable))
 
     def _steps(self) -> set[int]:
         if not self._directory.is_dir():
@@ -250,6 +290,21 @@ class CheckpointStore:
         return {
             int(name) for name in names if name.isascii() and name.isdigit() and f"{int(name):08d}" == name
         }
+
+
+def _check_digests(manifest: Manifest, known: Mapping[str, str] | None) -> None:
+    """Raises unless what was written is what it is known to be: memory may change under a writer."""
+    if known is None:
+        return
+    for name, digest in manifest.digests.items():
+        if known.get(name) != digest:
+            raise CheckpointError(
+                "What was written is not what was to be saved: it has changed meanwhile. Nothing is saved",
+                step=manifest.step,
+                variable=name,
+                expected=f"digest {known.get(name)}",
+                received=digest,
+            )
 
 
 def _in_pieces(
@@ -278,16 +333,3 @@ def _pieces(array: Array, variable: Variable | None, name: str) -> Pieces:
         return ()
     native = np.ascontiguousarray(array, dtype_of(variable)).reshape(-1).view(np.uint8).data
     return (native[start : start + PIECE_BYTES] for start in range(0, len(native), PIECE_BYTES))
-
-
-def _best_steps(manifests: Iterable[Manifest], best: Best | None) -> set[int]:
-    if best is None:
-        return set()
-    metric, direction = best
-    sign = 1.0 if direction == "max" else -1.0
-    ranked = [
-        (sign * manifest.metrics[metric], manifest.step)
-        for manifest in manifests
-        if not math.isnan(manifest.metrics.get(metric, math.nan))
-    ]
-    return {max(ranked)[1]} if ranked else set()

@@ -27,14 +27,14 @@ class Leaving:
 
     Args:
         member: This worker's part in the protocol.
-        save: Makes a checkpoint of this boundary, waits for it, and says whether there is a place for one.
+        save: Makes a checkpoint of this boundary, waits for it within bounds, and says what became of it.
 
     Attributes:
         left: Whether this worker has left the training, at the boundary of all others.
         ends: Whether the script has come to its end: then nothing needs to end it any more.
     """
 
-    def __init__(self, member: Member, save: Callable[[], bool]) -> None:
+    def __init__(self, member: Member, save: Callable[[], str]) -> None:
         self._member = member
         self._save = save
         self.left = False
@@ -60,10 +60,11 @@ class Leaving:
         self.left = True
         rank, trial_ends = self._member.channel.rank, self._member.gate.trial_ends
         if trial_ends is None:
-            saved = False
-            with contextlib.suppress(ReplicastError, OSError):
-                saved = self._save()
-            logger.warning("worker %d was told to end: the state is%s saved", rank, "" if saved else " not")
+            try:
+                said = self._save()
+            except (ReplicastError, OSError) as error:
+                said = f"the state is not saved. {error}"
+            logger.warning("worker %d was told to end: %s", rank, said)
         else:
             logger.warning(
                 "worker %d was told to end in the middle of a trial, which ends at step %d: the state is not "

@@ -121,8 +121,11 @@ class Recovery:
         if self._saves.every == "epoch":
             self._save_due()
 
-    def save(self) -> Saving:
+    def save(self, when_busy: WhenBusy | None = None) -> Saving:
         """Saves the state of this boundary; returns while it is being written.
+
+        Args:
+            when_busy: What becomes of it if the one before is still being written; as planned unless given.
 
         Raises:
             CheckpointError: It holds an update whose trial is not decided.
@@ -136,9 +139,8 @@ class Recovery:
                 received=f"step {self._member.gate.step}; the trial ends at step {trial_ends}",
                 remedy="Save when the trial is decided; save_every of the callback does so by itself",
             )
-        return self._saver.save(
-            self.position, numbers(self._metrics), self._saves.keeping, self._saves.when_busy
-        )
+        when_busy = self._saves.when_busy if when_busy is None else when_busy
+        return self._saver.save(self.position, numbers(self._metrics), self._saves.keeping, when_busy)
 
     def restore(self, step: int | None, partial: bool) -> Restored | None:
         """Gives all workers the state of a checkpoint."""
@@ -152,6 +154,8 @@ class Recovery:
         self._member.pause("\n".join(["restored", *map(str, sorted(restored.holds))]))
         self._member.applied = set(restored.holds)
         self._member.gate.start_from(restored.step)
+        if self._saver is not None:
+            self._saver.named = step
         self.position = self._resumed = restored.position
         self._rest_is_due = True
         return restored
@@ -218,11 +222,16 @@ class Recovery:
         if not self._owed:
             self.save()
 
-    def _save_before_leaving(self) -> bool:
-        if self._saver is not None:
-            self.save()
-            self.settle()
-        return self._saver is not None
+    def _save_before_leaving(self) -> str:
+        """Saves, waits for it as long as is waited for anybody, and says what this worker knows of it."""
+        if self._saver is None:
+            return "the state is not saved, since there is no run directory"
+        patience_secs = self._member.patience.begin_secs
+        self._saver.settle(patience_secs)
+        manifest = self.save(when_busy="wait").result(patience_secs)
+        if self._member.channel.rank != 0:
+            return "worker 0 saves the state, and says so"
+        return "the state is saved" if manifest is not None else "the state is not saved"
 
     def _wish_in_time(self) -> None:
         last = time.monotonic()

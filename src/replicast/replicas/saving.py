@@ -23,7 +23,6 @@ from typing import Any, Literal
 import numpy as np
 
 from replicast import faults
-from replicast.audit import what_follows
 from replicast.checkpoint import CheckpointStore, Draft, Manifest, file_order
 from replicast.digest import digest_array
 from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged, ReplicastError
@@ -31,7 +30,8 @@ from replicast.fence import Fence
 from replicast.protocol import Member
 from replicast.protocol.measures import History, mean_history
 from replicast.replicas.position import Position
-from replicast.replicas.reconciling import averaged_names, mean, packed
+from replicast.replicas.reconciling import averaged_names, mean
+from replicast.replicas.witnessing import ENDED, Witnesses
 from replicast.state import Arrays
 from replicast.strategy import KerasState
 
@@ -96,6 +96,10 @@ class Saving:
         """Whether it is written, or never will be."""
         return self._done.is_set()
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Blocks until it is done, at most `timeout` seconds; says whether it is."""
+        return self._done.wait(timeout)
+
     def result(self, timeout: float | None = None) -> Manifest | None:
         """Blocks until the checkpoint is durable, at most `timeout` seconds.
 
@@ -106,7 +110,7 @@ class Saving:
             ReplicasDiverged: The workers' states differ: nothing was saved.
             CheckpointError: It could not be written.
         """
-        if not self._done.wait(timeout):
+        if not self.wait(timeout):
             raise CheckpointError("The checkpoint is still being written", received=f"after {timeout} s")
         if self._error is not None:
             self.told = True
@@ -126,6 +130,9 @@ class Saver:
         store: Where; only worker 0 looks at it.
         attempt: Which life of the job this is.
         fence: On worker 0: whether this group may still write.
+
+    Attributes:
+        named: The step of a checkpoint that stays: the script asked for it, and does so again if restarted.
     """
 
     def __init__(
@@ -136,11 +143,16 @@ class Saver:
         self._state = state
         self._store = store
         self._attempt = attempt
+        self._witnesses = Witnesses(member, state)
         self._saves = 0
         self._buffers: Arrays = {}
         self._queue: queue.Queue[tuple[Snapshot, Keeping, Saving]] = queue.Queue()
         self._current: Saving | None = None
         self._failed: tuple[Saving, Exception] | None = None
+        self._ending = threading.Lock()
+        self._ended: JobFailed | None = None
+        self._complained = False
+        self.named: int | None = None
 
     def start(self) -> None:
         """Starts the thread that writes. Worker 0 only."""
@@ -159,24 +171,19 @@ class Saver:
         keeping: Keeping,
         when_busy: WhenBusy = "wait",
     ) -> Saving:
-        """Takes the state of this boundary. The training thread pays for a copy, or for digests."""
+        """Takes the state of this boundary. The training thread pays for a copy, or for digests.
+
+        Raises:
+            JobFailed: The job ended while the checkpoint before was being written.
+        """
         faults.point("snapshot")
         self._saves += 1
         saving = Saving()
-        measured = self._member.trying.measures.history()
         if self._member.channel.rank != 0:
-            digests = self._state.digests(v.name for v in self._state.schema)
-            values = packed(self._state, self._averaged())
-            said = {
-                "step": self._member.gate.step,
-                "digests": digests,
-                "values": values,
-                "undecided": self._member.outcomes.undecided(),
-                "measured": measured,
-            }
-            self._member.channel.tell(f"save/{self._saves}/{self._member.channel.rank}", json.dumps(said))
+            self._witnesses.testify(self._saves, self._averaged())
             saving.finish()
             return saving
+        measured = self._member.trying.measures.history()
         if self._current is not None and not self._current.done():
             if when_busy == "skip":
                 saving.finish()
@@ -186,19 +193,34 @@ class Saver:
         undecided = tuple(self._member.outcomes.undecided())
         snapshot = Snapshot(self._saves, self._draft(position, metrics), self._buffers, undecided, measured)
         self._current = saving
-        self._queue.put((snapshot, keeping, saving))
+        with self._ending:
+            if self._ended is None:
+                self._queue.put((snapshot, keeping, saving))
+            else:  # Nobody would ever take it.
+                saving.finish(error=self._ended)
         return saving
 
-    def settle(self) -> None:
-        """Blocks until nothing is being written. Worker 0's training thread, at a pause or at the end."""
-        if self._current is not None:
-            self._wait_for(self._current)
+    def settle(self, timeout_secs: float | None = None) -> None:
+        """Blocks until nothing is being written. Worker 0's training thread, at a pause or at the end.
+
+        Raises:
+            CheckpointError: It is, after `timeout_secs`.
+            JobFailed: The job ended before.
+        """
+        if self._current is None:
+            return
+        if timeout_secs is not None and not self._current.wait(timeout_secs):
+            raise CheckpointError(
+                "The checkpoint before is still being written", received=f"after {timeout_secs} s"
+            )
+        self._wait_for(self._current)
 
     def _wait_for(self, saving: Saving) -> None:
         while not saving.done():
             self._member.threads.check()
-            if self._member.threads.stopping.is_set():
-                return
+            if self._member.threads.stopping.is_set() and not saving.done():
+                # Its thread may still be writing: whoever goes on would change the copy that it writes.
+                raise JobFailed(ENDED)
             time.sleep(0.005)
 
     def _draft(self, position: Position, metrics: Mapping[str, float]) -> Draft:
@@ -220,101 +242,81 @@ class Saver:
         )
 
     def _run(self) -> None:
-        complained = False
-        while not self._member.threads.stopping.is_set():
-            work = self._member.threads.take(self._queue)
-            if work is None:
-                continue
-            snapshot, keeping, saving = work
-            try:
-                manifest = self._write(snapshot, keeping)
-                complained = complained or _complained(manifest, keeping)
-                saving.finish(manifest)
-            except ReplicasDiverged as error:
-                saving.finish(error=error)
-                # An audit finds out all about it, and raises on every worker if that is what is asked for.
-                logger.warning("%s", error)
-                self._member.wish("audit")
-            except ReplicastError as error:
-                self._failed = saving, error
-                saving.finish(error=error)
-            except OSError as error:
-                failure = _not_written(error, self._store, snapshot.draft.step)
-                self._failed = saving, failure
-                saving.finish(error=failure)
-
-    def _write(self, snapshot: Snapshot, keeping: Keeping) -> Manifest:
-        mine = {name: digest_array(value) for name, value in snapshot.arrays.items()}
-        workers = range(1, self._member.channel.size)
+        ended = JobFailed(ENDED)
         try:
-            said = [self._compare(snapshot, mine, worker) for worker in workers]
+            while not self._member.threads.stopping.is_set():
+                work = self._member.threads.take(self._queue)
+                if work is not None:
+                    self._finish(*work)
+            self._member.threads.check()
+        except BaseException as error:
+            ended = _died(error)
+            raise
         finally:
-            for worker in workers:
-                self._member.channel.forget_told(f"save/{snapshot.number}/{worker}")
+            self._end(ended)
+
+    def _end(self, ended: JobFailed) -> None:
+        """This thread takes nothing any more: who waits for a checkpoint that it was given is told so."""
+        with self._ending:
+            self._ended = ended
+            while not self._queue.empty():
+                self._queue.get_nowait()[2].finish(error=ended)
+
+    def _finish(self, snapshot: Snapshot, keeping: Keeping, saving: Saving) -> None:
+        """Writes a checkpoint, or says why not. Whatever happens, nobody waits for it any more."""
+        try:
+            manifest = self._write(snapshot)
+            self._prune(manifest, keeping)
+            saving.finish(manifest)
+        except ReplicasDiverged as error:
+            saving.finish(error=error)
+            # An audit finds out all about it, and raises on every worker if that is what is asked for.
+            logger.warning("%s", error)
+            self._member.wish("audit")
+        except ReplicastError as error:
+            self._failed = saving, error
+            saving.finish(error=error)
+        except OSError as error:
+            failure = _not_written(error, self._store, snapshot.draft.step)
+            self._failed = saving, failure
+            saving.finish(error=failure)
+        except BaseException as error:  # A mistake in the code: it ends this thread, and with it the job.
+            saving.finish(error=_died(error))
+            raise
+
+    def _prune(self, manifest: Manifest, keeping: Keeping) -> None:
+        """Removes what need not stay. The new one is whole, whatever becomes of this."""
+        self._complained = self._complained or _complained(manifest, keeping)
+        try:
+            self._store.prune(keeping.last, keeping.best, self.named)
+        except (ReplicastError, OSError) as error:
+            logger.warning("old checkpoints are not removed, and take room: %s", error)
+
+    def _write(self, snapshot: Snapshot) -> Manifest:
+        digests = {name: digest_array(value) for name, value in snapshot.arrays.items()}
+        said = self._witnesses.hear(snapshot.number)
+        self._witnesses.check(said, snapshot.draft.step, digests)
         others = [each["values"] for each in said]
         for name in self._averaged() if others else ():
             np.copyto(snapshot.arrays[name], mean(snapshot.arrays[name], others, name))
-        self._wait_for_decisions({*snapshot.undecided, *(id_ for each in said for id_ in each["undecided"])})
+            digests[name] = digest_array(snapshot.arrays[name])
+        self._witnesses.wait_for_decisions(said, snapshot.undecided)
         if self._fence is not None:
             self._fence.check()
         arrays = ((name, snapshot.arrays[name]) for name in file_order(snapshot.draft.schema))
         # As one line of text: it is much, and for no human eye. A trial after a restart is compared with it.
         measured = json.dumps(mean_history([snapshot.measured, *(each["measured"] for each in said)]))
         draft = replace(snapshot.draft, extra={**snapshot.draft.extra, "measured": measured})
-        manifest = self._store.write(draft, arrays)
-        self._store.prune(keeping.last, keeping.best)
-        return manifest
+        return self._store.write(draft, arrays, digests)
 
     def _averaged(self) -> list[str]:
         return averaged_names(self._state.schema, self._member.examiner.declared)
 
-    def _wait_for_decisions(self, ids: set[str]) -> None:
-        """What was proposed before this boundary is in the journal before the checkpoint is there.
 
-        A restarted script does not come to the lines again that are before it.
-        """
-        ends = time.monotonic() + self._member.patience.decide_secs
-        while not self._member.outcomes.are_decided(ids):
-            if self._member.threads.stopping.wait(0.01):
-                raise JobFailed("The job ended before its checkpoint was written")
-            if time.monotonic() > ends:
-                logger.warning("the checkpoint does not wait any longer for proposals: %s", ", ".join(ids))
-                return
-
-    def _compare(self, snapshot: Snapshot, mine: dict[str, str], worker: int) -> dict[str, Any]:
-        """Raises if a worker's state is another one; gives all that it said."""
-        timeout_secs = self._member.patience.begin_secs
-        text = self._member.channel.hear(f"save/{snapshot.number}/{worker}", timeout_secs)
-        if text is None:
-            raise JobFailed(
-                f"worker {worker} did not come to checkpoint {snapshot.number} within {timeout_secs:.0f} s",
-                worker=worker,
-            )
-        said: dict[str, Any] = json.loads(text)
-        step = snapshot.draft.step
-        if said["step"] != step:
-            raise CheckpointError(
-                "The workers save at different steps",
-                step=step,
-                expected=f"step {step} on all workers",
-                received=f"worker {worker} at step {said['step']}",
-                remedy="Call save() on all workers at the same place of the script",
-            )
-        may_differ = self._member.examiner.declared
-        differing = [
-            name
-            for name, digest in mine.items()
-            if name not in may_differ and said["digests"].get(name) != digest
-        ]
-        if differing:
-            raise ReplicasDiverged(
-                f"The state is not saved: at step {step} worker {worker} differs from worker 0 in "
-                f"{', '.join(differing[:5])}{' and others' if len(differing) > 5 else ''}. "
-                f"{what_follows(self._member.examiner.policy)}",
-                worker=worker,
-                step=step,
-            )
-        return said
+def _died(error: BaseException) -> JobFailed:
+    failure = JobFailed(f"No checkpoint is written any more. {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 def _not_written(error: OSError, store: CheckpointStore, step: int) -> CheckpointError:

@@ -178,6 +178,19 @@ def test_the_error_of_who_supplies_the_arrays_leaves_nothing_behind(store: Check
     assert list(store.path(1200).parent.iterdir()) == []
 
 
+def test_other_bytes_than_those_of_the_digests_are_not_put_in_place(store: CheckpointStore) -> None:
+    arrays = state_of()
+    digests = {name: digest_array(array) for name, array in arrays.items()}
+    first = store.write(draft_of(arrays, 5), arrays.items(), digests)
+    assert first.digests == digests
+    changed = state_of(1)
+    with pytest.raises(CheckpointError, match="it has changed meanwhile") as refused:
+        store.write(draft_of(arrays, 5), (arrays | {"half": changed["half"]}).items(), digests)
+    assert refused.value.variable == "half"
+    assert store.list() == [first]
+    assert [path.name for path in store.path(5).parent.iterdir()] == ["00000005"]
+
+
 def test_the_same_checkpoint_again_is_left_as_it_is(store: CheckpointStore) -> None:
     first = written(store, 5, created_at=1.0, attempt=0)
     inode = store.path(5).stat().st_ino

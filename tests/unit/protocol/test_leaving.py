@@ -22,9 +22,9 @@ class Told:
         self.saved: list[int] = []
         self.leavings = [Leaving(worker.member, lambda: self._save()) for worker in job.workers]
 
-    def _save(self) -> bool:
+    def _save(self) -> str:
         self.saved.append(0)
-        return True
+        return "the state is saved"
 
     def ask(self, worker: Worker) -> None:
         """SIGTERM, to this worker; nobody goes on before all know where they leave."""
@@ -89,12 +89,12 @@ def test_what_is_proposed_when_some_have_left_is_for_the_next_start() -> None:
     with Job(2) as job:
         run, told = Run(job), Told(job)
 
-        def propose_where_worker_0_leaves() -> bool:
+        def propose_where_worker_0_leaves() -> str:
             worker = job.workers[0]
             if not run.tickets:
                 run.tickets.append(worker.member.propose(bias(2.0)))
                 eventually(lambda: run.tickets[0].stage is Stage.COMMITTED)
-            return True
+            return "the state is not saved"
 
         told.leavings[0] = Leaving(job.workers[0].member, propose_where_worker_0_leaves)
         with pytest.raises(SystemExit):
@@ -106,7 +106,7 @@ def test_what_is_proposed_when_some_have_left_is_for_the_next_start() -> None:
 
 def test_a_script_that_does_not_train_ends_at_once() -> None:
     with Job(1) as job:
-        leaving = Leaving(job.workers[0].member, lambda: True)
+        leaving = Leaving(job.workers[0].member, lambda: "the state is saved")
         with pytest.raises(SystemExit) as ended:
             leaving.asked(training=False)
         assert ended.value.code == TOLD_TO_END

@@ -1,0 +1,61 @@
+"""Which checkpoint is the last one: training may have gone back to an earlier step, and on from there.
+
+    500   1000   1500   2000      one line of training
+     └─ 600   700                 restore(step=500), and on: another line, which is the one that counts
+
+A checkpoint of a step behind that of the last one begins a line: the count of them goes up by one. Neither a
+clock nor the number of a start would do: clocks differ between hosts, and a run may be copied into another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeAlias
+
+from replicast.checkpoint.manifest import Manifest
+
+Best: TypeAlias = tuple[str, Literal["min", "max"]]
+"""A metric, and which of its values is the best."""
+
+
+def line_of_next(there: Iterable[Manifest], step: int) -> int:
+    """The line of a checkpoint of this step that is written now, beside those that are there."""
+    last = max(there, key=_age, default=None)
+    return 0 if last is None else last.line + (step < last.step)
+
+
+def latest_first(there: Iterable[Manifest]) -> list[Manifest]:
+    """The last one, what it came from, and then those that were given up when training went back."""
+    followed: list[Manifest] = []
+    given_up: list[Manifest] = []
+    for manifest in sorted(there, key=_age, reverse=True):
+        came_before = not followed or manifest.step < followed[-1].step
+        (followed if came_before else given_up).append(manifest)
+    return followed + given_up
+
+
+def with_unreadable(ordered: Sequence[int], unreadable: Iterable[int]) -> list[int]:
+    """Steps, the latest first, with those among them whose line nobody can read.
+
+    Such a one comes before all of lower steps: it may have been the last.
+    """
+    steps = list(ordered)
+    for step in sorted(unreadable):
+        lower = (place for place, other in enumerate(steps) if other < step)
+        steps.insert(next(lower, len(steps)), step)
+    return steps
+
+
+def best_of(ordered: Iterable[Manifest], best: Best | None) -> set[int]:
+    """The step of the best one, if any can be: of equal ones, the first in this order."""
+    if best is None:
+        return set()
+    metric, direction = best
+    sign = 1.0 if direction == "max" else -1.0
+    ranked = [m for m in ordered if not math.isnan(m.metrics.get(metric, math.nan))]
+    return {max(ranked, key=lambda m: sign * m.metrics[metric]).step} if ranked else set()
+
+
+def _age(manifest: Manifest) -> tuple[int, int]:
+    return manifest.line, manifest.step
