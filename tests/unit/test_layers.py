@@ -12,7 +12,7 @@ import replicast
 LAYERS = [
     {"errors", "config", "faults"},
     {"digest", "edits", "schema"},
-    {"files", "parts"},
+    {"files", "tensorfiles", "parts"},
     {"update", "state", "trial", "records", "distances", "agreement", "audit", "guard"},
     {"fence", "validate", "anyjournal", "journal", "inbox", "runfiles", "auditfiles", "checkpoint"},
     {"coordination"},
