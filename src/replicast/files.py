@@ -101,7 +101,12 @@ def make_durably(directory: Path) -> None:
         return
     make_durably(directory.parent)
     directory.mkdir(exist_ok=True)
-    sync_directory(directory.parent)
+    try:
+        sync_directory(directory.parent)
+    except OSError:
+        with contextlib.suppress(OSError):
+            directory.rmdir()  # Or the next one who comes would find it, and think it durable.
+        raise
 
 
 def remove_leftovers(directory: Path, *, older_than_secs: float = 3600.0) -> None:

@@ -24,6 +24,7 @@ from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import (
     TEMPORARY,
     json_bytes,
+    make_durably,
     read_bytes,
     read_json,
     remove_leftovers,
@@ -99,7 +100,7 @@ def submit(run_dir: Path, update: Update, at_step: int | None = None, trial: Tri
                 received=update.id,
             )
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_durably(path.parent)
     # Before the update is there: from then on the job writes its stage. An old refusal is none of this one.
     (_refused(run_dir) / f"{update.id}.json").unlink(missing_ok=True)
     note_stage(run_dir, update.id, Stage.PROPOSED)
@@ -233,7 +234,7 @@ def refuse(run_dir: Path, path: Path, error: UpdateRefused) -> None:
         OSError: It cannot be written.
     """
     refused = _refused(run_dir)
-    refused.mkdir(parents=True, exist_ok=True)
+    make_durably(refused)
     reason = {"reason": error.to_json(), "refused_at": time.time()}
     update_id = path.name.removesuffix(_UPDATE)
     write_durably(refused / f"{update_id}.json", [json_bytes(reason)])
@@ -278,7 +279,7 @@ def note_stage(run_dir: Path, update_id: str, stage: Stage, **fields: Any) -> No
         OSError: It cannot be written.
     """
     path = _inbox(run_dir) / f"{update_id}{_STAGE}"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_durably(path.parent)
     write_quickly(path, json.dumps({**fields, "stage": str(stage), "time": time.time()}))
 
 

@@ -22,6 +22,7 @@ from replicast.anyjournal import AnyJournal, MemoryJournal
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import (
     json_bytes,
+    make_durably,
     read_bytes,
     read_json,
     remove_leftovers,
@@ -64,7 +65,7 @@ class Journal(AnyJournal):
                 yield chunk
 
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            make_durably(self._directory)
             write_durably(path, counted())
         except OSError as error:
             with contextlib.suppress(OSError):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from replicast.errors import FileDamaged
-from replicast.files import json_bytes, read_json, write_durably, write_quickly
+from replicast.files import json_bytes, make_durably, read_json, write_durably, write_quickly
 from replicast.parts import factor_to_json
 from replicast.records import reading
 from replicast.schema import Schema
@@ -123,7 +123,7 @@ class WorkerNote:
 
 def write_run_info(run_dir: Path, info: RunInfo) -> None:
     """Writes run.json, whole and durable. Only on the coordinator."""
-    Path(run_dir).mkdir(parents=True, exist_ok=True)
+    make_durably(Path(run_dir))
     write_durably(Path(run_dir) / "run.json", [json_bytes(info.to_json())])
 
 
@@ -147,7 +147,7 @@ def read_run_info(run_dir: Path) -> RunInfo:
 def write_worker_note(run_dir: Path, note: WorkerNote) -> None:
     """Writes what a worker says of itself over what it said before. Does not wait for the disk."""
     directory = Path(run_dir) / "workers"
-    directory.mkdir(parents=True, exist_ok=True)
+    make_durably(directory)
     write_quickly(directory / f"{note.rank}.json", json.dumps(note.to_json()))
 
 

@@ -21,6 +21,14 @@ def test_a_group_writes_until_another_takes_the_run(tmp_path: Path) -> None:
         first.check()
 
 
+def test_who_claims_a_run_has_its_name_on_disk_also_when_another_made_the_directory(
+    tmp_path: Path, synced: list[Path]
+) -> None:
+    (tmp_path / "run").mkdir()
+    Fence(tmp_path / "run", attempt=0)
+    assert synced == [tmp_path, tmp_path / "run"]
+
+
 def test_a_coordinator_that_was_thought_dead_commits_nothing(tmp_path: Path) -> None:
     fence = Fence(tmp_path, attempt=0)
     journal = Journal(tmp_path, fence.check)

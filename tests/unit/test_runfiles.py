@@ -33,6 +33,12 @@ def test_what_a_run_is_about_is_read_back(tmp_path: Path) -> None:
     assert found.schema.digest() == INFO.schema.digest()
 
 
+def test_the_names_of_a_run_and_of_its_workers_notes_are_on_disk(tmp_path: Path, synced: list[Path]) -> None:
+    write_run_info(tmp_path / "run", INFO)
+    write_worker_note(tmp_path / "run", note(0))
+    assert synced == [tmp_path, tmp_path / "run", tmp_path / "run"]
+
+
 def test_a_directory_of_something_else_is_told_apart(tmp_path: Path) -> None:
     with pytest.raises(FileDamaged, match="Is this a run directory"):
         read_run_info(tmp_path)
