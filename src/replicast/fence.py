@@ -43,5 +43,5 @@ class Fence:
         if claim.get("token") != self._token:
             raise JobFailed(
                 f"Another group of workers (attempt {claim.get('attempt')}, process {claim.get('pid')}) has "
-                f"taken over {self._path.parent}; this one writes nothing more"
+                f"taken over {self._path.parent}; this one was thought dead, and writes nothing more"
             )
