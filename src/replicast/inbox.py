@@ -14,8 +14,8 @@ import contextlib
 import json
 import os
 import shlex
-import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from replicast.files import (
     write_quickly,
 )
 from replicast.journal import Journal
+from replicast.processes import is_alive, is_on_this_host, this_process
 from replicast.trial import Trial
 from replicast.update import Stage, Update
 
@@ -169,18 +170,14 @@ def take(run_dir: Path, path: Path, max_bytes: int | None = None) -> Submitted |
         raise
 
 
-def this_process() -> dict[str, Any]:
-    """Who has taken an update, for `note_stage`."""
-    return {"pid": os.getpid(), "host": socket.gethostname()}
-
-
-def withdraw(run_dir: Path, update_id: str, *, job_is_running: bool) -> bool:
+def withdraw(run_dir: Path, update_id: str, *, job_is_running: Callable[[], bool]) -> bool:
     """Removes an update that waits, unless a job has taken it already.
 
     Args:
         run_dir: The run directory.
         update_id: The update's id.
-        job_is_running: Decides when the job that took it was on another host, where no process can be seen.
+        job_is_running: Asked when a job has taken it and its process cannot be seen from here, or not be told
+            from another one that has its number by now.
 
     Returns:
         True when the update is gone and nobody will apply it. False when it was not there, or it is too late:
@@ -293,26 +290,14 @@ def stage_of(run_dir: Path, update_id: str) -> dict[str, Any] | None:
         return None
 
 
-def _is_taken(run_dir: Path, update_id: str, *, job_is_running: bool) -> bool:
+def _is_taken(run_dir: Path, update_id: str, *, job_is_running: Callable[[], bool]) -> bool:
     taker = (stage_of(run_dir, update_id) or {}).get("taken_by")
     if isinstance(taker, dict):
-        is_here = taker.get("host") == socket.gethostname()
-        if _is_alive(taker.get("pid")) if is_here else job_is_running:
+        alive = is_alive(taker) if is_on_this_host(taker) else None
+        if job_is_running() if alive is None else alive:
             return True
     # A job that died may have committed it first: the next one will apply it, whatever lies in the inbox.
     return any(record.id == update_id for record in Journal(run_dir).records())
-
-
-def _is_alive(pid: Any) -> bool:
-    if type(pid) is not int or pid <= 0:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
 
 
 def _inbox(run_dir: Path) -> Path:

@@ -10,7 +10,7 @@ import pytest
 import replicast
 
 LAYERS = [
-    {"errors", "config", "faults"},
+    {"errors", "config", "faults", "processes"},
     {"digest", "edits", "schema"},
     {"files", "tensorfiles", "parts"},
     {"update", "state", "trial", "records", "distances", "agreement", "audit", "guard"},

@@ -24,6 +24,7 @@ from replicast.errors import (
     UpdateRefused,
 )
 from replicast.fence import Fence
+from replicast.processes import this_process
 from replicast.protocol import Member, Ticket
 from replicast.replicas.recovery import numbers
 from replicast.runfiles import ENDED, WorkerNote, append_metrics, write_worker_note
@@ -214,7 +215,7 @@ class Housekeeping:
 
     def _note_stage(self, run_dir: Path, ticket: Ticket, **fields: Any) -> None:
         inbox.note_stage(
-            run_dir, ticket.id, ticket.stage, step=ticket.step, taken_by=inbox.this_process(), **fields
+            run_dir, ticket.id, ticket.stage, step=ticket.step, taken_by=this_process(), **fields
         )
 
     def _leave_inbox(self, run_dir: Path, path: Path, ticket: Ticket) -> None:
