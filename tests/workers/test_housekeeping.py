@@ -1,6 +1,6 @@
 """What worker 0 does with the inbox and the notes of a run, also when disk or another group are against it.
 
-Threads play the workers; it needs TensorFlow only to be imported.
+Threads play the workers; but for the last test, TensorFlow is only imported.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,10 @@ from replicast.replicas import housekeeping
 from replicast.replicas.housekeeping import Housekeeping
 from replicast.runfiles import WorkerNote, read_worker_notes, write_worker_note
 from replicast.update import Stage, Update
+from tests.pool import Pool
 from tests.unit.protocol.twins import Job, bias, eventually
+from tests.workers.recipes import perceptron
+from tests.workers.test_updates import replicas_of
 
 
 @pytest.fixture
@@ -175,3 +179,16 @@ def test_an_entry_that_was_set_aside_is_tried_again(
     (tmp_path / "refused" / "bad.safetensors").rmdir()
     eventually(lambda: not bad.exists())
     assert isinstance(inbox.refusals(tmp_path)["bad"], UpdateRefused)
+
+
+def begin(strategy: Any, directory: Path) -> list[str]:
+    with replicas_of(perceptron(strategy), run_dir=directory) as replicas:
+        replicas.boundary()
+    return sorted(path.name for path in directory.rglob(".tmp-*"))
+
+
+def test_a_job_removes_the_temporaries_of_dead_workers_when_it_starts(pool1: Pool, tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "workers", tmp_path / "checkpoints"):
+        place.mkdir(exist_ok=True)
+        (place / ".tmp-0123").mkdir() if place.name == "checkpoints" else (place / ".tmp-0123").touch()
+    assert pool1.run(begin, tmp_path) == [[]]

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +82,12 @@ class Housekeeping:
         self.training = False
         self._waiting_for = ENDED
         self._aside.clear()  # a last try
-        self._say_last(self._write_note, self._write_metrics, self._settle_inbox)
+        self._say_last(partial(self._tend, inbox_too=True))
 
     def say_ended(self) -> None:
         """The process ends, in whatever state: others need not wonder for ten seconds."""
         self._waiting_for, self.training = ENDED, False
-        self._say_last(self._write_note)
+        self._say_last(lambda run_dir: self._with_files(run_dir, self._write_note))
 
     def _run(self) -> None:
         if self._run_dir is None:
@@ -99,16 +100,20 @@ class Housekeeping:
             now = time.monotonic()
             if now - noted >= NOTE_SECS:
                 noted = now
-                self._with_files(self._run_dir, self._write_note, self._write_metrics)
+                self._tend(self._run_dir, inbox_too=False)
             if is_first:
                 looks = self._look_into_inbox, self._look_for_audit_requests, self._settle_inbox
                 self._with_files(self._run_dir, *looks)
 
-    def _say_last(self, *acts: Callable[[Path], None]) -> None:
+    def _tend(self, run_dir: Path, *, inbox_too: bool) -> None:
+        settling = [self._settle_inbox] if inbox_too else []
+        self._with_files(run_dir, self._write_note, self._write_metrics, *settling)
+
+    def _say_last(self, act: Callable[[Path], None]) -> None:
         """For the training thread, which comes to no boundary any more that could raise."""
         try:
             if self._run_dir is not None:
-                self._with_files(self._run_dir, *acts)
+                act(self._run_dir)
         except JobFailed as error:
             logger.warning("%s", error)
 
