@@ -11,7 +11,10 @@ from replicast.update import Update
 
 
 class AnyJournal(ABC):
-    """What a journal does, with files or without. Only the coordinator writes."""
+    """What a journal does, with files or without. Only the coordinator writes.
+
+    In a run directory that another group has taken, each method that writes raises `JobFailed` instead.
+    """
 
     @abstractmethod
     def stage(self, update: Update) -> StagedPayload:

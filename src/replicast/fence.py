@@ -6,12 +6,13 @@ dead. It finds that another has taken the run, and writes nothing more.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 from pathlib import Path
 
 from replicast.errors import JobFailed
-from replicast.files import json_bytes, read_json, write_durably
+from replicast.files import json_bytes, make_durably, read_json, sync_directory, write_durably
 
 
 class Fence:
@@ -25,7 +26,10 @@ class Fence:
     def __init__(self, run_dir: Path, attempt: int) -> None:
         self._path = Path(run_dir) / "fence.json"
         self._token = uuid.uuid4().hex
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_durably(self._path.parent)
+        with contextlib.suppress(PermissionError):  # Who may not open the parent has not made the run in it.
+            # It was there, perhaps: a launcher or a user had made it, and waited for no disk.
+            sync_directory(self._path.parent.resolve().parent)
         claim = {"token": self._token, "attempt": attempt, "pid": os.getpid()}
         write_durably(self._path, [json_bytes(claim)])
 
@@ -39,5 +43,5 @@ class Fence:
         if claim.get("token") != self._token:
             raise JobFailed(
                 f"Another group of workers (attempt {claim.get('attempt')}, process {claim.get('pid')}) has "
-                f"taken over {self._path.parent}; this one writes nothing more"
+                f"taken over {self._path.parent}; this one was thought dead, and writes nothing more"
             )

@@ -14,8 +14,8 @@ import contextlib
 import json
 import os
 import shlex
-import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import (
     TEMPORARY,
     json_bytes,
+    make_durably,
     read_bytes,
     read_json,
     remove_leftovers,
@@ -32,6 +33,7 @@ from replicast.files import (
     write_quickly,
 )
 from replicast.journal import Journal
+from replicast.processes import is_alive, is_on_this_host, this_process
 from replicast.trial import Trial
 from replicast.update import Stage, Update
 
@@ -99,7 +101,7 @@ def submit(run_dir: Path, update: Update, at_step: int | None = None, trial: Tri
                 received=update.id,
             )
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_durably(path.parent)
     # Before the update is there: from then on the job writes its stage. An old refusal is none of this one.
     (_refused(run_dir) / f"{update.id}.json").unlink(missing_ok=True)
     note_stage(run_dir, update.id, Stage.PROPOSED)
@@ -168,18 +170,14 @@ def take(run_dir: Path, path: Path, max_bytes: int | None = None) -> Submitted |
         raise
 
 
-def this_process() -> dict[str, Any]:
-    """Who has taken an update, for `note_stage`."""
-    return {"pid": os.getpid(), "host": socket.gethostname()}
-
-
-def withdraw(run_dir: Path, update_id: str, *, job_is_running: bool) -> bool:
+def withdraw(run_dir: Path, update_id: str, *, job_is_running: Callable[[], bool]) -> bool:
     """Removes an update that waits, unless a job has taken it already.
 
     Args:
         run_dir: The run directory.
         update_id: The update's id.
-        job_is_running: Decides when the job that took it was on another host, where no process can be seen.
+        job_is_running: Asked when a job has taken it and its process cannot be seen from here, or not be told
+            from another one that has its number by now.
 
     Returns:
         True when the update is gone and nobody will apply it. False when it was not there, or it is too late:
@@ -233,7 +231,7 @@ def refuse(run_dir: Path, path: Path, error: UpdateRefused) -> None:
         OSError: It cannot be written.
     """
     refused = _refused(run_dir)
-    refused.mkdir(parents=True, exist_ok=True)
+    make_durably(refused)
     reason = {"reason": error.to_json(), "refused_at": time.time()}
     update_id = path.name.removesuffix(_UPDATE)
     write_durably(refused / f"{update_id}.json", [json_bytes(reason)])
@@ -278,7 +276,7 @@ def note_stage(run_dir: Path, update_id: str, stage: Stage, **fields: Any) -> No
         OSError: It cannot be written.
     """
     path = _inbox(run_dir) / f"{update_id}{_STAGE}"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_durably(path.parent)
     write_quickly(path, json.dumps({**fields, "stage": str(stage), "time": time.time()}))
 
 
@@ -292,26 +290,14 @@ def stage_of(run_dir: Path, update_id: str) -> dict[str, Any] | None:
         return None
 
 
-def _is_taken(run_dir: Path, update_id: str, *, job_is_running: bool) -> bool:
+def _is_taken(run_dir: Path, update_id: str, *, job_is_running: Callable[[], bool]) -> bool:
     taker = (stage_of(run_dir, update_id) or {}).get("taken_by")
     if isinstance(taker, dict):
-        is_here = taker.get("host") == socket.gethostname()
-        if _is_alive(taker.get("pid")) if is_here else job_is_running:
+        alive = is_alive(taker) if is_on_this_host(taker) else None
+        if job_is_running() if alive is None else alive:
             return True
     # A job that died may have committed it first: the next one will apply it, whatever lies in the inbox.
     return any(record.id == update_id for record in Journal(run_dir).records())
-
-
-def _is_alive(pid: Any) -> bool:
-    if type(pid) is not int or pid <= 0:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
 
 
 def _inbox(run_dir: Path) -> Path:

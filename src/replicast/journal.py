@@ -22,6 +22,7 @@ from replicast.anyjournal import AnyJournal, MemoryJournal
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import (
     json_bytes,
+    make_durably,
     read_bytes,
     read_json,
     remove_leftovers,
@@ -44,7 +45,7 @@ class Journal(AnyJournal):
 
     Args:
         run_dir: The run directory; `updates` is made in it by the first write.
-        check: Raises when this process must not commit any more.
+        check: Raises when this process must not write any more. Called before each write.
     """
 
     def __init__(self, run_dir: Path, check: Callable[[], None] = lambda: None) -> None:
@@ -53,6 +54,7 @@ class Journal(AnyJournal):
 
     def stage(self, update: Update) -> StagedPayload:
         """As in `AnyJournal`."""
+        self._check()
         path = self._directory / f"{_PENDING}{update.id}{_PAYLOAD}"
         hasher, nbytes = hashlib.sha256(), 0
 
@@ -64,7 +66,7 @@ class Journal(AnyJournal):
                 yield chunk
 
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            make_durably(self._directory)
             write_durably(path, counted())
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -74,6 +76,7 @@ class Journal(AnyJournal):
 
     def commit(self, staged: StagedPayload, record: Record) -> None:
         """As in `AnyJournal`."""
+        self._check()
         if staged.path is None or (staged.id, staged.sha256) != (record.id, record.sha256):
             raise ValueError(f"The record belongs to another payload. Received: {record.id} for {staged.id}")
         record_path = self._path(record.sequence, _RECORD)
@@ -82,7 +85,6 @@ class Journal(AnyJournal):
         if record.sequence > 1 and not self._path(record.sequence - 1, _RECORD).exists():
             raise ValueError(f"The order has no place before this one. Received: {record.sequence}")
         payload_path, content = self._path(record.sequence, _PAYLOAD), json_bytes(record.to_json())
-        self._check()
         try:
             staged.path.rename(payload_path)
             sync_directory(self._directory)
@@ -99,15 +101,18 @@ class Journal(AnyJournal):
 
     def discard(self, staged: StagedPayload) -> None:
         """As in `AnyJournal`."""
+        self._check()  # A later group may have staged the same again, under the same name.
         if staged.path is not None:
             staged.path.unlink(missing_ok=True)
 
     def write_receipt(self, receipt: Receipt) -> None:
         """As in `AnyJournal`."""
+        self._check()
         write_durably(self._path(receipt.sequence, _RECEIPT), [json_bytes(receipt.to_json())])
 
     def move(self, sequence: int, step: int) -> None:
         """As in `AnyJournal`."""
+        self._check()
         write_durably(self._path(sequence, _MOVED), [json_bytes({"sequence": sequence, "step": step})])
 
     def moves(self) -> dict[int, int]:
@@ -168,6 +173,7 @@ class Journal(AnyJournal):
 
     def clean(self) -> None:
         """As in `AnyJournal`."""
+        self._check()
         remove_leftovers(self._directory, older_than_secs=0.0)
         for path in self._directory.glob(f"{_PENDING}*"):
             path.unlink(missing_ok=True)

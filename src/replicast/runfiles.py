@@ -6,13 +6,20 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from replicast.errors import FileDamaged
-from replicast.files import json_bytes, read_json, write_durably, write_quickly
+from replicast.files import (
+    json_bytes,
+    make_durably,
+    read_json,
+    remove_leftovers,
+    write_durably,
+    write_quickly,
+)
 from replicast.parts import factor_to_json
 from replicast.records import reading
 from replicast.schema import Schema
@@ -121,9 +128,26 @@ class WorkerNote:
             )
 
 
-def write_run_info(run_dir: Path, info: RunInfo) -> None:
-    """Writes run.json, whole and durable. Only on the coordinator."""
-    Path(run_dir).mkdir(parents=True, exist_ok=True)
+def clean_run(run_dir: Path) -> None:
+    """Removes what writers that died left under temporary names. Only before a worker writes its first note.
+
+    Raises:
+        OSError: Something cannot be removed.
+    """
+    for directory in (Path(run_dir), Path(run_dir) / "workers"):
+        remove_leftovers(directory, older_than_secs=0.0)
+
+
+def write_run_info(run_dir: Path, info: RunInfo, check: Callable[[], None] = lambda: None) -> None:
+    """Writes run.json, whole and durable. Only on the coordinator.
+
+    Args:
+        run_dir: The run directory.
+        info: What to write.
+        check: Raises when this process must not write into it any more.
+    """
+    check()
+    make_durably(Path(run_dir))
     write_durably(Path(run_dir) / "run.json", [json_bytes(info.to_json())])
 
 
@@ -147,7 +171,7 @@ def read_run_info(run_dir: Path) -> RunInfo:
 def write_worker_note(run_dir: Path, note: WorkerNote) -> None:
     """Writes what a worker says of itself over what it said before. Does not wait for the disk."""
     directory = Path(run_dir) / "workers"
-    directory.mkdir(parents=True, exist_ok=True)
+    make_durably(directory)
     write_quickly(directory / f"{note.rank}.json", json.dumps(note.to_json()))
 
 

@@ -14,6 +14,7 @@ from replicast import inbox
 from replicast.cli import main
 from replicast.errors import UpdateRefused
 from replicast.journal import Journal
+from replicast.processes import this_process
 from replicast.records import Receipt, Record, summarized
 from replicast.runfiles import FORMAT, RunInfo, WorkerNote, write_run_info, write_worker_note
 from replicast.schema import Schema, Variable
@@ -66,7 +67,7 @@ class PlayedJob:
                 if stage is Stage.COMMITTED:
                     sequence = self._commit(planned(update, SCHEMA), step, scheduled=at_step is not None)
                 known_step = None if stage is Stage.STAGED else step
-                inbox.note_stage(self.run, update.id, stage, step=known_step, taken_by=inbox.this_process())
+                inbox.note_stage(self.run, update.id, stage, step=known_step, taken_by=this_process())
                 yield
                 if stage is self.stops_at:
                     return

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from replicast import inbox
 from replicast.files import write_durably
+from replicast.processes import this_process
+from replicast.runfiles import ENDED, WorkerNote, write_worker_note
 from replicast.update import Stage, Update
 from tests.unit.played_job import PlayedJob, heard_of, invoke, made_run
 
@@ -50,7 +54,7 @@ def test_what_a_living_job_has_taken_cannot_be_withdrawn(run: Path, stage: Stage
 def test_what_a_dead_job_had_taken_can_be_withdrawn_unless_it_is_committed(run: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    dead = inbox.this_process() | {"pid": ended.pid}
+    dead = this_process() | {"pid": ended.pid}
     invoke("push", run, "--set", "learning_rate=0.1", "--id", "x")
     inbox.note_stage(run, "x", Stage.STAGED, taken_by=dead)
     assert invoke("withdraw", run, "x").exit_code == 0
@@ -63,12 +67,85 @@ def test_what_a_dead_job_had_taken_can_be_withdrawn_unless_it_is_committed(run: 
     assert (result.exit_code, "y is committed, step 7" in result.output) == (1, True)
 
 
-def test_a_job_on_another_host_counts_as_alive_while_it_is_heard_of(run: Path) -> None:
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], list[float]]:
+    """Says what happens in each moment in which the command listens; gives how long these were together."""
+
+    def hears(act: Callable[[], None]) -> list[float]:
+        moments: list[float] = []
+
+        def sleep(secs: float) -> None:
+            moments.append(secs)
+            act()
+
+        monkeypatch.setattr("replicast.cli.withdraw.sleep", sleep)
+        return moments
+
+    return hears
+
+
+def taken(run: Path, taker: dict[str, Any]) -> None:
     invoke("push", run, "--set", "learning_rate=0.1", "--id", "x")
-    inbox.note_stage(run, "x", Stage.PROPOSED, taken_by={"pid": 1, "host": "another host"})
+    inbox.note_stage(run, "x", Stage.STAGED, taken_by=taker)
+
+
+ELSEWHERE = {"pid": 1, "host": "another host", "started": 1}
+
+
+def test_a_job_on_another_host_counts_as_alive_while_it_is_heard_of(run: Path, listening: Any) -> None:
+    listened = listening(lambda: None)
+    taken(run, ELSEWHERE)
+    assert invoke("withdraw", run, "x").exit_code == 1
+    assert listened == []
+    heard_of(run, secs_ago=60)
+    assert invoke("withdraw", run, "x").exit_code == 0
+    assert sum(listened) == pytest.approx(5.0)
+
+
+def test_a_job_whose_clock_is_behind_is_heard_of_while_one_listens(run: Path, listening: Any) -> None:
+    heard_of(run, secs_ago=60)
+    listened = listening(lambda: heard_of(run, secs_ago=59))
+    taken(run, ELSEWHERE)
+    result = invoke("withdraw", run, "x")
+    assert (result.exit_code, "Too late: update x is staged" in result.output) == (1, True)
+    assert len(listened) == 1
+    assert [entry.id for entry in inbox.waiting(run)] == ["x"]
+
+
+def test_nobody_listens_for_a_job_that_has_said_its_end_or_has_taken_nothing(
+    run: Path, listening: Any
+) -> None:
+    listened = listening(lambda: None)
+    heard_of(run, secs_ago=60)
+    invoke("push", run, "--set", "learning_rate=0.1", "--id", "waits")
+    assert invoke("withdraw", run, "waits").exit_code == 0
+    for rank in range(2):
+        write_worker_note(
+            run, WorkerNote(rank, 1, "box", 5, 0, time.time(), training=False, waiting_for=ENDED)
+        )
+    taken(run, ELSEWHERE)
+    assert invoke("withdraw", run, "x").exit_code == 0
+    assert listened == []
+
+
+def test_a_process_that_has_the_number_of_a_dead_one_holds_nothing(run: Path, listening: Any) -> None:
+    listened = listening(lambda: None)
+    taken(run, this_process() | {"started": 1})
+    assert invoke("withdraw", run, "x").exit_code == 0
+    assert listened == []
+    without = {name: value for name, value in this_process().items() if name != "started"}
+    taken(run, without)
     assert invoke("withdraw", run, "x").exit_code == 1
     heard_of(run, secs_ago=60)
     assert invoke("withdraw", run, "x").exit_code == 0
+
+
+def test_a_job_of_this_host_that_was_only_stopped_still_holds_what_it_took(run: Path, listening: Any) -> None:
+    listened = listening(lambda: None)
+    heard_of(run, secs_ago=60)
+    taken(run, this_process())
+    assert invoke("withdraw", run, "x").exit_code == 1
+    assert listened == []
 
 
 def between(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[], object]) -> list[object]:
@@ -88,7 +165,7 @@ def test_withdrawing_between_the_jobs_note_and_its_reading_is_too_late(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = inbox.submit(run, Update(id="x").assign("learning_rate", 1))
-    happened = between(monkeypatch, "read", lambda: inbox.withdraw(run, "x", job_is_running=True))
+    happened = between(monkeypatch, "read", lambda: inbox.withdraw(run, "x", job_is_running=lambda: True))
     assert inbox.take(run, path) is not None
     assert happened == [False]
 
@@ -98,7 +175,7 @@ def test_taking_between_the_withdrawals_rename_and_its_look_loses_nothing(
 ) -> None:
     path = inbox.submit(run, Update(id="x").assign("learning_rate", 1))
     happened = between(monkeypatch, "_is_taken", lambda: inbox.take(run, path))
-    assert not inbox.withdraw(run, "x", job_is_running=True)
+    assert not inbox.withdraw(run, "x", job_is_running=lambda: True)
     assert happened == [None]
     assert inbox.take(run, path) is not None
 
@@ -112,7 +189,7 @@ def test_a_damaged_journal_leaves_the_update_where_it_was(run: Path) -> None:
 
 
 def test_a_withdrawal_takes_no_path(run: Path) -> None:
-    assert not inbox.withdraw(run, "../inbox/x", job_is_running=False)
+    assert not inbox.withdraw(run, "../inbox/x", job_is_running=lambda: False)
 
 
 def test_notes_of_updates_that_left_long_ago_are_removed(run: Path) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import (
     json_bytes,
+    make_durably,
     parse_tensors,
     read_bytes,
     read_json,
@@ -265,3 +266,20 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(
     monkeypatch.setattr(os, "fstat", before_it_shrank)
     with pytest.raises(UpdateRefused, match="became shorter"):
         read_bytes(tmp_path / "file")
+
+
+def test_of_every_directory_that_is_made_the_name_is_synced(tmp_path: Path, synced: list[Path]) -> None:
+    make_durably(tmp_path / "runs" / "first")
+    assert synced == [tmp_path, tmp_path / "runs"]
+    make_durably(tmp_path / "runs" / "first")
+    assert len(synced) == 2
+
+
+def test_a_directory_whose_name_cannot_be_synced_is_not_left_for_the_next_to_trust(tmp_path: Path) -> None:
+    fired: list[str] = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        fail_at(monkeypatch, "fsync", 0, fired)
+        with pytest.raises(OSError, match="No space"):
+            make_durably(tmp_path / "updates")
+    assert fired == ["fsync"]
+    assert list(tmp_path.iterdir()) == []

@@ -34,6 +34,16 @@ def test_what_is_submitted_waits_and_can_be_read(tmp_path: Path) -> None:
     assert [entry.id for entry in inbox.waiting(tmp_path)] == ["b"]
 
 
+def test_the_names_of_inbox_and_refused_are_on_disk_before_anything_lies_there(
+    tmp_path: Path, synced: list[Path]
+) -> None:
+    path = inbox.submit(tmp_path, update_of("a"))
+    assert synced == [tmp_path, tmp_path / "inbox"]
+    synced.clear()
+    inbox.refuse(tmp_path, path, UpdateRefused("Wrong"))
+    assert synced[:2] == [tmp_path, tmp_path / "refused"]
+
+
 def test_a_trial_is_read_back_and_another_one_under_the_same_id_is_refused(tmp_path: Path) -> None:
     trial = Trial(50, "accuracy", 0.05, "max")
     path = inbox.submit(tmp_path, update_of("a"), trial=trial)

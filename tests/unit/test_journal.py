@@ -100,6 +100,14 @@ def test_a_second_journal_sees_what_the_first_wrote(tmp_path: Path) -> None:
     ]
 
 
+def test_what_the_first_update_of_a_run_is_reached_by_is_on_disk_too(
+    tmp_path: Path, synced: list[Path]
+) -> None:
+    run_dir = tmp_path / "runs" / "first"
+    commit(Journal(run_dir), 1)
+    assert {tmp_path, tmp_path / "runs", run_dir, run_dir / "updates"} <= set(synced)
+
+
 def test_the_millionth_update_has_more_digits(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     (tmp_path / "updates").mkdir()

@@ -10,9 +10,9 @@ import pytest
 import replicast
 
 LAYERS = [
-    {"errors", "config", "faults"},
+    {"errors", "config", "faults", "processes"},
     {"digest", "edits", "schema"},
-    {"files", "parts"},
+    {"files", "tensorfiles", "parts"},
     {"update", "state", "trial", "records", "distances", "agreement", "audit", "guard"},
     {"fence", "validate", "anyjournal", "journal", "inbox", "runfiles", "auditfiles", "checkpoint"},
     {"coordination"},

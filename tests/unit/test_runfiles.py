@@ -9,6 +9,7 @@ from replicast.runfiles import (
     RunInfo,
     WorkerNote,
     append_metrics,
+    clean_run,
     last_metrics,
     read_run_info,
     read_worker_notes,
@@ -33,6 +34,12 @@ def test_what_a_run_is_about_is_read_back(tmp_path: Path) -> None:
     assert found.schema.digest() == INFO.schema.digest()
 
 
+def test_the_names_of_a_run_and_of_its_workers_notes_are_on_disk(tmp_path: Path, synced: list[Path]) -> None:
+    write_run_info(tmp_path / "run", INFO)
+    write_worker_note(tmp_path / "run", note(0))
+    assert synced == [tmp_path, tmp_path / "run", tmp_path / "run"]
+
+
 def test_a_directory_of_something_else_is_told_apart(tmp_path: Path) -> None:
     with pytest.raises(FileDamaged, match="Is this a run directory"):
         read_run_info(tmp_path)
@@ -55,6 +62,19 @@ def test_each_worker_has_its_own_note_and_the_last_counts(tmp_path: Path) -> Non
         write_worker_note(tmp_path, note(rank))
     write_worker_note(tmp_path, note(2, step=4))
     assert read_worker_notes(tmp_path) == [note(0), note(2, step=4), note(10)]
+
+
+def test_temporaries_of_writers_that_died_are_removed_from_the_run_and_from_the_workers_notes(
+    tmp_path: Path,
+) -> None:
+    clean_run(tmp_path / "nowhere")
+    write_run_info(tmp_path, INFO)
+    write_worker_note(tmp_path, note(0))
+    (tmp_path / ".tmp-fence").touch()
+    (tmp_path / "workers" / ".tmp-note").touch()
+    clean_run(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json", "workers"]
+    assert [path.name for path in (tmp_path / "workers").iterdir()] == ["0.json"]
 
 
 def test_a_damaged_note_is_left_out(tmp_path: Path) -> None:

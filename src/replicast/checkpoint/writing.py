@@ -22,7 +22,7 @@ from replicast.checkpoint.digests import PassingDigest, digest_of_digests
 from replicast.checkpoint.layout import Layout, layout_of
 from replicast.checkpoint.manifest import Draft, Manifest
 from replicast.errors import CheckpointError
-from replicast.files import TEMPORARY, json_bytes, start_writing, sync_directory
+from replicast.files import TEMPORARY, json_bytes, make_durably, start_writing, sync_directory
 
 STATE, MANIFEST, COMMITTED = "state.safetensors", "manifest.json", "COMMITTED"
 PIECE_BYTES = 4 * 2**20  # Written and digested while it is in the processor's cache.
@@ -38,7 +38,7 @@ def replaced_path(path: Path) -> Path:
 @contextlib.contextmanager
 def temporary_directory(parent: Path) -> Iterator[Path]:
     """A new directory in `parent`; gone afterwards, unless it was renamed."""
-    _make_durably(parent)
+    make_durably(parent)
     path = parent / f"{TEMPORARY}{secrets.token_hex(8)}"
     path.mkdir()
     try:
@@ -166,12 +166,3 @@ def _write_at(descriptor: int, piece: memoryview, place: int) -> None:
     while piece:
         written = os.pwrite(descriptor, piece, place)
         piece, place = piece[written:], place + written
-
-
-def _make_durably(directory: Path) -> None:
-    """Makes a directory, and those above it, so that their names outlive a power cut."""
-    if directory.is_dir():
-        return
-    _make_durably(directory.parent)
-    directory.mkdir(exist_ok=True)
-    sync_directory(directory.parent)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
+from time import sleep
 
 import click
 
 from replicast.cli.rundirs import run_argument
+
+_LISTEN_SECS = 5.0
+_LOOK_SECS = 0.1
 
 
 @click.command()
@@ -27,16 +32,13 @@ def withdraw(run: Path, update_id: str) -> None:
     """  # noqa: D301 - click wants a real backspace
     from replicast import inbox
     from replicast.cli import Refused
-    from replicast.cli.rundirs import is_running
     from replicast.cli.show import the_one
     from replicast.cli.texts import printable
-    from replicast.runfiles import read_worker_notes
     from replicast.update import Stage
 
     full_id = the_one(run, update_id).id
-    running = is_running(read_worker_notes(run), time.time())
     try:
-        withdrawn = inbox.withdraw(run, full_id, job_is_running=running)
+        withdrawn = inbox.withdraw(run, full_id, job_is_running=partial(_is_heard_of, run))
     except OSError as error:
         raise Refused(f"It cannot be removed from {run / 'inbox'} ({error.strerror}).") from error
     if withdrawn:
@@ -47,3 +49,23 @@ def withdraw(run: Path, update_id: str) -> None:
         raise Refused(f"Update {printable(full_id)} was refused: there is nothing to withdraw.")
     step = "" if standing.step is None else f", step {standing.step}"
     raise Refused(f"Too late: update {printable(full_id)} is {standing.stage}{step}. The job has taken it.")
+
+
+def _is_heard_of(run: Path) -> bool:
+    """Whether the job runs. Who has said something lately does, by this host's clock or by any other.
+
+    Blocks for a few seconds when the workers' last words seem old: their clock may be another, and whoever
+    runs says something every second.
+    """
+    from replicast.cli.rundirs import is_running
+    from replicast.runfiles import ENDED, read_worker_notes
+
+    before = [note for note in read_worker_notes(run) if note.waiting_for != ENDED]
+    if not before or is_running(before, time.time()):
+        return bool(before)
+    click.echo("A job has taken it. Listening whether that one still runs ...", err=True)
+    for _ in range(round(_LISTEN_SECS / _LOOK_SECS)):
+        sleep(_LOOK_SECS)
+        if any(note not in before for note in read_worker_notes(run) if note.waiting_for != ENDED):
+            return True
+    return False

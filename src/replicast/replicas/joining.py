@@ -24,7 +24,7 @@ from replicast.replicas.expecting import Expectation
 from replicast.replicas.housekeeping import Housekeeping
 from replicast.replicas.proposing import Proposing
 from replicast.replicas.recovery import Recovery
-from replicast.runfiles import FORMAT, RunInfo, read_run_info, write_run_info
+from replicast.runfiles import FORMAT, RunInfo, clean_run, read_run_info, write_run_info
 from replicast.strategy import KerasState, Strategy, optimizers_by_name
 from replicast.transport import open_transport
 from replicast.validate import Limits
@@ -139,6 +139,10 @@ def join(
     local = strategy.statistics == "local"
     may_differ = declared(state.schema, settings.may_differ, local_statistics=local)
     channel = Channel(strategy.coordination, settings.name, strategy.rank, strategy.size, strategy.has_left)
+    if strategy.rank == 0 and settings.run_dir is not None:
+        # Before the others hear of this worker: until then none of them writes.
+        with contextlib.suppress(OSError):  # Whatever is wrong with the disk, the first write will say.
+            clean_run(settings.run_dir)
     _check_same_model(channel, state, settings.patience)
     accelerated = channel.agree("accelerator", str(state.on_accelerator), settings.patience.begin_secs)
     state.fingerprints_on_device = str(True) in accelerated.values()  # one kind, or none could be compared
@@ -153,12 +157,12 @@ def join(
     member.trained = strategy.transfers_started
     member.guard = settings.guard
     member.examiner.declared = may_differ
-    housekeeping = Housekeeping(member, settings.run_dir, settings.attempt)
     member.start()
     fence = None
     if strategy.rank == 0:
         fence = None if settings.run_dir is None else Fence(settings.run_dir, settings.attempt)
         _coordinate(member, settings, fence)
+    housekeeping = Housekeeping(member, settings.run_dir, settings.attempt, fence)
     housekeeping.start()
     recovery = Recovery(member, state, settings.run_dir, settings.attempt, fence)
     auditing = Auditing(member, settings.run_dir, settings.audits)
@@ -178,13 +182,13 @@ def _check_same_model(channel: Channel, state: KerasState, patience: Patience) -
 
 def _coordinate(member: Member, settings: Settings, fence: Fence | None) -> None:
     journal: AnyJournal = MemoryJournal()
-    if settings.run_dir is not None:
+    if settings.run_dir is not None and fence is not None:
         size = member.channel.size
         _say_if_other_size(settings.run_dir, size)
         info = RunInfo(FORMAT, member.state.schema, size, settings.attempt, created_at=time.time())
-        write_run_info(settings.run_dir, info)
+        write_run_info(settings.run_dir, info, fence.check)
         if settings.durable:
-            journal = Journal(settings.run_dir) if fence is None else Journal(settings.run_dir, fence.check)
+            journal = Journal(settings.run_dir, fence.check)
             journal.clean()
         member.examiner.expected = Expectation(member, settings.run_dir, journal).fingerprint
     Coordinator(member, journal, durable=settings.durable, attempt=settings.attempt).start()

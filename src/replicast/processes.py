@@ -1,0 +1,48 @@
+"""Which process it was: a number alone is given to another one when it is free again."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def this_process() -> dict[str, Any]:
+    """This process, as others can find it again: JSON values."""
+    pid = os.getpid()
+    return {"pid": pid, "host": socket.gethostname(), "started": _started(pid)}
+
+
+def is_on_this_host(process: Mapping[str, Any]) -> bool:
+    """Whether a process runs, or ran, on this host."""
+    return process.get("host") == socket.gethostname()
+
+
+def is_alive(process: Mapping[str, Any]) -> bool | None:
+    """Whether a process of this host is there.
+
+    Returns:
+        None when its number is taken, and nothing says whether by itself.
+    """
+    pid, started = process.get("pid"), process.get("started")
+    if type(pid) is not int or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    now = _started(pid)
+    return None if started is None or now is None else started == now
+
+
+def _started(pid: int) -> int | None:
+    """When a process was started, in ticks since the host was; None where that cannot be known."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return int(fields[19])  # The 22nd of all, and the 20th behind the name, which may hold anything.
+    except (OSError, ValueError, IndexError):
+        return None

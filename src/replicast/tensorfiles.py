@@ -1,0 +1,189 @@
+"""The safetensors format: tensors by name, written without a copy of the data and read with suspicion.
+
+Every claim of a header is checked against the size of the file before memory is taken for it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from replicast.edits import BFLOAT16, Array
+from replicast.errors import UpdateRefused
+
+_MAX_HEADER_BYTES = 32 * 2**20
+_MAX_DIMENSIONS = 32
+_METADATA = "__metadata__"
+_DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": BFLOAT16,
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """What a safetensors file holds.
+
+    Attributes:
+        metadata: Text by name.
+        tensors: Read-only arrays by name, in the order of their bytes.
+    """
+
+    metadata: Mapping[str, str]
+    tensors: Mapping[str, Array]
+
+
+def tensor_chunks(tensors: Mapping[str, Array], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file, piece by piece, without a copy of the arrays.
+
+    Wide elements come first, so that every tensor starts at a multiple of its element's size.
+    """
+    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
+    offset = 0
+    for name in order:
+        array = tensors[name]
+        end = offset + array.nbytes
+        dtype = _DTYPE_NAMES[array.dtype]
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    yield len(encoded).to_bytes(8, "little") + encoded
+    for name in order:
+        if tensors[name].nbytes:
+            yield np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data
+
+
+def parse_tensors(content: memoryview, source: str, *, max_tensors: int) -> TensorFile:
+    """The tensors in the bytes of a safetensors file, in place.
+
+    Args:
+        content: All bytes of the file.
+        source: How to call it in errors.
+        max_tensors: The most tensors it may have.
+
+    Raises:
+        UpdateRefused: It is no safetensors file, or its header and its bytes do not agree.
+    """
+    header, data = _header_of(content, source, max_tensors)
+    metadata = header.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise UpdateRefused(f"{source} has metadata that is not text by name")
+    spans = sorted((_span(name, entry, source), name) for name, entry in header.items())
+    end = 0
+    tensors: dict[str, Array] = {}
+    for (start, stop), name in spans:
+        if start != end:
+            raise UpdateRefused(f"{source}: the bytes of {name!r} overlap others or leave a hole")
+        tensors[name] = _tensor(data[start:stop], header[name], f"{source}: the tensor {name!r}")
+        end = stop
+    if end != len(data):
+        raise UpdateRefused(
+            f"{source} does not have the size that its header says",
+            expected=f"{end} bytes of data",
+            received=f"{len(data)}",
+            remedy="The file may be truncated: write it again",
+        )
+    return TensorFile(metadata, tensors)
+
+
+def loads_strictly(text: str | bytes, what: str) -> Any:
+    """JSON from outside: no name twice in one object, no NaN, nothing nested without end.
+
+    Raises:
+        UpdateRefused: It is not that.
+    """
+
+    def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            raise ValueError("a name appears twice in one object")
+        return made
+
+    def no_constant(name: str) -> float:
+        raise ValueError(f"{name} is no JSON")
+
+    try:
+        return json.loads(text, object_pairs_hook=without_doubles, parse_constant=no_constant)
+    except (ValueError, RecursionError) as error:
+        raise UpdateRefused(f"{what} is no valid JSON ({str(error)[:200]})") from error
+
+
+def _header_of(content: memoryview, source: str, max_tensors: int) -> tuple[dict[str, Any], memoryview]:
+    length = int.from_bytes(content[:8], "little")
+    if len(content) < 8 or length > min(len(content) - 8, _MAX_HEADER_BYTES):
+        raise UpdateRefused(
+            f"{source} is no safetensors file, or a truncated one",
+            expected=f"a header of at most {_MAX_HEADER_BYTES} bytes within the file",
+            received=f"{len(content)} bytes that announce a header of {length}"
+            if len(content) >= 8
+            else f"{len(content)} bytes",
+        )
+    text = bytes(content[8 : 8 + length])
+    # Parsed, an empty list takes twenty times its bytes: count before parsing. A tensor has three brackets,
+    # its edit in the metadata as many; names and notes may have some too.
+    if text.count(b"[") + text.count(b"{") > 6 * max_tensors + 20_000:
+        raise UpdateRefused(f"{source} has too many tensors", expected=f"at most {max_tensors}")
+    header = loads_strictly(text, f"{source}: the header")
+    if not isinstance(header, dict):
+        raise UpdateRefused(f"{source} is no safetensors file: its header is no JSON object")
+    return header, content[8 + length :]
+
+
+def _span(name: str, entry: Any, source: str) -> tuple[int, int]:
+    """Where a tensor's bytes lie, once its entry in the header is what it must be."""
+    problem = UpdateRefused(
+        f"{source}: the header's entry of {name!r} is wrong",
+        expected=f"a dtype of {', '.join(_DTYPES)}, a shape, and data_offsets of that size",
+        received=str(entry)[:200],
+    )
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        raise problem
+    dtype = _DTYPES.get(entry["dtype"])
+    shape, offsets = _sizes(entry.get("shape")), _sizes(entry.get("data_offsets"))
+    if dtype is None or shape is None or offsets is None or len(offsets) != 2:
+        raise problem
+    if len(shape) > _MAX_DIMENSIONS or offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
+        raise problem
+    return offsets[0], offsets[1]
+
+
+def _sizes(value: Any) -> list[int] | None:
+    # `type`, since True is an int to isinstance.
+    valid = isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+    return value if valid else None
+
+
+def _tensor(data: memoryview, entry: Mapping[str, Any], what: str) -> Array:
+    dtype = _DTYPES[entry["dtype"]]
+    if len(data) != math.prod(entry["shape"]) * dtype.itemsize:
+        raise UpdateRefused(f"{what} lies beyond the end of the file", remedy="The file may be truncated")
+    flat = np.frombuffer(data, np.uint8)
+    if dtype == np.bool_ and flat.size and flat.max() > 1:
+        raise UpdateRefused(f"{what} has bytes that are no bool", expected="0 or 1", received=str(flat.max()))
+    if flat.size and flat.ctypes.data % dtype.itemsize:
+        flat = flat.copy()  # Other writers need not care where a tensor starts.
+    try:
+        array: Array = flat.view(dtype).reshape(entry["shape"])
+    except ValueError as error:
+        raise UpdateRefused(f"{what} has a shape that no array can have ({error})") from error
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,194 @@
+"""What worker 0 does with the inbox and the notes of a run, also when disk or another group are against it.
+
+Threads play the workers; but for the last test, TensorFlow is only imported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicast import inbox
+from replicast.errors import JobFailed, UpdateRefused
+from replicast.fence import Fence
+from replicast.replicas import housekeeping
+from replicast.replicas.housekeeping import Housekeeping
+from replicast.runfiles import WorkerNote, read_worker_notes, write_worker_note
+from replicast.update import Stage, Update
+from tests.pool import Pool
+from tests.unit.protocol.twins import Job, bias, eventually
+from tests.workers.recipes import perceptron
+from tests.workers.test_updates import replicas_of
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    monkeypatch.setattr(housekeeping, "LOOK_SECS", 0.01)
+    monkeypatch.setattr(housekeeping, "ASIDE_SECS", 3600.0)
+    with Job(1) as job:
+        yield job
+
+
+def keeping_of(job: Job, run: Path, fence: Fence | None = None) -> Housekeeping:
+    keeping = Housekeeping(job.workers[0].member, run, 0, fence)
+    keeping.training = True
+    return keeping
+
+
+def train_until(job: Job, condition: Callable[[], object]) -> None:
+    steps = itertools.count(job.workers[0].member.gate.step + 1)
+
+    def step_and_look() -> object:
+        job.workers[0].member.arrive(next(steps))
+        return condition()
+
+    eventually(step_and_look)
+
+
+def stage_of(run: Path, update_id: str) -> object:
+    return (inbox.stage_of(run, update_id) or {}).get("stage")
+
+
+def test_a_group_that_was_thought_dead_leaves_the_inbox_alone_and_its_next_boundary_says_why(
+    job: Job, tmp_path: Path
+) -> None:
+    keeping = keeping_of(job, tmp_path, Fence(tmp_path, attempt=0))
+    Fence(tmp_path, attempt=1)
+    inbox.submit(tmp_path, bias(1.0, id="precious"))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "inbox").iterdir()}
+    keeping.start()
+    member = job.workers[0].member
+    eventually(member.threads.stopping.is_set)
+    with pytest.raises(JobFailed, match=r"attempt 1.* has taken over .* was thought dead"):
+        member.arrive(1)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "inbox").iterdir()} == before
+    assert not (tmp_path / "refused").exists()
+    assert read_worker_notes(tmp_path) == []
+
+
+def test_what_a_group_had_taken_before_it_was_thought_dead_is_not_refused_by_it(
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeping = keeping_of(job, tmp_path, Fence(tmp_path, attempt=0))
+    inbox.submit(tmp_path, Update(id="precious").scale("of/another/model", 2.0))
+    keeping._look_into_inbox(tmp_path)
+    ((ticket, _),) = keeping._proposed.values()
+    eventually(ticket.done)
+    Fence(tmp_path, attempt=1)
+    keeping.finish()
+    assert [entry.id for entry in inbox.waiting(tmp_path)] == ["precious"]
+    assert not (tmp_path / "refused").exists()
+    assert "has taken over" in caplog.text
+
+
+def test_the_end_of_a_group_that_was_thought_dead_is_not_said_of_the_next(job: Job, tmp_path: Path) -> None:
+    keeping = keeping_of(job, tmp_path, Fence(tmp_path, attempt=0))
+    Fence(tmp_path, attempt=1)
+    note = WorkerNote(0, 1, "host", 5, 1, 2.5, training=True, waiting_for="")
+    write_worker_note(tmp_path, note)
+    keeping.say_ended()
+    keeping.finish()
+    assert read_worker_notes(tmp_path) == [note]
+
+
+def test_a_disk_that_is_away_stops_no_training_and_is_said_once(
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeping = keeping_of(job, tmp_path, Fence(tmp_path, attempt=0))
+    inbox.submit(tmp_path, bias(1.0, id="later"))
+    (tmp_path / "fence.json").rename(tmp_path / "away.json")
+    keeping.start()
+    eventually(lambda: "cannot be kept up to date" in caplog.text)
+    assert read_worker_notes(tmp_path) == []
+    (tmp_path / "away.json").rename(tmp_path / "fence.json")
+    train_until(job, lambda: stage_of(tmp_path, "later") == Stage.VERIFIED)
+    assert caplog.text.count("cannot be kept up to date") == 1
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Path]:
+    """The second arguments with which a function of the inbox is called from now on."""
+    real, calls = getattr(inbox, name), []
+
+    def counted(*arguments: object) -> object:
+        calls.append(arguments[-1] if len(arguments) == 1 else arguments[1])
+        return real(*arguments)
+
+    monkeypatch.setattr(inbox, name, counted)
+    return calls
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture, path: Path) -> list[bool]:
+    """Of each warning, whether it names the path."""
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    return [str(path) in text for text in said]
+
+
+def block(run: Path, update_id: str) -> None:
+    """Puts a full folder where the update would be moved to when it is refused."""
+    (run / "refused" / f"{update_id}.safetensors" / "part").mkdir(parents=True)
+
+
+def test_an_entry_that_cannot_be_moved_away_keeps_no_other_waiting_and_is_refused_once(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    block(tmp_path, "a-folder")
+    folder = tmp_path / "inbox" / "a-folder.safetensors"
+    (folder / "part").mkdir(parents=True)
+    looks, refused = count_calls(monkeypatch, "waiting"), count_calls(monkeypatch, "refuse")
+    keeping_of(job, tmp_path).start()
+    eventually(lambda: refused)
+    inbox.submit(tmp_path, bias(1.0, id="good"))
+    train_until(job, lambda: stage_of(tmp_path, "good") == Stage.VERIFIED)
+    seen = len(looks)
+    eventually(lambda: len(looks) > seen + 3)
+    assert refused == [folder]
+    assert warnings_in(caplog, folder) == [True]
+
+
+def test_an_entry_that_cannot_leave_the_inbox_keeps_no_other_from_its_word(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    block(tmp_path, "bad")
+    bad = inbox.submit(tmp_path, Update(id="bad").scale("of/another/model", 2.0))
+    good = inbox.submit(tmp_path, bias(1.0, id="good"))
+    looks, refused = count_calls(monkeypatch, "waiting"), count_calls(monkeypatch, "refuse")
+    keeping_of(job, tmp_path).start()
+    train_until(job, lambda: not good.exists() and refused)
+    assert stage_of(tmp_path, "good") == Stage.VERIFIED
+    seen = len(looks)
+    eventually(lambda: len(looks) > seen + 3)
+    assert refused == [bad]
+    assert warnings_in(caplog, bad) == [True]
+
+
+def test_an_entry_that_was_set_aside_is_tried_again(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(housekeeping, "ASIDE_SECS", 0.05)
+    block(tmp_path, "bad")
+    bad = inbox.submit(tmp_path, Update(id="bad").scale("of/another/model", 2.0))
+    refused = count_calls(monkeypatch, "refuse")
+    keeping_of(job, tmp_path).start()
+    eventually(lambda: refused)
+    (tmp_path / "refused" / "bad.safetensors" / "part").rmdir()
+    (tmp_path / "refused" / "bad.safetensors").rmdir()
+    eventually(lambda: not bad.exists())
+    assert isinstance(inbox.refusals(tmp_path)["bad"], UpdateRefused)
+
+
+def begin(strategy: Any, directory: Path) -> list[str]:
+    with replicas_of(perceptron(strategy), run_dir=directory) as replicas:
+        replicas.boundary()
+    return sorted(path.name for path in directory.rglob(".tmp-*"))
+
+
+def test_a_job_removes_the_temporaries_of_dead_workers_when_it_starts(pool1: Pool, tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "workers", tmp_path / "checkpoints"):
+        place.mkdir(exist_ok=True)
+        (place / ".tmp-0123").mkdir() if place.name == "checkpoints" else (place / ".tmp-0123").touch()
+    assert pool1.run(begin, tmp_path) == [[]]
