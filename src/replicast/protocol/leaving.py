@@ -14,12 +14,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from replicast.config import TOLD_TO_END
-from replicast.errors import ReplicastError
+from replicast.errors import ReplicastError, UpdateRefused
 
 if TYPE_CHECKING:
     from replicast.protocol.member import Member
 
 logger = logging.getLogger("replicast")
+
+WRONG_CALLS = 100
+"""So many calls of others may come between this worker and the end of them all."""
 
 
 class Leaving:
@@ -46,6 +49,8 @@ class Leaving:
         if self.left or self.ends:
             return
         if not training:
+            rank = self._member.channel.rank
+            logger.warning("worker %d was told to end outside of a training: nothing is saved", rank)
             sys.exit(TOLD_TO_END)
         self._member.wish("leave")
 
@@ -83,4 +88,14 @@ class Leaving:
         self.ends = True
         for intent in ("drain", "close"):
             if not self.left:
+                self._pause(intent)
+
+    def _pause(self, intent: str) -> None:
+        """Another worker may be elsewhere: both are told so, and that one comes to its end later."""
+        for _ in range(WRONG_CALLS):
+            try:
                 self._member.pause(intent)
+            except UpdateRefused as error:
+                logger.warning("worker %d is at the end of its script. %s", self._member.channel.rank, error)
+            else:
+                return

@@ -145,7 +145,7 @@ class Replicas(OwnLoop):
             CheckpointError: A trial is not decided yet.
         """
         self._member.pause("save")
-        return self.recovery.save()
+        return self.recovery.save(when_busy="wait")
 
     def restore(self, step: int | None = None, *, partial: bool = False) -> Restored | None:
         """Gives every worker the state of a checkpoint, bit for bit. All workers call it, before training.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from replicast.config import TOLD_TO_END
+from replicast.errors import UpdateRefused
 from replicast.protocol.leaving import Leaving
 from replicast.trial import Trial
 from replicast.update import Stage
@@ -110,3 +111,17 @@ def test_a_script_that_does_not_train_ends_at_once() -> None:
         with pytest.raises(SystemExit) as ended:
             leaving.asked(training=False)
         assert ended.value.code == TOLD_TO_END
+
+
+def test_a_worker_that_was_elsewhere_when_the_others_ended_comes_to_the_end_too() -> None:
+    with Job(2) as job:
+        told = Told(job)
+
+        def end(worker: Worker) -> None:
+            if worker.rank == 1:  # as a script does that saves on one worker only, and catches the error
+                for _ in range(2):
+                    with pytest.raises(UpdateRefused, match="at different places"):
+                        worker.member.pause("save")
+            told.leavings[worker.rank].come_to_the_end()
+
+        job.on_all(end)
