@@ -307,3 +307,9 @@ def test_a_place_that_cannot_be_written_is_named(run: Path) -> None:
     result = invoke("checkpoint", "patch", run, "--scale", "dense/kernel=2", "-o", "file/out")
     assert result.exit_code == 1
     assert "file/out cannot be written (File exists)" in result.output
+
+
+@pytest.mark.parametrize("command", [["checkpoint", "list"], ["status"]])
+def test_a_path_that_cannot_be_looked_at_is_no_traceback(command: list[str]) -> None:
+    result = invoke(*command, "x" * 300)
+    assert (result.exit_code, "File name too long" in result.output) == (2, True)

@@ -16,7 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("replicast.cli.status:status", "Show the workers, the metrics and the updates of a run."),
     "log": ("replicast.cli.log:log", "List the updates that a run has committed."),
     "show": ("replicast.cli.show:show", "Show everything about one update."),
-    "inspect": ("replicast.cli.inspect:inspect", "Say what a file would do as an update."),
+    "inspect": ("replicast.cli.inspect:inspect", "Say what a file would do; list a run's variables."),
     "withdraw": ("replicast.cli.withdraw:withdraw", "Take back an update that still waits."),
     "audit": ("replicast.cli.audit:audit", "Show whether the replicas are equal; --now looks."),
     "checkpoint": ("replicast.cli.checkpoint:checkpoint", "List, verify, compare and patch checkpoints."),
@@ -74,6 +74,10 @@ class LazyGroup(click.Group):
             raise Refused(printable(str(error))) from error
         except ReplicastError as error:
             raise Refusal(str(error)) from error
+        except OSError as error:
+            if error.filename is None:  # a pipe that nobody reads, for one, which click knows how to end
+                raise
+            raise Refusal(f"{error.filename}: {error.strerror}") from error
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

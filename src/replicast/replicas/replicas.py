@@ -345,6 +345,7 @@ class Replicas(OwnLoop):
         if self._parts is not None and not self._closed:
             self._parts.member.abandon()
             self._parts.housekeeping.say_ended()
+            self._parts.recovery.leaving.ends = True  # whoever tells it to end now need not
 
     def _stop(self) -> None:
         self._opened().member.stop()

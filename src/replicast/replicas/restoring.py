@@ -218,8 +218,9 @@ def _plan(member: Member, reader: CheckpointReader, partial: bool) -> dict[str, 
             f"The checkpoint of step {manifest.step} is of another model ({said}{more}). "
             "partial=True takes what fits"
         )
-    left_out = {difference.name for difference in differing}
-    names = [variable.name for variable in member.state.schema if variable.name not in left_out]
+    differs = {difference.name for difference in differing}
+    left_out = [variable.name for variable in member.state.schema if variable.name in differs]
+    names = [variable.name for variable in member.state.schema if variable.name not in differs]
     return {
         "host": host_id(os.environ),
         "nbytes": manifest.nbytes,

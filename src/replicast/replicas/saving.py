@@ -10,6 +10,7 @@ the mean is saved.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import queue
@@ -38,6 +39,13 @@ from replicast.strategy import KerasState
 logger = logging.getLogger("replicast")
 
 WhenBusy = Literal["wait", "skip"]
+_MAKE_ROOM = "Make room on the disk, or have fewer stay: callback(keep=...)"
+_REMEDIES = {
+    errno.ENOSPC: _MAKE_ROOM,
+    errno.EDQUOT: _MAKE_ROOM,
+    errno.EROFS: "The file system is read-only: make it writable, or give another run directory",
+    errno.EACCES: "Let this user write there, or give another run directory",
+}
 _NO_METRIC = (
     "keep_best: the checkpoint of step %d has no metric %r, so it cannot be the best one. It has: %s. "
     'Metrics of validation are there with save_every="epoch"'
@@ -325,7 +333,7 @@ def _not_written(error: OSError, store: CheckpointStore, step: int) -> Checkpoin
         path=store.path(step),
         step=step,
         received=str(error),
-        remedy="Make room on the disk, or have fewer stay: callback(keep=...). Those before it are whole",
+        remedy=f"{_REMEDIES.get(error.errno or 0, 'See what is wrong there')}. Those before it are whole",
     )
     failure.__cause__ = error
     return failure

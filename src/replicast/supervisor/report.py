@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from replicast.config import FAULTS, TOLD_TO_END
+from replicast.config import FAILED_BECAUSE_OF_ANOTHER, FAULTS, TOLD_TO_END
 from replicast.supervisor.group import GroupEnd
 from replicast.supervisor.lines import cropped
 from replicast.supervisor.worker import WorkerExit
@@ -19,8 +19,11 @@ _BOX_COLUMNS = 1000
 
 def failure_line(failure: WorkerExit) -> str:
     """One line: which worker, how, after how long, where its log is."""
+    how = f"failed first: {failure.how}"
+    if failure.code == FAILED_BECAUSE_OF_ANOTHER:  # that one has ended with 0, is on another host, or hangs
+        how = f"ended because of another worker, which its log names ({failure.how})"
     return (
-        f"replicast: worker {failure.rank} failed first: {failure.how} after {duration(failure.ran_secs)}. "
+        f"replicast: worker {failure.rank} {how} after {duration(failure.ran_secs)}. "
         f"Log: {short_path(failure.log)}"
     )
 
