@@ -40,6 +40,7 @@ class RunInfo:
         workers: How many workers the job has.
         attempt: Which start of the job wrote this.
         created_at: Seconds since 1970.
+        journaled: Whether the job keeps a journal.
     """
 
     format: int
@@ -47,6 +48,7 @@ class RunInfo:
     workers: int
     attempt: int
     created_at: float
+    journaled: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
@@ -56,6 +58,7 @@ class RunInfo:
             "workers": self.workers,
             "attempt": self.attempt,
             "created_at": self.created_at,
+            **({} if self.journaled else {"journaled": False}),
         }
 
     @classmethod
@@ -77,6 +80,7 @@ class RunInfo:
                 workers=int(fields["workers"]),
                 attempt=int(fields["attempt"]),
                 created_at=float(fields["created_at"]),
+                journaled=bool(fields.get("journaled", True)),
             )
 
 

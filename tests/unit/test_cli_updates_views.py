@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,13 @@ from replicast.cli import status
 from replicast.cli.examination import numbers_of, view_of
 from replicast.cli.texts import age_text, number_text, seconds_text, size_text, when_text
 from replicast.edits import BFLOAT16
-from replicast.runfiles import append_metrics, read_run_info
+from replicast.runfiles import (
+    WorkerNote,
+    append_metrics,
+    read_run_info,
+    write_run_info,
+    write_worker_note,
+)
 from replicast.update import Stage, Update
 from tests.unit.played_job import BIAS, PlayedJob, heard_of, invoke, made_run, tensors
 
@@ -324,3 +331,19 @@ def test_sizes_and_times_are_short() -> None:
     assert number_text(1234567.0) == "1.235e+06"
     now = time.mktime((2026, 5, 4, 12, 0, 0, 0, 0, -1))
     assert [when_text(now - secs, now) for secs in (60, 86_400)] == ["11:59:00", "2026-05-03"]
+
+
+def test_what_a_new_start_has_yet_to_come_to_is_committed_and_not_verified(run: Path) -> None:
+    filled(run)
+    first = json.loads(invoke("log", run, "--json").output.splitlines()[0])
+    assert first["stage"] == Stage.VERIFIED
+    for step, stage in ((first["step"] - 1, Stage.COMMITTED), (first["step"], Stage.VERIFIED)):
+        write_worker_note(run, WorkerNote(0, 100, "box", step, 1, time.time(), training=True, waiting_for=""))
+        assert json.loads(invoke("log", run, "--json").output.splitlines()[0])["stage"] == stage
+
+
+def test_a_job_without_a_journal_is_not_said_to_have_committed_nothing(run: Path) -> None:
+    for journaled, said in ((True, "no update has been committed yet"), (False, "keeps no journal")):
+        write_run_info(run, replace(read_run_info(run), journaled=journaled))
+        for command in ("log", "status"):
+            assert said in invoke(command, run).output, command

@@ -34,7 +34,10 @@ def log(run: Path, as_json: bool, last: int | None) -> None:
         for standing in standings:
             click.echo(json.dumps(standing.to_json()))
     elif not standings:
-        click.echo("The journal is empty: no update has been committed yet.")
+        from replicast.cli.texts import no_updates_text
+        from replicast.runfiles import read_run_info
+
+        click.echo(f"The journal is empty: {no_updates_text(journaled=read_run_info(run).journaled)}.")
     else:
         from replicast.cli.tables import make_console, updates_table
 

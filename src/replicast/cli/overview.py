@@ -20,6 +20,7 @@ from replicast.cli.tables import make_table, refusal_cell, stage_cell, updates_t
 from replicast.cli.texts import (
     age_text,
     counted,
+    no_updates_text,
     number_text,
     one_line,
     printable,
@@ -47,6 +48,7 @@ class Overview:
         waiting: What waits in the inbox.
         refused: What was refused last.
         audit: The last audit, if there was one.
+        journaled: Whether the job keeps a journal.
         now: When it was looked at, in seconds since 1970.
     """
 
@@ -58,6 +60,7 @@ class Overview:
     waiting: tuple[Standing, ...]
     refused: tuple[Standing, ...]
     audit: AuditReport | None
+    journaled: bool
     now: float
 
     @property
@@ -103,6 +106,7 @@ def look(run: Path, now: float) -> Overview:
         waiting=tuple(waiting(run, [standing.id for standing in updates])),
         refused=tuple(refused(run)[-LAST:]),
         audit=next(iter(last_audits(run, 1)), None),
+        journaled=info.journaled,
         now=now,
     )
 
@@ -120,7 +124,7 @@ def rendered(seen: Overview) -> RenderableType:
             updates_table(seen.updates, seen.now),
         ]
     else:
-        parts.append(_title("no update has been committed yet"))
+        parts.append(_title(no_updates_text(journaled=seen.journaled)))
     if seen.waiting:
         parts += [_title(f"{len(seen.waiting)} in the inbox"), _waiting_table(seen)]
     if seen.refused:

@@ -13,6 +13,7 @@ from replicast.edits import Operation
 from replicast.errors import UpdateRefused
 from replicast.journal import Journal
 from replicast.records import Receipt, Record
+from replicast.runfiles import read_worker_notes
 from replicast.trial import TrialOutcome
 from replicast.update import Stage
 
@@ -74,12 +75,15 @@ def committed(run_dir: Path) -> list[Standing]:
     journal = Journal(run_dir)
     records = journal.records()
     receipts, outcomes = journal.receipts(), journal.outcomes()
-    return [
-        replace(
-            _of_record(run_dir, record, receipts.get(record.sequence)), trial=outcomes.get(record.sequence)
-        )
-        for record in records
-    ]
+    attempt, reached = _reached(run_dir)
+    standings = []
+    for record in records:
+        standing = _of_record(run_dir, record, receipts.get(record.sequence))
+        # A start that begins before its step applies it again: until then its replicas do not have it.
+        if record.attempt < attempt and (standing.step or 0) > reached:
+            standing = replace(standing, stage=Stage.COMMITTED)
+        standings.append(replace(standing, trial=outcomes.get(record.sequence)))
+    return standings
 
 
 def waiting(run_dir: Path, known: Iterable[str]) -> list[Standing]:
@@ -193,6 +197,13 @@ def what_text(edits: Iterable[Mapping[str, Any]], most: int = 2) -> str:
 def words(operation: str) -> str:
     """An operation as people say it."""
     return operation.replace("_", " ")
+
+
+def _reached(run_dir: Path) -> tuple[int, int]:
+    """The present start of the job, and the step that it has come to."""
+    notes = read_worker_notes(run_dir)
+    attempt = max((note.attempt for note in notes), default=0)
+    return attempt, max((note.step for note in notes if note.attempt == attempt), default=0)
 
 
 def _of_record(run_dir: Path, record: Record, receipt: Receipt | None) -> Standing:

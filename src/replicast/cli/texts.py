@@ -105,6 +105,13 @@ def digest_text(digests: dict[int, str]) -> str:
     return "; ".join(f"worker {rank}: {printable(digest)}" for rank, digest in sorted(digests.items()))
 
 
+def no_updates_text(*, journaled: bool) -> str:
+    """Why a journal is empty."""
+    if journaled:
+        return "no update has been committed yet"
+    return 'the job keeps no journal (durability="memory")'
+
+
 def counted(number: int, thing: str) -> str:
     """A number of things: "1 worker", "2 workers"."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

@@ -185,7 +185,8 @@ def _coordinate(member: Member, settings: Settings, fence: Fence | None) -> None
     if settings.run_dir is not None and fence is not None:
         size = member.channel.size
         _say_if_other_size(settings.run_dir, size)
-        info = RunInfo(FORMAT, member.state.schema, size, settings.attempt, created_at=time.time())
+        schema, now = member.state.schema, time.time()
+        info = RunInfo(FORMAT, schema, size, settings.attempt, now, journaled=settings.durable)
         write_run_info(settings.run_dir, info, fence.check)
         if settings.durable:
             journal = Journal(settings.run_dir, fence.check)
