@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from replicast.errors import NotSupported
-from replicast.replicas.position import Position
+from replicast.replicas.position import Fit, Position
 from replicast.strategy import start_at_epoch
-from replicast.strategy.resuming import ResumedEpoch, go_on
+from replicast.strategy.resuming import ResumedEpoch, go_on, pass_over
 
 if TYPE_CHECKING:
     from replicast.replicas.auditing import AuditPlan
@@ -45,9 +45,17 @@ class BoundaryCallback(keras.callbacks.Callback):
                 remedy="Make a replicast.Replicas(model) for the model that is trained",
             )
         self._replicas.training_begins()
+        called_with = self.params or {}
+        fit = Fit(called_with.get("epochs", 1), called_with.get("steps"))
+        self._resumed = self._replicas.recovery.take_resumed(fit)
+        if self._is_over():
+            pass_over(self.model, self._resumed.epoch, self._warn)
+            return
         self._replicas.recovery.plan(self._saves)
         self._replicas.auditing.plan(self._audits)
-        self._resumed = self._replicas.recovery.take_resumed()
+        if self._resumed.epoch >= fit.epochs:  # all of it is done but what Keras does at its end
+            pass_over(self.model, self._resumed.epoch, self._warn)
+            return
         self._resumed_epoch = go_on(self.model, self._resumed.epoch, self._resumed.batch, self._warn)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -76,7 +84,22 @@ class BoundaryCallback(keras.callbacks.Callback):
         """Settles what was proposed during training, so that nothing waits for a step that never comes."""
         start_at_epoch(self.model, 0)
         self._replicas.begin_epoch(None)
+        recovery = self._replicas.recovery
+        if self._is_over():
+            recovery.held.put_back()
+            self._replicas.training_ends()
+            recovery.held.keep()
+            return
+        recovery.ended(stopped=self._is_stopped())
         self._replicas.training_ends()
+
+    def _is_over(self) -> bool:
+        """Whether this training was done in an earlier life of the job, and is passed over."""
+        return self._resumed.inside == "over"
+
+    def _is_stopped(self) -> bool:
+        """Whether something ended the training before all its epochs were done."""
+        return bool(self.model.stop_training) and self._epoch + 1 < (self.params or {}).get("epochs", 1)
 
     def _position(self, batch: int) -> Position:
         """Where the data stands after a batch. The last one of an epoch is where the next one begins."""

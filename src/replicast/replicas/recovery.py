@@ -21,7 +21,9 @@ from replicast.errors import CheckpointError, NotSupported
 from replicast.fence import Fence
 from replicast.protocol import Member
 from replicast.protocol.leaving import Leaving
-from replicast.replicas.position import Position
+from replicast.replicas.fits import Fits
+from replicast.replicas.holding import Held
+from replicast.replicas.position import Fit, Position
 from replicast.replicas.restoring import Restored, restore
 from replicast.replicas.saving import Keeping, Saver, Saving, WhenBusy
 from replicast.strategy import KerasState
@@ -63,6 +65,7 @@ class Recovery:
 
     Attributes:
         position: Where in its data the training stands.
+        held: What stays as it is while trainings are passed over.
         leaving: This worker's part in leaving when the machine is taken away.
     """
 
@@ -81,9 +84,9 @@ class Recovery:
         self._restores = 0
         self._saves = Saves()
         self._timed = False
-        self._resumed = Position()
-        self._rest_is_due = False
+        self._fits = Fits(speaks=member.channel.rank == 0)
         self._in_a_pass = False
+        self.held = Held(member)
         self.position = Position()
         self._metrics: Mapping[str, Any] = {}
         self._owed = False
@@ -107,7 +110,7 @@ class Recovery:
             logs: Loss and metrics.
             batches: How many batches they are running means of.
         """
-        self.position = position
+        self.position = self._fits.stamped(position)
         self._metrics = logs if logs is not None else {}
         self._member.trying.measures.batches = batches
 
@@ -155,29 +158,46 @@ class Recovery:
         self._member.pause("\n".join(["restored", *map(str, sorted(restored.holds))]))
         self._member.applied = set(restored.holds)
         self._member.gate.start_from(restored.step)
-        self.position = self._resumed = restored.position
-        self._rest_is_due = True
+        self.position = restored.position
+        self._fits.restored(restored.position)
         return restored
 
-    def take_resumed(self) -> Position:
-        """Where the training that begins now goes on; one that begins later starts at the beginning."""
-        resumed, self._resumed = self._resumed, Position()
+    def take_resumed(self, fit: Fit) -> Position:
+        """Where the training that begins now goes on; one that was over when the state was saved, "over"."""
+        resumed = self._fits.begin(fit)
+        self.held.put_back()
+        if resumed.inside == "over":
+            self.held.keep()
+        else:
+            self.held.release()
         return resumed
+
+    def ended(self, stopped: bool) -> None:
+        """A training is over.
+
+        Args:
+            stopped: Whether something ended it before all its epochs were done.
+        """
+        self._fits.end(self.position.epoch, stopped)
+        if stopped:
+            self.position = self._fits.stamped(self.position)
 
     def used(self, batches: int) -> None:
         """An own loop has used so many more batches of its pass."""
-        self.position = Position(self.position.epoch, self.position.batch + batches)
+        self.position = self._fits.used(self.position, batches)
 
     def resume(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """A pass over the data begins; after a restore, the rest of the one that was interrupted."""
-        due, self._rest_is_due = self._rest_is_due, False
-        resumed = self.take_resumed()
-        if not due:
-            self.position = Position(self.position.epoch + 1) if self._in_a_pass else Position()
+        resumed = self._fits.take_loop()
+        self.held.put_back()
+        self.held.release()
+        if resumed is None:
+            begun = Position(self.position.epoch + 1) if self._in_a_pass else Position()
+            self.position = self._fits.looping(begun)
             self._in_a_pass = True
             return dataset
         self._in_a_pass = True
-        self.position = resumed.in_passes_of(int(dataset.cardinality()))
+        self.position = self._fits.looping(resumed.in_passes_of(int(dataset.cardinality())))
         for _ in range(self.position.epoch):
             iter(dataset)  # each pass draws its own order: those before have had theirs
         return dataset.skip(self.position.batch) if self.position.batch else dataset
@@ -193,6 +213,8 @@ class Recovery:
         step = self._member.gate.step
         if self.leaving.left:
             return
+        if self._fits.awaited() and self._member.channel.rank == 0:
+            logger.warning(self._fits.awaited())
         later = sorted({stop.step for stop in self._member.gate.pending() if stop.step > step})
         if later and self._member.channel.rank == 0:
             logger.warning(
