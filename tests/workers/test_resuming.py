@@ -290,3 +290,43 @@ def test_steps_before_the_first_pass_are_not_of_it() -> None:
     assert life.position == Position(0, 3)  # what the default assumes
     life.resume(tf.data.Dataset.range(5))
     assert life.position == Position()
+
+
+UNCERTAIN = "This data cannot be positioned for certain"
+
+
+def given(kind: str) -> Any:
+    made: dict[str, Callable[[], Any]] = {
+        "dataset": lambda: tf.data.Dataset.range(5),
+        "list": lambda: list(range(5)),
+        "generator": lambda: (number for number in range(5)),
+        "iterable": lambda: {number: number for number in range(5)},
+    }
+    return made[kind]()
+
+
+@pytest.mark.parametrize("kind", ["dataset", "list", "generator", "iterable"])
+def test_an_own_loop_goes_on_in_any_kind_of_data_and_warns_once_in_every_life_of_what_is_uncertain(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for start, expected in [
+        (None, [0, 1, 2, 3, 4]),
+        (Position(0, 3), [3, 4]),
+        (Position(2, 1), [1, 2, 3, 4]),
+    ]:
+        caplog.clear()
+        life = recovery()
+        life._member.channel.rank = 0
+        if start is not None:
+            life._fits.restored(start)
+        assert [int(batch) for batch in life.resume(given(kind))] == expected
+        assert [int(batch) for batch in life.resume(given(kind))] == [0, 1, 2, 3, 4]
+        warned = [UNCERTAIN in message for message in caplog.messages]
+        assert warned == ([True] if kind in ("generator", "iterable") else [])
+
+
+def test_batches_beyond_the_length_of_a_list_are_whole_passes() -> None:
+    life = recovery()
+    life._fits.restored(Position(0, 12))
+    assert [*life.resume(given("list"))] == [2, 3, 4]
+    assert life.position == Position(2, 2)

@@ -14,8 +14,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-import tensorflow as tf
-
 from replicast.checkpoint import CheckpointStore
 from replicast.errors import CheckpointError, NotSupported
 from replicast.fence import Fence
@@ -27,6 +25,7 @@ from replicast.replicas.position import Fit, Position
 from replicast.replicas.restoring import Restored, restore
 from replicast.replicas.saving import Keeping, Saver, Saving, WhenBusy
 from replicast.strategy import KerasState
+from replicast.strategy.passes import Batches, length_of, rest_of, what_is_not_certain
 
 logger = logging.getLogger("replicast")
 
@@ -86,6 +85,7 @@ class Recovery:
         self._timed = False
         self._fits = Fits(speaks=member.channel.rank == 0)
         self._in_a_pass = False
+        self._complained = False
         self.held = Held(member)
         self.position = Position()
         self._metrics: Mapping[str, Any] = {}
@@ -186,8 +186,12 @@ class Recovery:
         """An own loop has used so many more batches of its pass."""
         self.position = self._fits.used(self.position, batches)
 
-    def resume(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    def resume(self, dataset: Batches) -> Batches:
         """A pass over the data begins; after a restore, the rest of the one that was interrupted."""
+        problem = what_is_not_certain(dataset)
+        if problem and not self._complained and self._member.channel.rank == 0:
+            logger.warning(problem)
+        self._complained = self._complained or bool(problem)
         resumed = self._fits.take_loop()
         self.held.put_back()
         self.held.release()
@@ -197,10 +201,8 @@ class Recovery:
             self._in_a_pass = True
             return dataset
         self._in_a_pass = True
-        self.position = self._fits.looping(resumed.in_passes_of(int(dataset.cardinality())))
-        for _ in range(self.position.epoch):
-            iter(dataset)  # each pass draws its own order: those before have had theirs
-        return dataset.skip(self.position.batch) if self.position.batch else dataset
+        self.position = self._fits.looping(resumed.in_passes_of(length_of(dataset)))
+        return rest_of(dataset, self.position.epoch, self.position.batch)
 
     def settle(self) -> None:
         """Waits until the last checkpoint is written, and raises why it could not be."""
