@@ -72,17 +72,17 @@ def test_a_checkpoint_at_the_end_of_a_fit_is_taken_by_it_also_with_more_epochs()
     assert again.begin(SECOND) == Position()
 
 
-def test_a_fit_that_was_stopped_is_over_with_the_epochs_it_had() -> None:
+def test_a_fit_that_was_stopped_stays_so_unless_it_is_called_otherwise() -> None:
     life = Fits()
     done(life, FIRST, epochs=2)
     again = later(saved(life, Position(2)))
     found = again.begin(FIRST)
-    assert over(found)
-    assert found.epoch == 2
+    assert found == Position(2)
+    assert found.inside == "stopped"
     assert again.begin(SECOND) == Position()
     found = later(saved(life, Position(2))).begin(Fit(8, 9))  # the user wants more of it
     assert found == Position(2)
-    assert not over(found)
+    assert found.inside == "fit"
 
 
 def test_an_own_loop_between_fits_goes_on_when_the_fit_before_it_is_passed_over() -> None:

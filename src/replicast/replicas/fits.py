@@ -37,7 +37,8 @@ class Fits:
         """A training with the callback begins.
 
         Returns:
-            Where it goes on; one that is to be passed over is "over" there.
+            Where it goes on. One that was over when the checkpoint was made is "over": it changes nothing.
+            One that was "stopped" there has still to be ended as Keras does it, with a moving average maybe.
 
         Raises:
             CheckpointError: It was not in the life of the job that made the checkpoint.
@@ -48,12 +49,15 @@ class Fits:
             return self._begins(fit, Position() if resumed is None else resumed)
         self._leave_out(fit, resumed)
         place = len(self._begun)
-        if place < len(resumed.fits) - 1 or (
-            place == len(resumed.fits) - 1 and resumed.inside != "fit" and fit.is_like(resumed.fits[place])
-        ):
+        last = len(resumed.fits) - 1
+        if place < last or (place == last and resumed.inside == "loop"):
             return self._pass_over(resumed.fits[place], len(resumed.fits))
         self._resumed = None
-        return self._begins(fit, resumed if place == len(resumed.fits) - 1 else Position())
+        if place > last:
+            return self._begins(fit, Position())
+        found = self._begins(fit, resumed)
+        stopped = resumed.inside == "stopped" and fit.is_like(resumed.fits[place])
+        return replace(found, inside="stopped") if stopped else found
 
     def end(self, epoch: int, stopped: bool) -> None:
         """The training is over.

@@ -90,6 +90,8 @@ class Recovery:
         self.position = Position()
         self._metrics: Mapping[str, Any] = {}
         self._owed = False
+        self._epoch_ends = False
+        self._due_after_epoch = False
         member.actions["save"] = self._save_due
         self.leaving = Leaving(member, self._save_before_leaving)
 
@@ -102,14 +104,22 @@ class Recovery:
             self._timed = True
             self._member.threads.start("timer", self._wish_in_time)
 
-    def reached(self, position: Position, logs: Mapping[str, Any] | None, batches: int | None = None) -> None:
+    def reached(
+        self,
+        position: Position,
+        logs: Mapping[str, Any] | None,
+        batches: int | None = None,
+        epoch_ends: bool = False,
+    ) -> None:
         """Notes where in its data the training stands, and the last loss and metrics.
 
         Args:
             position: Where.
             logs: Loss and metrics.
             batches: How many batches they are running means of.
+            epoch_ends: Whether an epoch ends here, and `after_epoch` follows: a checkpoint waits for that.
         """
+        self._epoch_ends = epoch_ends
         self.position = self._fits.stamped(position)
         self._metrics = logs if logs is not None else {}
         self._member.trying.measures.batches = batches
@@ -123,8 +133,9 @@ class Recovery:
             self._save_due()
 
     def after_epoch(self) -> None:
-        """The end of an epoch."""
-        if self._saves.every == "epoch":
+        """The end of an epoch, with all that callbacks do there."""
+        due, self._due_after_epoch, self._epoch_ends = self._due_after_epoch, False, False
+        if due or self._saves.every == "epoch":
             self._save_due()
 
     def save(self) -> Saving:
@@ -234,6 +245,9 @@ class Recovery:
 
     def _save_due(self) -> None:
         """Saves; in a trial, later: no checkpoint holds what may be taken back. The same on all workers."""
+        if self._epoch_ends:
+            self._due_after_epoch = True
+            return
         trial_ends = self._member.gate.trial_ends
         if trial_ends is not None and not self._owed and self._member.channel.rank == 0:
             logger.warning(

@@ -300,6 +300,22 @@ def _repeat_epochs(adapter: PyDatasetAdapter, epochs: int, lengths: Lengths) -> 
         adapter.py_dataset.on_epoch_end()
 
 
+def callbacks_of(model: keras.Model) -> list[keras.callbacks.Callback] | None:
+    """The callbacks of the `fit` that called our caller, in their order; who is added to them is called last.
+
+    Private: `fit` keeps them in a local variable only.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model:
+            found = frame.f_locals.get("callbacks")
+            if isinstance(found, keras.callbacks.CallbackList):
+                called: list[keras.callbacks.Callback] = found.callbacks
+                return called
+        frame = frame.f_back
+    return None
+
+
 def _running_fit(model: keras.Model) -> tuple[EpochIterator, int] | None:
     """The iterator of the `fit` that called our caller, and the epoch it was told to begin with.
 
