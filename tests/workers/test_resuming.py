@@ -280,7 +280,7 @@ def test_an_own_loop_of_short_passes_and_two_batches_a_step_goes_on_in_its_pass(
     }
     for done in (2, 6, 10):
         life = recovery()
-        life._resumed, life._rest_is_due = saved[done], True
+        life._fits.restored(saved[done])
         assert own_loop(life, 12 - done, {}) == whole[done:]
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import keras
 
 from replicast.errors import NotSupported
-from replicast.replicas.position import Position
+from replicast.replicas.position import Fit, Position
 from replicast.strategy import start_at_epoch
-from replicast.strategy.resuming import ResumedEpoch, go_on
+from replicast.strategy.resuming import ResumedEpoch, callbacks_of, go_on, pass_over
 
 if TYPE_CHECKING:
     from replicast.replicas.auditing import AuditPlan
@@ -18,6 +19,30 @@ if TYPE_CHECKING:
     from replicast.replicas.replicas import Replicas
 
 logger = logging.getLogger("replicast")
+
+
+class LastOfAll(keras.callbacks.Callback):
+    """Comes after all other callbacks of a `fit`, whose changes of the state are part of a checkpoint."""
+
+    def __init__(
+        self, all_began: Callable[[], None], epoch_began: Callable[[], None], epoch_ended: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self._all_began = all_began
+        self._epoch_began = epoch_began
+        self._epoch_ended = epoch_ended
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """All others have begun."""
+        self._all_began()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """All others know that an epoch begins."""
+        self._epoch_began()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """All others know that an epoch has ended."""
+        self._epoch_ended()
 
 
 class BoundaryCallback(keras.callbacks.Callback):
@@ -35,6 +60,7 @@ class BoundaryCallback(keras.callbacks.Callback):
         self._resumed = Position()
         self._resumed_epoch = ResumedEpoch()
         self._epoch = 0
+        self._last_of_all: LastOfAll | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Applies what the journal holds for this step, and goes on where a restored state was left."""
@@ -46,9 +72,21 @@ class BoundaryCallback(keras.callbacks.Callback):
             )
         self._replicas.called_by = self
         self._replicas.training_begins()
+        called_with = self.params or {}
+        fit = Fit(called_with.get("epochs", 1), called_with.get("steps"))
+        self._resumed = self._replicas.recovery.take_resumed(fit)
+        if self._is_over():
+            pass_over(self.model, self._resumed.epoch, self._warn)
+            return
         self._replicas.recovery.plan(self._saves)
         self._replicas.auditing.plan(self._audits)
-        self._resumed = self._replicas.recovery.take_resumed()
+        if self._resumed.epoch >= fit.epochs or self._resumed.inside == "stopped":  # Keras ends it as it does
+            pass_over(self.model, self._resumed.epoch, self._warn)
+            return
+        others = callbacks_of(self.model)
+        if others is not None:
+            self._last_of_all = LastOfAll(self._hold_rates, self._put_rates_back, self._save_epoch)
+            others.append(self._last_of_all)
         self._resumed_epoch = go_on(self.model, self._resumed.epoch, self._resumed.batch, self._warn)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -69,7 +107,9 @@ class BoundaryCallback(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """A boundary."""
         steps = batch - self._first_step + 1
-        self._replicas.recovery.reached(self._position(batch), logs, batches=batch + 1)
+        position = self._position(batch)
+        ends = self._last_of_all is not None and position.epoch > self._epoch
+        self._replicas.recovery.reached(position, logs, batches=batch + 1, epoch_ends=ends)
         self._replicas.boundary(steps=steps, logs=logs, batches=0)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -77,13 +117,48 @@ class BoundaryCallback(keras.callbacks.Callback):
         self._resumed_epoch.ended()
         self._replicas.recovery.reached(Position(epoch + 1), logs)
         self._replicas.auditing.after_epoch()
-        self._replicas.recovery.after_epoch()
+        if self._last_of_all is None:
+            self._save_epoch()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Settles what was proposed during training, so that nothing waits for a step that never comes."""
         start_at_epoch(self.model, 0)
         self._replicas.begin_epoch(None)
+        recovery, others = self._replicas.recovery, callbacks_of(self.model)
+        if others is not None and self._last_of_all in others:
+            others.remove(self._last_of_all)
+        self._last_of_all = None
+        if self._is_over():
+            recovery.held.put_back()
+            self._replicas.training_ends()
+            recovery.held.keep()
+            return
+        recovery.ended(stopped=self._is_stopped())
         self._replicas.training_ends()
+
+    def _hold_rates(self) -> None:
+        """A learning rate that was changed when the epoch began is in a state that was saved later in it."""
+        if self._resumed.batch:
+            of_optimizers = (each for each in self._replicas.schema if each.kind == "optimizer")
+            self._replicas.recovery.held.keep(each.name for each in of_optimizers if not each.shape)
+
+    def _put_rates_back(self) -> None:
+        self._replicas.recovery.held.put_back()
+        self._replicas.recovery.held.release()
+
+    def _save_epoch(self) -> None:
+        """The epoch has ended, for all callbacks where they could be found."""
+        if self._is_stopped():
+            self._replicas.recovery.ended(stopped=True)
+        self._replicas.recovery.after_epoch()
+
+    def _is_over(self) -> bool:
+        """Whether this training was done in an earlier life of the job, and is passed over."""
+        return self._resumed.inside == "over"
+
+    def _is_stopped(self) -> bool:
+        """Whether something ended the training before all its epochs were done."""
+        return bool(self.model.stop_training) and self._epoch + 1 < (self.params or {}).get("epochs", 1)
 
     def _position(self, batch: int) -> Position:
         """Where the data stands after a batch. The last one of an epoch is where the next one begins."""

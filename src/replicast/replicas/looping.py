@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import tensorflow as tf
-
 from replicast.replicas.facts import Facts
+from replicast.strategy.passes import Batches
 
 
 class OwnLoop(Facts):
     """The part of `Replicas` with which an own loop goes on in the middle of its data."""
 
-    def resume(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    def resume(self, dataset: Batches) -> Batches:
         """For an own loop: the next pass over its data. `fit` with the callback does this by itself.
 
         Ask for every pass. The first time after a restore it is the rest of the pass in which the state was
         saved, and the orders of those before have been drawn; else it is the dataset as it is. A pass may end
-        early, and its length need not be known.
+        early, and its length need not be known. A list of batches can be given too; of an iterator, such as a
+        Python generator, the batches that were done of the pass are read and thrown away, and worker 0 warns.
 
         Example:
             replicas.restore()

@@ -11,17 +11,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-import tensorflow as tf
-
 from replicast.checkpoint import CheckpointStore
 from replicast.errors import CheckpointError, NotSupported
 from replicast.fence import Fence
 from replicast.protocol import Member
 from replicast.protocol.leaving import Leaving
-from replicast.replicas.position import Position
+from replicast.replicas.fits import Fits
+from replicast.replicas.holding import Held
+from replicast.replicas.position import Fit, Position
 from replicast.replicas.restoring import Restored, restore
 from replicast.replicas.saving import Keeping, Saver, Saving, WhenBusy
 from replicast.strategy import KerasState
+from replicast.strategy.passes import Batches, length_of, rest_of, what_is_not_certain
 
 logger = logging.getLogger("replicast")
 
@@ -61,6 +62,7 @@ class Recovery:
 
     Attributes:
         position: Where in its data the training stands.
+        held: What stays as it is while trainings are passed over.
         leaving: This worker's part in leaving when the machine is taken away.
     """
 
@@ -79,12 +81,15 @@ class Recovery:
         self._restores = 0
         self._saves = Saves()
         self._timed = False
-        self._resumed = Position()
-        self._rest_is_due = False
+        self._fits = Fits(speaks=member.channel.rank == 0)
         self._in_a_pass = False
+        self._complained = False
+        self.held = Held(member)
         self.position = Position()
         self._metrics: Mapping[str, Any] = {}
         self._owed = False
+        self._epoch_ends = False
+        self._due_after_epoch = False
         member.actions["save"] = self._save_due
         self.leaving = Leaving(member, self._save_before_leaving)
 
@@ -97,15 +102,23 @@ class Recovery:
             self._timed = True
             self._member.threads.start("timer", self._wish_in_time)
 
-    def reached(self, position: Position, logs: Mapping[str, Any] | None, batches: int | None = None) -> None:
+    def reached(
+        self,
+        position: Position,
+        logs: Mapping[str, Any] | None,
+        batches: int | None = None,
+        epoch_ends: bool = False,
+    ) -> None:
         """Notes where in its data the training stands, and the last loss and metrics.
 
         Args:
             position: Where.
             logs: Loss and metrics.
             batches: How many batches they are running means of.
+            epoch_ends: Whether an epoch ends here, and `after_epoch` follows: a checkpoint waits for that.
         """
-        self.position = position
+        self._epoch_ends = epoch_ends
+        self.position = self._fits.stamped(position)
         self._metrics = logs if logs is not None else {}
         self._member.trying.measures.batches = batches
 
@@ -118,8 +131,9 @@ class Recovery:
             self._save_due()
 
     def after_epoch(self) -> None:
-        """The end of an epoch."""
-        if self._saves.every == "epoch":
+        """The end of an epoch, with all that callbacks do there."""
+        due, self._due_after_epoch, self._epoch_ends = self._due_after_epoch, False, False
+        if due or self._saves.every == "epoch":
             self._save_due()
 
     def save(self, when_busy: WhenBusy | None = None) -> Saving:
@@ -157,32 +171,51 @@ class Recovery:
         self._member.gate.start_from(restored.step)
         if self._saver is not None:
             self._saver.named = step
-        self.position = self._resumed = restored.position
-        self._rest_is_due = True
+        self.position = restored.position
+        self._fits.restored(restored.position)
         return restored
 
-    def take_resumed(self) -> Position:
-        """Where the training that begins now goes on; one that begins later starts at the beginning."""
-        resumed, self._resumed = self._resumed, Position()
+    def take_resumed(self, fit: Fit) -> Position:
+        """Where the training that begins now goes on; one that was over when the state was saved, "over"."""
+        resumed = self._fits.begin(fit)
+        self.held.put_back()
+        if resumed.inside == "over":
+            self.held.keep()
+        else:
+            self.held.release()
         return resumed
+
+    def ended(self, stopped: bool) -> None:
+        """A training is over.
+
+        Args:
+            stopped: Whether something ended it before all its epochs were done.
+        """
+        self._fits.end(self.position.epoch, stopped)
+        if stopped:
+            self.position = self._fits.stamped(self.position)
 
     def used(self, batches: int) -> None:
         """An own loop has used so many more batches of its pass."""
-        self.position = Position(self.position.epoch, self.position.batch + batches)
+        self.position = self._fits.used(self.position, batches)
 
-    def resume(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    def resume(self, dataset: Batches) -> Batches:
         """A pass over the data begins; after a restore, the rest of the one that was interrupted."""
-        due, self._rest_is_due = self._rest_is_due, False
-        resumed = self.take_resumed()
-        if not due:
-            self.position = Position(self.position.epoch + 1) if self._in_a_pass else Position()
+        problem = what_is_not_certain(dataset)
+        if problem and not self._complained and self._member.channel.rank == 0:
+            logger.warning(problem)
+        self._complained = self._complained or bool(problem)
+        resumed = self._fits.take_loop()
+        self.held.put_back()
+        self.held.release()
+        if resumed is None:
+            begun = Position(self.position.epoch + 1) if self._in_a_pass else Position()
+            self.position = self._fits.looping(begun)
             self._in_a_pass = True
             return dataset
         self._in_a_pass = True
-        self.position = resumed.in_passes_of(int(dataset.cardinality()))
-        for _ in range(self.position.epoch):
-            iter(dataset)  # each pass draws its own order: those before have had theirs
-        return dataset.skip(self.position.batch) if self.position.batch else dataset
+        self.position = self._fits.looping(resumed.in_passes_of(length_of(dataset)))
+        return rest_of(dataset, self.position.epoch, self.position.batch)
 
     def settle(self) -> None:
         """Waits until the last checkpoint is written, and raises why it could not be."""
@@ -195,6 +228,8 @@ class Recovery:
         step = self._member.gate.step
         if self.leaving.left:
             return
+        if self._fits.awaited() and self._member.channel.rank == 0:
+            logger.warning(self._fits.awaited())
         later = sorted({stop.step for stop in self._member.gate.pending() if stop.step > step})
         if later and self._member.channel.rank == 0:
             logger.warning(
@@ -212,6 +247,9 @@ class Recovery:
 
     def _save_due(self) -> None:
         """Saves; in a trial, later: no checkpoint holds what may be taken back. The same on all workers."""
+        if self._epoch_ends:
+            self._due_after_epoch = True
+            return
         trial_ends = self._member.gate.trial_ends
         if trial_ends is not None and not self._owed and self._member.channel.rank == 0:
             logger.warning(

@@ -104,7 +104,7 @@ def restore(
     member.trying.measures.recall(json.loads(told["measured"]))
     return Restored(
         step=told["step"],
-        position=Position(told["epoch"], told["batch"]),
+        position=Position(told["epoch"], told["batch"]).at(told["script"]),
         left_out=tuple(told["left_out"]),
         holds=frozenset(range(1, told["sequence"] + 1)) - set(told["later"]),
     )
@@ -228,6 +228,7 @@ def _plan(member: Member, reader: CheckpointReader, partial: bool) -> dict[str, 
         "step": manifest.step,
         "epoch": manifest.epoch,
         "batch": manifest.batch,
+        "script": manifest.extra.get("script"),
         "sequence": manifest.sequence,
         "later": list(manifest.extra.get("committed_for_later", ())),
         "measured": manifest.extra.get("measured", "[]"),

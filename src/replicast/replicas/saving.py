@@ -246,7 +246,7 @@ class Saver:
             schema=self._state.schema,
             metrics=dict(metrics),
             versions=_versions(),
-            extra={"committed_for_later": later},
+            extra={"committed_for_later": later, "script": position.script()},
         )
 
     def _run(self) -> None:

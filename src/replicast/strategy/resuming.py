@@ -110,6 +110,37 @@ def go_on(model: keras.Model, epoch: int, batch: int, warn: Callable[[str], None
     return _position(iterator, first_epoch, max(epoch - first_epoch, 0), batch, warn)
 
 
+def pass_over(model: keras.Model, ended: int, warn: Callable[[str], None]) -> None:
+    """Has the `fit` that is about to begin end at once. To be called in `on_train_begin`.
+
+    A later `fit` may be given the same data: its orders are drawn as if this one had used it.
+
+    Args:
+        model: The model that is fitted.
+        ended: The epoch after its last one.
+        warn: Told what cannot be done, and what to do.
+    """
+    start_at_epoch(model, sys.maxsize)
+    model.distribute_strategy.take_start(model)
+    found = _running_fit(model)
+    adapter = None if found is None else found[0].data_adapter
+    if found is None or isinstance(adapter, GeneratorDataAdapter):
+        warn(
+            "This fit was done before the restore and is passed over, but its data cannot be moved to where "
+            "it was left: a later fit that goes on with the same data gets other batches than it would have. "
+            "Give each fit a generator of its own. "
+            f"Received: {'data that could not be found' if adapter is None else 'a generator'}"
+        )
+        return
+    iterator, first_epoch = found
+    epochs = max(ended - first_epoch, 0)
+    lengths = Lengths(iterator._num_batches, iterator.steps_per_epoch, iterator.steps_per_execution)
+    if isinstance(adapter, PyDatasetAdapter):
+        _repeat_epochs(adapter, epochs, lengths)
+    elif isinstance(adapter, TFDatasetAdapter):
+        _use_up(iterator, epochs, lengths)
+
+
 def place_of(epochs: int, batch: int, lengths: Lengths) -> Place:
     """Where the data stands when so many epochs, and so many batches of the next one, are done.
 
@@ -205,6 +236,19 @@ def _position(
     return ResumedEpoch(iterator, steps)
 
 
+def _use_up(iterator: EpochIterator, epochs: int, lengths: Lengths) -> None:
+    """Makes as many iterators over the data as Keras made in so many epochs: each draws an order."""
+    data = iterator._distributed_dataset
+    if _must_be_read(iterator):
+        read_to(lambda: iter(data), epochs, 0, _up_to_executions(lengths.epoch or 0, lengths.execution))
+        return
+    made = place_of(epochs, 0, lengths).passes
+    if epochs and lengths.epoch is not None:
+        made += 1  # the one that is in use
+    for _ in range(made):
+        iter(data)
+
+
 def _must_be_read(iterator: EpochIterator) -> bool:
     """Whether only reading tells where the data stands.
 
@@ -254,6 +298,22 @@ def _repeat_epochs(adapter: PyDatasetAdapter, epochs: int, lengths: Lengths) -> 
             orders -= 1
             random.shuffle([*range(lengths.data)])
         adapter.py_dataset.on_epoch_end()
+
+
+def callbacks_of(model: keras.Model) -> list[keras.callbacks.Callback] | None:
+    """The callbacks of the `fit` that called our caller, in their order; who is added to them is called last.
+
+    Private: `fit` keeps them in a local variable only.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and frame.f_locals.get("self") is model:
+            found = frame.f_locals.get("callbacks")
+            if isinstance(found, keras.callbacks.CallbackList):
+                called: list[keras.callbacks.Callback] = found.callbacks
+                return called
+        frame = frame.f_back
+    return None
 
 
 def _running_fit(model: keras.Model) -> tuple[EpochIterator, int] | None:

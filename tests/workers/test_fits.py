@@ -1,0 +1,197 @@
+"""Which `fit` of a script a restored position belongs to."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from replicast.edits import Edit, Operation
+from replicast.errors import CheckpointError
+from replicast.replicas.fits import Fits
+from replicast.replicas.holding import Held
+from replicast.replicas.position import Fit, Position
+from replicast.state import MemoryState
+
+FIRST, SECOND, THIRD = Fit(4, 9), Fit(3, 5), Fit(1, None)
+
+
+def over(position: Position) -> bool:
+    return position.inside == "over"
+
+
+def saved(fits: Fits, position: Position) -> Position:
+    """What a checkpoint at this position says, when another life reads it."""
+    stamped = fits.stamped(position)
+    return Position(stamped.epoch, stamped.batch).at(json.loads(json.dumps(stamped.script())))
+
+
+def done(fits: Fits, fit: Fit, epochs: int | None = None) -> None:
+    fits.begin(fit)
+    fits.end(fit.epochs if epochs is None else epochs, stopped=epochs is not None)
+
+
+def later(position: Position) -> Fits:
+    life = Fits()
+    life.restored(position)
+    return life
+
+
+def test_a_checkpoint_of_the_second_fit_passes_the_first_one_over_and_goes_on_in_the_second() -> None:
+    life = Fits()
+    done(life, FIRST)
+    life.begin(SECOND)
+    again = later(saved(life, Position(1, 3)))
+    first = again.begin(FIRST)
+    assert over(first)
+    assert first.epoch == 4
+    assert again.begin(SECOND) == Position(1, 3)
+    again.end(3, stopped=False)
+    assert again.begin(THIRD) == Position()
+
+
+def test_fits_that_are_alike_are_told_apart_by_their_order() -> None:
+    life = Fits()
+    for _ in range(3):
+        done(life, THIRD)
+    life.begin(THIRD)
+    for _ in range(2):  # and so in the life after the next
+        life = later(saved(life, Position(0, 7)))
+        assert [over(life.begin(THIRD)) for _ in range(3)] == [True] * 3
+        assert life.begin(THIRD) == Position(0, 7)
+
+
+def test_a_checkpoint_at_the_end_of_a_fit_is_taken_by_it_also_with_more_epochs() -> None:
+    life = Fits()
+    life.begin(FIRST)
+    again = later(saved(life, Position(4)))
+    found = again.begin(Fit(6, 9))
+    assert found == Position(4)
+    assert not over(found)
+    assert again.begin(SECOND) == Position()
+
+
+def test_a_fit_that_was_stopped_stays_so_unless_it_is_called_otherwise() -> None:
+    life = Fits()
+    done(life, FIRST, epochs=2)
+    again = later(saved(life, Position(2)))
+    found = again.begin(FIRST)
+    assert found == Position(2)
+    assert found.inside == "stopped"
+    assert again.begin(SECOND) == Position()
+    found = later(saved(life, Position(2))).begin(Fit(8, 9))  # the user wants more of it
+    assert found == Position(2)
+    assert found.inside == "fit"
+
+
+def test_an_own_loop_between_fits_goes_on_when_the_fit_before_it_is_passed_over() -> None:
+    life = Fits()
+    life.begin(FIRST)
+    position = life.stamped(Position(4))
+    life.end(4, stopped=False)
+    position = life.used(position, 7)
+    again = later(saved(life, position))
+    assert over(again.begin(FIRST))
+    assert again.take_loop() == Position(0, 7)
+    assert again.begin(SECOND) == Position()
+
+
+def test_the_position_of_an_own_loop_is_not_taken_by_the_fit_behind_it() -> None:
+    life = Fits()
+    again = later(saved(life, life.used(Position(), 7)))
+    assert again.begin(FIRST) == Position()
+    assert again.take_loop() is None
+
+
+def test_a_loop_that_comes_again_before_the_place_of_the_checkpoint_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    life = Fits()
+    life.used(Position(), 5)
+    life.begin(FIRST)
+    again = later(saved(life, Position(1, 3)))
+    assert again.take_loop() is None
+    again.used(Position(), 1)
+    assert ["THIS LOOP TRAINS AGAIN" in message for message in caplog.messages] == [True]
+    assert again.begin(FIRST) == Position(1, 3)
+
+
+def test_a_script_that_leaves_out_what_was_done_goes_on_with_the_fit_of_the_checkpoint() -> None:
+    life = Fits()
+    done(life, FIRST)
+    life.begin(SECOND)
+    again = later(saved(life, Position(1, 3)))
+    assert again.begin(SECOND) == Position(1, 3)
+    assert saved(again, Position(1, 4)).fits == (FIRST._replace(ended=4), SECOND)
+
+
+def test_another_fit_in_the_place_of_one_that_was_done_is_refused() -> None:
+    life = Fits()
+    done(life, FIRST)
+    life.begin(SECOND)
+    with pytest.raises(CheckpointError, match="Expected: a fit with 4 epochs of 9 batches") as raised:
+        later(saved(life, Position(1, 3))).begin(Fit(5, 9))
+    assert raised.value.received == "a fit with 5 epochs of 9 batches"
+
+
+def test_a_script_that_ends_before_the_place_of_the_checkpoint_has_trained_nothing() -> None:
+    life = Fits()
+    done(life, THIRD)
+    life.begin(THIRD)
+    again = later(saved(life, Position(0, 3)))
+    assert over(again.begin(THIRD))
+    assert "the script ended after 1" in again.awaited()
+    again.begin(THIRD)
+    assert again.awaited() == ""
+
+
+def test_a_checkpoint_of_an_earlier_version_is_taken_by_whatever_comes_first() -> None:
+    assert Position(1, 3).at(None).fits is None
+    assert later(Position(1, 3)).begin(FIRST) == Position(1, 3)
+    assert later(Position(1, 3)).take_loop() == Position(1, 3)
+
+
+class Applying:
+    """What `Held` asks of a member."""
+
+    def __init__(self) -> None:
+        self.state = MemoryState({"weight": np.ones(2, "float32"), "rate": np.full((), 0.1, "float32")})
+        self.applied = {1}
+
+    def assign(self, name: str, value: float) -> None:
+        like = self.state.read([name])[name]
+        self.state.apply([Edit(Operation.ASSIGN, name, {"value": np.full_like(like, value)})])
+
+    def values(self) -> dict[str, list[float]]:
+        return {name: value.tolist() for name, value in self.state.read(["weight", "rate"]).items()}
+
+
+def test_what_a_script_changes_again_is_put_back() -> None:
+    member = Applying()
+    held, before = Held(member), member.values()  # type: ignore[arg-type]
+    held.put_back()
+    held.keep()
+    for value in (3.0, 4.0):
+        member.assign("weight", value)
+        held.put_back()
+        assert member.values() == before
+    held.release()
+    member.assign("weight", 5.0)
+    held.put_back()
+    assert member.values() != before
+
+
+def test_what_an_update_changes_is_not_put_back() -> None:
+    member = Applying()
+    held = Held(member)  # type: ignore[arg-type]
+    held.keep()
+    member.assign("rate", 0.5)
+    member.applied.add(2)
+    after = member.values()
+    held.put_back()
+    assert member.values() == after
+    held.keep()
+    member.assign("rate", 0.7)
+    held.put_back()
+    assert member.values() == after

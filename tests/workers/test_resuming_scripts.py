@@ -1,0 +1,158 @@
+"""Scripts that go on: own loops over any data, several trainings, what other callbacks do at epochs' ends."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import keras
+import pytest
+import tensorflow as tf
+
+from replicast.replicas.callback import BoundaryCallback
+from replicast.replicas.position import Position
+from replicast.replicas.recovery import Saves
+from tests.pool import Pool
+from tests.workers.test_resuming import ARRAY, BATCHES, Remembers, Reshuffled, recovery, rows
+
+UNCERTAIN = "This data cannot be positioned for certain"
+
+
+def given(kind: str) -> Any:
+    made: dict[str, Callable[[], Any]] = {
+        "dataset": lambda: tf.data.Dataset.range(5),
+        "list": lambda: list(range(5)),
+        "generator": lambda: (number for number in range(5)),
+        "iterable": lambda: {number: number for number in range(5)},
+    }
+    return made[kind]()
+
+
+@pytest.mark.parametrize("kind", ["dataset", "list", "generator", "iterable"])
+def test_an_own_loop_goes_on_in_any_kind_of_data_and_warns_once_in_every_life_of_what_is_uncertain(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for start, expected in [
+        (None, [0, 1, 2, 3, 4]),
+        (Position(0, 3), [3, 4]),
+        (Position(2, 1), [1, 2, 3, 4]),
+    ]:
+        caplog.clear()
+        life = recovery()
+        life._member.channel.rank = 0
+        if start is not None:
+            life._fits.restored(start)
+        assert [int(batch) for batch in life.resume(given(kind))] == expected
+        assert [int(batch) for batch in life.resume(given(kind))] == [0, 1, 2, 3, 4]
+        warned = [UNCERTAIN in message for message in caplog.messages]
+        assert warned == ([True] if kind in ("generator", "iterable") else [])
+
+
+def test_batches_beyond_the_length_of_a_list_are_whole_passes() -> None:
+    life = recovery()
+    life._fits.restored(Position(0, 12))
+    assert [*life.resume(given("list"))] == [2, 3, 4]
+    assert life.position == Position(2, 2)
+
+
+def order_of_events(strategy: Any) -> list[str]:
+    """What happens in a `fit` that goes on in its first epoch, with another callback behind ours."""
+    with strategy.scope():
+        model = Remembers()
+        model.compile("sgd", "mse", run_eagerly=True)
+    events: list[str] = []
+    replicas = mock.MagicMock(model=model, rank=0)
+    recovery = replicas.recovery
+    recovery.take_resumed.return_value = Position(0, 3)
+    recovery.held.keep.side_effect = lambda names: events.append("kept")
+    recovery.held.put_back.side_effect = lambda: events.append("put back")
+    recovery.after_epoch.side_effect = lambda: events.append("saved")
+    recovery.reached.side_effect = lambda *_, epoch_ends=False, **__: events.extend(["ends"] * epoch_ends)
+    other = keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: events.append("other begins"),
+        on_epoch_begin=lambda epoch, logs: events.append("other begins epoch"),
+        on_epoch_end=lambda epoch, logs: events.append("other ends epoch"),
+    )
+    ours = BoundaryCallback(replicas, mock.MagicMock(), mock.MagicMock())
+    given_by_user = keras.callbacks.CallbackList(
+        [ours, other], add_history=True, model=model, epochs=2, steps=BATCHES
+    )
+    model.fit(ARRAY, ARRAY, batch_size=2, epochs=2, verbose=0, callbacks=given_by_user)
+    assert [type(each).__name__ for each in given_by_user.callbacks][2:] == ["History"]
+    return events
+
+
+def test_a_checkpoint_at_an_epochs_end_is_made_after_all_callbacks_and_what_they_do_twice_is_put_back(
+    pool1: Pool,
+) -> None:
+    (events,) = pool1.run(order_of_events)
+    epoch = ["other begins epoch", "put back", "ends", "other ends epoch", "saved"]
+    assert events == ["other begins", "kept", *epoch, *epoch]
+
+
+def test_a_checkpoint_that_is_due_at_the_last_batch_of_an_epoch_waits_for_its_end() -> None:
+    life = recovery()
+    life._saver = saver = mock.MagicMock()
+    life._member.gate.trial_ends, life._member.gate.step = None, 8
+    life.plan(Saves(every=4))
+    life.reached(Position(1), {"loss": 2.0}, epoch_ends=True)
+    life.after_step(1)
+    saver.save.assert_not_called()
+    life.reached(Position(1), {"loss": 2.0, "val_loss": 1.0})
+    life.after_epoch()
+    life.after_epoch()
+    ((position, metrics, *_),) = [call.args for call in saver.save.call_args_list]
+    assert (position, metrics) == (Position(1), {"loss": 2.0, "val_loss": 1.0})
+
+
+class Lives:
+    """A script of several trainings that is run again, with the callback and without the rest of a job."""
+
+    def __init__(self, strategy: Any) -> None:
+        random.seed(3)
+        keras.utils.clear_session(free_memory=False)
+        with strategy.scope():
+            self.model = Remembers()
+            self.model.compile("sgd", "mse", run_eagerly=True)
+        self.life = recovery()
+        self.positions: list[Position] = []
+        self._replicas = mock.MagicMock(model=self.model, rank=0, begin_epoch=strategy.begin_epoch)
+        self._replicas.recovery = self.life
+        self._replicas.boundary.side_effect = lambda **_: self.positions.append(self.life.position)
+
+    def run(self) -> list[list[int]]:
+        data, reshuffled = rows().batch(2), Reshuffled()
+        for _ in range(2):
+            self._fit(data, epochs=1)
+        self._fit(rows().batch(2).repeat(), epochs=2, steps_per_epoch=3)
+        for _ in range(2):
+            self._fit(reshuffled, epochs=2)
+        self._fit(data, epochs=2)
+        return [[*batch] for batch in self.model.seen]
+
+    def _fit(self, data: Any, **options: Any) -> None:
+        callback = BoundaryCallback(self._replicas, Saves(), mock.MagicMock())
+        self.model.fit(data, verbose=0, callbacks=[callback], **options)
+
+
+def scripts(strategy: Any) -> list[Any]:
+    """Where another life trains something else than the first one did after every fourth of its steps."""
+    first = Lives(strategy)
+    whole = first.run()
+    wrong = []
+    for done in range(1, len(whole) + 1, 4):
+        again = Lives(strategy)
+        again.life._fits.restored(first.positions[done - 1])
+        rest = again.run()
+        if rest != whole[done:]:
+            wrong.append((done, len(whole), rest))
+    return wrong
+
+
+def test_a_script_of_several_fits_goes_on_in_the_one_where_it_was_with_the_data_that_came_next(
+    pool1: Pool,
+) -> None:
+    (wrong,) = pool1.run(scripts)
+    assert wrong == []
