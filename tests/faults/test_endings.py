@@ -72,11 +72,6 @@ def test_a_job_ends_with_0_everywhere_when_worker_0_is_the_first_to_finish(tmp_p
     assert all("still here" in log for log in logs[1:])
 
 
-def test_a_script_that_ends_early_on_all_workers_ends_with_0(tmp_path: Path) -> None:
-    done, _ = run(tmp_path, "model.fit(x, y, verbose=0); sys.exit()")
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.parametrize("failing", [1])  # tests/long: worker 0
 def test_the_worker_that_raised_is_named_and_all_end(tmp_path: Path, failing: int) -> None:
     done, logs = run(
@@ -119,13 +114,6 @@ def test_a_worker_that_leaves_before_the_model_is_made_is_named_with_its_exit_co
     assert "worker 1 reached the end of its script while worker 0 still trains" in logs[0]
 
 
-def test_a_model_that_was_made_outside_the_scope_does_not_end_as_if_all_was_well(tmp_path: Path) -> None:
-    outside = HEAD.replace("with strategy.scope():", "if True:")
-    done, logs = run(tmp_path, "model.fit(x, y, verbose=0)", head=outside)
-    assert done.returncode == 1
-    assert all("Build and compile the model inside 'with strategy.scope():'" in log for log in logs)
-
-
 @pytest.mark.parametrize("fewer", [0])  # tests/long: worker 1
 def test_workers_with_different_numbers_of_batches_end_with_the_reason(tmp_path: Path, fewer: int) -> None:
     done, logs = run(
@@ -140,19 +128,3 @@ def test_workers_with_different_numbers_of_batches_end_with_the_reason(tmp_path:
     )
     assert done.returncode != 0
     assert "Every worker must be given the same number of batches" in logs[1 - fewer] + logs[fewer]
-
-
-def test_a_callback_that_stops_one_worker_only_ends_with_the_reason(tmp_path: Path) -> None:
-    done, logs = run(
-        tmp_path,
-        """
-        class Stop(keras.callbacks.Callback):
-            def on_train_batch_end(self, batch, logs=None):
-                self.model.stop_training = batch == 2 and rank == 1
-        model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[Stop()])
-        """,
-    )
-    assert done.returncode != 0
-    assert "worker 1 came to the end of its data, or left its loop" in logs[0] or (
-        "worker 1 reached the end of its script" in logs[0]
-    )

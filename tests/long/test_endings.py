@@ -1,12 +1,17 @@
-"""The faults of tests/faults on the worker that does not have them there."""
+"""More ways to end than tests/faults has, and those there on the other worker."""
 
 from __future__ import annotations
 
+import signal
+import time
 from pathlib import Path
+
+import pytest
 
 from tests.faults import test_endings as endings
 from tests.faults import test_updates as updates
-from tests.faults.test_updates import undisturbed
+from tests.faults.test_endings import HEAD, run
+from tests.faults.test_updates import DEADLINE_SECS, STAGED, finish, start, undisturbed
 
 __all__ = ["undisturbed"]  # the fixture
 
@@ -23,3 +28,78 @@ def test_a_job_whose_worker_1_was_killed_comes_to_the_weights_of_an_undisturbed_
     tmp_path: Path, undisturbed: Path
 ) -> None:
     updates.test_a_job_that_was_killed_comes_to_the_weights_of_an_undisturbed_one(tmp_path, 1, undisturbed)
+
+
+def test_a_script_that_ends_early_on_all_workers_ends_with_0(tmp_path: Path) -> None:
+    done, _ = run(tmp_path, "model.fit(x, y, verbose=0); sys.exit()")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_model_that_was_made_outside_the_scope_does_not_end_as_if_all_was_well(tmp_path: Path) -> None:
+    outside = HEAD.replace("with strategy.scope():", "if True:")
+    done, logs = run(tmp_path, "model.fit(x, y, verbose=0)", head=outside)
+    assert done.returncode == 1
+    assert all("Build and compile the model inside 'with strategy.scope():'" in log for log in logs)
+
+
+def test_a_callback_that_stops_one_worker_only_ends_with_the_reason(tmp_path: Path) -> None:
+    done, logs = run(
+        tmp_path,
+        """
+        class Stop(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                self.model.stop_training = batch == 2 and rank == 1
+        model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[Stop()])
+        """,
+    )
+    assert done.returncode != 0
+    assert "worker 1 came to the end of its data, or left its loop" in logs[0] or (
+        "worker 1 reached the end of its script" in logs[0]
+    )
+
+
+def test_ctrl_c_while_an_update_is_staged_ends_all_and_leaves_no_memory_behind(tmp_path: Path) -> None:
+    job = start(tmp_path, STAGED.format(author=1, then="time.sleep(600)"))
+    ends = time.monotonic() + DEADLINE_SECS
+    while not (tmp_path / "staged").exists() and job.poll() is None and time.monotonic() < ends:
+        time.sleep(0.05)
+    job.send_signal(signal.SIGINT)
+    code, said = finish(job)
+    assert (tmp_path / "staged").exists(), said
+    assert code == 130, said
+    assert not list((tmp_path / "shm").iterdir())
+
+
+@pytest.mark.parametrize(("leaves", "code"), [("sys.exit(3)", 3), ("sys.exit(0)", 75)])
+def test_a_worker_that_leaves_between_two_trainings_ends_the_others_with_the_reason(
+    tmp_path: Path, leaves: str, code: int
+) -> None:
+    done, logs = run(
+        tmp_path,
+        f"""
+        replicas = replicast.Replicas(model)
+        model.fit(x, y, verbose=0, callbacks=[replicas.callback()])
+        if rank == 1:
+            {leaves}
+        model.fit(x, y, verbose=0, callbacks=[replicas.callback()])
+        """,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "worker 1 reached the end of its script" in logs[0]
+
+
+def test_sigterm_before_the_first_training_ends_all(tmp_path: Path) -> None:
+    done, logs = run(
+        tmp_path,
+        """
+        import os, signal, time
+        replicas = replicast.Replicas(model)
+        replicas.restore()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        model.fit(x, y, verbose=0, callbacks=[replicas.callback()])
+        """,
+    )
+    assert done.returncode == 143, done.stdout + done.stderr
+    assert "worker 1 was told to end outside of a training: nothing is saved" in logs[1]

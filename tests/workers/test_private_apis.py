@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from replicast.strategy import feeding, start_at_epoch
 from replicast.strategy.caller import only_looks_at_shapes
+from replicast.strategy.resuming import callbacks_of
 from tests.pool import Pool
 from tests.workers.recipes import arrays, perceptron
 
@@ -225,3 +226,36 @@ def test_keras_makes_two_iterators_an_epoch_where_it_knows_the_length_and_uses_t
 ) -> None:
     (found,) = pool1.run(iterators_made)
     assert found == {"known": ([1, 3, 5], 6), "unknown": ([1, 2, 3], 3), "none": ([1, 1, 1], 1)}
+
+
+def test_a_callback_that_is_added_to_those_of_a_running_fit_is_called_last() -> None:
+    said: list[str] = []
+
+    class Speaking(keras.callbacks.Callback):
+        def __init__(self, name: str, adds: keras.callbacks.Callback | None = None) -> None:
+            super().__init__()
+            self.name, self.adds = name, adds
+
+        def on_train_begin(self, logs: Any = None) -> None:
+            said.append(f"{self.name} begins")
+            if self.adds is not None:
+                found = callbacks_of(self.model)
+                assert found is not None
+                found.append(self.adds)
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            said.append(f"{self.name} ends")
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    callbacks = [Speaking("first", adds=Speaking("added")), Speaking("second")]
+    model.fit(np.zeros((4, 2)), np.zeros((4, 1)), verbose=0, callbacks=callbacks)
+    assert said == [
+        "first begins",
+        "second begins",
+        "added begins",
+        "first ends",
+        "second ends",
+        "added ends",
+    ]
+    assert callbacks_of(model) is None

@@ -46,7 +46,7 @@ class Saves:
 
     def __post_init__(self) -> None:
         wrong = isinstance(self.every, bool) or (isinstance(self.every, int) and self.every < 1)
-        wrong = wrong or (isinstance(self.every, timedelta) and self.every <= timedelta(0))
+        wrong = wrong or (isinstance(self.every, timedelta) and self.every < timedelta(0))
         if wrong or not (
             self.every is None or self.every == "epoch" or isinstance(self.every, int | timedelta)
         ):
