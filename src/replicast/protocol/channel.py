@@ -225,6 +225,12 @@ class Channel:
             values[worker] = text
         return values
 
+    def check_nobody_left(self) -> None:
+        """Raises when another worker has come to the end of its script, and so will not come here."""
+        for worker in range(self.size):
+            if worker != self.rank and self._has_left(worker):
+                raise self._gone(worker)
+
     def forget_agreed(self, what: str) -> None:
         """Removes what this worker said, when all are known to have heard it."""
         self._delete(f"agree/{what}/{self.rank}")
@@ -273,13 +279,16 @@ class Channel:
                 # What it said before it left is there by now.
                 text = self._get(key, LOOK_SECS)
                 if text is None:
-                    raise JobFailed(
-                        f"worker {worker} reached the end of its script while worker {self.rank} waits for "
-                        "it. Every worker must come to the same calls of replicast",
-                        worker=worker,
-                    )
+                    raise self._gone(worker)
                 return text
         return text
+
+    def _gone(self, worker: int) -> JobFailed:
+        return JobFailed(
+            f"worker {worker} reached the end of its script while worker {self.rank} waits for it. Every "
+            "worker must come to the same calls of replicast",
+            worker=worker,
+        )
 
     def _delete(self, key: str) -> None:
         self._coordination.delete(f"{self._prefix}/{key}")

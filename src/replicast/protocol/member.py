@@ -189,6 +189,7 @@ class Member:
             self.pausing = None
         error = self._resumed.pop(token)
         if error is not None:
+            self.channel.check_nobody_left()  # then that is why they are not at the same place
             raise UpdateRefused.from_json(error)
 
     def stop(self, timeout_secs: float = 5.0) -> None:

@@ -10,7 +10,6 @@ the mean is saved.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import queue
@@ -30,6 +29,7 @@ from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged, Repli
 from replicast.fence import Fence
 from replicast.protocol import Member
 from replicast.protocol.measures import History, mean_history
+from replicast.replicas.complaining import complained, not_written
 from replicast.replicas.position import Position
 from replicast.replicas.reconciling import averaged_names, mean
 from replicast.replicas.witnessing import ENDED, Witnesses
@@ -39,17 +39,6 @@ from replicast.strategy import KerasState
 logger = logging.getLogger("replicast")
 
 WhenBusy = Literal["wait", "skip"]
-_MAKE_ROOM = "Make room on the disk, or have fewer stay: callback(keep=...)"
-_REMEDIES = {
-    errno.ENOSPC: _MAKE_ROOM,
-    errno.EDQUOT: _MAKE_ROOM,
-    errno.EROFS: "The file system is read-only: make it writable, or give another run directory",
-    errno.EACCES: "Let this user write there, or give another run directory",
-}
-_NO_METRIC = (
-    "keep_best: the checkpoint of step %d has no metric %r, so it cannot be the best one. It has: %s. "
-    'Metrics of validation are there with save_every="epoch"'
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +274,7 @@ class Saver:
             self._failed = saving, error
             saving.finish(error=error)
         except OSError as error:
-            failure = _not_written(error, self._store, snapshot.draft.step)
+            failure = not_written(error, self._store, snapshot.draft.step)
             self._failed = saving, failure
             saving.finish(error=failure)
         except BaseException as error:  # A mistake in the code: it ends this thread, and with it the job.
@@ -294,7 +283,7 @@ class Saver:
 
     def _prune(self, manifest: Manifest, keeping: Keeping) -> None:
         """Removes what need not stay. The new one is whole, whatever becomes of this."""
-        self._complained = self._complained or _complained(manifest, keeping)
+        self._complained = self._complained or complained(manifest, keeping.best)
         try:
             self._store.prune(keeping.last, keeping.best, self.named)
         except (ReplicastError, OSError) as error:
@@ -325,26 +314,6 @@ def _died(error: BaseException) -> JobFailed:
     failure = JobFailed(f"No checkpoint is written any more. {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure
-
-
-def _not_written(error: OSError, store: CheckpointStore, step: int) -> CheckpointError:
-    failure = CheckpointError(
-        f"The checkpoint of step {step} could not be written",
-        path=store.path(step),
-        step=step,
-        received=str(error),
-        remedy=f"{_REMEDIES.get(error.errno or 0, 'See what is wrong there')}. Those before it are whole",
-    )
-    failure.__cause__ = error
-    return failure
-
-
-def _complained(manifest: Manifest, keeping: Keeping) -> bool:
-    """Whether it had to be said that a checkpoint has not the metric by which the best one stays."""
-    if keeping.best is None or keeping.best[0] in manifest.metrics:
-        return False
-    logger.warning(_NO_METRIC, manifest.step, keeping.best[0], ", ".join(manifest.metrics) or "none")
-    return True
 
 
 def _versions() -> dict[str, Any]:

@@ -148,3 +148,19 @@ def test_who_waits_for_one_that_has_left_is_told_and_what_that_one_said_before_i
     with pytest.raises(JobFailed, match="worker 1 reached the end of its script") as failure:
         first.agree("another plan", "mine", DEADLINE_SECS)
     assert failure.value.worker == 1
+
+
+def test_who_is_elsewhere_because_another_has_left_blames_that_one() -> None:
+    with Job(2) as job:
+        job.workers[0].member.channel._has_left = lambda worker: worker == 1
+
+        def come(worker: Worker) -> str:
+            try:
+                worker.member.pause("train" if worker.rank == 0 else "drain")
+            except (JobFailed, UpdateRefused) as error:
+                return f"{type(error).__name__}: {error}"
+            return ""
+
+        first, second = job.on_all(come)
+        assert first.startswith("JobFailed: worker 1 reached the end of its script")
+        assert second.startswith("UpdateRefused: The workers wait for each other at different places")
