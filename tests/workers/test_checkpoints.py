@@ -25,7 +25,8 @@ from replicast.digest import digest_state
 from replicast.edits import DTYPES
 from replicast.errors import CheckpointError
 from replicast.journal import Journal
-from replicast.replicas.saving import Keeping, Saver, _complained
+from replicast.replicas.complaining import complained
+from replicast.replicas.saving import Saver
 from replicast.strategy.writes import component
 from replicast.update import Update
 from tests.pool import Pool
@@ -364,10 +365,10 @@ def test_what_makes_no_sense_is_refused_at_once(asked: dict[str, Any], said: str
 def test_a_metric_that_is_not_there_is_complained_of(caplog: pytest.LogCaptureFixture) -> None:
     draft = draft_of({}, 7, metrics={"loss": 1.0})
     manifest = Manifest.completed(draft, digests={}, state_digest="", nbytes=0)
-    assert not _complained(manifest, Keeping())
-    assert not _complained(manifest, Keeping(best=("loss", "min")))
+    assert not complained(manifest, None)
+    assert not complained(manifest, ("loss", "min"))
     assert caplog.text == ""
-    assert _complained(manifest, Keeping(best=("val_loss", "min")))
+    assert complained(manifest, ("val_loss", "min"))
     assert "the checkpoint of step 7 has no metric 'val_loss'" in caplog.text
     assert "It has: loss." in caplog.text
 
