@@ -169,11 +169,12 @@ class Coordinator:
 
     def _decide(self, batch: list[Proposal], at_step: int | None = None) -> None:
         ready: list[Ready] = []
+        alone = len(batch) == 1 and _is_plain(batch[0]) and not self._behind
         for proposal in batch:
             if not self._is_new(proposal):
                 continue
             try:
-                ready.append(self._rounds.stage(proposal))
+                ready.append(self._rounds.stage(proposal, alone=alone))
             except UpdateRefused as error:
                 self._drop([(proposal, error)])
         if ready and at_step is not None and batch[0].trial is None:

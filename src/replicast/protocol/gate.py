@@ -151,9 +151,20 @@ class Gate:
     def hold(self, round_: int) -> tuple[int, bool]:
         """Puts up a stop; gives its step and whether the training thread stands there."""
         with self._changed:
+            held = next((stop for stop in self._stops if stop.round == round_), None)
+            if held is not None:
+                return held.step, self._here
             step = self.step if self._here else self.step + 1
             self._stops.append(Stop(round_, step))
             return step, self._here
+
+    def hold_here(self, round_: int) -> int | None:
+        """Puts up a stop if the training thread stands at a boundary; gives its step."""
+        with self._changed:
+            if not self._here:
+                return None
+            self._stops.append(Stop(round_, self.step))
+            return self.step
 
     def schedule(self, round_: int, step: int, *, yields: bool = True) -> None:
         """Puts up a stop at a known step, before training begins."""
@@ -229,9 +240,9 @@ class Gate:
             self._changed.notify_all()
 
     def free(self, round_: int) -> None:
-        """Decides a stop: pass."""
+        """Decides a stop: pass. One that was never put up here is none."""
         with self._changed:
-            self._stops.remove(self._stop(round_))
+            self._stops = [stop for stop in self._stops if stop.round != round_]
             self._changed.notify_all()
 
     def fail(self, round_: int, error: Exception) -> None:

@@ -335,6 +335,9 @@ class Member:
         if answer.error is None:
             self.outcomes.note_stage(message.id, Standing.STAGED)
             faults.point("ready")
+            step = self.gate.hold_here(message.round) if message.round else None
+            if step is not None:
+                return Answer(step=step, parked=True)
         return answer
 
     # Waiting.

@@ -104,12 +104,14 @@ class Stage:
 
     Attributes:
         trial: Say also what its metric is now.
+        round: If your training thread stands at a boundary, and you could: hold it there for this round.
     """
 
     id: str
     content_digest: str
     parcel: dict[str, Any]
     trial: dict[str, Any] | None = None
+    round: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +263,8 @@ class Answer:
 
     Attributes:
         error: An `UpdateRefused` as JSON, or None when all is well.
-        step: To `Hold`: where it stops.
-        parked: To `Hold`: whether it stands at that boundary already.
+        step: To `Hold`: where it stops. To `Stage` too, if it stands.
+        parked: To both: whether it stands at that boundary already.
         measured: To `Stage`, of a trial: what its metric is now.
     """
 

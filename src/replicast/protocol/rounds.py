@@ -43,12 +43,14 @@ class Ready:
 
     Attributes:
         before: Of a trial: what its metric was then, as the mean over all workers.
+        round: The one for which some may be held already; 0 for none.
     """
 
     proposal: Proposal
     update: Update
     payload: StagedPayload
     before: float | None = None
+    round: int = 0
 
 
 class Rounds(Stops):
@@ -68,17 +70,27 @@ class Rounds(Stops):
         self.sequence = 0
         """The number of the last committed update."""
 
-    def stage(self, proposal: Proposal) -> Ready:
+    def stage(self, proposal: Proposal, *, alone: bool = False) -> Ready:
         """Has all workers stage it, and its payload written.
+
+        Args:
+            proposal: What to stage.
+            alone: Nothing else is committed with it: those who stand at a boundary are held there already.
 
         Raises:
             UpdateRefused: A worker, or the disk, cannot; it is named.
         """
-        before = self.fetch(proposal)
-        return replace(self.keep(proposal), before=before)
+        round_ = self._next_round() if alone else 0
+        try:
+            before = self.fetch(proposal, round_)
+            return replace(self.keep(proposal), before=before, round=round_)
+        except UpdateRefused:
+            if alone:
+                self._channel.append(Free(round_))
+            raise
 
-    def fetch(self, proposal: Proposal) -> float | None:
-        """Has all workers stage it, and nothing written.
+    def fetch(self, proposal: Proposal, round_: int = 0) -> float | None:
+        """Has all workers stage it, and nothing written; for a round, also hold those who stand.
 
         Returns:
             Of a trial: what its metric is now.
@@ -88,8 +100,9 @@ class Rounds(Stops):
         """
         if proposal.parcel is None:
             raise UpdateRefused("The proposal has no content", received=proposal.id)
-        message = Stage(proposal.id, proposal.content_digest, proposal.parcel, proposal.trial)
+        message = Stage(proposal.id, proposal.content_digest, proposal.parcel, proposal.trial, round_)
         answers = self.ask(message, self._member.patience.stage_secs + 10.0)
+        self._held = (round_, answers) if round_ else None
         for answer in answers.values():
             if answer.error is not None:
                 raise UpdateRefused.from_json(answer.error)
@@ -120,7 +133,10 @@ class Rounds(Stops):
         Returns:
             Those that were not committed, and why; None when the step was too late, and all are ready still.
         """
-        round_ = self._next_round()
+        round_ = ready[0].round if len(ready) == 1 and ready[0].round else self._next_round()
+        for one in ready:
+            if one.round not in (0, round_):  # another has come to it
+                self._channel.append(Free(one.round))
         try:
             step = self._agree_on_step(round_, at_step)
         except UpdateRefused as error:

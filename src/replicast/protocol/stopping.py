@@ -50,6 +50,7 @@ class Stops:
         self._round = 0
         self._latest_step = 0
         self._left_at: int | None = None
+        self._held: tuple[int, dict[int, Answer]] | None = None
         self.opened: list[OpenRound] = []
         """The rounds that wait for their boundary."""
 
@@ -147,8 +148,18 @@ class Stops:
         self._round += 1
         return self._round
 
+    def _ask_to_hold(self, round_: int) -> list[Answer]:
+        return [*self.ask(Hold(round_), self._member.patience.answer_secs).values()]
+
+    def _all_held(self, round_: int) -> list[Answer] | None:
+        """Their answers, if all stood at a boundary when they staged, and are held there for this round."""
+        held, self._held = self._held, None
+        if held is None or held[0] != round_ or not all(answer.parked for answer in held[1].values()):
+            return None
+        return [*held[1].values()]
+
     def _agree_on_step(self, round_: int, at_step: int | None, lead: int = 1) -> int:
-        answers = self.ask(Hold(round_), self._member.patience.answer_secs).values()
+        answers = self._all_held(round_) or self._ask_to_hold(round_)
         step = max(answer.step for answer in answers)
         if self._left_at is not None:
             # Whoever stands there may have left: what is decided now is for the next start.
