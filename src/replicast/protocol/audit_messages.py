@@ -70,12 +70,14 @@ class Examined:
         digests: One for each variable, in the order of the schema.
         secs: How long that took.
         trained: As in `Applied`.
+        to_be_equal: Whether its training thread stands there because it asks to be made equal.
     """
 
     step: int
     digests: list[str]
     secs: float
     trained: int = 0
+    to_be_equal: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,8 @@ class Examiner:
         digests = self._member.state.fingerprints(self._names)
         secs = time.monotonic() - started
         trained = self._member.trained()
-        return Examined(self._member.gate.step, [digests[name] for name in self._names], secs, trained)
+        asks = self._member.intent.split("\n")[0] in ("compare", "sync")
+        return Examined(self._member.gate.step, [digests[name] for name in self._names], secs, trained, asks)
 
     def _lend(self, order: Lend) -> Computed:
         try:

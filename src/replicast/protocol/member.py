@@ -99,6 +99,8 @@ class Member:
         self._token = 0
         self.pausing: int | None = None
         """The token of the pause in which the training thread is. Written by that thread."""
+        self.intent = ""
+        """What that pause is for."""
         self._resumed: dict[int, dict[str, Any] | None] = {}
         self.actions: dict[str, Callable[[], None]] = {}
         """What all workers may be asked to do at a boundary, by name. Written before the first one."""
@@ -178,6 +180,7 @@ class Member:
         self._training_thread = threading.current_thread()
         self._token += 1
         token = self.pausing = self._token
+        self.intent = intent
         paused = Paused(token, self.channel.rank, self.gate.step, intent)
         try:  # Said when it stands: whoever hears it may ask at once where this worker is.
             self.gate.park(
@@ -186,7 +189,7 @@ class Member:
                 announce=lambda: self._outbox.put(lambda: self.channel.post(paused)),
             )
         finally:
-            self.pausing = None
+            self.pausing, self.intent = None, ""
         error = self._resumed.pop(token)
         if error is not None:
             self.channel.check_nobody_left()  # then that is why they are not at the same place
@@ -335,7 +338,8 @@ class Member:
         if answer.error is None:
             self.outcomes.note_stage(message.id, Standing.STAGED)
             faults.point("ready")
-            step = self.gate.hold_here(message.round) if message.round else None
+            # Not one that only rests in `result`, with a time limit: staging may take others longer.
+            step = self.gate.hold_here(message.round) if message.round and self.pausing else None
             if step is not None:
                 return Answer(step=step, parked=True)
         return answer

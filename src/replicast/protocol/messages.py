@@ -104,7 +104,7 @@ class Stage:
 
     Attributes:
         trial: Say also what its metric is now.
-        round: If your training thread stands at a boundary, and you could: hold it there for this round.
+        round: If your training thread is in a pause, and you could: hold it there for this round.
     """
 
     id: str

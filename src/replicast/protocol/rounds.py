@@ -75,7 +75,7 @@ class Rounds(Stops):
 
         Args:
             proposal: What to stage.
-            alone: Nothing else is committed with it: those who stand at a boundary are held there already.
+            alone: Nothing else is committed with it: those who are in a pause are held there already.
 
         Raises:
             UpdateRefused: A worker, or the disk, cannot; it is named.

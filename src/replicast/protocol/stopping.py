@@ -152,7 +152,7 @@ class Stops:
         return [*self.ask(Hold(round_), self._member.patience.answer_secs).values()]
 
     def _all_held(self, round_: int) -> list[Answer] | None:
-        """Their answers, if all stood at a boundary when they staged, and are held there for this round."""
+        """Their answers, if all were in a pause when they staged, and are held there for this round."""
         held, self._held = self._held, None
         if held is None or held[0] != round_ or not all(answer.parked for answer in held[1].values()):
             return None
