@@ -264,11 +264,6 @@ class Gate:
         with self._changed:
             return sorted(self._stops, key=order_of)
 
-    def due(self) -> list[Stop]:
-        """The stops at which the training thread stands, if it stands."""
-        with self._changed:
-            return [stop for stop in self._stops if self._here and stop.step <= self.step]
-
     def _serve(self, done: Callable[[], bool], timeout_secs: float | None) -> bool:
         since = time.monotonic()
         ends = None if timeout_secs is None else since + timeout_secs
