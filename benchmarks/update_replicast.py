@@ -71,6 +71,5 @@ def adding(task: Task, index: int) -> replicast.Update:
     """The change of a round as an update."""
     update = replicast.Update()
     for number, change in enumerate(task.change(index)):
-        change.flags.writeable = False  # ours alone: no copy is needed
         update = update.add(f"part_{number}", change)
     return update

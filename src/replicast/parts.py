@@ -11,6 +11,7 @@ import numpy as np
 
 from replicast.edits import ARRAY_NAMES, DTYPES, FLOAT_DTYPES, HAVE_FACTOR, Array, Edit, Operation
 from replicast.errors import UpdateRefused
+from replicast.storing import copied
 
 MAX_EDITS_IN_FILE = 100_000
 MAX_TEXT = 10_000
@@ -52,8 +53,14 @@ def checked_text(what: str, value: Any, most: int = MAX_TEXT) -> str:
     return value
 
 
-def edit_from_values(operation: Operation, variable: Any, factor: Any, values: Mapping[str, Any]) -> Edit:
-    """An edit from what an author passed.
+def edit_from_values(
+    operation: Operation,
+    variable: Any,
+    factor: Any,
+    values: Mapping[str, Any],
+    copy: Callable[[Array], Array] = copied,
+) -> Edit:
+    """An edit from what an author passed; `copy` makes arrays our own.
 
     Raises:
         UpdateRefused: A value that cannot be part of an update.
@@ -62,7 +69,7 @@ def edit_from_values(operation: Operation, variable: Any, factor: Any, values: M
     arrays: dict[str, Array] = {}
     loose: dict[str, bool] = {}
     for key, value in values.items():
-        arrays[key], loose[key] = _array_of(name, value)
+        arrays[key], loose[key] = _array_of(name, value, copy)
         if key == "indices" and loose.pop(key) and arrays[key].size == 0:
             arrays[key] = arrays[key].astype(np.int64)  # An empty list has no numbers to tell their dtype.
     if any(loose.values()) and not all(loose.values()):
@@ -236,7 +243,7 @@ def _checked_name(variable: Any) -> str:
     return checked_text("name of a variable", variable, _MAX_NAME)
 
 
-def _array_of(variable: str, value: Any) -> tuple[Array, bool]:
+def _array_of(variable: str, value: Any, copy: Callable[[Array], Array] = copied) -> tuple[Array, bool]:
     """The value as a row-major array of our own, and whether it was Python numbers."""
     loose = isinstance(value, bool | int | float | list | tuple)
     if not loose and not isinstance(value, np.ndarray | np.generic) and not hasattr(value, "__array__"):
@@ -263,7 +270,7 @@ def _array_of(variable: str, value: Any) -> tuple[Array, bool]:
         array = array.astype(array.dtype.newbyteorder("="))
     if array.flags.writeable or not isinstance(value, np.ndarray):
         # Also when another object says that its memory is read-only: it may still write to it itself.
-        return np.array(array, order="C"), loose
+        return copy(array), loose
     return np.asarray(array, order="C").view(), loose
 
 

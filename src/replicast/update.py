@@ -29,6 +29,7 @@ from replicast.parts import (
     head_from_json,
     ordered_arrays,
 )
+from replicast.storing import Copies, Kept, Store
 
 FORMAT = 1
 _METADATA = "replicast"
@@ -66,7 +67,16 @@ class Update:
         UpdateRefused: A value that cannot be part of an update.
     """
 
-    __slots__ = ("_allow_nonfinite", "_author", "_edits", "_id", "_id_was_given", "_note", "_reset_slots")
+    __slots__ = (
+        "_allow_nonfinite",
+        "_author",
+        "_edits",
+        "_id",
+        "_id_was_given",
+        "_kept",
+        "_note",
+        "_reset_slots",
+    )
 
     def __init__(
         self,
@@ -84,6 +94,7 @@ class Update:
         self._reset_slots = bool(reset_slots)
         self._allow_nonfinite = bool(allow_nonfinite)
         self._edits: tuple[Edit, ...] = ()
+        self._kept: Kept | None = None
 
     @property
     def id(self) -> str:
@@ -179,6 +190,11 @@ class Update:
     def arrays(self) -> list[Array]:
         """Every array, edit after edit, in the order that `describe` lists them."""
         return [array for edit in self._edits for _, array in ordered_arrays(edit)]
+
+    @property
+    def store(self) -> Store | None:
+        """Memory in which large arrays of it are, if they are in some that can be handed to others."""
+        return None if self._kept is None else self._kept.store
 
     def content_digest(self) -> str:
         """Equal for two updates that do the same: edits and flags, not id, author or note."""
@@ -319,7 +335,11 @@ class Update:
         return cls(note=note, author=author, id=id)._copy(edits)
 
     def _with(self, operation: Operation, variable: str, factor: Any = None, **values: Any) -> Update:
-        return self._copy((*self._edits, edit_from_values(operation, variable, factor, values)))
+        copies = Copies(self._kept)
+        edit = edit_from_values(operation, variable, factor, values, copies.copy)
+        longer = self._copy((*self._edits, edit))
+        longer._kept = copies.kept
+        return longer
 
     def _copy(self, edits: tuple[Edit, ...], *, reset_slots: bool | None = None) -> Update:
         copy = Update(
@@ -331,6 +351,7 @@ class Update:
         )
         copy._edits = edits
         copy._id_was_given = self._id_was_given
+        copy._kept = self._kept
         return copy
 
     def _described(self, describe_array: Callable[[int, str, Array], Any]) -> dict[str, Any]:

@@ -11,12 +11,12 @@ import numpy as np
 from replicast.edits import BFLOAT16, COPY_BITS, FLOAT_DTYPES, Array, Edit, Operation, factor_as
 from replicast.errors import UpdateRefused
 from replicast.files import MAX_BYTES
+from replicast.finite import nonfinite
 from replicast.parts import cast_loose
 from replicast.schema import Schema, Variable
 from replicast.update import Update
 
 _ROWS = (Operation.ADD_ROWS, Operation.ASSIGN_ROWS)
-_CHUNK = 2**16  # Elements. Small enough that what is computed of them stays in the processor's cache.
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ def _checked_indices(indices: Array, variable: Variable) -> Array:
 def _check_finite(array: Array, variable: Variable) -> None:
     if array.dtype.name not in FLOAT_DTYPES:
         return
-    found, first = _nonfinite(array)
+    found, first = nonfinite(array)
     if found:
         position = [int(index) for index in np.unravel_index(first, array.shape)]
         raise UpdateRefused(
@@ -260,44 +260,3 @@ def _check_finite(array: Array, variable: Variable) -> None:
             expected="finite values, or allow_nonfinite=True",
             received=f"{array[tuple(position)]} at {position}",
         )
-
-
-def surely_finite(array: Array) -> bool:
-    """Whether a quick look is enough: the sum of all squares is finite only if every element is.
-
-    The reverse does not hold: squares of large numbers overflow, and what numpy does not multiply quickly is
-    not looked at.
-    """
-    if array.dtype not in (np.float32, np.float64):
-        return False
-    flat = np.ascontiguousarray(array).reshape(-1)
-    with np.errstate(all="ignore"):
-        return all(
-            math.isfinite(np.dot(chunk, chunk))
-            for chunk in (flat[start : start + _CHUNK] for start in range(0, flat.size, _CHUNK))
-        )
-
-
-def _nonfinite(array: Array) -> tuple[int, int]:
-    """How many elements are NaN or infinite, and the place of the first in row-major order.
-
-    Looks at bits, chunk by chunk: without its sign, a number is finite when its bits, as an integer, are
-    below those of infinity. One way for all dtypes, also for those that numpy computes slowly.
-    """
-    if surely_finite(array):
-        return 0, -1
-    bits = np.dtype(f"u{array.dtype.itemsize}")
-    infinity = np.array(np.inf, array.dtype).view(bits)
-    flat = np.ascontiguousarray(array).reshape(-1).view(bits)
-    buffer = np.empty(min(_CHUNK, flat.size), bits)
-    found, first = 0, -1
-    for start in range(0, flat.size, _CHUNK):
-        chunk = flat[start : start + _CHUNK]
-        # Shifted by one bit, the sign is gone.
-        shifted = np.left_shift(chunk, 1, out=buffer[: chunk.size])
-        if shifted.max() < infinity << 1:
-            continue
-        wrong = shifted >= infinity << 1
-        first = start + int(np.argmax(wrong)) if first < 0 else first
-        found += int(np.count_nonzero(wrong))
-    return found, first

@@ -13,11 +13,13 @@ HANGS_SECS = 900
 """Far more than a job takes, also on a busy machine."""
 
 # One life of the job for each. Not at the first occurrence, so that a life gets a few steps further; those
-# that only worker 0 comes to take turns with those for which worker 1 can be the one to die.
+# that only worker 0 comes to take turns with those for which worker 1 can be the one to die. How far a life
+# gets depends on who is quicker: the job is long enough that the last of them has many steps before it.
 WALK = [
     (1, "propose", 2),
     (0, "journal", 2),
     (1, "stage", 3),
+    (0, "rename", 7),
     (0, "commit", 2),
     (1, "ready", 3),
     (0, "verify", 3),
@@ -25,7 +27,6 @@ WALK = [
     (0, "write", 9),
     (1, "ack", 3),
     (0, "snapshot", 2),
-    (0, "rename", 7),
 ]
 
 OF_TRIALS = {Point.DECIDE, Point.SETTLE}

@@ -16,7 +16,7 @@ import tensorflow as tf
 import replicast
 from replicast.digest import digest_state
 
-STEPS_PER_EPOCH, EPOCHS, BATCH = 24, 2, 6
+STEPS_PER_EPOCH, EPOCHS, BATCH = 24, 3, 6
 SAVE_EVERY = 6
 PROPOSE_AT = (2, 4)
 """Steps after a checkpoint."""

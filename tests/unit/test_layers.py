@@ -11,7 +11,7 @@ import replicast
 
 LAYERS = [
     {"errors", "config", "faults", "processes"},
-    {"digest", "edits", "schema"},
+    {"digest", "edits", "schema", "mapping", "blocks", "finite", "storing"},
     {"files", "tensorfiles", "parts"},
     {"update", "state", "trial", "records", "distances", "agreement", "audit", "guard"},
     {"fence", "validate", "anyjournal", "journal", "inbox", "runfiles", "auditfiles", "checkpoint"},

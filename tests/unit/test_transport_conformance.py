@@ -187,10 +187,10 @@ def releasing_what_is_not_there_does_no_harm(worker: Worker) -> None:
 
 
 def damaged_bytes_are_refused_by_every_worker(worker: Worker) -> None:
-    parcel = dataclasses.replace(worker.published([some(1000)]), digest="0" * 32)
+    parcel = dataclasses.replace(worker.published([some(1000)]), blocks="0" * 16)
     refusal = worker.refusal(parcel)
     assert "damaged" in refusal.problem
-    assert refusal.expected == f"digest {'0' * 32}"
+    assert refusal.expected == f"digest {'0' * 16} of block 0"
     assert refusal.received != refusal.expected
     worker.meet()
     assert_same(worker.received([some(10)], suffix="next"), [some(10)])

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import replicast
+from replicast.blocks import BLOCK_BYTES, digest_blocks, digest_of_blocks
 from replicast.config import host_id, shared_memory_directory
 from replicast.coordination import MemoryCoordination
 from replicast.errors import ClusterError, JobFailed, UpdateRefused
@@ -26,7 +27,8 @@ from replicast.transport import (
     open_transport,
     opening,
 )
-from replicast.transport.layout import aligned_buffer, arrays_in, digest_of, lay_out, write_out
+from replicast.transport.checking import Share
+from replicast.transport.layout import aligned_buffer, arrays_in, bytes_of, lay_out, write_out
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 dtypes = st.sampled_from(["float32", "float16", "int8", "int64", "bool", "uint16", "complex128"])
@@ -44,25 +46,48 @@ def test_arrays_come_back_from_a_buffer_as_they_went_in(kinds: list[tuple[str, t
     def write(offset: int, chunk: np.ndarray) -> None:
         buffer[offset : offset + len(chunk)] = chunk
 
-    digest = write_out(arrays, pieces, nbytes, write)
-    assert digest == digest_of(buffer)
+    blocks = write_out(arrays, pieces, write)
+    assert blocks == "".join(digest_blocks(bytes_of(array)) for array in arrays)
     assert nbytes % 64 == 0
     assert all(piece.offset % 64 == 0 for piece in pieces)
-    parcel = Parcel.from_json(json.loads(json.dumps(Parcel("x", 1, nbytes, digest, pieces).to_json())))
-    assert parcel == Parcel("x", 1, nbytes, digest, pieces)
+    parcel = Parcel.from_json(json.loads(json.dumps(Parcel("x", 1, nbytes, pieces, blocks).to_json())))
+    assert parcel == Parcel("x", 1, nbytes, pieces, blocks)
     for found, array in zip(arrays_in(buffer, parcel), arrays, strict=True):
         assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
 
 
 def test_a_parcel_as_json() -> None:
-    parcel = Parcel("p", 2, 128, "ab", (Piece("bfloat16", (2, 3), 0), Piece("int8", (), 64)))
+    blocks = "0123456789abcdef" + "f" * 16
+    parcel = Parcel("p", 2, 128, (Piece("bfloat16", (2, 3), 0), Piece("int8", (), 64)), blocks)
     assert parcel.to_json() == {
         "id": "p",
         "source": 2,
         "nbytes": 128,
-        "digest": "ab",
         "arrays": [["bfloat16", [2, 3], 0], ["int8", [], 64]],
+        "blocks": blocks,
+        "handed_over": False,
+        "is_finite": False,
     }
+    assert [parcel.digest_of(block) for block in (0, 1)] == ["0123456789abcdef", "f" * 16]
+    assert parcel.digest == digest_of_blocks(blocks)
+
+
+@given(st.sets(st.integers(0, 7), min_size=1), st.integers(0, 7), st.booleans())
+def test_every_block_is_checked_by_exactly_one_of_those_who_look_at_the_same_memory(
+    mates: set[int], source: int, handed_over: bool
+) -> None:
+    parcel = Parcel("p", source, 64, (), handed_over=handed_over)
+    shares = {rank: Share(parcel, rank, sorted(mates)) for rank in mates}
+    for block in range(200):
+        assert sum(block in share for share in shares.values()) == 1
+    idle = {rank for rank, share in shares.items() if share.is_empty}
+    assert idle == ({source} & mates if not handed_over and len(mates) > 1 else set())
+
+
+def test_a_block_is_of_one_array_and_all_have_digests() -> None:
+    long, short = np.zeros(BLOCK_BYTES + 1, np.uint8), np.ones(1, np.uint8)
+    assert [len(digest_blocks(data)) for data in (long, short, short[:0])] == [32, 16, 0]
+    assert digest_blocks(long)[16:] == digest_blocks(long[:1])
 
 
 @pytest.mark.parametrize(

@@ -141,14 +141,22 @@ class Channel:
         else:
             self._here.leave(key, text)
 
-    def answers(self, number: int, timeout_secs: float) -> dict[int, Answer]:
-        """The answers to an entry that came in time, by worker. Coordinator only."""
+    def answers(
+        self, number: int, timeout_secs: float, is_over: Callable[[], bool] = lambda: False
+    ) -> dict[int, Answer]:
+        """The answers to an entry that came in time, by worker. Coordinator only.
+
+        Raises:
+            JobFailed: `is_over` said that nobody will answer any more.
+        """
         ends = time.monotonic() + timeout_secs
         answers: dict[int, Answer] = {}
         for worker in range(self.size):
-            key, left = f"answer/{number}/{worker}", max(0.001, ends - time.monotonic())
-            here = self._here if worker == self.rank else None
-            text = self._get(key, left) if here is None else here.take(key, left)
+            key = f"answer/{number}/{worker}"
+            ask = self._here.take if self._here is not None and worker == self.rank else self._get
+            while (text := ask(key, _a_while(ends))) is None and time.monotonic() < ends:
+                if is_over():
+                    raise JobFailed("The job ended while workers were asked")
             if text is not None:
                 answers[worker] = decode(text)
         return answers
@@ -272,7 +280,7 @@ class Channel:
 
         Asks again and again: a question to the service lets no signal of the process through.
         """
-        while (text := self._get(key, max(0.001, min(LOOK_SECS, ends - time.monotonic())))) is None:
+        while (text := self._get(key, _a_while(ends))) is None:
             if time.monotonic() >= ends:
                 return None
             if worker is not None and self._has_left(worker):
@@ -298,3 +306,7 @@ class Channel:
 
     def _get(self, key: str, timeout_secs: float) -> str | None:
         return self._coordination.get(f"{self._prefix}/{key}", timeout_secs)
+
+
+def _a_while(ends: float) -> float:
+    return max(0.001, min(LOOK_SECS, ends - time.monotonic()))

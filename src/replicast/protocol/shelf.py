@@ -41,7 +41,7 @@ class Shelf:
     def __init__(self, channel: Channel, transport: Transport, schema: Schema, limits: Limits) -> None:
         self._channel = channel
         self._transport = transport
-        self._receiving = Receiving(transport, schema, limits, channel.rank, channel.size)
+        self._receiving = Receiving(transport, schema, limits)
         self._staged: dict[str, Staged] = {}
         self._published: dict[str, tuple[str, str, str]] = {}
         self._parcels = itertools.count(1)
@@ -62,7 +62,7 @@ class Shelf:
         arrays = [*update.arrays(), described]
         # What has no ticket is published in the midst of a round: it would be staged before it was expected.
         announce = self._announce if ticket else None
-        parcel = self._transport.publish(parcel_id, arrays, announce, to_read=to_read)
+        parcel = self._transport.publish(parcel_id, arrays, announce, store=update.store, to_read=to_read)
         known_by = parcel.digest if content_digest is None else content_digest
         self._published[parcel.id] = (update.id, known_by, ticket)
         return parcel

@@ -67,7 +67,7 @@ class Stops:
         """
         proposals = self._channel.proposals_read
         number = self._channel.append(message)
-        answers = self._channel.answers(number, timeout_secs)
+        answers = self._channel.answers(number, timeout_secs, self._member.threads.stopping.is_set)
         missing = [worker for worker in range(self._channel.size) if worker not in answers]
         if missing:
             raise UpdateRefused(

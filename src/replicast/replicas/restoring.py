@@ -31,12 +31,12 @@ from replicast.checkpoint import (
 from replicast.config import host_id
 from replicast.edits import Edit, Operation
 from replicast.errors import CheckpointError, FileDamaged, JobFailed, ReplicastError
+from replicast.mapping import fresh_memory
 from replicast.protocol import Member
 from replicast.replicas.position import Position
 from replicast.state import Arrays
 from replicast.transport import Parcel
 from replicast.transport.layout import arrays_in, lay_out
-from replicast.transport.mapping import fresh_memory
 
 logger = logging.getLogger("replicast")
 
@@ -279,7 +279,7 @@ def _memory_for(member: Member, names: Sequence[str]) -> Arrays:
     shapes = {variable.name: variable for variable in member.state.schema}
     like = [np.broadcast_to(np.zeros((), dtype_of(shapes[name])), shapes[name].shape) for name in names]
     pieces, nbytes = lay_out(like)
-    return dict(zip(names, arrays_in(fresh_memory(nbytes), Parcel("", 0, nbytes, "", pieces)), strict=True))
+    return dict(zip(names, arrays_in(fresh_memory(nbytes), Parcel("", 0, nbytes, pieces)), strict=True))
 
 
 def _check_first(member: Member, reader: CheckpointReader | None, what: str, told: dict[str, Any]) -> str:

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy.typing as npt
 
+from replicast.blocks import DIGITS, digest_of_blocks
 from replicast.errors import UpdateRefused
+from replicast.storing import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +37,28 @@ class Parcel:
         id: Unique in the job: letters, digits, and any of "._-".
         source: The rank of the worker whose arrays these are.
         nbytes: The size of the whole buffer, padding included.
-        digest: xxh3_128 over the whole buffer, as hexadecimal digits.
         arrays: The arrays in the order in which they were given.
+        blocks: The digests of the arrays' blocks, one behind the other; none before they are known.
+        handed_over: Its source had nothing to write, and takes its share in checking it.
+        is_finite: Its source has looked, and no number in it is NaN or infinite; else others have to.
     """
 
     id: str
     source: int
     nbytes: int
-    digest: str
     arrays: tuple[Piece, ...]
+    blocks: str = ""
+    handed_over: bool = False
+    is_finite: bool = False
+
+    @property
+    def digest(self) -> str:
+        """One digest for all bytes of all arrays, wherever they lie."""
+        return digest_of_blocks(self.blocks)
+
+    def digest_of(self, block: int) -> str:
+        """The digest of one block, by its number."""
+        return self.blocks[DIGITS * block : DIGITS * (block + 1)]
 
     def to_json(self) -> dict[str, Any]:
         """As plain values. Short, because it goes to every worker through the coordination service."""
@@ -51,8 +66,10 @@ class Parcel:
             "id": self.id,
             "source": self.source,
             "nbytes": self.nbytes,
-            "digest": self.digest,
             "arrays": [[piece.dtype, list(piece.shape), piece.offset] for piece in self.arrays],
+            "blocks": self.blocks,
+            "handed_over": self.handed_over,
+            "is_finite": self.is_finite,
         }
 
     @classmethod
@@ -62,13 +79,16 @@ class Parcel:
             id=described["id"],
             source=described["source"],
             nbytes=described["nbytes"],
-            digest=described["digest"],
             arrays=tuple(Piece(dtype, tuple(shape), offset) for dtype, shape, offset in described["arrays"]),
+            blocks=described["blocks"],
+            handed_over=described["handed_over"],
+            is_finite=described["is_finite"],
         )
 
 
 Announce = Callable[[Parcel], None]
-Look = Callable[[int, "npt.NDArray[Any]", "npt.NDArray[Any]"], None]
+Look = Callable[[int, "npt.NDArray[Any]"], None]
+"""Given a part of an array, flat, and the array's place in the parcel."""
 
 
 class Transport(abc.ABC):
@@ -90,16 +110,18 @@ class Transport(abc.ABC):
         arrays: Sequence[npt.NDArray[Any]],
         announce: Announce | None = None,
         *,
+        store: Store | None = None,
         to_read: bool = False,
     ) -> Parcel:
         """Makes the arrays ready to be received. Only on the source.
 
-        The arrays are read before it returns and may be changed afterwards.
+        The arrays are read before it returns and may be changed afterwards, but for those in the store.
 
         Args:
             parcel_id: What to call it.
             arrays: What is in it.
-            announce: Called with the parcel, its digest left empty, before a large one is written.
+            announce: Called with the parcel, without digests, before a large one is written.
+            store: Where large arrays are already; a transport that can hand it over copies none of them.
             to_read: This worker will only read what it receives of it, and then may be given the very memory
                 that the others look at.
 
@@ -113,20 +135,29 @@ class Transport(abc.ABC):
         Only a hint. It may be lost, and what was announced may never come.
 
         Args:
-            parcel: What was announced; its digest is not known yet.
-            look: May be called, in another thread, for each part that is there: with the place of its array,
-                the array, and the part, which is flat. If `receive` returns the very same memory, it looked
-                at what has arrived.
+            parcel: What was announced; its digests are not known yet.
+            look: As of `receive`, and may be called in another thread until that has returned.
         """
 
     @abc.abstractmethod
-    def receive(self, parcel: Parcel, timeout_secs: float) -> list[npt.NDArray[Any]]:
+    def receive(
+        self, parcel: Parcel, timeout_secs: float, look: Look = lambda *_: None
+    ) -> list[npt.NDArray[Any]]:
         """Takes the arrays. On every worker, the source included, parcel after parcel in the same order.
 
         Blocks until the bytes are here, at most `timeout_secs`; only a worker in the middle of a transfer
         between hosts goes on with it, because giving it up would end the job. The arrays belong to this
         worker alone, unless it has published them `to_read`: they are writable, writing to one is seen by no
         other worker, and they stay valid whatever is released or closed afterwards.
+
+        Workers that look at the same memory check it together, each its share: what one of them finds damaged
+        is damaged for all. A parcel is whole when all workers have received it.
+
+        Args:
+            parcel: What the source said of it.
+            timeout_secs: How long to wait for it.
+            look: Called for all parts of this worker's share, unless the source has looked at them. It may be
+                called again for the same part.
 
         Raises:
             UpdateRefused: They did not arrive in time, arrived damaged, or found no room here. Nothing is
@@ -146,12 +177,12 @@ class Transport(abc.ABC):
         """Gives back everything but the arrays that were received. A second time does nothing."""
 
 
-def damaged(parcel: Parcel, received: str, worker: int) -> UpdateRefused:
+def damaged(parcel: Parcel, expected: str, received: str, worker: int) -> UpdateRefused:
     """The refusal of bytes that are not those that the source published."""
     return UpdateRefused(
         f"The bytes of parcel {parcel.id!r} from worker {parcel.source} arrived damaged at worker {worker}",
-        expected=f"digest {parcel.digest}",
-        received=f"digest {received}",
+        expected=expected,
+        received=received,
         worker=worker,
         remedy="Propose it again; if it happens again, check that worker's memory and network",
     )

@@ -30,9 +30,10 @@ import numpy.typing as npt
 
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed, UpdateRefused
+from replicast.mapping import Bytes
+from replicast.storing import Store
 from replicast.transport.base import Announce, Look, Parcel, Transport, not_arrived
 from replicast.transport.keys import chunk_ranges, group_key, instance_keys, leaders_of
-from replicast.transport.layout import Bytes
 from replicast.transport.shared import Draft, SharedMemoryTransport
 
 IN_FLIGHT = 4
@@ -78,26 +79,29 @@ class BroadcastTransport(Transport):
         arrays: Sequence[npt.NDArray[Any]],
         announce: Announce | None = None,
         *,
+        store: Store | None = None,
         to_read: bool = False,
     ) -> Parcel:
-        return self._shared.publish(parcel_id, arrays, announce, to_read=to_read)
+        return self._shared.publish(parcel_id, arrays, announce, store=store, to_read=to_read)
 
     def expect(self, parcel: Parcel, look: Look = lambda *_: None) -> None:  # noqa: D102
         if self._hosts[parcel.source] == self._hosts[self._rank]:
             self._shared.expect(parcel, look)
 
-    def receive(self, parcel: Parcel, timeout_secs: float) -> list[npt.NDArray[Any]]:  # noqa: D102
+    def receive(  # noqa: D102
+        self, parcel: Parcel, timeout_secs: float, look: Look = lambda *_: None
+    ) -> list[npt.NDArray[Any]]:
         until = time.monotonic() + timeout_secs
         sender = self._leaders[self._hosts[parcel.source]]
         if self._rank == sender:
-            return self._receive_and_send(parcel, timeout_secs, until)
+            return self._receive_and_send(parcel, timeout_secs, until, look)
         if self._rank == self._leader:
             self._receive_for_host(parcel, timeout_secs, until, sender)
         else:
             self._follow(self._word(parcel, "decision", until, sender, timeout_secs))
             if self._leader != sender:
                 self._follow(self._word(parcel, f"here/{self._leader}", until, self._leader, timeout_secs))
-        return self._shared.receive(parcel, max(0.0, until - time.monotonic()))
+        return self._shared.receive(parcel, max(0.0, until - time.monotonic()), look)
 
     def release(self, parcel_id: str) -> None:  # noqa: D102
         self._shared.release(parcel_id)
@@ -105,9 +109,11 @@ class BroadcastTransport(Transport):
     def close(self) -> None:  # noqa: D102
         self._shared.close()
 
-    def _receive_and_send(self, parcel: Parcel, timeout_secs: float, until: float) -> list[npt.NDArray[Any]]:
+    def _receive_and_send(
+        self, parcel: Parcel, timeout_secs: float, until: float, look: Look
+    ) -> list[npt.NDArray[Any]]:
         try:
-            arrays = self._shared.receive(parcel, timeout_secs)
+            arrays = self._shared.receive(parcel, timeout_secs, look)
             for leader in self._leaders.values():
                 if leader != self._rank:
                     self._follow(self._word(parcel, f"room/{leader}", until, leader, timeout_secs))

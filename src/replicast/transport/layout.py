@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
+from replicast.blocks import digest_blocks
+from replicast.mapping import Bytes
 from replicast.transport.base import Parcel, Piece
-
-Bytes = npt.NDArray[np.uint8]
 
 ALIGNMENT = 64
 """What TensorFlow asks of a buffer that it takes over without a copy."""
-CHUNK_BYTES = 1 << 18
-"""Small enough for a cache, large enough to forget what Python costs."""
 _PARCEL_ID = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -59,38 +56,14 @@ def bytes_of(array: npt.NDArray[Any]) -> Bytes:
 
 
 def write_out(
-    arrays: Sequence[npt.NDArray[Any]],
-    pieces: Sequence[Piece],
-    nbytes: int,
-    write: Callable[[int, Bytes], None],
+    arrays: Sequence[npt.NDArray[Any]], pieces: Sequence[Piece], write: Callable[[int, Bytes], None]
 ) -> str:
-    """Hands the buffer to `write`, offset and bytes, from front to back; returns the digest of all of it.
+    """Hands the arrays to `write`, offset and bytes, in order; returns the digests of their blocks."""
 
-    Each chunk is digested when it has just been copied, and is in the processor's cache still.
-    """
-    hasher = xxhash.xxh3_128()
-    end = 0
-    for array, piece in zip(arrays, pieces, strict=True):
-        for start, chunk in chunks_of(bytes_of(array)):
-            offset = piece.offset + start
-            write(offset, chunk)
-            if offset > end:  # what lies between two arrays
-                hasher.update(bytes(offset - end))
-            hasher.update(chunk.data)
-            end = offset + len(chunk)
-    hasher.update(bytes(nbytes - end))
-    return hasher.hexdigest()
+    def write_one(array: npt.NDArray[Any], piece: Piece) -> str:
+        return digest_blocks(bytes_of(array), lambda start, chunk: write(piece.offset + start, chunk))
 
-
-def chunks_of(data: Bytes, size: int = CHUNK_BYTES) -> Iterator[tuple[int, Bytes]]:
-    """The parts of `data`, each with its offset."""
-    for start in range(0, len(data), size):
-        yield start, data[start : start + size]
-
-
-def digest_of(data: Bytes) -> str:
-    """The digest of a whole buffer."""
-    return xxhash.xxh3_128_hexdigest(data.data)
+    return "".join(write_one(array, piece) for array, piece in zip(arrays, pieces, strict=True))
 
 
 def arrays_in(data: Bytes, parcel: Parcel) -> list[npt.NDArray[Any]]:

@@ -8,16 +8,11 @@ from typing import Any
 
 import numpy.typing as npt
 
-from replicast.transport.base import Announce, Parcel, Transport, damaged, no_room, not_arrived
-from replicast.transport.layout import (
-    Bytes,
-    aligned_buffer,
-    arrays_in,
-    checked_id,
-    digest_of,
-    lay_out,
-    write_out,
-)
+from replicast.mapping import Bytes
+from replicast.storing import Store
+from replicast.transport.base import Announce, Look, Parcel, Transport, no_room, not_arrived
+from replicast.transport.checking import check_share
+from replicast.transport.layout import aligned_buffer, arrays_in, checked_id, lay_out, write_out
 
 
 class MemoryTransport(Transport):
@@ -64,7 +59,7 @@ class MemoryTransport(Transport):
 
         def _corrupt_what_is_here(self) -> None:
             for parcel_id in self._to_corrupt & self.buffers.keys():
-                self.buffers[parcel_id][-1] ^= 1
+                self.buffers[parcel_id][0] ^= 1
                 self._to_corrupt.remove(parcel_id)
 
     def __init__(self, board: Board, rank: int = 0) -> None:
@@ -78,6 +73,7 @@ class MemoryTransport(Transport):
         arrays: Sequence[npt.NDArray[Any]],
         announce: Announce | None = None,
         *,
+        store: Store | None = None,
         to_read: bool = False,
     ) -> Parcel:
         pieces, nbytes = lay_out(arrays)
@@ -89,12 +85,14 @@ class MemoryTransport(Transport):
         def write(offset: int, chunk: Bytes) -> None:
             buffer[offset : offset + len(chunk)] = chunk
 
-        digest = write_out(arrays, pieces, nbytes, write)
+        blocks = write_out(arrays, pieces, write)
         self._board.put(checked_id(parcel_id), buffer)
         self._published.add(parcel_id)
-        return Parcel(parcel_id, self._rank, nbytes, digest, pieces)
+        return Parcel(parcel_id, self._rank, nbytes, pieces, blocks)
 
-    def receive(self, parcel: Parcel, timeout_secs: float) -> list[npt.NDArray[Any]]:  # noqa: D102
+    def receive(  # noqa: D102
+        self, parcel: Parcel, timeout_secs: float, look: Look = lambda *_: None
+    ) -> list[npt.NDArray[Any]]:
         board = self._board
         with board.changed:
             if not board.changed.wait_for(lambda: parcel.id in board.buffers, timeout_secs):
@@ -102,10 +100,9 @@ class MemoryTransport(Transport):
             published = board.buffers[parcel.id]
         private = aligned_buffer(parcel.nbytes)
         private[:] = published
-        found = digest_of(private)
-        if found != parcel.digest:
-            raise damaged(parcel, found, self._rank)
-        return arrays_in(private, parcel)
+        arrays = arrays_in(private, parcel)
+        check_share(parcel, arrays, self._rank, [self._rank], look)
+        return arrays
 
     def release(self, parcel_id: str) -> None:  # noqa: D102
         if parcel_id in self._published:

@@ -35,9 +35,10 @@ def open_transport(coordination: Coordination, rank: int, size: int, environ: Ma
         raise JobFailed(f"Worker 0 did not name the job within {OPEN_SECS:g} s. See its log.", worker=0)
     directory = shared_memory_directory(environ)
     if len(set(hosts)) == 1:
-        return SharedMemoryTransport(job, rank, directory=directory)
+        return SharedMemoryTransport(job, rank, directory=directory, mates=range(size))
     # Hosts that are only said to be several, on one machine, must not meet in one directory.
-    shared = SharedMemoryTransport(_job_on_host(job, hosts[rank]), rank, directory=directory)
+    mates = [mate for mate, host in enumerate(hosts) if host == hosts[rank]]
+    shared = SharedMemoryTransport(_job_on_host(job, hosts[rank]), rank, directory=directory, mates=mates)
     return BroadcastTransport(shared, coordination, rank, hosts, job)
 
 

@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from replicast.errors import UpdateRefused
+from replicast.mapping import Bytes, map_private, map_shared, touch, write_at
+from replicast.storing import Store, offer, withdraw
 from replicast.transport.arriving import PROGRESS_BYTES, Arrival
-from replicast.transport.base import Announce, Look, Parcel, Transport, damaged, no_room, not_arrived
+from replicast.transport.base import Announce, Look, Parcel, Piece, Transport, damaged, no_room, not_arrived
+from replicast.transport.checking import Share, check_share
 from replicast.transport.directory import JobDirectory
-from replicast.transport.layout import Bytes, arrays_in, checked_id, digest_of, lay_out, write_out
-from replicast.transport.mapping import bring_in, map_private, map_shared
+from replicast.transport.layout import arrays_in, checked_id, lay_out, write_out
 
 SPARE_BYTES = (1 << 20, 1 << 28)
 """The smallest and the largest parcel for whose successor a spare file is kept ready."""
@@ -29,6 +32,7 @@ ANNOUNCED_BYTES = 1 << 22
 EXPECTED_AT_ONCE = 4
 """What was announced and never came is given up when so many others were announced since."""
 _LOOK_SECS = 0.002
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOTHING = np.empty(0, np.uint8)
 
 
@@ -67,14 +71,11 @@ class Draft:
         self._progress = self.mapped[self.nbytes :].view(np.int64)
 
     def write(self, offset: int, data: Bytes) -> None:
-        """Writes bytes. Without a mapping that is warm already, the kernel's own copy is the quicker one."""
+        """Writes bytes."""
         if self.mapped is not None:
             self.mapped[offset : offset + len(data)] = data
-            return
-        view = data.data
-        while view:
-            written = os.pwrite(self._descriptor, view, offset)
-            view, offset = view[written:], offset + written
+        else:
+            write_at(self._descriptor, offset, data)
 
     def write_in_order(self, offset: int, data: Bytes) -> None:
         """Writes bytes, all before them being written, and says how far it has come."""
@@ -107,25 +108,28 @@ class SharedMemoryTransport(Transport):
 
     Publishing into a new file costs three times as much as the copy itself: the kernel has to find and clear
     the pages. So when a parcel is released, a thread of its own makes a spare file of the same size ready for
-    the next one, which is often as large.
+    the next one, which is often as large. What lies in a store needs no copy at all: the store's file becomes
+    the parcel's.
 
     Args:
         job: The name of the job, the same on all its workers and unlike that of any other.
         rank: Which worker this is.
         directory: Where shared memory is, such as /dev/shm.
+        mates: All workers that share it, this one included. Default: it checks by itself what it receives.
     """
 
-    def __init__(self, job: str, rank: int, *, directory: Path) -> None:
+    def __init__(self, job: str, rank: int, *, directory: Path, mates: Sequence[int] | None = None) -> None:
         self._rank = rank
+        self._mates = (rank,) if mates is None else tuple(mates)
         self._directory = JobDirectory(directory, job)
-        self._published: dict[str, Draft] = {}
-        self._digests: dict[str, str] = {}
-        self._lent: dict[str, Bytes] = {}
+        self._published: dict[str, Draft | None] = {}
+        self._lent: dict[str, list[npt.NDArray[Any]]] = {}
         self._spare: Draft | None = None
         self._preparing: threading.Thread | None = None
         self._changing_spare = threading.Lock()
         self._expected: dict[str, Arrival] = {}
         self._closed = False
+        offer(self._directory.path.parent)
 
     def publish(  # noqa: D102
         self,
@@ -133,61 +137,89 @@ class SharedMemoryTransport(Transport):
         arrays: Sequence[npt.NDArray[Any]],
         announce: Announce | None = None,
         *,
+        store: Store | None = None,
         to_read: bool = False,
     ) -> Parcel:
         checked_id(parcel_id)
+        handed_over = None if store is None else self._hand_over(parcel_id, arrays, store, to_read=to_read)
+        if handed_over is not None:
+            return handed_over
         pieces, nbytes = lay_out(arrays)
+        announced = Parcel(parcel_id, self._rank, nbytes, pieces)
         draft = self.reserve(nbytes)
         if to_read and draft.mapped is not None:
-            self._lent[parcel_id] = draft.mapped[:nbytes]
+            self._lent[parcel_id] = arrays_in(draft.mapped, announced)
         try:
             if announce is not None and nbytes >= ANNOUNCED_BYTES:
                 draft.rename(_coming(parcel_id))
-                announce(Parcel(parcel_id, self._rank, nbytes, "", pieces))
-            digest = write_out(arrays, pieces, nbytes, draft.write_in_order)
+                announce(announced)
+            blocks = write_out(arrays, pieces, draft.write_in_order)
             draft.write_in_order(nbytes, _NOTHING)
         except BaseException:
             self._lent.pop(parcel_id, None)
             draft.discard()
             raise
         self.complete(parcel_id, draft)
-        self._digests[parcel_id] = digest
-        return Parcel(parcel_id, self._rank, nbytes, digest, pieces)
+        return replace(announced, blocks=blocks)
+
+    def _hand_over(
+        self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], store: Store, *, to_read: bool
+    ) -> Parcel | None:
+        """Makes a store's file the parcel's, if it can be; what is not in it yet is copied to its end."""
+        try:
+            placed = [store.place(array) for array in arrays]
+            store.link(_file_of(parcel_id), self._directory.descriptor)
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise self._no_room(sum(array.nbytes for array in arrays)) from error
+            return None
+        self._published[parcel_id] = None
+        if to_read:
+            self._lent[parcel_id] = [one.array for one in placed]
+        pieces = [Piece(one.array.dtype.name, tuple(one.array.shape), one.offset) for one in placed]
+        blocks = "".join(one.blocks for one in placed)
+        return Parcel(
+            parcel_id,
+            self._rank,
+            store.nbytes,
+            tuple(pieces),
+            blocks,
+            handed_over=True,
+            is_finite=all(one.is_finite for one in placed),
+        )
 
     def expect(self, parcel: Parcel, look: Look = lambda *_: None) -> None:  # noqa: D102
         if self._closed or parcel.id in self._lent:
             return
         names = (_coming(parcel.id), _file_of(parcel.id))
-        is_own = parcel.source == self._rank  # then it is only mapped
-        self._expected[parcel.id] = Arrival(parcel, lambda: self._open(names), None if is_own else look)
+        share = Share(parcel, self._rank, self._mates)
+        self._expected[parcel.id] = Arrival(parcel, lambda: self._open(names), share, look)
         while len(self._expected) > EXPECTED_AT_ONCE:
             self._expected.pop(next(iter(self._expected))).give_up()
 
-    def receive(self, parcel: Parcel, timeout_secs: float) -> list[npt.NDArray[Any]]:  # noqa: D102
+    def receive(  # noqa: D102
+        self, parcel: Parcel, timeout_secs: float, look: Look = lambda *_: None
+    ) -> list[npt.NDArray[Any]]:
         arrival = self._expected.pop(parcel.id, None)
         taken = None if arrival is None else arrival.result(timeout_secs)
-        # The source knows what it has written; the others look at the same memory.
-        own = self._digests.get(parcel.id)
-        lent = self._lent.get(parcel.id)
-        if lent is not None and own == parcel.digest:
-            return arrays_in(lent, parcel)
-        if taken is not None and parcel.digest in (own, taken[1]):
+        if taken is not None and all(parcel.digest_of(block) == found for block, found in taken[1].items()):
             return arrays_in(taken[0], parcel)
-        data = self.mapped(parcel, timeout_secs)
-        bring_in(data)
-        found = own or digest_of(data)
-        if found != parcel.digest:
-            raise damaged(parcel, found, self._rank)
-        return arrays_in(data, parcel)
+        arrays = self._lent.get(parcel.id)
+        if arrays is None:
+            data = self.mapped(parcel, timeout_secs)
+            touch(data)
+            arrays = arrays_in(data, parcel)
+        check_share(parcel, arrays, self._rank, self._mates, look)
+        return arrays
 
     def mapped(self, parcel: Parcel, timeout_secs: float) -> Bytes:
         """The bytes of a parcel in a private mapping of their own, as they are: no digest is looked at."""
         descriptor = self._opened(parcel, timeout_secs)
         try:
             size = os.fstat(descriptor).st_size
-            expected = parcel.nbytes + PROGRESS_BYTES
-            if size != expected:  # reading behind its end would end this process
-                raise damaged(parcel, f"of {size:,} bytes instead of {expected:,}", self._rank)
+            expected = parcel.nbytes if parcel.handed_over else parcel.nbytes + PROGRESS_BYTES
+            if size < expected:  # reading behind its end would end this process
+                raise damaged(parcel, f"{expected:,} bytes", f"{size:,} bytes", self._rank)
             return map_private(descriptor, parcel.nbytes)
         finally:
             os.close(descriptor)
@@ -196,16 +228,17 @@ class SharedMemoryTransport(Transport):
         arrival = self._expected.pop(parcel_id, None)
         if arrival is not None:
             arrival.give_up()
-        self._digests.pop(parcel_id, None)
         self._lent.pop(parcel_id, None)
-        draft = self._published.pop(parcel_id, None)
-        if draft is None:
+        if parcel_id not in self._published:
             return
+        draft = self._published.pop(parcel_id)
         self._unlink(parcel_id)
-        if SPARE_BYTES[0] <= draft.nbytes <= SPARE_BYTES[1] and not self._closed:
+        if draft is not None and SPARE_BYTES[0] <= draft.nbytes <= SPARE_BYTES[1] and not self._closed:
             self._prepare(draft.nbytes)
 
     def close(self) -> None:  # noqa: D102
+        if not self._closed:
+            withdraw(self._directory.path.parent)
         self._closed = True
         for parcel_id in list(self._published):
             self.release(parcel_id)
@@ -230,7 +263,7 @@ class SharedMemoryTransport(Transport):
         try:
             return self._draft(nbytes)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error.errno not in _NO_ROOM:
                 raise
             raise self._no_room(nbytes) from error
 

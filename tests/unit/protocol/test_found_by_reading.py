@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -11,8 +12,8 @@ import pytest
 
 from replicast.errors import ReplicasDiverged
 from replicast.journal import MemoryJournal, Receipt
-from replicast.protocol import Member
-from replicast.protocol.messages import Coming
+from replicast.protocol import Member, Patience
+from replicast.protocol.messages import Coming, Stage
 from replicast.transport import SharedMemoryTransport
 from replicast.transport.shared import ANNOUNCED_BYTES
 from replicast.update import Update
@@ -28,8 +29,36 @@ def test_pauses_leave_nothing_in_the_service_although_nobody_is_asked_anything()
         eventually(lambda: len([key for key in job.store.values if "/proposal/" in key]) <= 4)
 
 
+def test_a_coordinator_that_waits_for_an_answer_ends_with_its_worker() -> None:
+    with Job(2, patience=Patience(answer_secs=60, stage_secs=60, decide_secs=60)) as job:
+        channel = job.coordinator._rounds._channel
+        asked = threading.Event()
+        append = channel.append
+
+        def append_noting(message: object) -> int:
+            if isinstance(message, Stage):
+                job.workers[0].member.channel.answer = lambda *_: None  # type: ignore[method-assign]
+                asked.set()
+            return append(message)
+
+        channel.append = append_noting  # type: ignore[method-assign]
+        ticket = job.workers[0].member.propose(bias(1.0))
+        assert asked.wait(DEADLINE_SECS)
+        threads = job.workers[0].member.threads
+        threads.stop(DEADLINE_SECS)
+        assert [thread.name for thread in threads._threads if thread.is_alive()] == []
+        assert not ticket.done(), "it was not refused: a later life may be told of it"
+
+
 def grown(_: object) -> Update:
     return Update().add("w", np.ones(ANNOUNCED_BYTES // 4, np.float32))
+
+
+def written_out() -> Update:
+    """One that has to be copied when it is proposed."""
+    values = np.ones(ANNOUNCED_BYTES // 4, np.float32)
+    values.flags.writeable = False
+    return Update().add("w", values)
 
 
 def test_what_a_function_returns_is_not_announced_when_its_round_is_over(tmp_path: Path) -> None:
@@ -54,7 +83,7 @@ def test_what_a_function_returns_is_not_announced_when_its_round_is_over(tmp_pat
             announced.append(isinstance(message, Coming)),
             post(message),
         )
-        ticket = job.workers[1].member.propose(grown(None))
+        ticket = job.workers[1].member.propose(written_out())
         job.train(2)
         assert ticket.result(DEADLINE_SECS).sequence == 3
         assert any(announced)

@@ -352,9 +352,9 @@ def test_an_update_that_assigns_is_received_in_memory_of_its_own_because_a_varia
         published: list[bool] = []
         publish = author.transport.publish
 
-        def publish_noting(*given: Any, to_read: bool = False) -> Any:
+        def publish_noting(*given: Any, to_read: bool = False, **how: Any) -> Any:
             published.append(to_read)
-            return publish(*given, to_read=to_read)
+            return publish(*given, to_read=to_read, **how)
 
         author.transport.publish = publish_noting  # type: ignore[method-assign]
         changes = [bias(1.0), bias(1.0).assign("dense/bias", np.zeros(3, np.float32)), bias(2.0)]

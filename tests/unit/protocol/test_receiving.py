@@ -8,37 +8,41 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replicast import validate
+from replicast import finite, validate
+from replicast.blocks import BLOCK_BYTES
 from replicast.errors import UpdateRefused
+from replicast.protocol import receiving
 from replicast.protocol.receiving import Receiving
 from replicast.schema import Schema, Variable
 from replicast.transport import Parcel, SharedMemoryTransport
-from replicast.transport.shared import ANNOUNCED_BYTES
 from replicast.update import Update
 
-ROWS, WIDTH = ANNOUNCED_BYTES // 64, 4  # five of these are announced, one is not
+ROWS, WIDTH = BLOCK_BYTES // 16 + 1, 4  # more than a block each
 NAMES = [f"table_{number}" for number in range(5)]
 SCHEMA = Schema(Variable(name, (ROWS, WIDTH), "float32", "trainable") for name in NAMES)
+WAYS = ["announced", "at once", "handed over"]
 
 
 class Job:
     """Workers on one host, of which worker 0 publishes."""
 
     def __init__(self, size: int, directory: Path) -> None:
-        self.transports = [SharedMemoryTransport("job", rank, directory=directory) for rank in range(size)]
-        self.workers = [
-            Receiving(transport, SCHEMA, validate.Limits(), rank, size)
-            for rank, transport in enumerate(self.transports)
+        self.transports = [
+            SharedMemoryTransport("job", rank, directory=directory, mates=range(size)) for rank in range(size)
         ]
+        self.workers = [Receiving(transport, SCHEMA, validate.Limits()) for transport in self.transports]
 
-    def publish(self, update: Update, announced: bool) -> Parcel:
+    def publish(self, update: Update, way: str) -> Parcel:
         def announce(parcel: Parcel) -> None:
             for worker in self.workers:
                 worker.expect(parcel)
 
         described = np.frombuffer(json.dumps(update.describe()).encode(), np.uint8)
-        contents = [*update.arrays(), described]
-        return self.transports[0].publish(update.id, contents, announce if announced else None)
+        store = update.store if way == "handed over" else None
+        announces = announce if way == "announced" else None
+        parcel = self.transports[0].publish(update.id, [*update.arrays(), described], announces, store=store)
+        assert parcel.handed_over == (way == "handed over")
+        return parcel
 
     def close(self) -> None:
         for transport in self.transports:
@@ -56,14 +60,15 @@ def an_update(spoilt: int | None = None) -> Update:
     return update
 
 
-@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_value_that_is_not_finite_is_found_by_exactly_one_worker(
-    size: int, announced: bool, tmp_path: Path
+    size: int, way: str, tmp_path: Path
 ) -> None:
     job = Job(size, tmp_path)
     for spoilt, name in enumerate(NAMES):
-        parcel = job.publish(an_update(spoilt), announced)
+        parcel = job.publish(an_update(spoilt), way)
+        assert not parcel.is_finite
         refusals = []
         for worker in job.workers:
             try:
@@ -71,19 +76,20 @@ def test_a_value_that_is_not_finite_is_found_by_exactly_one_worker(
             except UpdateRefused as error:
                 refusals.append(error)
         assert [error.variable for error in refusals] == [name]
+        assert "nan at" in str(refusals[0])
         job.transports[0].release(parcel.id)
     job.close()
 
 
-@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("factor", [float("nan"), 1e39])
 def test_a_factor_that_is_not_finite_is_found_by_all_beside_large_arrays(
-    factor: float, announced: bool, tmp_path: Path
+    factor: float, way: str, tmp_path: Path
 ) -> None:
     job = Job(2, tmp_path)
     blended = an_update().blend(NAMES[0], np.zeros((ROWS, WIDTH), np.float32), factor)
     for update in (an_update().scale(NAMES[0], factor), blended):
-        parcel = job.publish(update, announced)
+        parcel = job.publish(update, way)
         for worker in job.workers:
             with pytest.raises(UpdateRefused, match=r"factor|weight"):
                 worker.take(parcel, 30.0)
@@ -91,17 +97,23 @@ def test_a_factor_that_is_not_finite_is_found_by_all_beside_large_arrays(
     job.close()
 
 
-def test_what_was_looked_at_while_it_arrived_is_not_looked_at_again(
+def test_every_number_is_looked_at_once_and_by_its_author_alone_when_it_is_handed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = Job(2, tmp_path)
+    job = Job(3, tmp_path)
     looked: list[int] = []
-    monkeypatch.setattr(validate, "_nonfinite", lambda array: looked.append(array.size) or (0, -1))
-    for announced, times in ((False, 5), (True, 0)):
+
+    def counting(array: np.ndarray) -> bool:
+        looked.append(array.size if array.dtype == np.float32 else 0)
+        return finite.is_finite(array)
+
+    monkeypatch.setattr(receiving, "is_finite", counting)
+    for way in WAYS:
         looked.clear()
-        parcel = job.publish(an_update(), announced)
+        parcel = job.publish(an_update(), way)
+        assert parcel.is_finite == (way == "handed over")
         for worker in job.workers:
             worker.take(parcel, 30.0)
-        assert looked.count(ROWS * WIDTH) == times
+        assert sum(looked) == (0 if way == "handed over" else 5 * ROWS * WIDTH)
         job.transports[0].release(parcel.id)
     job.close()

@@ -155,9 +155,6 @@ class Life:
         def faulty_get(key: str, timeout_secs: float) -> str | None:
             if "/log/" in key:
                 self.stall("follower", worker.rank)
-            _, _, answer = key.partition("/answer/")
-            if answer and self.comes_late(*map(int, answer.split("/"))):
-                return None
             with store.changed:
                 store.changed.wait_for(lambda: key in store.values or self.crashed.is_set(), timeout_secs)
                 self.die_if_crashed()
@@ -171,6 +168,13 @@ class Life:
                 raise UpdateRefused(NO_ROOM, worker=worker.rank)
             return arrays
 
+        answers = worker.member.channel.answers
+
+        def faulty_answers(number: int, *arguments: Any) -> Any:
+            came = answers(number, *arguments)
+            return {rank: answer for rank, answer in came.items() if not self.comes_late(number, rank)}
+
+        worker.member.channel.answers = faulty_answers  # type: ignore[method-assign]
         worker.coordination.put = faulty_put  # type: ignore[method-assign]
         worker.coordination.get = faulty_get  # type: ignore[method-assign]
         worker.member.transport.receive = faulty_receive  # type: ignore[method-assign]
