@@ -39,7 +39,7 @@ class InMemory(Adding):
     def arrange(self, index: int) -> None:
         self.loop.reset()
         if self.is_source:
-            self.proposed = adding(self.task, index)
+            self.proposed = adding(self.task.change(index))
 
     def round(self, index: int) -> tuple[int | None, int]:
         if not self.is_source:

@@ -10,7 +10,7 @@ import keras
 
 import replicast
 from benchmarks.seats import Array
-from benchmarks.update_task import Adding, Task
+from benchmarks.update_task import Adding
 
 
 class Weights(keras.Model):
@@ -64,12 +64,27 @@ class Propose(Adding):
 
     def update(self, index: int) -> replicast.Update:
         """What is proposed in a round."""
-        return adding(self.task, index)
+        return adding(self.task.change(index))
 
 
-def adding(task: Task, index: int) -> replicast.Update:
-    """The change of a round as an update."""
+class MakeAndPropose(Propose):
+    """The same, from the arrays: the `Update` copies them, which belongs to the time here."""
+
+    def arrange(self, index: int) -> None:
+        if self.is_source:
+            self.change = self.task.change(index)
+
+    def round(self, index: int) -> tuple[int | None, int]:
+        start = time.monotonic_ns()
+        if self.is_source:
+            self.proposed = adding(self.change)
+        proposed, applied = super().round(index)
+        return None if proposed is None else start, applied
+
+
+def adding(changes: Iterable[Array]) -> replicast.Update:
+    """The changes of all variables as an update."""
     update = replicast.Update()
-    for number, change in enumerate(task.change(index)):
+    for number, change in enumerate(changes):
         update = update.add(f"part_{number}", change)
     return update

@@ -34,7 +34,10 @@ _PAGE = 4096
 
 _places: list[Path] = []
 _stores: weakref.WeakSet[Store] = weakref.WeakSet()
+_spares: list[Store] = []
+"""At most one."""
 _opening = threading.Lock()
+_warming = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +62,23 @@ class Store:
 
     Args:
         place: A directory of the file system that it is to be part of.
+        warm_bytes: So much of it is made ready at once: filling it is then one copy and nothing else.
     """
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, warm_bytes: int = 0) -> None:
         self._descriptor = os.open(place, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         self._close = weakref.finalize(self, os.close, self._descriptor)
         self._changing = threading.Lock()
         self._placed: dict[int, Placed] = {}
         self._segment: Bytes | None = None
         self._segment_start = 0
+        self._warm_bytes = 0
         self.nbytes = 0
         """All that is in it, a multiple of 64."""
+        if warm_bytes:
+            os.posix_fallocate(self._descriptor, 0, warm_bytes)
+            self._mapped(0, warm_bytes)[::_PAGE] = 0
+            self._warm_bytes = warm_bytes
 
     def append(self, array: Array, after: int) -> Placed | None:
         """Copies an array to the end, if the end is there still; else another has been there.
@@ -93,39 +102,47 @@ class Store:
             return placed
 
     def link(self, name: str, directory: int) -> None:
-        """Gives the file a name in an open directory, for others to map.
+        """Gives the file a name in an open directory, for others to map; what it had ready it gives back.
 
         Raises:
             OSError: It has had one before, or the directory is part of another file system.
         """
+        with self._changing:
+            if self._warm_bytes > self.nbytes:
+                os.ftruncate(self._descriptor, self.nbytes)
+            self._warm_bytes = 0
         os.link(f"/proc/self/fd/{self._descriptor}", name, dst_dir_fd=directory)
 
     def has_room_for(self, nbytes: int) -> bool:
         """Whether as much would be left for others."""
         held = os.fstatvfs(self._descriptor)
-        return 2 * nbytes <= held.f_bavail * held.f_frsize
+        return self.nbytes + nbytes <= self._warm_bytes or 2 * nbytes <= held.f_bavail * held.f_frsize
 
     def _append(self, array: Array) -> Placed:
         content: Bytes = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         start, end = self.nbytes, self.nbytes + _aligned(len(content))
+        warm = self._mapped(start, end) if end <= self._warm_bytes else None
         finite = True
 
         def write(at: int, chunk: Bytes) -> None:
             nonlocal finite
             finite = finite and is_finite(chunk.view(array.dtype))
-            # Not stored to: the kernel need not clear the pages, and says so when there are none.
-            write_at(self._descriptor, start + at, chunk)
+            if warm is not None:
+                warm[at : at + len(chunk)] = chunk
+            else:  # so the kernel need not clear the pages, and says so when there are none
+                write_at(self._descriptor, start + at, chunk)
 
         blocks = digest_blocks(content, write)
-        write_at(self._descriptor, start + len(content), np.zeros(end - start - len(content), np.uint8))
-        mapped = self._mapped(start, end)[: len(content)]
+        if warm is None:
+            write_at(self._descriptor, start + len(content), np.zeros(end - start - len(content), np.uint8))
+        mapped = (self._mapped(start, end, new=True) if warm is None else warm)[: len(content)]
         placed = Placed(start, blocks, finite, mapped.view(array.dtype).reshape(array.shape))
         if len(content):
             self._placed[placed.array.ctypes.data] = placed
         self.nbytes = end
         return placed
 
-    def _mapped(self, start: int, end: int) -> Bytes:
+    def _mapped(self, start: int, end: int, *, new: bool = False) -> Bytes:
         """This range of the file, in one mapping with what came before as long as it is large enough."""
         if self._segment is None or end > self._segment_start + len(self._segment):
             self._segment_start = start // _PAGE * _PAGE
@@ -133,7 +150,8 @@ class Store:
             self._segment = map_shared(self._descriptor, size, self._segment_start)
         first = start - self._segment_start
         last = end - self._segment_start
-        bring_in(self._segment[first // _PAGE * _PAGE : last])
+        if new:
+            bring_in(self._segment[first // _PAGE * _PAGE : last])
         return self._segment[first:last]
 
 
@@ -188,13 +206,29 @@ def withdraw(place: Path) -> None:
     """No longer so; stores that are there stay. A second time does nothing."""
     with _opening, contextlib.suppress(ValueError):
         _places.remove(place)
+        _spares.clear()
+
+
+def prepare(place: Path, nbytes: int) -> None:
+    """Makes a store ready for the next update, which is often as large as the last. Takes a while.
+
+    Raises:
+        OSError: There is no room.
+    """
+    with _warming:
+        with _opening:
+            _spares.clear()  # first, because its room may be needed
+        store = Store(place, nbytes)
+        with _opening:
+            if place in _places:
+                _spares.append(store)
 
 
 def _open() -> Store | None:
-    with _opening:
+    with _warming, _opening:  # what is being made ready is worth waiting for: it is half the work
         if not _places or len(_stores) >= MAX_STORES:
             return None
-        store = Store(_places[-1])
+        store = _spares.pop() if _spares else Store(_places[-1])
         _stores.add(store)
         return store
 

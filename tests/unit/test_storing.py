@@ -276,3 +276,62 @@ def test_a_store_says_of_each_array_whether_it_is_finite(tmp_path: Path) -> None
     assert [one.offset % 64 for one in placed] == [0, 0, 0, 0]
     assert store.place(placed[0].array) is placed[0]
     assert store.place(placed[0].array[:10]).offset == store.nbytes - 64, "a part of it is another array"
+
+
+def spare_of(transport: SharedMemoryTransport) -> list[Store]:
+    transport._take_spare()  # waits until it is ready
+    return storing._spares
+
+
+def test_when_a_store_was_handed_over_one_of_its_size_is_made_ready_for_the_next_update(
+    tmp_path: Path, pair: list[SharedMemoryTransport]
+) -> None:
+    for number in range(3):
+        ready = list(spare_of(pair[0]))
+        update = Update().add("x", large(number)).add("y", large(number))
+        assert (ready == [update.store]) == (number > 0)
+        parcel = handed(pair, update, f"p{number}")
+        assert received(pair, parcel) == [[large(number).tobytes()] * 2] * 2
+        (path,) = tmp_path.rglob("parcel-*")
+        assert path.stat().st_size == parcel.nbytes, "what was made ready in vain was given back"
+        pair[0].release(parcel.id)
+    assert len(spare_of(pair[0])) == 1
+    smaller = Update().add("x", large())
+    parcel = handed(pair, smaller, "smaller")
+    longer = smaller.add("y", large(1)).add("z", large(2))
+    expected = [array.tobytes() for array in longer.arrays()]
+    assert expected == [large(n).tobytes() for n in range(3)], "it grows where it was cut"
+    assert received(pair, handed(pair, longer, "longer")) == [expected, expected]
+    assert received(pair, parcel) == [[large().tobytes()]] * 2
+
+
+def test_a_spare_store_ends_with_the_transport_and_needs_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
+    before = open_files()
+
+    def publish_and_release() -> None:
+        update = Update().add("x", large())
+        transport.publish("one", update.arrays(), store=update.store)
+        transport.release("one")
+
+    publish_and_release()
+    assert len(spare_of(transport)) == 1
+    refused = []
+
+    def full(*_: object) -> None:
+        refused.append(True)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        publish_and_release()
+        assert spare_of(transport) == []
+    assert refused, "the fault did not fire"
+    publish_and_release()
+    assert len(spare_of(transport)) == 1
+    assert open_files() == before + 1
+    transport.close()
+    assert storing._spares == []
+    assert files_in(tmp_path) == []

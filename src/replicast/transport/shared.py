@@ -8,7 +8,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from replicast.errors import UpdateRefused
 from replicast.mapping import Bytes, map_private, map_shared, touch, write_at
-from replicast.storing import Store, offer, withdraw
+from replicast.storing import Store, offer, prepare, withdraw
 from replicast.transport.arriving import PROGRESS_BYTES, Arrival
 from replicast.transport.base import Announce, Look, Parcel, Piece, Transport, damaged, no_room, not_arrived
 from replicast.transport.checking import Share, check_share
@@ -109,7 +109,7 @@ class SharedMemoryTransport(Transport):
     Publishing into a new file costs three times as much as the copy itself: the kernel has to find and clear
     the pages. So when a parcel is released, a thread of its own makes a spare file of the same size ready for
     the next one, which is often as large. What lies in a store needs no copy at all: the store's file becomes
-    the parcel's.
+    the parcel's, and the spare is a store then.
 
     Args:
         job: The name of the job, the same on all its workers and unlike that of any other.
@@ -122,7 +122,7 @@ class SharedMemoryTransport(Transport):
         self._rank = rank
         self._mates = (rank,) if mates is None else tuple(mates)
         self._directory = JobDirectory(directory, job)
-        self._published: dict[str, Draft | None] = {}
+        self._published: dict[str, Draft | int] = {}
         self._lent: dict[str, list[npt.NDArray[Any]]] = {}
         self._spare: Draft | None = None
         self._preparing: threading.Thread | None = None
@@ -173,7 +173,7 @@ class SharedMemoryTransport(Transport):
             if error.errno in _NO_ROOM:
                 raise self._no_room(sum(array.nbytes for array in arrays)) from error
             return None
-        self._published[parcel_id] = None
+        self._published[parcel_id] = store.nbytes
         if to_read:
             self._lent[parcel_id] = [one.array for one in placed]
         pieces = [Piece(one.array.dtype.name, tuple(one.array.shape), one.offset) for one in placed]
@@ -231,10 +231,14 @@ class SharedMemoryTransport(Transport):
         self._lent.pop(parcel_id, None)
         if parcel_id not in self._published:
             return
-        draft = self._published.pop(parcel_id)
+        published = self._published.pop(parcel_id)
         self._unlink(parcel_id)
-        if draft is not None and SPARE_BYTES[0] <= draft.nbytes <= SPARE_BYTES[1] and not self._closed:
-            self._prepare(draft.nbytes)
+        if self._closed:
+            return
+        if isinstance(published, Draft):
+            self._prepare(self._make_spare, published.nbytes)
+        else:
+            self._prepare(self._make_spare_store, published)
 
     def close(self) -> None:  # noqa: D102
         if not self._closed:
@@ -308,13 +312,13 @@ class SharedMemoryTransport(Transport):
         with contextlib.suppress(OSError):
             os.unlink(_file_of(parcel_id), dir_fd=self._directory.descriptor)
 
-    def _prepare(self, nbytes: int) -> None:
+    def _prepare(self, make: Callable[[int], None], nbytes: int) -> None:
+        if not SPARE_BYTES[0] <= nbytes <= SPARE_BYTES[1]:
+            return
         spare = self._take_spare()
         if spare is not None:
             spare.discard()
-        thread = threading.Thread(
-            target=self._make_spare, args=(nbytes,), name="replicast-spare", daemon=True
-        )
+        thread = threading.Thread(target=make, args=(nbytes,), name="replicast-spare", daemon=True)
         with self._changing_spare:
             self._preparing = thread
             thread.start()
@@ -328,6 +332,10 @@ class SharedMemoryTransport(Transport):
                 spare.discard()
                 raise
             self._spare = spare
+
+    def _make_spare_store(self, nbytes: int) -> None:
+        with contextlib.suppress(OSError):
+            prepare(self._directory.path.parent, nbytes)
 
     def _take_spare(self) -> Draft | None:
         with self._changing_spare:
