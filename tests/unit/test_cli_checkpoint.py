@@ -277,10 +277,14 @@ def test_an_update_of_the_journal_keeps_its_id_in_the_patched_checkpoint(run: Pa
 
 
 def test_a_dry_run_writes_nothing(run: Path) -> None:
-    result = invoke("checkpoint", "patch", run, "--scale", "dense/kernel=2", "-o", "out", "--dry-run")
-    assert result.exit_code == 0
-    assert "Nothing is wrong with it" in result.output
-    assert not Path("out").exists()
+    for output in (("-o", "out"), ()):
+        result = invoke("checkpoint", "patch", run, "--scale", "dense/kernel=2", *output, "--dry-run")
+        assert result.exit_code == 0
+        assert "Nothing is wrong with it" in result.output
+        assert not Path("out").exists()
+    result = invoke("checkpoint", "patch", run, "--scale", "dense/kernel=2")
+    assert result.exit_code == 2
+    assert "Missing option '-o'" in result.output
 
 
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])

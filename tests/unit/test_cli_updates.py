@@ -187,7 +187,10 @@ def test_every_problem_is_listed_with_variable_expected_and_received(run: Path) 
 
 
 def test_nonfinite_values_are_taken_when_allowed(run: Path) -> None:
-    assert invoke("push", run, "--set", "learning_rate=inf").exit_code == 1
+    refused = invoke("push", run, "--set", "learning_rate=inf")
+    assert refused.exit_code == 1
+    assert "or --allow-nonfinite" in refused.output
+    assert "=True" not in refused.output
     assert invoke("push", run, "--set", "learning_rate=inf", "--allow-nonfinite").exit_code == 0
 
 

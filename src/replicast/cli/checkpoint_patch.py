@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from replicast.cli.push import OPERATIONS, ORDER, InOrder, check_usage, in_order, push
-from replicast.errors import UpdateRefused
 
 if TYPE_CHECKING:
     from replicast.checkpoint import Manifest
-    from replicast.cli.examination import Examination
     from replicast.update import Update
 
 _SHARED = (*OPERATIONS, "weight", "reset_slots", "allow_nonfinite", "dry_run")
@@ -26,12 +23,11 @@ _SHARED = (*OPERATIONS, "weight", "reset_slots", "allow_nonfinite", "dry_run")
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    required=True,
     metavar="OUT",
-    help="The directory of the new checkpoint, which must not be there yet.",
+    help="The directory of the new checkpoint, which must not be there yet. Needed but for --dry-run.",
 )
 @click.pass_context
-def patch(context: click.Context, /, path: Path, output: Path, **options: Any) -> None:
+def patch(context: click.Context, /, path: Path, output: Path | None, **options: Any) -> None:
     """Apply an update to a checkpoint, into a new one.
 
     The new checkpoint has the bits that every replica would have had, had the update been applied at that
@@ -48,6 +44,8 @@ def patch(context: click.Context, /, path: Path, output: Path, **options: Any) -
     command is wrong.
     """  # noqa: D301 - click wants a real backspace
     check_usage(options)
+    if output is None and not options["dry_run"]:
+        raise click.UsageError("Missing option '-o' / '--output': where the new checkpoint is to be.")
     operations = in_order(context.meta[ORDER], options)
     from replicast.checkpoint import open_checkpoint
     from replicast.cli.assembling import Head, assembled
@@ -62,27 +60,14 @@ def patch(context: click.Context, /, path: Path, output: Path, **options: Any) -
     head = Head(reset_slots=options["reset_slots"], allow_nonfinite=options["allow_nonfinite"])
     parts = [_part(name, value, options["weight"]) for name, value in operations]
     update = assembled(parts, head)
-    found = _for_this_command(examine(update, before.schema))
-    if options["dry_run"]:
+    found = examine(update, before.schema)
+    if output is None or options["dry_run"]:
         print_examination(found, make_console())
         sys.exit(1 if found.problems else 0)
     if found.problems:
         print_problems(found)
         sys.exit(1)
     _say(before, _patched(source, update, output), output)
-
-
-def _for_this_command(found: Examination) -> Examination:
-    """The same, with the option of the command line where a problem names that of Python."""
-    problems = [UpdateRefused.from_json(_with_option(problem.to_json())) for problem in found.problems]
-    return replace(found, problems=tuple(problems))
-
-
-def _with_option(problem: dict[str, Any]) -> dict[str, Any]:
-    expected = problem["expected"]
-    if expected is None:
-        return problem
-    return problem | {"expected": expected.replace("allow_nonfinite=True", "--allow-nonfinite")}
 
 
 def _part(name: str, value: Any, weight: float | None) -> Any:

@@ -12,6 +12,7 @@ from replicast.errors import UpdateRefused
 if TYPE_CHECKING:
     from replicast.trial import TrialOutcome
 
+_IN_PYTHON, _AS_OPTION = "allow_nonfinite=True", "--allow-nonfinite"
 _RANDOM_ID = re.compile(r"[0-9a-f]{32}")
 _SHORT = 8
 
@@ -27,7 +28,7 @@ def one_line(text: str) -> str:
 
 
 def refusal_text(error: UpdateRefused) -> str:
-    """A refusal, one fact in a line."""
+    """A refusal, one fact in a line, with an option of the command line where it names that of Python."""
     labelled = {
         "variable": error.variable,
         "worker": error.worker,
@@ -36,7 +37,7 @@ def refusal_text(error: UpdateRefused) -> str:
         "what to do": error.remedy,
     }
     lines = [f"{label}: {one_line(str(value))}" for label, value in labelled.items() if value is not None]
-    return "\n  ".join([one_line(error.problem), *lines])
+    return "\n  ".join([one_line(error.problem), *lines]).replace(_IN_PYTHON, _AS_OPTION)
 
 
 def short_id(update_id: str) -> str:
