@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from replicast.mapping import Bytes
@@ -17,23 +20,28 @@ DIGITS = 16
 """Of one block: xxh3_64, as hexadecimal digits."""
 
 
-def digest_block(block: Bytes, each: Callable[[int, Bytes], None] = lambda *_: None) -> str:
-    """The digest of one block.
+Each = Callable[[int, Bytes], Bytes]
+"""Given where a chunk begins and the chunk; returns what is digested, itself or a copy.
 
-    Args:
-        block: Its bytes.
-        each: Called with each chunk and where it begins, just before it is digested: the processor's cache
-            has it for both.
-    """
+The processor's cache has it for both."""
+
+
+def bytes_of(array: npt.NDArray[Any]) -> Bytes:
+    """The elements in row-major order and this machine's byte order; a view where they lie so already."""
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def digest_block(block: Bytes, each: Each = lambda _, chunk: chunk) -> str:
+    """The digest of one block; `each` is called for its chunks, one after the other."""
     hasher = xxhash.xxh3_64()
     for start in range(0, len(block), CHUNK_BYTES):
-        chunk = block[start : start + CHUNK_BYTES]
-        each(start, chunk)
-        hasher.update(chunk.data)
+        hasher.update(each(start, block[start : start + CHUNK_BYTES]).data)
     return hasher.hexdigest()
 
 
-def digest_blocks(data: Bytes, each: Callable[[int, Bytes], None] = lambda *_: None) -> str:
+def digest_blocks(data: Bytes, each: Each = lambda _, chunk: chunk) -> str:
     """The digests of all blocks of an array, one behind the other; none for an empty one."""
     digests = []
     for start in range(0, len(data), BLOCK_BYTES):
@@ -47,5 +55,5 @@ def digest_of_blocks(blocks: str) -> str:
     return xxhash.xxh3_128_hexdigest(blocks.encode())
 
 
-def _shifted(each: Callable[[int, Bytes], None], by: int, start: int, chunk: Bytes) -> None:
-    each(by + start, chunk)
+def _shifted(each: Each, by: int, start: int, chunk: Bytes) -> Bytes:
+    return each(by + start, chunk)

@@ -268,10 +268,19 @@ def _array_of(variable: str, value: Any, copy: Callable[[Array], Array] = copied
         )
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    if array.flags.writeable or not isinstance(value, np.ndarray):
+    if not isinstance(value, np.ndarray) or not _is_frozen(array):
         # Also when another object says that its memory is read-only: it may still write to it itself.
-        return copy(array), loose
+        return (copied if loose else copy)(array), loose  # Python numbers are cast, and so copied, once more
     return np.asarray(array, order="C").view(), loose
+
+
+def _is_frozen(array: Array) -> bool:
+    """Whether no array looks at this memory that can write to it, as far as it is known."""
+    while not array.flags.writeable:
+        if not isinstance(array.base, np.ndarray):
+            return True
+        array = array.base
+    return False
 
 
 def _factor_of(operation: Operation, variable: str, factor: Any) -> float | None:

@@ -2,23 +2,26 @@
 
 An update copies its values anyway. While this process is a worker whose transport shares memory, large ones
 are copied into a file there that has no name, and goes with whoever holds it, kill -9 included. To propose
-the update, the file gets a name; see `transport.shared`. Where that cannot be (no room, too many files,
-another file system), values are copied into ordinary memory, and once more when they are proposed.
+the update, the file gets a name; see `transport.shared`. Where that cannot be (little room, many updates that
+are kept, a forked process), values are copied into ordinary memory, and once more when they are proposed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import secrets
 import threading
 import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from replicast.blocks import digest_blocks
+from replicast.blocks import CHUNK_BYTES, bytes_of, digest_blocks
 from replicast.edits import Array
 from replicast.finite import is_finite
 from replicast.mapping import Bytes, bring_in, map_shared, write_at
@@ -27,17 +30,13 @@ LARGE_BYTES = 1 << 20
 """From here on a value goes into a store."""
 MAX_STORES = 16
 """Each holds a file open; the updates that somebody keeps are not to use up what a process may open."""
+MAX_PART = 8
+"""All stores of a process together take at most this part of a file system, and half of what is free."""
 ALIGNMENT = 64
 """Of every array, as TensorFlow asks of memory that it reads in place."""
 _SEGMENT_BYTES = 1 << 26
 _PAGE = 4096
-
-_places: list[Path] = []
-_stores: weakref.WeakSet[Store] = weakref.WeakSet()
-_spares: list[Store] = []
-"""At most one."""
-_opening = threading.Lock()
-_warming = threading.Lock()
+_LOCK_SECS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class Placed:
 
 
 class Store:
-    """A file without a name that grows at its end; what is in it never changes. Any thread may use it.
+    """A file that grows at its end; what is in it never changes. For all threads of the process that made it.
 
     Args:
         place: A directory of the file system that it is to be part of.
@@ -67,11 +66,12 @@ class Store:
 
     def __init__(self, place: Path, warm_bytes: int = 0) -> None:
         self._descriptor = os.open(place, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._owner = os.getpid()
+        self._names: list[Path] = []
+        self._end = weakref.finalize(self, _end, self._descriptor, self._names, self._owner)
         self._changing = threading.Lock()
         self._placed: dict[int, Placed] = {}
-        self._segment: Bytes | None = None
-        self._segment_start = 0
+        self._segment: tuple[int, Bytes] | None = None
         self._warm_bytes = 0
         self.nbytes = 0
         """All that is in it, a multiple of 64."""
@@ -80,79 +80,136 @@ class Store:
             self._mapped(0, warm_bytes)[::_PAGE] = 0
             self._warm_bytes = warm_bytes
 
+    @property
+    def room_bytes(self) -> int:
+        """What it takes up."""
+        return max(self.nbytes, self._warm_bytes)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether there is some of it that was made ready and is not filled."""
+        return self.nbytes < self._warm_bytes
+
     def append(self, array: Array, after: int) -> Placed | None:
-        """Copies an array to the end, if the end is there still; else another has been there.
+        """Copies an array to the end, if the end is there still and nobody else is busy here.
 
         Raises:
-            OSError: There is no room.
+            OSError: There is no room. Nothing of it is left.
         """
-        with self._changing:
+        # Does not wait: a signal handler may have interrupted the thread that is busy.
+        if self._owner != os.getpid() or not self._changing.acquire(blocking=False):
+            return None
+        try:
             return self._append(array) if self.nbytes == after else None
+        finally:
+            self._changing.release()
 
-    def place(self, array: Array) -> Placed:
-        """Where an array is; one that is not here is copied to the end.
+    def place(self, arrays: Sequence[Array]) -> list[Placed] | None:
+        """Where these arrays are; the few bytes that are not here yet are copied to the end.
 
-        Raises:
-            OSError: There is no room.
-        """
-        with self._changing:
-            placed = self._placed.get(array.ctypes.data)
-            if placed is None or not _is_same(placed.array, array):
-                return self._append(array)
-            return placed
-
-    def link(self, name: str, directory: int) -> None:
-        """Gives the file a name in an open directory, for others to map; what it had ready it gives back.
+        Returns:
+            None if they are not few, or if much is here that is not theirs: others map all of it.
 
         Raises:
-            OSError: It has had one before, or the directory is part of another file system.
+            OSError: There is no room. Nothing of it is left.
+        """
+        if self._owner != os.getpid():
+            return None
+        with self._changing:
+            found = [self._find(array) for array in arrays]
+            here = sum(one.array.nbytes for one in found if one is not None)
+            missing = sum(array.nbytes for array in arrays) - here
+            if 4 * missing > here or 2 * here < self.nbytes:
+                return None
+            before = self.nbytes
+            try:
+                return [one or self._append(array) for one, array in zip(found, arrays, strict=True)]
+            except BaseException:
+                self._cut(before)
+                raise
+
+    def name_in(self, directory: Path, descriptor: int) -> str:
+        """A name of the file in an open directory, for others to map it; it has it for as long as it lives.
+
+        What was made ready and is not filled is given back.
+
+        Raises:
+            OSError: It cannot have one there, as in another file system.
         """
         with self._changing:
-            if self._warm_bytes > self.nbytes:
+            if self.is_warm:
                 os.ftruncate(self._descriptor, self.nbytes)
             self._warm_bytes = 0
-        os.link(f"/proc/self/fd/{self._descriptor}", name, dst_dir_fd=directory)
+            for path in self._names:
+                if path.parent == directory and path.exists():
+                    return path.name
+            name = f"store-{secrets.token_hex(8)}"
+            os.link(f"/proc/self/fd/{self._descriptor}", name, dst_dir_fd=descriptor)
+            self._names.append(directory / name)
+            return name
 
     def has_room_for(self, nbytes: int) -> bool:
-        """Whether as much would be left for others."""
+        """Whether so much more leaves enough for others."""
+        if self.nbytes + nbytes <= self._warm_bytes:
+            return True
         held = os.fstatvfs(self._descriptor)
-        return self.nbytes + nbytes <= self._warm_bytes or 2 * nbytes <= held.f_bavail * held.f_frsize
+        taken = sum(store.room_bytes for store in {*_stores, *_spares, self})
+        most = held.f_blocks * held.f_frsize // MAX_PART
+        return taken + nbytes <= most and 2 * nbytes <= held.f_bavail * held.f_frsize
+
+    def _find(self, array: Array) -> Placed | None:
+        placed = self._placed.get(array.ctypes.data)
+        return placed if placed is not None and _is_same(placed.array, array) else None
 
     def _append(self, array: Array) -> Placed:
-        content: Bytes = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        content = bytes_of(array)
+        dtype = array.dtype.newbyteorder("=")
         start, end = self.nbytes, self.nbytes + _aligned(len(content))
         warm = self._mapped(start, end) if end <= self._warm_bytes else None
+        scratch = np.empty(CHUNK_BYTES if warm is None else 0, np.uint8)
         finite = True
 
-        def write(at: int, chunk: Bytes) -> None:
+        def keep(at: int, chunk: Bytes) -> Bytes:
             nonlocal finite
-            finite = finite and is_finite(chunk.view(array.dtype))
-            if warm is not None:
-                warm[at : at + len(chunk)] = chunk
-            else:  # so the kernel need not clear the pages, and says so when there are none
-                write_at(self._descriptor, start + at, chunk)
+            # The caller's array may change meanwhile: what is looked at and digested is the copy.
+            copy = scratch[: len(chunk)] if warm is None else warm[at : at + len(chunk)]
+            copy[:] = chunk
+            finite = finite and is_finite(copy.view(dtype))
+            if warm is None:  # so the kernel need not clear the pages, and says so when there are none
+                write_at(self._descriptor, start + at, copy)
+            return copy
 
-        blocks = digest_blocks(content, write)
-        if warm is None:
-            write_at(self._descriptor, start + len(content), np.zeros(end - start - len(content), np.uint8))
-        mapped = (self._mapped(start, end, new=True) if warm is None else warm)[: len(content)]
-        placed = Placed(start, blocks, finite, mapped.view(array.dtype).reshape(array.shape))
+        try:
+            blocks = digest_blocks(content, keep)
+            if warm is None:
+                write_at(
+                    self._descriptor, start + len(content), np.zeros(end - start - len(content), np.uint8)
+                )
+                warm = self._mapped(start, end)
+                bring_in(self._mapped(start // _PAGE * _PAGE, end))
+        except BaseException:
+            self._cut(start)
+            raise
+        placed = Placed(start, blocks, finite, warm[: len(content)].view(dtype).reshape(array.shape))
         if len(content):
             self._placed[placed.array.ctypes.data] = placed
         self.nbytes = end
         return placed
 
-    def _mapped(self, start: int, end: int, *, new: bool = False) -> Bytes:
+    def _cut(self, nbytes: int) -> None:
+        """Takes back what lies behind, of which nobody was told."""
+        self._placed = {at: one for at, one in self._placed.items() if one.offset < nbytes}
+        self.nbytes = nbytes
+        os.ftruncate(self._descriptor, max(nbytes, self._warm_bytes))
+
+    def _mapped(self, start: int, end: int) -> Bytes:
         """This range of the file, in one mapping with what came before as long as it is large enough."""
-        if self._segment is None or end > self._segment_start + len(self._segment):
-            self._segment_start = start // _PAGE * _PAGE
-            size = max(_SEGMENT_BYTES, -(-(end - self._segment_start) // _PAGE) * _PAGE)
-            self._segment = map_shared(self._descriptor, size, self._segment_start)
-        first = start - self._segment_start
-        last = end - self._segment_start
-        if new:
-            bring_in(self._segment[first // _PAGE * _PAGE : last])
-        return self._segment[first:last]
+        if self._segment is None or end > self._segment[0] + len(self._segment[1]):
+            begin = start // _PAGE * _PAGE
+            size = max(_SEGMENT_BYTES, -(-(end - begin) // _PAGE) * _PAGE)
+            self._segment = begin, map_shared(self._descriptor, size, begin)
+        begin, segment = self._segment
+        return segment[start - begin : end - begin]
 
 
 def copied(array: Array) -> Array:
@@ -182,22 +239,36 @@ class Copies:
 
     def copy(self, array: Array) -> Array:
         """A copy that is ours alone, row-major."""
-        placed = self._place(array) if array.nbytes >= LARGE_BYTES else None
+        placed = None
+        if array.nbytes >= LARGE_BYTES:
+            with contextlib.suppress(OSError):
+                placed = self._place(array)
         return copied(array) if placed is None else placed.array.view()
 
     def _place(self, array: Array) -> Placed | None:
-        with contextlib.suppress(OSError):
-            store, end = self.kept or (_open(), 0)
-            if store is not None and store.has_room_for(array.nbytes):
-                placed = store.append(array, end)
-                if placed is not None:
-                    self.kept = Kept(store, placed.offset + _aligned(array.nbytes))
-                return placed
-        return None
+        store, end = self.kept or (_opened(), 0)
+        with _held(_opening):
+            has_room = store is not None and store.has_room_for(array.nbytes)
+        if store is None or not has_room:
+            return None
+        placed = store.append(array, end)
+        if placed is not None:
+            self.kept = Kept(store, placed.offset + _aligned(array.nbytes))
+        return placed
+
+
+_places: list[Path] = []
+_stores: weakref.WeakSet[Store] = weakref.WeakSet()
+_spares: list[Store] = []
+"""At most one."""
+_opening = threading.Lock()
+"""Held for a moment, by whoever looks at or changes the three."""
+_warming = threading.Lock()
+"""Held while a spare is made ready."""
 
 
 def offer(place: Path) -> None:
-    """From now on large values of updates go into stores that can be linked into this directory."""
+    """From now on large values of updates go into stores that can have a name in this file system."""
     with _opening:
         _places.append(place)
 
@@ -218,19 +289,61 @@ def prepare(place: Path, nbytes: int) -> None:
     with _warming:
         with _opening:
             _spares.clear()  # first, because its room may be needed
-        store = Store(place, nbytes)
+            has_room = Store(place).has_room_for(nbytes)
+        spare = Store(place, nbytes) if has_room else None
         with _opening:
-            if place in _places:
-                _spares.append(store)
+            if spare is not None and place in _places:
+                _spares.append(spare)
 
 
-def _open() -> Store | None:
-    with _warming, _opening:  # what is being made ready is worth waiting for: it is half the work
-        if not _places or len(_stores) >= MAX_STORES:
+def drop_spare() -> bool:
+    """Gives back the room of what was made ready; whether there was any."""
+    with _opening:
+        had_one = bool(_spares)
+        _spares.clear()
+        return had_one
+
+
+def _opened() -> Store | None:
+    with _held(_warming), _held(_opening):  # what is being made ready is worth waiting for
+        if not _places or len(_stores) >= MAX_STORES or not Path("/proc/self/fd").exists():
             return None
         store = _spares.pop() if _spares else Store(_places[-1])
         _stores.add(store)
         return store
+
+
+@contextlib.contextmanager
+def _held(lock: threading.Lock) -> Iterator[None]:
+    """Holds a lock, but does not wait for it for ever: a signal handler may have interrupted who holds it.
+
+    Raises:
+        OSError: It is not to be had.
+    """
+    if not lock.acquire(timeout=_LOCK_SECS):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _forget() -> None:
+    """In a process that was forked: memory is its parent's, and so are the threads that hold locks."""
+    global _opening, _warming
+    _opening, _warming = threading.Lock(), threading.Lock()
+    _places.clear()
+    _spares.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _end(descriptor: int, names: list[Path], owner: int) -> None:
+    os.close(descriptor)
+    for path in names if os.getpid() == owner else ():
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _aligned(nbytes: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import subprocess
@@ -126,17 +127,58 @@ def test_updates_that_begin_alike_do_not_disturb_each_other(pair: list[SharedMem
     assert [array.nbytes // 4 - COUNT for array in third.arrays()] == [0, 2, 3]
 
 
-def test_an_update_that_is_published_again_is_copied_if_need_be(pair: list[SharedMemoryTransport]) -> None:
+def test_an_update_can_be_published_again_and_is_not_copied_then(
+    tmp_path: Path, pair: list[SharedMemoryTransport]
+) -> None:
     update = Update().add("x", large())
-    ways = []
     for name in ("one", "two", "three"):
         parcel = handed(pair, update, name)
-        ways.append(parcel.handed_over)
+        assert parcel.handed_over
         assert received(pair, parcel) == [[large().tobytes()]] * 2
         if name == "two":
             for published in ("one", "two"):
                 pair[0].release(published)
-    assert ways == [True, True, False]
+    assert len(list(tmp_path.rglob("store-*"))) == 1
+    store = update.store
+    assert store is not None
+    assert store.nbytes == update.nbytes
+
+
+def test_a_store_is_there_until_its_parcel_is_released_and_its_update_gone(
+    tmp_path: Path, pair: list[SharedMemoryTransport]
+) -> None:
+    def names() -> list[Path]:
+        return list(tmp_path.rglob("store-*"))
+
+    for update_goes_first in (True, False):
+        update = Update().add("x", large())
+        parcel = handed(pair, update, "one")
+        if update_goes_first:  # as in propose(Update().add(...)): nobody has mapped it yet
+            del update
+            assert len(names()) == 1
+            assert received(pair, parcel) == [[large().tobytes()]] * 2
+            pair[0].release("one")
+        else:
+            pair[0].release("one")
+            assert len(names()) == 1
+            del update
+        assert names() == []
+
+
+def test_what_is_not_mostly_of_the_store_is_copied(pair: list[SharedMemoryTransport]) -> None:
+    read_only = large(9)
+    read_only.flags.writeable = False
+    begun = Update().add("x", large())
+    store = begun.store
+    assert store is not None
+    for number in range(3):
+        parcel = handed(pair, begun.with_id(f"u{number}").add("y", read_only), f"p{number}")
+        assert not parcel.handed_over
+        assert received(pair, parcel) == [[large().tobytes(), large(9).tobytes()]] * 2
+        assert store.nbytes == begun.nbytes, "nothing is left in it"
+    longer = begun.add("y", large(1)).add("z", large(2))
+    assert handed(pair, longer, "longer").handed_over
+    assert not handed(pair, begun, "begun").handed_over, "the others would map three times as much"
 
 
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.ENOENT, errno.EPERM])
@@ -156,9 +198,8 @@ def test_a_flipped_bit_in_a_store_is_noticed_by_one_of_those_who_share_it(
     tmp_path: Path, pair: list[SharedMemoryTransport]
 ) -> None:
     for block in range(9):
-        values = np.zeros(9 * (1 << 22), np.uint8)
-        parcel = handed(pair, Update().add("x", values), f"p{block}")
-        (path,) = tmp_path.rglob("parcel-*")
+        parcel = handed(pair, Update().add("x", np.zeros(9 * (1 << 22), np.uint8)), f"p{block}")
+        (path,) = tmp_path.rglob("store-*")
         with path.open("r+b") as file:
             file.seek((block << 22) + 12_345)
             file.write(b"\1")
@@ -206,11 +247,16 @@ def test_a_store_leaves_as_much_room_as_it_takes(
     pair: list[SharedMemoryTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = 2 * COUNT * 4
-    monkeypatch.setattr(
-        os, "fstatvfs", lambda _: type("Held", (), {"f_bavail": room // 4096, "f_frsize": 4096})
-    )
+    held = {"f_bavail": room // 4096, "f_blocks": 8 * room // 4096, "f_frsize": 4096}
+    monkeypatch.setattr(os, "fstatvfs", lambda _: type("Held", (), held))
     assert Update().add("x", large()).store is not None
-    assert Update().add("x", large(5)).store is None
+    assert Update().add("x", large(5)).store is None, "half of what is free, and no more"
+    held["f_bavail"] *= 10
+    kept = Update().add("x", large())
+    assert kept.add("y", large()).arrays()[1].tobytes() == large().tobytes()
+    assert Update().add("x", large()).store is None, "an eighth of all there is, and no more"
+    del kept
+    assert Update().add("x", large()).store is not None
 
 
 @pytest.mark.parametrize("fails_at", [1, 3, 5])
@@ -234,19 +280,133 @@ def test_a_file_system_that_is_full_after_all_costs_a_copy_and_nothing_else(
     assert received(pair, parcel) == [[large().tobytes(), large(1).tobytes()]] * 2
 
 
-def test_no_room_for_the_rest_of_a_store_is_refused_as_it_is_elsewhere(
+def test_no_room_for_the_rest_of_a_store_is_refused_as_it_is_elsewhere_and_leaves_nothing(
     pair: list[SharedMemoryTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update = Update().add("x", large()).add("small", np.ones(3, np.float32))
+    store = update.store
+    assert store is not None
+    before, pwrite, tried = store.nbytes, os.pwrite, []
 
-    def full(*_: object) -> int:
+    def full(descriptor: int, data: memoryview, offset: int) -> int:
+        tried.append(offset)
+        if len(tried) % 2:
+            return pwrite(descriptor, data[:5], offset)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def refuse(*_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", full)
+        patched.setattr(os, "posix_fallocate", refuse)
         with pytest.raises(UpdateRefused, match="Worker 0 has no room"):
             handed(pair, update, "one")
+    assert tried[:2] == [before, before + 5], "the fault did not fire"
+    assert store.nbytes == os.fstat(store._descriptor).st_size == before
     assert received(pair, handed(pair, update, "two"))[1][0] == large().tobytes()
+
+
+def test_a_mapping_that_fails_costs_a_copy_and_nothing_else(
+    pair: list[SharedMemoryTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = [False, True, False, False]
+    map_shared = storing.map_shared
+
+    def failing(*given: int) -> np.ndarray:
+        if fails.pop(0):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return map_shared(*given)
+
+    monkeypatch.setattr(storing, "map_shared", failing)
+    monkeypatch.setattr(storing, "_SEGMENT_BYTES", 1)
+    update = Update()
+    for number in range(4):
+        update = update.add(f"v{number}", large(number))
+    assert fails == [], "the fault did not fire"
+    expected = [large(number).tobytes() for number in range(4)]
+    assert [array.tobytes() for array in update.arrays()] == expected
+    assert received(pair, handed(pair, update, "one")) == [expected, expected]
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_an_array_that_changes_while_it_is_copied_is_looked_at_as_it_was_copied(
+    is_warm: bool, pair: list[SharedMemoryTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = large()
+    looked = storing.is_finite
+
+    def changing(chunk: np.ndarray) -> bool:
+        mine[:] = np.nan  # by another thread, at the worst moment
+        return looked(chunk)
+
+    if is_warm:
+        storing.prepare(storing._places[0], 2 * mine.nbytes)
+    monkeypatch.setattr(storing, "is_finite", changing)
+    update = Update().add("x", mine)
+    parcel = handed(pair, update, "one")
+    assert parcel.handed_over
+    found = np.frombuffer(received(pair, parcel)[1][0], np.float32)
+    assert np.isnan(found).any()
+    assert not np.isnan(found[0]), "the fault came too early"
+    assert not parcel.is_finite
+
+
+def test_a_forked_process_writes_to_nothing_of_its_parents(
+    tmp_path: Path, pair: list[SharedMemoryTransport]
+) -> None:
+    kept = Update().add("x", large())
+    storing.prepare(storing._places[0], 8 * LARGE_BYTES)
+    parcel = handed(pair, kept, "one")
+    with storing._warming, storing._opening:  # held by threads that the child does not have
+        child = os.fork()
+        if child == 0:
+            try:
+                made = [Update().add("x", large(1)), kept.add("y", large(2))]
+                right = made[0].store is None and made[1].arrays()[1].tobytes() == large(2).tobytes()
+                del made, kept
+                gc.collect()
+                os._exit(0 if right else 1)
+            finally:
+                os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    longer = kept.add("y", large(3))
+    assert longer.arrays()[1].tobytes() == large(3).tobytes()
+    assert received(pair, parcel) == [[large().tobytes()]] * 2
+    assert Update().add("x", large(4)).arrays()[0].tobytes() == large(4).tobytes()
+    assert len(list(tmp_path.rglob("store-*"))) == 1
+
+
+def test_a_signal_handler_may_make_updates_too(pair: list[SharedMemoryTransport]) -> None:
+    begun = Update().add("x", large())
+    store = begun.store
+    assert store is not None
+    with store._changing:  # the interrupted thread is in the midst of the same
+        longer = begun.add("y", large(1))
+    assert longer.arrays()[1].tobytes() == large(1).tobytes()
+    with storing._opening:
+        assert Update().add("x", large(2)).store is None
+
+
+def test_python_numbers_are_not_stored_before_their_dtype_is_known(pair: list[SharedMemoryTransport]) -> None:
+    assert Update().add("x", [1.0] * (LARGE_BYTES // 4)).store is None
+
+
+def test_a_spare_gives_way_to_what_is_needed_now(
+    pair: list[SharedMemoryTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storing.prepare(storing._places[0], LARGE_BYTES)
+    fallocate = os.posix_fallocate
+
+    def full_until_it_goes(*given: int) -> None:
+        if storing._spares:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fallocate(*given)
+
+    monkeypatch.setattr(os, "posix_fallocate", full_until_it_goes)
+    parcel = pair[0].publish("one", [large()])
+    assert storing._spares == []
+    assert received(pair, parcel) == [[large().tobytes()]] * 2
 
 
 def test_threads_may_make_one_update_longer_at_once(pair: list[SharedMemoryTransport]) -> None:
@@ -271,11 +431,18 @@ def test_a_store_says_of_each_array_whether_it_is_finite(tmp_path: Path) -> None
     store = Store(tmp_path)
     spoilt = large()
     spoilt[-1] = np.inf
-    placed = [store.place(array) for array in (large(), spoilt, np.arange(5), np.zeros(0, np.float32))]
-    assert [one.is_finite for one in placed] == [True, False, True, True]
-    assert [one.offset % 64 for one in placed] == [0, 0, 0, 0]
-    assert store.place(placed[0].array) is placed[0]
-    assert store.place(placed[0].array[:10]).offset == store.nbytes - 64, "a part of it is another array"
+    for array in (large(), spoilt):
+        assert store.append(array, store.nbytes) is not None
+    first, second = store._placed.values()
+    others = [np.arange(5), np.zeros(0, np.float32), np.ones(3, ">f4")]
+    placed = store.place([first.array, second.array, *others])
+    assert placed is not None
+    assert placed[:2] == [first, second]
+    assert [one.is_finite for one in placed] == [True, False, True, True, True]
+    assert [one.offset % 64 for one in placed] == [0] * 5
+    assert placed[4].array.tobytes() == np.ones(3, np.float32).tobytes()
+    part = store.place([first.array[:-1], second.array])
+    assert part is None, "a part of it is another array, and not a small one"
 
 
 def spare_of(transport: SharedMemoryTransport) -> list[Store]:
@@ -292,7 +459,7 @@ def test_when_a_store_was_handed_over_one_of_its_size_is_made_ready_for_the_next
         assert (ready == [update.store]) == (number > 0)
         parcel = handed(pair, update, f"p{number}")
         assert received(pair, parcel) == [[large(number).tobytes()] * 2] * 2
-        (path,) = tmp_path.rglob("parcel-*")
+        (path,) = tmp_path.rglob(parcel.file)
         assert path.stat().st_size == parcel.nbytes, "what was made ready in vain was given back"
         pair[0].release(parcel.id)
     assert len(spare_of(pair[0])) == 1

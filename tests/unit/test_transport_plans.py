@@ -65,7 +65,7 @@ def test_a_parcel_as_json() -> None:
         "nbytes": 128,
         "arrays": [["bfloat16", [2, 3], 0], ["int8", [], 64]],
         "blocks": blocks,
-        "handed_over": False,
+        "file": "",
         "is_finite": False,
     }
     assert [parcel.digest_of(block) for block in (0, 1)] == ["0123456789abcdef", "f" * 16]
@@ -76,7 +76,7 @@ def test_a_parcel_as_json() -> None:
 def test_every_block_is_checked_by_exactly_one_of_those_who_look_at_the_same_memory(
     mates: set[int], source: int, handed_over: bool
 ) -> None:
-    parcel = Parcel("p", source, 64, (), handed_over=handed_over)
+    parcel = Parcel("p", source, 64, (), file="store" if handed_over else "")
     shares = {rank: Share(parcel, rank, sorted(mates)) for rank in mates}
     for block in range(200):
         assert sum(block in share for share in shares.values()) == 1

@@ -39,7 +39,7 @@ class Parcel:
         nbytes: The size of the whole buffer, padding included.
         arrays: The arrays in the order in which they were given.
         blocks: The digests of the arrays' blocks, one behind the other; none before they are known.
-        handed_over: Its source had nothing to write, and takes its share in checking it.
+        file: The file on its source's host, if it was handed over there and not written for this parcel.
         is_finite: Its source has looked, and no number in it is NaN or infinite; else others have to.
     """
 
@@ -48,8 +48,13 @@ class Parcel:
     nbytes: int
     arrays: tuple[Piece, ...]
     blocks: str = ""
-    handed_over: bool = False
+    file: str = ""
     is_finite: bool = False
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether its source had nothing to write; then it takes its share in checking it."""
+        return bool(self.file)
 
     @property
     def digest(self) -> str:
@@ -68,7 +73,7 @@ class Parcel:
             "nbytes": self.nbytes,
             "arrays": [[piece.dtype, list(piece.shape), piece.offset] for piece in self.arrays],
             "blocks": self.blocks,
-            "handed_over": self.handed_over,
+            "file": self.file,
             "is_finite": self.is_finite,
         }
 
@@ -81,7 +86,7 @@ class Parcel:
             nbytes=described["nbytes"],
             arrays=tuple(Piece(dtype, tuple(shape), offset) for dtype, shape, offset in described["arrays"]),
             blocks=described["blocks"],
-            handed_over=described["handed_over"],
+            file=described["file"],
             is_finite=described["is_finite"],
         )
 

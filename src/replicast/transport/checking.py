@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy.typing as npt
 
-from replicast.blocks import BLOCK_BYTES, digest_block
+from replicast.blocks import BLOCK_BYTES, bytes_of, digest_block
+from replicast.mapping import Bytes
 from replicast.transport.base import Look, Parcel, damaged
-from replicast.transport.layout import bytes_of
 
 Wait = Callable[[int], bool]
 """Given an offset in the parcel: whether all bytes before it are there, if need be after a while."""
@@ -58,8 +58,9 @@ def digests_of_share(
     for place, (array, piece) in enumerate(zip(arrays, parcel.arrays, strict=True)):
         content = bytes_of(array)
 
-        def seen(_: int, chunk: Any, place: int = place, dtype: Any = array.dtype) -> None:
+        def seen(_: int, chunk: Bytes, place: int = place, dtype: Any = array.dtype) -> Bytes:
             look(place, chunk.view(dtype))
+            return chunk
 
         for start in range(0, len(content), BLOCK_BYTES):
             part = content[start : start + BLOCK_BYTES]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replicast.blocks import digest_blocks
+from replicast.blocks import bytes_of, digest_blocks
 from replicast.mapping import Bytes
 from replicast.transport.base import Parcel, Piece
 
@@ -48,20 +48,17 @@ def lay_out(arrays: Sequence[npt.NDArray[Any]]) -> tuple[tuple[Piece, ...], int]
     return tuple(pieces), max(end, ALIGNMENT)
 
 
-def bytes_of(array: npt.NDArray[Any]) -> Bytes:
-    """The elements in row-major order and this machine's byte order; a view where they lie so already."""
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
 def write_out(
     arrays: Sequence[npt.NDArray[Any]], pieces: Sequence[Piece], write: Callable[[int, Bytes], None]
 ) -> str:
     """Hands the arrays to `write`, offset and bytes, in order; returns the digests of their blocks."""
 
+    def written(offset: int, chunk: Bytes) -> Bytes:
+        write(offset, chunk)
+        return chunk
+
     def write_one(array: npt.NDArray[Any], piece: Piece) -> str:
-        return digest_blocks(bytes_of(array), lambda start, chunk: write(piece.offset + start, chunk))
+        return digest_blocks(bytes_of(array), lambda start, chunk: written(piece.offset + start, chunk))
 
     return "".join(write_one(array, piece) for array, piece in zip(arrays, pieces, strict=True))
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from replicast.errors import UpdateRefused
 from replicast.mapping import Bytes, map_private, map_shared, touch, write_at
-from replicast.storing import Store, offer, prepare, withdraw
+from replicast.storing import MAX_PART, Store, drop_spare, offer, prepare, withdraw
 from replicast.transport.arriving import PROGRESS_BYTES, Arrival
 from replicast.transport.base import Announce, Look, Parcel, Piece, Transport, damaged, no_room, not_arrived
 from replicast.transport.checking import Share, check_share
@@ -98,6 +98,7 @@ class Draft:
 
     def discard(self) -> None:
         """Removes it."""
+        self.mapped = self._progress = None
         os.close(self._descriptor)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._name, dir_fd=self._directory.descriptor)
@@ -122,7 +123,7 @@ class SharedMemoryTransport(Transport):
         self._rank = rank
         self._mates = (rank,) if mates is None else tuple(mates)
         self._directory = JobDirectory(directory, job)
-        self._published: dict[str, Draft | int] = {}
+        self._published: dict[str, Draft | Store] = {}
         self._lent: dict[str, list[npt.NDArray[Any]]] = {}
         self._spare: Draft | None = None
         self._preparing: threading.Thread | None = None
@@ -165,15 +166,15 @@ class SharedMemoryTransport(Transport):
     def _hand_over(
         self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], store: Store, *, to_read: bool
     ) -> Parcel | None:
-        """Makes a store's file the parcel's, if it can be; what is not in it yet is copied to its end."""
+        """Makes a store's file the parcel's, if it can be; it is there for as long as the store is."""
         try:
-            placed = [store.place(array) for array in arrays]
-            store.link(_file_of(parcel_id), self._directory.descriptor)
-        except OSError as error:
-            if error.errno in _NO_ROOM:
-                raise self._no_room(sum(array.nbytes for array in arrays)) from error
+            placed = store.place(arrays)
+            if placed is None:
+                return None
+            file = store.name_in(self._directory.path, self._directory.descriptor)
+        except OSError:
             return None
-        self._published[parcel_id] = store.nbytes
+        self._published[parcel_id] = store  # whoever made the update may let it go now
         if to_read:
             self._lent[parcel_id] = [one.array for one in placed]
         pieces = [Piece(one.array.dtype.name, tuple(one.array.shape), one.offset) for one in placed]
@@ -184,7 +185,7 @@ class SharedMemoryTransport(Transport):
             store.nbytes,
             tuple(pieces),
             blocks,
-            handed_over=True,
+            file=file,
             is_finite=all(one.is_finite for one in placed),
         )
 
@@ -217,7 +218,7 @@ class SharedMemoryTransport(Transport):
         descriptor = self._opened(parcel, timeout_secs)
         try:
             size = os.fstat(descriptor).st_size
-            expected = parcel.nbytes if parcel.handed_over else parcel.nbytes + PROGRESS_BYTES
+            expected = parcel.nbytes + (0 if self._is_handed_over(parcel) else PROGRESS_BYTES)
             if size < expected:  # reading behind its end would end this process
                 raise damaged(parcel, f"{expected:,} bytes", f"{size:,} bytes", self._rank)
             return map_private(descriptor, parcel.nbytes)
@@ -229,16 +230,15 @@ class SharedMemoryTransport(Transport):
         if arrival is not None:
             arrival.give_up()
         self._lent.pop(parcel_id, None)
-        if parcel_id not in self._published:
-            return
-        published = self._published.pop(parcel_id)
-        self._unlink(parcel_id)
-        if self._closed:
+        published = self._published.pop(parcel_id, None)
+        if isinstance(published, Draft):
+            self._unlink(parcel_id)
+        if published is None or self._closed:
             return
         if isinstance(published, Draft):
             self._prepare(self._make_spare, published.nbytes)
         else:
-            self._prepare(self._make_spare_store, published)
+            self._prepare(self._make_spare_store, published.nbytes)
 
     def close(self) -> None:  # noqa: D102
         if not self._closed:
@@ -264,12 +264,16 @@ class SharedMemoryTransport(Transport):
             if spare.nbytes == nbytes:
                 return spare
             spare.discard()  # first, because its room may be needed
-        try:
-            return self._draft(nbytes)
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
-                raise
-            raise self._no_room(nbytes) from error
+            del spare
+        while True:
+            held = os.fstatvfs(self._directory.descriptor)
+            try:
+                return self._draft(nbytes)
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                if not drop_spare():
+                    raise self._no_room(nbytes, held.f_bavail * held.f_frsize) from error
 
     def complete(self, parcel_id: str, draft: Draft) -> None:
         """Makes a written parcel visible to the workers of this host. This worker's release removes it."""
@@ -279,11 +283,10 @@ class SharedMemoryTransport(Transport):
     def _draft(self, nbytes: int) -> Draft:
         return Draft(self._directory, f"draft-{self._rank}-{secrets.token_hex(8)}", nbytes)
 
-    def _no_room(self, nbytes: int) -> UpdateRefused:
-        held = os.fstatvfs(self._directory.descriptor)
+    def _no_room(self, nbytes: int, free: int) -> UpdateRefused:
         return no_room(
             nbytes,
-            held.f_bavail * held.f_frsize,
+            free,
             str(self._directory.path.parent),
             self._rank,
             "Make room there, or set REPLICAST_SHM_DIR to a directory that has it (in a container, give it "
@@ -294,11 +297,15 @@ class SharedMemoryTransport(Transport):
         until = time.monotonic() + timeout_secs
         while True:
             try:
-                return self._open([_file_of(parcel.id)])
+                return self._open([parcel.file if self._is_handed_over(parcel) else _file_of(parcel.id)])
             except FileNotFoundError:
                 if time.monotonic() >= until:
                     raise not_arrived(parcel, timeout_secs, self._rank, parcel.source) from None
             time.sleep(_LOOK_SECS)
+
+    def _is_handed_over(self, parcel: Parcel) -> bool:
+        """Whether it is in a store here. To another host it was sent, and written there."""
+        return parcel.handed_over and parcel.source in self._mates
 
     def _open(self, names: Sequence[str]) -> int:
         """A descriptor of the first of these files that is there."""
@@ -313,7 +320,9 @@ class SharedMemoryTransport(Transport):
             os.unlink(_file_of(parcel_id), dir_fd=self._directory.descriptor)
 
     def _prepare(self, make: Callable[[int], None], nbytes: int) -> None:
-        if not SPARE_BYTES[0] <= nbytes <= SPARE_BYTES[1]:
+        held = os.fstatvfs(self._directory.descriptor)
+        most = min(SPARE_BYTES[1], held.f_blocks * held.f_frsize // MAX_PART)
+        if not SPARE_BYTES[0] <= nbytes <= most:
             return
         spare = self._take_spare()
         if spare is not None:

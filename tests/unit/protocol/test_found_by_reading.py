@@ -65,7 +65,7 @@ def test_what_a_function_returns_is_not_announced_when_its_round_is_over(tmp_pat
     values = {"w": np.zeros(ANNOUNCED_BYTES // 4, np.float32)}
     with Job(2, values=values) as job:
         for worker in job.workers:
-            transport = SharedMemoryTransport("job", worker.rank, directory=tmp_path)
+            transport = SharedMemoryTransport("job", worker.rank, directory=tmp_path, mates=range(job.size))
             worker.member.transport = transport
             worker.member.shelf._transport = worker.member.shelf._receiving._transport = transport
         for number, source in enumerate((0, 1)):

@@ -110,7 +110,7 @@ def test_bytes_of_what_is_known_already_are_not_kept(tmp_path: Path) -> None:
     large = np.zeros(ANNOUNCED_BYTES // 4, np.float32)
     with Job(2, values={"w": large}) as job:
         for worker in job.workers:
-            transport = SharedMemoryTransport("job", worker.rank, directory=tmp_path)
+            transport = SharedMemoryTransport("job", worker.rank, directory=tmp_path, mates=range(job.size))
             worker.member.transport = transport
             worker.member.shelf._transport = worker.member.shelf._receiving._transport = transport
         tickets = []
