@@ -59,7 +59,8 @@ class Update:
     Args:
         note: Why, for whoever reads the journal.
         author: Who.
-        id: Makes proposing it twice a no-op. Random unless given.
+        id: Makes proposing it twice a no-op. Unless given, each proposal in a training thread is an update of
+            its own, and elsewhere it is random.
         reset_slots: Also reset what the optimizer remembers of the touched variables, such as its moments.
         allow_nonfinite: Accept NaN and infinity as values.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,10 +12,12 @@ import keras
 import pytest
 import tensorflow as tf
 
+import replicast
 from replicast.replicas.callback import BoundaryCallback
 from replicast.replicas.position import Position
 from replicast.replicas.recovery import Saves
 from tests.pool import Pool
+from tests.workers.recipes import arrays, perceptron
 from tests.workers.test_resuming import ARRAY, BATCHES, Remembers, Reshuffled, recovery, rows
 
 UNCERTAIN = "This data cannot be positioned for certain"
@@ -156,3 +159,64 @@ def test_a_script_of_several_fits_goes_on_in_the_one_where_it_was_with_the_data_
 ) -> None:
     (wrong,) = pool1.run(scripts)
     assert wrong == []
+
+
+class Proposing(keras.callbacks.Callback):
+    """Proposes at every moment that there is, and notes which it was and under which id."""
+
+    def __init__(self, replicas: replicast.Replicas) -> None:
+        super().__init__()
+        self.replicas = replicas
+        self.ids: list[tuple[str, str]] = []
+
+    def note(self, moment: str) -> None:
+        update = replicast.Update().scale("optimizer/learning_rate", 1.0)
+        self.ids.append((moment, self.replicas.propose(update).id))
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.note("training begins")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+        self.note(f"epoch {epoch} begins")
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.note(f"batch begins behind {self.replicas.step}")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.note(f"batch ends behind {self.replicas.step}")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.note(f"epoch {epoch} ends")
+
+
+def ids_in_two_lives(strategy: Any, directory: Path, ours_first: bool) -> list[list[tuple[str, str]]]:
+    lives = []
+    for _ in range(2):
+        keras.backend.clear_session()  # another process would give the same names
+        model = perceptron(strategy)
+        replicas = replicast.Replicas(model, run_dir=directory)
+        replicas.restore()
+        theirs = Proposing(replicas)
+        theirs.note("script begins")
+        both = [replicas.callback(save_every=11), theirs]
+        x, y = arrays()
+        model.fit(
+            x[:64], y[:64], batch_size=8, epochs=2, callbacks=both if ours_first else both[::-1], verbose=0
+        )
+        replicas.close()
+        lives.append(theirs.ids)
+    return lives
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_what_a_callback_proposes_at_a_moment_has_the_same_id_in_a_life_that_begins_there(
+    pool1: Pool, ours_first: bool, tmp_path: Path
+) -> None:
+    ((first, second),) = pool1.run(ids_in_two_lives, tmp_path, ours_first)
+    assert len({id_ for _, id_ in first}) == len(first)
+    moments = [moment for moment, _ in first]
+    begun = [moments.index(moment) for moment in ("script begins", "training begins", "epoch 1 begins")]
+    rest = moments.index("batch begins behind 11")
+    assert second == [*(first[place] for place in begun), *first[rest:]]
+    assert dict(first)["batch begins behind 11"] == "worker-0-step-11-batch-1"

@@ -116,7 +116,7 @@ class Member:
         """This worker's part in trials."""
         self._training_thread: threading.Thread | None = None
         self.has_arrived = False
-        """Whether this life has come to a boundary behind a step. Written by the training thread."""
+        """Whether this life has come to where its training goes on. Written by the training thread."""
 
     def start(self) -> None:
         """Starts the background threads. The calling thread is taken for the training thread."""

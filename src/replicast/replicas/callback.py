@@ -25,11 +25,16 @@ class LastOfAll(keras.callbacks.Callback):
     """Comes after all other callbacks of a `fit`, whose changes of the state are part of a checkpoint."""
 
     def __init__(
-        self, all_began: Callable[[], None], epoch_began: Callable[[], None], epoch_ended: Callable[[], None]
+        self,
+        all_began: Callable[[], None],
+        epoch_began: Callable[[], None],
+        batch_ended: Callable[[], None],
+        epoch_ended: Callable[[], None],
     ) -> None:
         super().__init__()
         self._all_began = all_began
         self._epoch_began = epoch_began
+        self._batch_ended = batch_ended
         self._epoch_ended = epoch_ended
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -39,6 +44,10 @@ class LastOfAll(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """All others know that an epoch begins."""
         self._epoch_began()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """All others know that a batch has ended."""
+        self._batch_ended()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """All others know that an epoch has ended."""
@@ -85,7 +94,9 @@ class BoundaryCallback(keras.callbacks.Callback):
             return
         others = callbacks_of(self.model)
         if others is not None:
-            self._last_of_all = LastOfAll(self._hold_rates, self._put_rates_back, self._save_epoch)
+            self._last_of_all = LastOfAll(
+                self._all_began, self._epoch_began, self._batch_ended, self._epoch_ended
+            )
             others.append(self._last_of_all)
         self._resumed_epoch = go_on(self.model, self._resumed.epoch, self._resumed.batch, self._warn)
 
@@ -135,16 +146,30 @@ class BoundaryCallback(keras.callbacks.Callback):
             return
         recovery.ended(stopped=self._is_stopped())
         self._replicas.training_ends()
+        self._replicas.proposing.comes_to("fit", self._replicas.step)
 
-    def _hold_rates(self) -> None:
+    # What is proposed at the same moment of training has the same id in every life of the job, also in one
+    # that begins there.
+
+    def _all_began(self) -> None:
         """A learning rate that was changed when the epoch began is in a state that was saved later in it."""
+        self._replicas.proposing.comes_to("epoch", self._replicas.step - self._resumed.batch)
         if self._resumed.batch:
             of_optimizers = (each for each in self._replicas.schema if each.kind == "optimizer")
             self._replicas.recovery.held.keep(each.name for each in of_optimizers if not each.shape)
 
-    def _put_rates_back(self) -> None:
+    def _epoch_began(self) -> None:
         self._replicas.recovery.held.put_back()
         self._replicas.recovery.held.release()
+        goes_on = self._resumed.batch and self._epoch == self._resumed.epoch
+        self._replicas.proposing.comes_to("batch" if goes_on else "first", self._replicas.step)
+
+    def _batch_ended(self) -> None:
+        self._replicas.proposing.comes_to("batch", self._replicas.step)
+
+    def _epoch_ended(self) -> None:
+        self._save_epoch()
+        self._replicas.proposing.comes_to("epoch", self._replicas.step)
 
     def _save_epoch(self) -> None:
         """The epoch has ended, for all callbacks where they could be found."""

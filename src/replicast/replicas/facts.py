@@ -13,6 +13,7 @@ from replicast.replicas.auditing import Auditing
 from replicast.replicas.housekeeping import Housekeeping
 from replicast.replicas.joining import Parts, Settings
 from replicast.replicas.position import Position
+from replicast.replicas.proposing import Proposing
 from replicast.replicas.recovery import Recovery
 from replicast.schema import Schema
 from replicast.strategy import KerasState, Strategy
@@ -55,6 +56,11 @@ class Facts:
     def history(self) -> Sequence[Receipt]:
         """The receipts of the updates that were verified so far, the same on every worker."""
         return tuple(self._opened().member.history)
+
+    @property
+    def proposing(self) -> Proposing:
+        """Under which ids this worker proposes. For the callback."""
+        return self._opened().proposing
 
     @property
     def recovery(self) -> Recovery:

@@ -30,4 +30,5 @@ class OwnLoop(Facts):
         that batch but not of the break, and goes on with the rest of the pass. `dataset.take(n)` has no such
         place. `position` tells the pass, as `epoch`, and how many batches of it are done.
         """
+        self.proposing.go_on()
         return self.recovery.resume(dataset)

@@ -20,7 +20,23 @@ class Proposing:
         self._member = member
         self._rank = member.channel.rank
         self._size = member.channel.size
-        self._last: dict[str, tuple[int, int]] = {}
+        self._last: dict[str, tuple[str, int]] = {}
+        self._moment = (-1, "")
+
+    def comes_to(self, moment: str, step: int) -> None:
+        """What the training thread proposes from here to the next boundary belongs to this moment.
+
+        Without a word, it belongs to the boundary before; to step 0 if there is none in this life.
+
+        Args:
+            moment: Its name, a word.
+            step: The last step before it: in a life that begins behind it, an earlier one than that of now.
+        """
+        self._moment = self._member.gate.step, f"step-{step}-{moment}"
+
+    def go_on(self) -> None:
+        """The training goes on behind the step at which it stands: what is proposed belongs there."""
+        self._member.has_arrived = True
 
     def propose(
         self,
@@ -86,11 +102,13 @@ class Proposing:
 
         For the training thread. What a script proposes before it trains has step 0, also after a restore.
         """
-        now = self._member.gate.step if self._member.has_arrived else 0
-        step, count = self._last.get(prefix, (now, 0))
-        count = count + 1 if step == now else 1
+        step = self._member.gate.step
+        since, moment = self._moment
+        now = moment if since == step else f"step-{step if self._member.has_arrived else 0}"
+        last, count = self._last.get(prefix, (now, 0))
+        count = count + 1 if last == now else 1
         self._last[prefix] = (now, count)
-        return f"{prefix}-step-{now}-{count}"
+        return f"{prefix}-{now}-{count}"
 
 
 def checked_worker(source: Any, size: int) -> int:
