@@ -106,13 +106,22 @@ class AnyJournal(ABC):
         """Removes what a coordinator that died left behind. Only before anything is staged."""
 
 
+KEPT_BYTES = 1 << 26
+"""So much of the values of updates a journal in memory keeps."""
+
+
 class MemoryJournal(AnyJournal):
-    """A journal without files: for who wants no durability, and for tests."""
+    """A journal without files: for who wants no durability, and for tests.
+
+    Of the values, only the last that are not too large together are kept.
+    """
 
     def __init__(self) -> None:
         self._moves: dict[int, int] = {}
         self._staged: dict[str, Update] = {}
-        self._committed: list[tuple[Record, Update]] = []
+        self._committed: list[tuple[Record, Update | None]] = []
+        self._first_kept = 0
+        self._kept_bytes = 0
         self._receipts: dict[int, Receipt] = {}
         self._outcomes: dict[int, TrialOutcome] = {}
 
@@ -127,7 +136,14 @@ class MemoryJournal(AnyJournal):
             raise ValueError(f"The record belongs to another payload. Received: {record.id} for {staged.id}")
         if record.sequence != len(self._committed) + 1:
             raise ValueError(f"The next place is {len(self._committed) + 1}. Received: {record.sequence}")
-        self._committed.append((record, self._staged.pop(staged.id)))
+        update = self._staged.pop(staged.id)
+        self._committed.append((record, update))
+        self._kept_bytes += update.nbytes
+        while self._kept_bytes > KEPT_BYTES:
+            record, oldest = self._committed[self._first_kept]
+            self._committed[self._first_kept] = record, None
+            self._kept_bytes -= 0 if oldest is None else oldest.nbytes
+            self._first_kept += 1
 
     def discard(self, staged: StagedPayload) -> None:
         """As in `AnyJournal`."""
@@ -161,7 +177,10 @@ class MemoryJournal(AnyJournal):
         """As in `AnyJournal`."""
         if not 1 <= sequence <= len(self._committed):
             raise FileDamaged(f"update {sequence}", "it is not in the journal")
-        return self._committed[sequence - 1][1]
+        update = self._committed[sequence - 1][1]
+        if update is None:
+            raise FileDamaged(f"update {sequence}", "its values are kept no longer: the journal is in memory")
+        return update
 
     def receipts(self) -> dict[int, Receipt]:
         """As in `AnyJournal`."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from replicast import anyjournal
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.journal import AnyJournal, Journal, MemoryJournal, Receipt, Record, StagedPayload, summarized
 from replicast.update import Stage, Update
@@ -268,3 +269,17 @@ def test_summaries_say_what_is_written() -> None:
         {"operation": "add_rows", "variable": "c", "shape": [2, 4]},
         {"operation": "add_low_rank", "variable": "d", "shape": [7, 8]},
     )
+
+
+def test_a_journal_in_memory_keeps_the_records_of_all_and_the_values_of_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(anyjournal, "KEPT_BYTES", 30)  # of which each has 12
+    journal = MemoryJournal()
+    for sequence in range(1, 5):
+        commit(journal, sequence)
+    assert [record.sequence for record in journal.records()] == [1, 2, 3, 4]
+    for sequence in (1, 2):
+        with pytest.raises(FileDamaged, match="kept no longer"):
+            journal.load(sequence)
+    assert [journal.load(sequence).id for sequence in (3, 4)] == ["u3", "u4"]
