@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import replicast
+from replicast.protocol.stop import Stop
 from replicast.replicas.callback import BoundaryCallback
 from replicast.replicas.position import Position
 from replicast.replicas.recovery import Saves
@@ -220,3 +221,15 @@ def test_what_a_callback_proposes_at_a_moment_has_the_same_id_in_a_life_that_beg
     rest = moments.index("batch begins behind 11")
     assert second == [*(first[place] for place in begun), *first[rest:]]
     assert dict(first)["batch begins behind 11"] == "worker-0-step-11-batch-1"
+
+
+def test_what_was_meant_for_a_step_that_never_came_is_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+    life = recovery()
+    life._member.channel.rank, life._member.gate.step, life.leaving = 0, 200, mock.MagicMock(left=False)
+    stops = [Stop(1, 202, computes=True), Stop(2, 203), Stop(3, 203), Stop(4, 200)]
+    life._member.gate.pending.return_value = stops
+    life.say_what_was_left()
+    assert [message.partition("; ")[2] for message in caplog.messages] == [
+        "updates committed for step 203 were not applied, and wait in the journal for a later start",
+        "functions proposed for step 202 were not run",
+    ]

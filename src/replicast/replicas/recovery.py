@@ -230,14 +230,18 @@ class Recovery:
             return
         if self._fits.awaited() and self._member.channel.rank == 0:
             logger.warning(self._fits.awaited())
-        later = sorted({stop.step for stop in self._member.gate.pending() if stop.step > step})
-        if later and self._member.channel.rank == 0:
-            logger.warning(
-                "the training ended at step %d; updates committed for step %s were not applied, and wait in "
-                "the journal for a training that goes on",
-                step,
-                ", ".join(map(str, later[:10])),
-            )
+        later = [stop for stop in self._member.gate.pending() if stop.step > step]
+        for computes, what in (
+            (
+                False,
+                "updates committed for step %s were not applied, and wait in the journal for a later start",
+            ),
+            (True, "functions proposed for step %s were not run"),
+        ):
+            steps = sorted({stop.step for stop in later if stop.computes == computes})
+            if steps and self._member.channel.rank == 0:
+                said = f"the training ended at step %d; {what}"
+                logger.warning(said, step, ", ".join(map(str, steps[:10])))
 
     def make_up(self) -> None:
         """Training has ended, and a trial with it: saves what had to wait for that."""
