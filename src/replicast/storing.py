@@ -55,6 +55,11 @@ class Placed:
     is_finite: bool
     array: Array
 
+    @property
+    def end(self) -> int:
+        """Where the next one may begin."""
+        return self.offset + _aligned(self.array.nbytes)
+
 
 class Store:
     """A file that grows at its end; what is in it never changes. For all threads of the process that made it.
@@ -253,7 +258,7 @@ class Copies:
             return None
         placed = store.append(array, end)
         if placed is not None:
-            self.kept = Kept(store, placed.offset + _aligned(array.nbytes))
+            self.kept = Kept(store, placed.end)
         return placed
 
 

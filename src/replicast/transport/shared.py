@@ -182,7 +182,7 @@ class SharedMemoryTransport(Transport):
         return Parcel(
             parcel_id,
             self._rank,
-            store.nbytes,
+            max(one.end for one in placed),  # what others append meanwhile, and may take back, is not its own
             tuple(pieces),
             blocks,
             file=file,
