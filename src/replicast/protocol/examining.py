@@ -200,7 +200,7 @@ def diverged(report: AuditReport, trial_ends: int | None = None) -> ReplicasDive
     return ReplicasDiverged(
         f"At step {report.step} the replicas are not equal in {len(report.differences)} of "
         f"{report.variables} variables, since {report.since}: {named}{rest}. "
-        f'on_divergence="heal" repairs this by itself{also}.',
+        f'on_divergence="heal" repairs this by itself, unless the log of worker 0 says why not{also}.',
         worker=report.differences[0].minority[0],
         step=report.step,
     )
