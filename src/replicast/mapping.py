@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 
+ALIGNMENT = 64
+"""What TensorFlow asks of memory that it reads in place, or takes over without a copy."""
 POPULATE_READ = 22
 """MADV_POPULATE_READ of Linux 5.14: brings all pages in at once, and copies none of a private mapping."""
 HUGE_PAGES = 14
@@ -52,6 +54,11 @@ class _Mapped:
     @property
     def __array_interface__(self) -> dict[str, Any]:
         return {"data": (self._address, False), "shape": (self._nbytes,), "typestr": "|u1", "version": 3}
+
+
+def aligned(nbytes: int) -> int:
+    """So many bytes, and what is missing to where the next array may begin."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def map_private(descriptor: int, nbytes: int) -> Bytes:

@@ -24,7 +24,7 @@ import numpy as np
 from replicast.blocks import CHUNK_BYTES, bytes_of, digest_blocks
 from replicast.edits import Array
 from replicast.finite import is_finite
-from replicast.mapping import Bytes, bring_in, map_shared, write_at
+from replicast.mapping import Bytes, aligned, bring_in, map_shared, write_at
 
 LARGE_BYTES = 1 << 20
 """From here on a value goes into a store."""
@@ -32,8 +32,6 @@ MAX_STORES = 16
 """Each holds a file open; the updates that somebody keeps are not to use up what a process may open."""
 MAX_PART = 8
 """All stores of a process together take at most this part of a file system, and half of what is free."""
-ALIGNMENT = 64
-"""Of every array, as TensorFlow asks of memory that it reads in place."""
 _SEGMENT_BYTES = 1 << 26
 _PAGE = 4096
 _LOCK_SECS = 1.0
@@ -58,7 +56,7 @@ class Placed:
     @property
     def end(self) -> int:
         """Where the next one may begin."""
-        return self.offset + _aligned(self.array.nbytes)
+        return self.offset + aligned(self.array.nbytes)
 
 
 class Store:
@@ -169,7 +167,7 @@ class Store:
     def _append(self, array: Array) -> Placed:
         content = bytes_of(array)
         dtype = array.dtype.newbyteorder("=")
-        start, end = self.nbytes, self.nbytes + _aligned(len(content))
+        start, end = self.nbytes, self.nbytes + aligned(len(content))
         warm = self._mapped(start, end) if end <= self._warm_bytes else None
         scratch = np.empty(CHUNK_BYTES if warm is None else 0, np.uint8)
         finite = True
@@ -349,10 +347,6 @@ def _end(descriptor: int, names: list[Path], owner: int) -> None:
     for path in names if os.getpid() == owner else ():
         with contextlib.suppress(OSError):
             path.unlink()
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _is_same(one: Array, other: Array) -> bool:

@@ -18,14 +18,13 @@ import tensorflow as tf
 
 from replicast.digest import begun_digest, digest_array, digest_state
 from replicast.edits import Edit, Operation, factor_as
+from replicast.mapping import ALIGNMENT
 from replicast.schema import Schema, Variable
 from replicast.state import Arrays, State, touched_parts
 from replicast.strategy.device_digest import device_digests
 from replicast.strategy.step import optimizers_of
 from replicast.strategy.writes import component
 
-ALIGNMENT = 64
-"""TensorFlow takes over foreign memory only at such addresses."""
 _NOT_IN_BUFFERS = frozenset({tf.bfloat16.as_numpy_dtype, tf.float16.as_numpy_dtype})
 """What Python's buffers have no format for."""
 _NO_MOMENT = "average"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 
-from replicast.transport.layout import ALIGNMENT
+from replicast.mapping import ALIGNMENT
 
 FIRST_KEY = 1_000_000_000
 """Above all keys of transfers in steps and between them, which count up from 100, 100 and 500 million."""

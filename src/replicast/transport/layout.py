@@ -10,11 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from replicast.blocks import bytes_of, digest_blocks
-from replicast.mapping import Bytes
+from replicast.mapping import ALIGNMENT, Bytes, aligned
 from replicast.transport.base import Parcel, Piece
 
-ALIGNMENT = 64
-"""What TensorFlow asks of a buffer that it takes over without a copy."""
 _PARCEL_ID = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -44,7 +42,7 @@ def lay_out(arrays: Sequence[npt.NDArray[Any]]) -> tuple[tuple[Piece, ...], int]
         if array.dtype.hasobject or array.dtype.kind in "SUMm" or array.dtype.name.startswith("void"):
             raise TypeError(f"Only arrays of numbers can be sent. Received: dtype {array.dtype}")
         pieces.append(Piece(array.dtype.name, tuple(array.shape), end))
-        end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        end += aligned(array.nbytes)
     return tuple(pieces), max(end, ALIGNMENT)
 
 
