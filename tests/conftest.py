@@ -13,6 +13,9 @@ import pytest
 from tests.pool import Pool
 
 
+POOLS = ("plain", "pool1", "pool2", "pool3")
+
+
 @pytest.fixture(autouse=True)
 def no_thread_outlives_its_test() -> Iterator[None]:
     """A thread that is left behind, and is no daemon, would keep pytest from ever exiting."""
@@ -47,6 +50,13 @@ def pool3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     yield from _shared_pool(3, tmp_path_factory)
 
 
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """One process with plain Keras and no strategy: what tests/scripts compare with."""
+    with Pool(1, tmp_path_factory.mktemp("plain"), strategy=False) as pool:
+        yield pool
+
+
 def pytest_configure() -> None:
     """Lets Ctrl-C through to the jobs that tests start: a shell ignores it for what runs behind it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -62,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     items.sort(key=lambda item: [f"pool{size}" in getattr(item, "fixturenames", ()) for size in (3, 2, 1)])
     for item in items:
-        pools = [name for name in getattr(item, "fixturenames", ()) if name in ("pool1", "pool2", "pool3")]
+        pools = [name for name in getattr(item, "fixturenames", ()) if name in POOLS]
         group = str(item.path) if not pools else "pool3" if pools == ["pool3"] else "pools"
         item.add_marker(pytest.mark.xdist_group(group))
 

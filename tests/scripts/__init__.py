@@ -1,0 +1,1 @@
+"""Scripts as people write them for one process, run on two workers and compared with plain Keras."""

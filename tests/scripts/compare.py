@@ -1,0 +1,77 @@
+"""Runs one script in plain Keras and on workers, and compares what they return.
+
+A script is a module-level function of a strategy. It uses `strategy.scope()`, `strategy.rank` and
+`strategy.size` and otherwise nothing that plain Keras does not have. It returns nested dicts and lists of
+numbers and arrays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from tests.pool import Pool
+from tests.pool.checks import assert_equal_on_all, state
+from tests.pool.worker import start_afresh
+
+Script = Callable[..., Any]
+
+
+class PlainKeras:
+    """What a script gets instead of a strategy when it runs in plain Keras: nothing of ours, nothing of MWMS."""
+
+    rank = 0
+    size = 1
+
+    @staticmethod
+    def scope() -> contextlib.AbstractContextManager[None]:
+        """No scope at all."""
+        return contextlib.nullcontext()
+
+
+def in_plain_keras(_: None, script: Script, *args: Any) -> Any:
+    """Runs on a worker of the pool `plain`, which has no strategy."""
+    start_afresh()
+    return script(PlainKeras(), *args)
+
+
+def weights(model: keras.Model) -> dict[str, np.ndarray]:
+    """The weights and the optimizer's variables of a model by path, for a script to return."""
+    return state(model)
+
+
+def assert_same_as_plain_keras(
+    workers: Pool, plain: Pool, script: Script, *args: Any, rtol: float = 1e-4, atol: float = 1e-6
+) -> Any:
+    """Asserts that a script returns the same bits on all workers, and the numbers of plain Keras.
+
+    Returns:
+        What worker 0 returned.
+    """
+    __tracebackhide__ = True
+    expected = plain.run(in_plain_keras, script, *args)[0]
+    results = workers.run(script, *args)
+    assert_equal_on_all(results)
+    assert_close(results[0], expected, rtol=rtol, atol=atol)
+    return results[0]
+
+
+def assert_close(found: Any, expected: Any, *, rtol: float, atol: float, name: str = "the result") -> None:
+    """Asserts that two nested results have the same structure, and numbers within the tolerance."""
+    __tracebackhide__ = True
+    if isinstance(expected, Mapping):
+        assert list(found) == list(expected), name
+        for key, value in expected.items():
+            assert_close(found[key], value, rtol=rtol, atol=atol, name=f"{name} > {key}")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), name
+        for place, value in enumerate(expected):
+            assert_close(found[place], value, rtol=rtol, atol=atol, name=f"{name} > {place}")
+    elif isinstance(expected, np.ndarray | np.generic | float):
+        np.testing.assert_allclose(found, expected, rtol=rtol, atol=atol, err_msg=name)
+    else:
+        assert found == expected, name
