@@ -12,7 +12,6 @@ import pytest
 
 from tests.pool import Pool
 
-
 POOLS = ("plain", "pool1", "pool2", "pool3")
 
 

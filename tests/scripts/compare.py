@@ -22,7 +22,7 @@ Script = Callable[..., Any]
 
 
 class PlainKeras:
-    """What a script gets instead of a strategy when it runs in plain Keras: nothing of ours, nothing of MWMS."""
+    """What a script gets instead of a strategy when it runs in plain Keras."""
 
     rank = 0
     size = 1

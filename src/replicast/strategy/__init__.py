@@ -6,6 +6,7 @@ use says why in a comment, and `tests/workers/test_private_apis.py` fails on the
     strategy     the class people use; what Keras asks of a strategy, answered for several workers
     collectives  how the workers exchange tensors: keys that work inside loops
     step         one training step of a Keras model: weighted gradients, exact metrics, equal statistics
+    slices       row-sparse gradients summed to the slices of one process
     rows         how many rows a share has, and a stand-in where there are none
     writes       which variables a step writes
     caller       which model is asking, and with which callbacks

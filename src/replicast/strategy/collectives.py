@@ -15,6 +15,7 @@ from tensorflow.python.distribute import cross_device_utils
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 
 from replicast.errors import NotSupported
+from replicast.strategy.slices import Exchange, sum_over_workers
 
 FIRST_KEY = 500_000_000
 FIRST_KEY_BETWEEN_STEPS = 100_000_000
@@ -75,8 +76,8 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
     """What MultiWorkerMirroredStrategy does behind its public methods, with a few changes.
 
     Collectives count their keys (`CountingLauncher`); an optimizer may run inside `tf.cond`
-    (`_use_merge_call`, `_create_variable`); and gradients that were summed already are not summed twice
-    (`summed_already`).
+    (`_use_merge_call`, `_create_variable`); row-sparse gradients are summed to the slices of one process
+    (`slices.py`); and gradients that were summed already are not summed twice (`summed_already`).
     """
 
     def __init__(self, container: tf.distribute.Strategy, cluster_resolver: Any, options: Any) -> None:
@@ -160,4 +161,12 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         if self._summed_already:
             return value
-        return super()._replica_ctx_all_reduce(reduce_op, value, options)
+        reduce = super()._replica_ctx_all_reduce
+        if reduce_op != tf.distribute.ReduceOp.SUM:
+            return reduce(reduce_op, value, options)
+        exchange = Exchange(
+            workers=self._num_workers,
+            all_reduce=lambda parts: reduce(reduce_op, parts, options),
+            all_gather=lambda tensor: tf.distribute.get_replica_context().all_gather(tensor, axis=0),
+        )
+        return sum_over_workers(value, exchange)

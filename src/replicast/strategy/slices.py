@@ -1,0 +1,250 @@
+"""The sum of a row-sparse gradient over the workers, with the slices that one process would have.
+
+The gradient of a lookup is a list of slices: one for each index that was looked up, repeats included.
+Clipping by norm, and optimizers that square gradients, look at single slices. So the sum must have the slices
+that one process has on the whole batch. Which those are depends on where the indices come from:
+
+    ROWS      ids from the batch             the slices of all workers, one list after the other
+    SHARED    positions, constants           the same list on every worker: summed slice by slice
+    UNIQUE    distinct ids from the batch    one slice for each index that any worker has
+
+TensorFlow always does the first. The gradient itself does not tell them apart, because ids from the batch may
+happen to be equal on all workers. The graph does: how long would the list be for a batch of two rows, and of
+three? TensorFlow's shape inference answers that while the step is traced, and computes nothing. Without a
+graph to look at (`run_eagerly=True`, or a lookup inside the user's own `tf.function`), the values decide:
+indices that are distinct, and equal on all workers, count as SHARED.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """How a worker exchanges tensors with all others.
+
+    Attributes:
+        workers: Their number, this one included.
+        all_reduce: Sums a list over the workers; of row-sparse gradients it returns all workers' slices.
+        all_gather: All workers' tensors, one after the other.
+    """
+
+    workers: int
+    all_reduce: Callable[[list[Any]], list[Any]]
+    all_gather: Callable[[tf.Tensor], tf.Tensor]
+
+
+class Kind(enum.Enum):
+    """How the slices of several workers make up those of the whole batch."""
+
+    ROWS = enum.auto()
+    SHARED = enum.auto()
+    UNIQUE = enum.auto()
+    UNKNOWN = enum.auto()
+
+
+def sum_over_workers(value: Any, exchange: Exchange) -> Any:
+    """The sum of a tensor, row-sparse gradient or structure of them over all workers."""
+    flat = tf.nest.flatten(value)
+    if not any(isinstance(leaf, tf.IndexedSlices) for leaf in flat):
+        return tf.nest.pack_sequence_as(value, exchange.all_reduce(flat))
+    parts = [[*_parts(leaf)] if isinstance(leaf, tf.IndexedSlices) else [(None, leaf)] for leaf in flat]
+    sent = [part.values if kind is Kind.SHARED else part for leaf in parts for kind, part in leaf]
+    received = iter(exchange.all_reduce(sent))
+    sums = [[_whole(kind, part, next(received), exchange) for kind, part in leaf] for leaf in parts]
+    return tf.nest.pack_sequence_as(value, [_joined(leaf) for leaf in sums])
+
+
+def _parts(gradient: tf.IndexedSlices) -> Iterator[tuple[Kind, tf.IndexedSlices]]:
+    """The slices of each lookup in a table that the step uses more than once."""
+    if tf.executing_eagerly():
+        yield Kind.UNKNOWN, gradient
+        return
+    origin = _without_casts(gradient.indices)
+    lists = list(origin.op.inputs)[:-1] if origin.op.type == "ConcatV2" else [origin]
+    if len(lists) == 1:
+        yield _kind(lists[0]), gradient
+        return
+    lengths = [tf.size(indices) for indices in lists]
+    values, indices = tf.split(gradient.values, lengths), tf.split(gradient.indices, lengths)
+    for origin, own_values, own_indices in zip(lists, values, indices, strict=True):
+        yield _kind(origin), tf.IndexedSlices(own_values, own_indices, gradient.dense_shape)
+
+
+def _whole(kind: Kind | None, part: Any, total: Any, exchange: Exchange) -> Any:
+    if kind is Kind.SHARED:
+        return tf.IndexedSlices(total, part.indices, part.dense_shape)
+    if kind is Kind.UNIQUE:
+        return _one_for_each_index(total)
+    if kind is Kind.UNKNOWN:
+        same = _same_on_all(total.indices, tf.size(part.indices), exchange)
+        values, indices = tf.cond(
+            same,
+            lambda: (_one_for_each_index(total).values, _one_for_each_index(total).indices),
+            lambda: (total.values, total.indices),
+        )
+        return tf.IndexedSlices(values, indices, part.dense_shape)
+    return total
+
+
+def _one_for_each_index(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    indices, places = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def _same_on_all(everyones: tf.Tensor, length: tf.Tensor, exchange: Exchange) -> tf.Tensor:
+    """Whether every worker has the same list of distinct indices; all workers find the same answer."""
+    lengths = exchange.all_gather(tf.reshape(length, [1]))
+
+    def lists_are_equal() -> tf.Tensor:
+        lists = tf.reshape(everyones, [exchange.workers, -1])
+        distinct = tf.size(tf.unique(lists[0])[0]) == tf.size(lists[0])
+        return tf.reduce_all(lists == lists[0]) & distinct
+
+    return tf.cond(tf.reduce_all(lengths == lengths[0]), lists_are_equal, lambda: tf.constant(False))
+
+
+def _joined(parts: list[Any]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    values, indices = (
+        tf.concat([getattr(part, name) for part in parts], 0) for name in ("values", "indices")
+    )
+    return tf.IndexedSlices(values, indices, parts[0].dense_shape)
+
+
+_CASTS = frozenset({"Cast", "Identity"})
+_DISTINCT = frozenset({"Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"})
+_ASKS_FOR_SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
+_INPUTS = frozenset({"Placeholder", "PlaceholderWithDefault", "IteratorGetNext", "OptionalGetValue"})
+_CONDITIONALS = frozenset({"If", "StatelessIf"})
+_BATCH = _INPUTS | _CONDITIONALS
+"""Where the rows of a batch come from: `rows.py` replaces a batch without rows by a conditional."""
+_ROWS_TRIED = (2, 3)
+_LENGTH_TRIED = 5
+"""Stands for every other length that is unknown while tracing, such as that of a sequence."""
+
+
+def _kind(indices: tf.Tensor) -> Kind:
+    origin = _without_casts(indices, also=("Reshape", "SelectV2"))
+    if origin.op.type in _DISTINCT:
+        return Kind.UNIQUE
+    lengths = {_length(indices, rows) for rows in _ROWS_TRIED}
+    if None in lengths or len(lengths) > 1:
+        return Kind.UNKNOWN if _calls_function(origin.op) else Kind.ROWS
+    looked_at = _sources(origin, through_shapes=False)
+    if any(_calls_function(source.op) for source in looked_at):
+        return Kind.UNKNOWN
+    return Kind.ROWS if any(map(_is_batch, looked_at)) or _has_batch_size(origin) else Kind.SHARED
+
+
+def _without_casts(tensor: tf.Tensor, also: tuple[str, ...] = ()) -> tf.Tensor:
+    while tensor.op.type in _CASTS or tensor.op.type in also:
+        # Of a selection the last: Keras' lookups replace negative indices where there are any.
+        tensor = tensor.op.inputs[-1 if tensor.op.type == "SelectV2" else 0]
+    return tensor
+
+
+def _has_batch_size(indices: tf.Tensor) -> bool:
+    """Whether these are constants, repeated for each row of a batch of known size, as `tile` makes them."""
+    if indices.shape.rank is None:
+        return True
+    if indices.shape.rank < 2 or indices.shape[0] not in _known_batch_sizes(indices.graph):
+        return False
+    if _sources(indices, through_shapes=True):
+        return True
+    with tf.init_scope(), tf.device("CPU:0"):
+        rows = tf.compat.v1.wrap_function(functools.partial(_imported, indices, {}), [])().numpy()
+    return bool((rows == rows[:1]).all())
+
+
+def _known_batch_sizes(graph: Any) -> set[int]:
+    """The sizes of batches that are known while tracing: user code may use them as constants."""
+    given = [t for op in graph.get_operations() if op.type in _BATCH for t in op.outputs if _is_batch(t)]
+    return {t.shape[0] for t in given if t.shape.rank} - {None}
+
+
+def _is_batch(tensor: tf.Tensor) -> bool:
+    captured = {id(inner) for _, inner in getattr(tensor.graph, "captures", ())}
+    return tensor.op.type in _BATCH and id(tensor) not in captured
+
+
+def _is_source(operation: tf.Operation) -> bool:
+    """Whether an operation is taken by its shape: an input, a variable, a call of another function."""
+    return operation.type in _BATCH or operation.type == "ReadVariableOp" or _calls_function(operation)
+
+
+def _calls_function(operation: tf.Operation) -> bool:
+    attributes = operation.node_def.attr.values()
+    return operation.type not in _CONDITIONALS and any(each.HasField("func") for each in attributes)
+
+
+def _sources(tensor: tf.Tensor, *, through_shapes: bool) -> list[tf.Tensor]:
+    """The tensors that a tensor is computed from."""
+    found, seen, pending = [], set(), [tensor]
+    while pending:
+        current = pending.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        if _is_source(current.op):
+            found.append(current)
+        elif through_shapes or current.op.type not in _ASKS_FOR_SHAPES:
+            pending.extend(current.op.inputs)
+    return found
+
+
+def _length(tensor: tf.Tensor, rows: int) -> int | None:
+    """How many elements the tensor would have on a batch of so many rows; None if that depends on values."""
+    sources = _sources(tensor, through_shapes=True)
+    with tf.Graph().as_default():
+        stand_ins = {t.name: tf.compat.v1.placeholder(t.dtype, _shape(t, rows)) for t in sources}
+        try:
+            copy = stand_ins[tensor.name] if tensor.name in stand_ins else _imported(tensor, stand_ins)
+        except ValueError:  # what TensorFlow cannot take out of its graph has no shape that we know
+            return None
+        return None if copy.shape.num_elements() is None else int(copy.shape.num_elements())
+
+
+def _imported(tensor: tf.Tensor, stand_ins: dict[str, tf.Tensor]) -> tf.Tensor:
+    """The same tensor in another graph, computed from what stands in for its sources."""
+    sources = {name.partition(":")[0] for name in stand_ins}
+    return tf.graph_util.import_graph_def(_graph_def(tensor, sources), stand_ins, [tensor.name])[0]
+
+
+def _shape(source: tf.Tensor, rows: int) -> list[int | None] | None:
+    if source.shape.rank is None:
+        return None
+    sizes = [_LENGTH_TRIED if size is None else size for size in source.shape]
+    if sizes and (source.shape[0] is None or _is_batch(source)):
+        sizes[0] = rows
+    return sizes
+
+
+def _graph_def(tensor: tf.Tensor, sources: set[str]) -> tf.compat.v1.GraphDef:
+    """The operations between the sources and a tensor, without the order that `tf.function` adds."""
+    graph_def = tf.compat.v1.GraphDef()
+    graph_def.versions.CopyFrom(tensor.graph.graph_def_versions)
+    seen, pending = set(), [tensor.op]
+    while pending:
+        operation = pending.pop()
+        if operation.name in seen or operation.name in sources:
+            continue
+        seen.add(operation.name)
+        pending.extend(source.op for source in operation.inputs)
+        node = graph_def.node.add()
+        node.CopyFrom(operation.node_def)
+        inputs = [name for name in node.input if not name.startswith("^")]
+        del node.input[:]
+        node.input.extend(inputs)
+        node.attr.pop("_class", None)  # names of operations that are not taken along
+        node.device = ""
+    return graph_def

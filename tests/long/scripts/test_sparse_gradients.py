@@ -1,0 +1,73 @@
+"""Row-sparse gradients with every optimizer of Keras, and with every option that looks at gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import pytest
+
+from tests.pool import Pool
+from tests.scripts.compare import assert_same_as_plain_keras
+from tests.scripts.test_sparse_gradients import OPTIMIZERS, lookups, sparse_inputs
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "clipnorm": {"clipnorm": 0.05},
+    "global_clipnorm": {"global_clipnorm": 0.05},
+    "clipvalue": {"clipvalue": 0.01},
+    "gradient_accumulation_steps": {"gradient_accumulation_steps": 2},
+    "use_ema": {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 3},
+    "weight_decay": {"weight_decay": 0.01},
+}
+
+
+def test_every_optimizer_that_keras_ships_is_compared() -> None:
+    shipped = {
+        name
+        for name in dir(keras.optimizers)
+        if isinstance(getattr(keras.optimizers, name), type)
+        and issubclass(getattr(keras.optimizers, name), keras.optimizers.Optimizer)
+    }
+    assert shipped - {"Optimizer", "LossScaleOptimizer"} <= set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_lookups_train_as_in_plain_keras_with_every_optimizer(name: str, pool2: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool2, plain, lookups, name, {})
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_sparse_inputs_train_as_in_plain_keras_with_every_optimizer(
+    name: str, pool2: Pool, plain: Pool
+) -> None:
+    assert_same_as_plain_keras(pool2, plain, sparse_inputs, name)
+
+
+@pytest.mark.parametrize("name", ["Adam", "RMSprop"])
+@pytest.mark.parametrize("option", [name for name in OPTIONS if name != "as it is"])
+def test_lookups_train_as_in_plain_keras_with_every_option(
+    name: str, option: str, pool2: Pool, plain: Pool
+) -> None:
+    assert_same_as_plain_keras(pool2, plain, lookups, name, OPTIONS[option])
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_lookups_train_as_in_plain_keras_in_mixed_precision(policy: str, pool2: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool2, plain, lookups, "Adam", {}, policy, rtol=0.02, atol=0.002)
+
+
+def test_lookups_train_as_in_plain_keras_on_three_workers(pool3: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool3, plain, lookups, "Adam", {})
+
+
+def several_steps(strategy: Any) -> Any:
+    return lookups(strategy, "Adam", {}, steps_per_execution=3)
+
+
+def eager_steps(strategy: Any) -> Any:
+    return lookups(strategy, "Adam", {}, run_eagerly=True)
+
+
+def test_lookups_train_as_in_plain_keras_with_several_steps_per_execution(pool2: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool2, plain, several_steps)
