@@ -16,11 +16,16 @@ from tests.scripts.compare import assert_same_as_plain_keras, weights
 ROWS, LENGTH, WORDS, FEATURES = 46, 6, 20, 30
 OPTIMIZERS = (
     *("SGD", "RMSprop", "Adagrad", "Adadelta", "Adam", "AdamW", "Adamax", "Nadam", "Adafactor", "Ftrl"),
-    *("Lion", "Lamb", "Muon"),
+    *("Lion", "Lamb", "Muon", "ScheduleFreeAdamW", "MultiOptimizer"),
 )
 
 
 def optimizer_of(name: str, **options: Any) -> keras.optimizers.Optimizer:
+    if name == "MultiOptimizer":
+        others = {".*embeddings": keras.optimizers.Adam(0.01)}
+        return keras.optimizers.MultiOptimizer(
+            keras.optimizers.OptimizerMap(keras.optimizers.RMSprop(0.01), others)
+        )
     return getattr(keras.optimizers, name)(learning_rate=0.01, **options)
 
 
@@ -85,6 +90,8 @@ def transformer_like(strategy: Any, optimizer: Any, **compiled: Any) -> keras.Mo
         x = keras.layers.Dense(3, "tanh")(TwoLookups()(inputs) + x)
         model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(x)))
         model.compile(optimizer(), "mse", **compiled)
+        # Plain Keras forgets what ScheduleFreeAdamW assigns when `fit` builds it.
+        model.optimizer.build(model.trainable_variables)
     return model
 
 
@@ -108,6 +115,7 @@ def sparse_inputs(strategy: Any, name: str) -> dict[str, Any]:
         inputs = keras.Input((FEATURES,), sparse=True)
         model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(4, "tanh")(inputs)))
         model.compile(optimizer_of(name), "mse")
+        model.optimizer.build(model.trainable_variables)
     history = model.fit(data, epochs=2, verbose=0).history
     return {"history": history, "weights": weights(model)}
 
