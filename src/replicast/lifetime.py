@@ -132,7 +132,7 @@ class Lifetime:
         return turn
 
     def position(self) -> tuple[int, int]:
-        """Where in the script this worker is, in transfers and turns: the same on every worker at one line."""
+        """Where in the script this worker is, in transfers and turns: the same on all workers at one line."""
         return self._transfers_started(), self._turn
 
     def has_gone_on(self, worker: int) -> bool:
@@ -144,12 +144,16 @@ class Lifetime:
 
     @contextlib.contextmanager
     def alone(self, doing: str) -> Iterator[None]:
-        """Inside, this worker does what the others do not: a transfer fails, since nobody would join it."""
-        before, self._alone = self._alone, (doing, self._transfers_started())
+        """Inside, this worker does what the others do not: a transfer fails, since nobody would join it.
+
+        No-op in other threads than the main one, which may train meanwhile.
+        """
+        if threading.current_thread() is threading.main_thread():
+            self._alone = (doing, self._transfers_started())
         try:
             yield
         finally:
-            self._alone = before
+            self._alone = None
 
     def before_leaving(self, act: Callable[[], None]) -> None:
         """Has `act` called at the end of the script, unless the job has failed; the last given comes first.

@@ -49,18 +49,13 @@ def events(directory: Path) -> dict[str, int]:
 def logged(strategy: Any, directory: Path) -> Any:
     directory = directory / f"{strategy.size}-workers"
     written = files_opened_to_write(directory)
-    callbacks = keras.callbacks.CallbackList(
-        [
-            keras.callbacks.TensorBoard(directory / "board", update_freq=1, write_steps_per_second=True),
-            keras.callbacks.CSVLogger(directory / "log.csv"),
-            keras.callbacks.ModelCheckpoint(directory / "new" / "{epoch}.keras", save_freq=2),
-        ],
-        add_history=True,
-    )
     directory.mkdir(exist_ok=True)
-    model = network(strategy)
-    callbacks.set_model(model)
-    result = fitted(model, callbacks)
+    callbacks = [
+        keras.callbacks.TensorBoard(directory / "board", update_freq=2, write_steps_per_second=True),
+        keras.callbacks.CSVLogger(directory / "log.csv"),
+        keras.callbacks.ModelCheckpoint(directory / "new" / "{epoch}.keras", save_freq=2),
+    ]
+    result = fitted(network(strategy), callbacks)
     rows = list(csv.DictReader((directory / "log.csv").open()))  # complete, on the very next line
     assert strategy.rank == 0 or not written
     return {**result, "rows": [float(row["val_loss"]) for row in rows], "events": events(directory / "board")}

@@ -8,7 +8,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import pytest
 
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all
@@ -82,15 +81,15 @@ def saved_to_a_path_of_its_own(strategy: Any) -> Any:
             path, monitor="loss", save_best_only=True, save_weights_only=True
         )
         log = keras.callbacks.CSVLogger(directory / f"{trial}.csv")
-        model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0, callbacks=[saved, log])
+        model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=[saved, log])
         model.load_weights(path)
     return {"weights": weights(model), "log": (directory / "1.csv").read_text()}
 
 
-def test_each_worker_may_save_to_a_path_of_its_own_and_read_it_back(pool2: Pool, plain: Pool) -> None:
+def test_each_worker_may_save_to_a_path_of_its_own_and_read_it_back(pool2: Pool) -> None:
     results = pool2.run(saved_to_a_path_of_its_own)
     assert_equal_on_all(results)
-    assert results[0]["log"].count("\n") == 4
+    assert results[0]["log"].count("\n") == 3
 
 
 def saved_by_worker_0_before_all(strategy: Any, directory: Path) -> set[str]:
@@ -109,17 +108,3 @@ def test_a_file_has_one_writer_also_when_worker_0_saves_more_than_the_others(
 ) -> None:
     by_worker = pool2.run(saved_by_worker_0_before_all, tmp_path)
     assert sorted([*by_worker[0], *by_worker[1]]) == ["all.keras", "worker 0.keras"]
-
-
-class ReducesWhileItSaves(keras.layers.Layer):
-    def save_own_variables(self, store: Any) -> None:
-        keras.Variable(0.0)  # in the scope a transfer, that the other workers do not join
-
-
-def saved_with_a_transfer(strategy: Any, directory: Path) -> str:
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1), ReducesWhileItSaves()])
-        model.compile("sgd", "mse")
-        with pytest.raises(Exception) as error:  # noqa: PT011 - worker 0 and the others raise different ones
-            model.save_weights(directory / "model.weights.h5")
-    return str(error.value)

@@ -55,6 +55,8 @@ class Callbacks:
             case keras.callbacks.TensorBoard():
                 if self._is_written_elsewhere(callback, callback.log_dir):
                     callback.log_dir = _scratch_directory(callback)
+                    if callback.model is not None:  # of a CallbackList, which has told it already
+                        callback.set_model(callback.model)
             case keras.callbacks.RemoteMonitor():
                 if self._is_written_elsewhere(callback, callback.root + callback.path):
                     _replace(callback, "on_epoch_end", _nothing)
