@@ -230,7 +230,10 @@ def test_a_transfer_of_a_worker_that_writes_alone_ends_the_job_and_says_why(work
 
 
 def test_a_turn_of_a_worker_that_writes_alone_is_refused(workers: list[Worker]) -> None:
-    with workers[0].lifetime.alone("writing model.keras"), pytest.raises(JobFailed, match="model.keras"):
+    with (
+        workers[0].lifetime.alone("writing model.keras"),
+        pytest.raises(JobFailed, match="alone was writing"),
+    ):
         workers[0].lifetime.turn()
     assert workers[0].lifetime.turn() == 1
 

@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -195,7 +195,7 @@ def board_with_everything(strategy: Any, directory: Path) -> Any:
 
 
 class Posts(http.server.BaseHTTPRequestHandler):
-    received: list[int] = []
+    received: ClassVar[list[int]] = []
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,8 @@ def saved_in_every_form(strategy: Any, directory: Path) -> Any:
         model.save(directory / "folder", zipped=False)
         model.save(directory / "legacy.h5")
         model.save_weights(directory / "sharded.weights.json", max_shard_size=1)
-        names = ["zipped.keras", "folder", "legacy.h5"]
-        loaded = [keras.models.load_model(directory / name) for name in names]
+        loaded = [keras.models.load_model(directory / name) for name in ("zipped.keras", "folder")]
+        loaded.append(keras.models.load_model(directory / "legacy.h5", compile=False))
         model.load_weights(directory / "sharded.weights.json")
     return {"predictions": [one.predict(x, verbose=0) for one in [*loaded, model]], "weights": weights(model)}
 
@@ -94,25 +93,24 @@ def tuned(strategy: Any, directory: Path) -> Any:
     """What a tuner does: trial by trial a model, its best weights, and in the end the best of all."""
     x, y = data()
     losses = []
-    began = time.monotonic()
-    for trial, units in enumerate([2, 4, 8]):
-        place = directory / f"trial-{trial}"
-        place.mkdir(exist_ok=True)
+
+    def build(units: int) -> keras.Model:
         with strategy.scope():
             model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(units), keras.layers.Dense(1)])
             model.compile(keras.optimizers.Adam(0.05), "mse")
+        return model
+
+    for trial in range(3):
+        place = directory / f"trial-{trial}"
+        place.mkdir(exist_ok=True)
+        model = build(2 + trial)
         history = model.fit(
             x, y, batch_size=16, epochs=3, shuffle=False, verbose=0, callbacks=[ChiefSaves(strategy, place)]
         )
         losses.append(history.history["loss"][-1])
     best = int(np.argmin(losses))
-    with strategy.scope():
-        model = keras.Sequential(
-            [keras.Input((6,)), keras.layers.Dense([2, 4, 8][best]), keras.layers.Dense(1)]
-        )
-        model.compile(keras.optimizers.Adam(0.05), "mse")
-        model.load_weights(directory / f"trial-{best}" / "model.weights.h5")
-    print(f"{time.monotonic() - began:.1f} s")
+    model = build(2 + best)
+    model.load_weights(directory / f"trial-{best}" / "model.weights.h5")
     return {"losses": losses, "weights": weights(model)}
 
 
