@@ -8,6 +8,7 @@ callback saves through the model is written as `writing.py` says.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import tempfile
 import types
@@ -46,6 +47,7 @@ class Callbacks:
             if not getattr(callback, "_replicast_prepared", False):
                 callback._replicast_prepared = True
                 self._prepare(callback)
+        self._writing.claims_no_more("log")
 
     def _prepare(self, callback: keras.callbacks.Callback) -> None:
         match callback:
@@ -75,14 +77,20 @@ class Callbacks:
 
     def _is_written_elsewhere(self, callback: keras.callbacks.Callback, path: Any) -> bool:
         """Whether another worker writes this log; then `fit` ends on this one when it is complete."""
+        # Every worker calls `fit`, and worker 0 says when it has no more logs: no time has to be guessed.
+        claim = self._writing.claim(path, "log", arrive_secs=WRITE_SECS)
+        fits = itertools.count(1)
 
         def end_together(callback: Any, logs: Any = None) -> None:
             type(callback).on_train_end(callback, logs)
-            self._writing.once(path, lambda: None, kind="log")
+            complete = f"{claim.key}/complete/{next(fits)}"
+            if claim.worker == self._rank:
+                self._coordination.put(complete, "")
+            else:
+                self._writing.hear(complete, claim.worker, f"complete {path}")
 
         _replace(callback, "on_train_end", end_together)
-        # Worker 0 either has such a callback, or opens its data: that is seen, and no time has to be guessed.
-        return self._writing.claim(path, "log", arrive_secs=WRITE_SECS).worker != self._rank
+        return claim.worker != self._rank
 
     def _resume_together(self, callback: Any, logs: Any = None) -> None:
         """Refuses to resume from a backup that not all workers see: they would go on at different epochs."""

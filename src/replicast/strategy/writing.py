@@ -107,18 +107,13 @@ class Writing:
 
         Blocks until worker 0 has come to a claim of its own, has passed this position, or the time is up.
         """
-        position = self._lifetime.position()
-        if position != self._position:
-            self._position = position
-            self._counts.clear()
-        self._forget()
-        where = f"replicast/write/{position[0]}-{position[1]}"
+        where = self._where()
         # The whole path: workers in different directories may give the same relative one.
         name = xxhash.xxh3_64(str(Path(path).absolute()).encode()).hexdigest()
         self._counts.update([name, kind])
         key, turn = f"{where}/{name}/{self._counts[name]}", f"{where}/{kind}/{self._counts[kind]}"
-        if self._rank != 0 and not self._worker_0_went_first(key, turn, arrive_secs):
-            logger.info("worker 0 does not write %s; worker %d does", path, self._rank)
+        if self._rank != 0:
+            self._let_worker_0_go_first(key, (turn, f"{where}/{kind}/end"), str(path), arrive_secs)
         if self._remember(key, str(self._rank)):
             worker = self._rank
         else:
@@ -126,6 +121,11 @@ class Writing:
         if self._rank == 0:
             self._remember(turn, str(path))
         return Claim(key, worker)
+
+    def claims_no_more(self, kind: str) -> None:
+        """Worker 0 has made all of its claims of this kind here: the others need not wait for more."""
+        if self._rank == 0:
+            self._remember(f"{self._where()}/{kind}/end", "")
 
     def hear(self, key: str, worker: int, what: str) -> str:
         """Waits for a key of another worker, at most an hour, and says every 30 s for whom.
@@ -136,27 +136,41 @@ class Writing:
         Raises:
             JobFailed: The job has failed, or the time is up.
         """
-        ends, remind = time.monotonic() + WRITE_SECS, time.monotonic() + REMIND_SECS
+        began = reminded = time.monotonic()
         while (value := self._coordination.get(key, LOOK_SECS)) is None:
             self._lifetime.check()
             if self._lifetime.has_gone_on(worker):
                 return self._coordination.get(key, LOOK_SECS) or ""
-            if time.monotonic() > remind:
-                logger.warning("worker %d waits for worker %d to %s", self._rank, worker, what)
-                remind += REMIND_SECS
-            if time.monotonic() > ends:
+            reminded = self._remind(reminded, worker, what)
+            if time.monotonic() - began > WRITE_SECS:
                 raise JobFailed(f"worker {worker} did not {what} in {WRITE_SECS:.0f} s", worker=worker)
         return value
 
-    def _worker_0_went_first(self, key: str, turn: str, arrive_secs: float) -> bool:
-        ends = time.monotonic() + arrive_secs
+    def _let_worker_0_go_first(self, key: str, signs: tuple[str, ...], path: str, arrive_secs: float) -> None:
+        began = reminded = time.monotonic()
         while self._coordination.get(key, LOOK_SECS / 10) is None:
-            if self._coordination.get(turn, LOOK_SECS) is not None:
-                return True
+            if any(self._coordination.get(sign, LOOK_SECS / 2) is not None for sign in signs):
+                return
             self._lifetime.check()
-            if self._lifetime.has_gone_on(0) or time.monotonic() > ends:
-                return False
-        return True
+            reminded = self._remind(reminded, 0, f"come to where it may write {path}")
+            if self._lifetime.has_gone_on(0) or time.monotonic() - began > arrive_secs:
+                logger.info("worker 0 does not write %s; worker %d does", path, self._rank)
+                return
+
+    def _remind(self, reminded: float, worker: int, what: str) -> float:
+        """Says for whom this worker waits, if it was not said for 30 s; gives when it was said last."""
+        if time.monotonic() - reminded < REMIND_SECS:
+            return reminded
+        logger.warning("worker %d waits for worker %d to %s", self._rank, worker, what)
+        return time.monotonic()
+
+    def _where(self) -> str:
+        position = self._lifetime.position()
+        if position != self._position:
+            self._position = position
+            self._counts.clear()
+        self._forget()
+        return f"replicast/write/{position[0]}-{position[1]}"
 
     def _written_once(self, save: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(save)

@@ -238,3 +238,16 @@ def test_a_backup_that_only_one_worker_sees_is_refused(pool2: Pool, tmp_path: Pa
     with pytest.raises(WorkerFailed) as failed:
         pool2.run_each(resumed_from, [[tmp_path / "0"], [tmp_path / "1"]])
     assert "backup_dir on a file system that all workers share" in str(failed.value)
+
+
+def logged_by_others(strategy: Any, directory: Path) -> Any:
+    logs = [keras.callbacks.CSVLogger(directory / f"{number}.csv") for number in range(2)]
+    result = fitted(network(strategy), [] if strategy.rank == 0 else logs)
+    return {**result, "rows": [log.read_text().count("\n") for log in sorted(directory.glob("*.csv"))]}
+
+
+def test_a_log_that_worker_0_does_not_have_is_written_by_one_of_the_others(
+    pool3: Pool, tmp_path: Path
+) -> None:
+    results = pool3.run(logged_by_others, tmp_path)
+    assert results[1]["rows"] == results[2]["rows"] == [5, 5]
