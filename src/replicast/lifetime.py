@@ -19,13 +19,14 @@ thread raises.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -68,6 +69,7 @@ class Lifetime:
         self._trained_alone = trained_alone
         self._turn = 0
         self._forgotten = 0
+        self._alone: tuple[str, int] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="replicast-lifetime", daemon=True)
         self._interrupted = False
@@ -104,6 +106,8 @@ class Lifetime:
         self.check()
         if not self.watching():
             raise JobFailed("The thread that watches over the job has died; its error is above in the log.")
+        if self._alone is not None:
+            raise self._nobody_joins(self._alone[0])
         transfers = self._transfers_started()
         self._turn += 1
         self._put(f"turn/{self._turn}", {"worker": self._rank, "transfers": transfers})
@@ -127,9 +131,29 @@ class Lifetime:
                     logger.warning("worker %d waits for worker %d to open its data", self._rank, worker)
         return turn
 
-    def position(self) -> str:
-        """Where in the script this worker is: the same text on every worker at the same line."""
-        return f"{self._transfers_started()}-{self._turn}"
+    def position(self) -> tuple[int, int]:
+        """Where in the script this worker is, in transfers and turns: the same on all workers at one line."""
+        return self._transfers_started(), self._turn
+
+    def has_gone_on(self, worker: int) -> bool:
+        """Whether it is known that another worker has passed this worker's position in the script."""
+        first = self._get(f"turn/{self._turn + 1}")
+        if first is None:
+            return self.has_left(worker)
+        return first["worker"] == worker or self._get(f"turn/{self._turn + 1}/{worker}") is not None
+
+    @contextlib.contextmanager
+    def alone(self, doing: str) -> Iterator[None]:
+        """Inside, this worker does what the others do not: a transfer fails, since nobody would join it.
+
+        No-op in other threads than the main one, which may train meanwhile.
+        """
+        if threading.current_thread() is threading.main_thread():
+            self._alone = (doing, self._transfers_started())
+        try:
+            yield
+        finally:
+            self._alone = None
 
     def before_leaving(self, act: Callable[[], None]) -> None:
         """Has `act` called at the end of the script, unless the job has failed; the last given comes first.
@@ -271,6 +295,9 @@ class Lifetime:
                 self._stop.wait(LOOK_SECS)
                 return None
             return _first(failed["worker"], failed["said"])
+        alone = self._alone
+        if alone is not None and (self._position_or_none() or 0) > alone[1] and self._alone is alone:
+            return self._nobody_joins(alone[0])
         turn = self._turn
         ahead = self._get(f"turn/{turn + 1}")
         if ahead is not None and self._waits_for_nothing(ahead) and self._turn == turn:
@@ -290,6 +317,13 @@ class Lifetime:
                 worker=left["worker"],
             )
         return None
+
+    def _nobody_joins(self, doing: str) -> JobFailed:
+        return JobFailed(
+            f"worker {self._rank} started a transfer to all workers while it alone was {doing}. Nothing that "
+            "a save calls may create variables in strategy.scope(), train, evaluate or reduce",
+            worker=self._rank,
+        )
 
     def _waits_for_nothing(self, other: dict[str, Any]) -> bool:
         position = self._position_or_none()

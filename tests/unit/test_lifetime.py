@@ -218,3 +218,30 @@ def test_a_dead_watching_thread_is_noticed_at_the_next_pass(workers: list[Worker
     eventually(lambda: not workers[0].lifetime.watching())
     with pytest.raises(JobFailed, match="thread that watches over the job has died"):
         workers[0].lifetime.turn()
+
+
+def test_a_transfer_of_a_worker_that_writes_alone_ends_the_job_and_says_why(workers: list[Worker]) -> None:
+    with workers[0].lifetime.alone("writing model.keras"):
+        workers[0].transfers += 1
+        eventually(lambda: workers[0].coordination.aborted and workers[1].coordination.aborted)
+    for worker in workers:
+        assert "worker 0 started a transfer" in worker.coordination.aborted[0]
+        assert "while it alone was writing model.keras" in worker.coordination.aborted[0]
+
+
+def test_a_turn_of_a_worker_that_writes_alone_is_refused(workers: list[Worker]) -> None:
+    with (
+        workers[0].lifetime.alone("writing model.keras"),
+        pytest.raises(JobFailed, match="alone was writing"),
+    ):
+        workers[0].lifetime.turn()
+    assert workers[0].lifetime.turn() == 1
+
+
+def test_a_worker_that_came_to_its_next_turn_has_gone_on(workers: list[Worker]) -> None:
+    assert not workers[1].lifetime.has_gone_on(0)
+    workers[0].lifetime.turn()
+    assert workers[1].lifetime.has_gone_on(0)
+    assert not workers[0].lifetime.has_gone_on(1)
+    workers[1].lifetime.turn()
+    assert not workers[1].lifetime.has_gone_on(0)

@@ -259,3 +259,24 @@ def test_a_callback_that_is_added_to_those_of_a_running_fit_is_called_last() -> 
         "added ends",
     ]
     assert callbacks_of(model) is None
+
+
+def test_keras_makes_an_optimizer_to_see_its_attributes_where_we_look() -> None:
+    from keras.src.saving import saving_lib
+
+    assert "ref_obj = Optimizer(1.0)" in inspect.getsource(saving_lib.get_attr_skipset)
+
+
+def test_keras_makes_a_variable_in_compile() -> None:
+    assert "self._loss_tracker = metrics_module.Mean" in inspect.getsource(keras.Model.compile)
+
+
+def test_callbacks_write_in_the_methods_that_we_replace() -> None:
+    kinds = keras.callbacks
+    assert parameters(kinds.BackupAndRestore._save_model) == ["self"]
+    assert "self._training_metadata_path" in inspect.getsource(kinds.BackupAndRestore._load_model)
+    assert parameters(kinds.ModelCheckpoint._get_file_path) == ["self", "epoch", "batch", "logs"]
+    assert "self.log_dir" in inspect.getsource(kinds.TensorBoard.set_model)
+    assert "self.filename" in inspect.getsource(kinds.CSVLogger.on_train_begin)
+    if hasattr(kinds, "OrbaxCheckpoint"):  # not in every Keras 3
+        assert parameters(kinds.OrbaxCheckpoint._save_checkpoint) == ["self", "step", "logs"]

@@ -12,6 +12,7 @@ use says why in a comment, and `tests/workers/test_private_apis.py` fails on the
     caller       which model is asking, and with which callbacks
     feeding      each worker's share of every batch, without a transfer per step
     writing      files that one worker writes for all
+    callbacks    callbacks that write, and who runs them
     variables    the state of a model: its variables by name, and how edits change them
     resuming     the epoch at which `fit` goes on
     seeds        the same shuffle on every worker

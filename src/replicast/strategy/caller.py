@@ -1,4 +1,4 @@
-"""Which model is asking for its data, and with which callbacks.
+"""Which call of Keras we are in: which model is asking for its data, with which callbacks, or being compiled.
 
 Keras hands a strategy a dataset and nothing else: not the model that will train on it, not the callbacks,
 not the arrays behind it. All of these lie in the two frames that called us, and we need them before training
@@ -15,8 +15,13 @@ from typing import Any
 
 import keras
 
-# Private: the class whose constructor calls `experimental_distribute_dataset`, to recognise its frame.
+# Private: the module, and the class whose constructor calls `experimental_distribute_dataset`, to recognise
+# their frames.
+from keras.src.saving import saving_lib
 from keras.src.trainers.epoch_iterator import EpochIterator
+
+FRAMES_OF_A_VARIABLE = 40
+"""How many frames may lie between a call in Keras and the variable that is created on its behalf."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +78,31 @@ def only_looks_at_shapes() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def compiled_model() -> keras.Model | None:
+    """The model whose `compile` creates the variable that our caller was called for, if it is one.
+
+    `compile` makes the metric that tracks the loss, so every model that is compiled in the scope is seen.
+    """
+    frame = _frame_of("compile")
+    model = None if frame is None else frame.f_locals.get("self")
+    return model if isinstance(model, keras.Model) else None
+
+
+def keras_looks_at_attributes() -> bool:
+    """Whether Keras makes an object only to see which attributes every object of its kind has.
+
+    It does so for every optimizer that it saves or loads.
+    """
+    frame = _frame_of("get_attr_skipset")
+    return frame is not None and frame.f_globals.get("__name__") == saving_lib.__name__
+
+
+def _frame_of(function: str) -> Any:
+    frame: Any = sys._getframe(3)
+    for _ in range(FRAMES_OF_A_VARIABLE):
+        if frame is None or frame.f_code.co_name == function:
+            return frame
+        frame = frame.f_back
+    return None

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 # Private: the launcher that draws the keys, and the class behind MultiWorkerMirroredStrategy, which is the
@@ -15,6 +16,7 @@ from tensorflow.python.distribute import cross_device_utils
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 
 from replicast.errors import NotSupported
+from replicast.strategy.caller import compiled_model, keras_looks_at_attributes
 from replicast.strategy.slices import Exchange, sum_over_workers
 
 FIRST_KEY = 500_000_000
@@ -97,6 +99,8 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
             self.keys = tf.Variable(FIRST_KEY, dtype=tf.int32, trainable=False)
         self.next_turn: Callable[[], int] = itertools.count(1).__next__
         """Called before each transfer outside of a graph; gives its number."""
+        self.compiles: Callable[[keras.Model], None] = lambda model: None
+        """Called with each model that is compiled in the scope, at least once."""
         for operations in (self._cross_device_ops, self._host_cross_device_ops):
             operations._launchers = [CountingLauncher(stock, self) for stock in operations._launchers]
 
@@ -113,6 +117,11 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         return False
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        if keras_looks_at_attributes():  # on the one worker that saves: nobody would join a transfer
+            return next_creator(**kwargs)
+        model = compiled_model()
+        if model is not None:
+            self.compiles(model)
         self._variables_created += 1  # each is a transfer, of worker 0's initial value
         # "Only the first replica's value counts" is written with a merge even when the strategy has none;
         # optimizers count their steps in such a variable, inside tf.cond when the loss is scaled. With one

@@ -24,12 +24,13 @@ from replicast.coordination import Coordination, MemoryCoordination, ServiceCoor
 from replicast.errors import ClusterError, NotSupported
 from replicast.lifetime import Lifetime
 from replicast.strategy import feeding
+from replicast.strategy.callbacks import Callbacks
 from replicast.strategy.caller import KerasCall, keras_call, keras_predicts, only_looks_at_shapes
 from replicast.strategy.collectives import ReplicatedExtended
 from replicast.strategy.rows import predicting_all_rows
 from replicast.strategy.seeds import Seeds
 from replicast.strategy.step import Agreed, KerasStep, optimizers_of, waiting_for_data, whole_value
-from replicast.strategy.writing import Writing, silence
+from replicast.strategy.writing import Writing
 
 logger = logging.getLogger("replicast")
 
@@ -106,10 +107,12 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             extended.transfers_started,
             trained_alone=_a_model_was_trained,
         )
-        self._writing = Writing(self._coordination, self._rank, self._lifetime.position)
+        self._writing = Writing(self._coordination, self._rank, self._lifetime)
+        self._callbacks = Callbacks(self._coordination, self._rank, self._size, self._writing)
         self._opened: Callable[[], int] = _nothing
         if self._size > 1:
             self._lifetime.begin()
+            extended.compiles = self._writing.guard
             extended.next_turn = self._lifetime.turn
             self._opened = self._lifetime.meet
 
@@ -282,9 +285,9 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     def _prepare(self, call: KerasCall) -> None:
         self._refuse_what_cannot_work(call.model)
-        self._writing.guard(call.model)
-        if self._rank != 0:
-            silence(call.callbacks)
+        if self._size > 1:
+            self._writing.guard(call.model)
+            self._callbacks.prepare(call.callbacks)
 
     def _refuse_what_cannot_work(self, model: keras.Model) -> None:
         on_cpus = self._size > 1 and self.extended._local_device_type == "CPU"

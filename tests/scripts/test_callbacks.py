@@ -1,0 +1,67 @@
+"""Keras' callbacks: the files of one worker, the decisions of plain Keras on every worker."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.pool import Pool
+from tests.scripts.compare import assert_same_as_plain_keras, weights
+from tests.scripts.files import files_opened_to_write
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(7)
+    return random.normal(size=(60, 6)).astype("float32"), random.normal(size=(60, 1)).astype("float32")
+
+
+def network(strategy: Any, **optimizer: Any) -> keras.Model:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(0.05, **optimizer), "mse", metrics=["mae"])
+    return model
+
+
+def fitted(model: keras.Model, callbacks: Any, **options: Any) -> Any:
+    """Trains with validation, as scripts with callbacks do."""
+    x, y = data()
+    options = {"batch_size": 16, "epochs": 4, "shuffle": False, "verbose": 0, **options}
+    history = model.fit(x[:45], y[:45], validation_data=(x[45:], y[45:]), callbacks=callbacks, **options)
+    return {"history": history.history, "weights": weights(model)}
+
+
+def events(directory: Path) -> dict[str, int]:
+    """How often each tag was written into the event files below a directory, and how many files there are."""
+    found: dict[str, int] = {"files": 0}
+    for file in sorted(directory.rglob("events.out.tfevents*")):
+        found["files"] += 1
+        for record in tf.compat.v1.train.summary_iterator(str(file)):
+            for value in record.summary.value:
+                found[value.tag] = found.get(value.tag, 0) + 1
+    return found
+
+
+def logged(strategy: Any, directory: Path) -> Any:
+    directory = directory / f"{strategy.size}-workers"
+    written = files_opened_to_write(directory)
+    directory.mkdir(exist_ok=True)
+    callbacks = [
+        keras.callbacks.TensorBoard(directory / "board", update_freq=2, write_steps_per_second=True),
+        keras.callbacks.CSVLogger(directory / "log.csv"),
+        keras.callbacks.ModelCheckpoint(directory / "new" / "{epoch}.keras", save_freq=2),
+    ]
+    result = fitted(network(strategy), callbacks)
+    rows = list(csv.DictReader((directory / "log.csv").open()))  # complete, on the very next line
+    assert strategy.rank == 0 or not written
+    return {**result, "rows": [float(row["val_loss"]) for row in rows], "events": events(directory / "board")}
+
+
+def test_logs_and_checkpoints_of_a_fit_with_validation_are_those_of_plain_keras(
+    pool2: Pool, plain: Pool, tmp_path: Path
+) -> None:
+    assert_same_as_plain_keras(pool2, plain, logged, tmp_path)
