@@ -9,7 +9,7 @@ import pytest
 
 from tests.pool import Pool
 from tests.scripts.compare import assert_same_as_plain_keras, weights
-from tests.scripts.models import data
+from tests.scripts.models import data, values
 
 
 def fitted(model: keras.Model) -> Any:
@@ -79,7 +79,8 @@ def in_float16(strategy: Any) -> Any:
     keras.config.set_dtype_policy("mixed_float16")
     model = regression(strategy)
     model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
-    return fitted(model)
+    history = fitted(model)["history"]
+    return {"history": history, "values": values(model.trainable_variables)}
 
 
 def test_a_float16_model_that_is_compiled_outside_the_scope_trains(pool2: Pool, plain: Pool) -> None:
