@@ -17,8 +17,11 @@ from tests.scripts.models import data, values
 
 def loop(strategy: Any, kind: str, rows: Any = None) -> Any:
     x, y = data(32, 3, 2)
+    first = keras.layers.Dense(4, "tanh")
+    if "embedding" in kind:
+        x, first = (abs(x) * 2).astype("int32"), keras.layers.Embedding(8, 4)
     with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(2)])
+        model = keras.Sequential([keras.Input((3,)), first, keras.layers.Flatten(), keras.layers.Dense(2)])
         optimizer = keras.optimizers.Adam(0.05, global_clipnorm=0.5)
         mean_loss = keras.metrics.Mean()
 
@@ -41,7 +44,7 @@ def loop(strategy: Any, kind: str, rows: Any = None) -> Any:
     }
 
 
-@pytest.mark.parametrize("kind", ["function", "eager in the scope"])
+@pytest.mark.parametrize("kind", ["function", "eager in the scope", "function, embedding"])
 def test_a_loop_without_run_trains_as_in_plain_keras(kind: str, pool2: Pool, plain: Pool) -> None:
     assert_same_as_plain_keras(pool2, plain, loop, kind)
 

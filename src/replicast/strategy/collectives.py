@@ -19,7 +19,7 @@ from replicast.errors import NotSupported
 from replicast.strategy.building import creator_in_scope
 from replicast.strategy.caller import optimizer_that_sums
 from replicast.strategy.replicated import replicated
-from replicast.strategy.slices import Exchange, sum_over_workers
+from replicast.strategy.slices import Exchange, one_list_if_equal, sum_over_workers
 
 logger = logging.getLogger("replicast")
 
@@ -233,7 +233,10 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
     def _mean(self, gradient: Any, variable: Any) -> Any:
         carried = tf.cast(gradient, CARRIERS.get(gradient.dtype, gradient.dtype))
         with self._container_strategy().scope():
-            return tf.cast(self.reduce_to(tf.distribute.ReduceOp.MEAN, carried, variable), gradient.dtype)
+            mean = self.reduce_to(tf.distribute.ReduceOp.MEAN, carried, variable)
+        if isinstance(mean, tf.IndexedSlices):
+            mean = one_list_if_equal(mean, self._num_workers)
+        return tf.cast(mean, gradient.dtype)
 
     def _warn_once(self) -> None:
         if not self._warned and self._task_id == 0:

@@ -9,7 +9,7 @@ from tests.pool.checks import assert_equal_on_all
 from tests.scripts.compare import assert_same_as_plain_keras
 from tests.scripts.test_custom_loops import loop, loop_over_own_rows
 
-KINDS = ["eager", "function", "eager in the scope", "function in the scope"]
+KINDS = ["eager", "function", "eager in the scope", "function in the scope", "eager, embedding"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
