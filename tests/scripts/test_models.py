@@ -6,9 +6,24 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 
+# Private: Keras' own tests make trainers of it that are no models.
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+import replicast
 from tests.pool import Pool
 from tests.scripts.compare import assert_same_as_plain_keras, weights
+from tests.scripts.models import (
+    CODE,
+    FEATURES,
+    Adversaries,
+    Autoencoder,
+    Critics,
+    ForwardForward,
+    data,
+    values,
+)
 
 
 def functional(strategy: Any) -> Any:
@@ -21,5 +36,108 @@ def functional(strategy: Any) -> Any:
     return {"history": history, "weights": weights(model)}
 
 
-def test_a_functional_model_trains_as_in_plain_keras(pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, functional)
+def autoencoder(strategy: Any) -> Any:
+    images, noise = data(44, FEATURES, CODE)
+    with strategy.scope():
+        model = Autoencoder()
+        model.compile(keras.optimizers.Adam(0.01))
+    history = model.fit(images, noise, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    evaluated = model.evaluate(images, noise, batch_size=16, verbose=0, return_dict=True)
+    return {"history": history, "evaluated": evaluated, "values": values(model.trainable_variables)}
+
+
+def adversaries(strategy: Any) -> Any:
+    real, noise = data(48, FEATURES, CODE)
+    with strategy.scope():
+        model = Adversaries()
+        optimizers = {"generator": keras.optimizers.Adam(0.02), "discriminator": keras.optimizers.SGD(0.1)}
+        model.compile(optimizers, keras.losses.BinaryCrossentropy(from_logits=True))
+    history = model.fit(real, noise, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    of_optimizers = [one.variables for one in optimizers.values()]
+    return {"history": history, "values": values(model.trainable_variables, *of_optimizers)}
+
+
+def critics(strategy: Any) -> Any:
+    real, noise, mix = data(46, FEATURES, 3 * CODE, 1)
+    with strategy.scope():
+        model = Critics(critic_steps=2)
+        model.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02, global_clipnorm=0.5))
+    y = (noise.reshape(-1, 3, CODE), np.abs(mix))
+    history = model.fit(real, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    of_optimizers = [model.critic_optimizer.variables, model.generator_optimizer.variables]
+    return {"history": history, "values": values(model.trainable_variables, *of_optimizers)}
+
+
+def forward_forward(strategy: Any) -> Any:
+    good, bad = data(48, FEATURES, FEATURES)
+    with strategy.scope():
+        model = ForwardForward()
+        model.compile()
+    history = model.fit(good, bad, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    of_optimizers = [part.optimizer.variables for part in model.parts]
+    return {"history": history, "values": values(model.trainable_variables, *of_optimizers)}
+
+
+class DenseTrainer(TensorFlowTrainer, keras.layers.Dense):
+    """A trainer that is a layer and not a model."""
+
+    def __init__(self, units: int) -> None:
+        keras.layers.Dense.__init__(self, units)
+        TensorFlowTrainer.__init__(self)
+
+
+def trainer_that_is_no_model(strategy: Any) -> Any:
+    x, y = data(44, 3, 2)
+    with strategy.scope():
+        trainer = DenseTrainer(2)
+        trainer.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    history = trainer.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    return {
+        "history": history,
+        "evaluated": trainer.evaluate(x, y, batch_size=16, verbose=0, return_dict=True),
+        "predicted": trainer.predict(x, batch_size=16, verbose=0),
+        "values": values(trainer.trainable_variables, trainer.optimizer.variables),
+    }
+
+
+@pytest.mark.parametrize(
+    "script",
+    [functional, autoencoder, adversaries, critics, forward_forward, trainer_that_is_no_model],
+    ids=lambda script: script.__name__,
+)
+def test_a_model_trains_as_in_plain_keras(script: Any, pool2: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool2, plain, script)
+
+
+_optimizers: list[keras.optimizers.Optimizer] = []
+
+
+class Forgetful(Adversaries):
+    """Keeps its optimizers where nobody finds them."""
+
+    def compile(self, optimizers: dict[str, Any], loss_fn: Any) -> None:
+        super().compile({}, loss_fn)
+        _optimizers[:] = optimizers.values()
+
+    @property
+    def optimizers(self) -> Any:
+        return dict(zip(("generator", "discriminator"), _optimizers, strict=False))
+
+    @optimizers.setter
+    def optimizers(self, given: Any) -> None:
+        pass
+
+
+def optimizer_that_the_model_does_not_hold(strategy: Any) -> str:
+    with strategy.scope():
+        model = Forgetful()
+        adams = {"generator": keras.optimizers.Adam(), "discriminator": keras.optimizers.Adam()}
+        model.compile(adams, keras.losses.BinaryCrossentropy(from_logits=True))
+    with pytest.raises(replicast.NotSupported) as refusal:
+        model.fit(*data(16, FEATURES, CODE), batch_size=16, verbose=0)
+    return str(refusal.value)
+
+
+def test_an_optimizer_that_the_model_does_not_hold_is_refused(pool2: Pool) -> None:
+    for message in pool2.run(optimizer_that_the_model_does_not_hold):
+        assert "An optimizer (Adam) that train_step uses but the model does not hold" in message

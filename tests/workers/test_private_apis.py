@@ -53,6 +53,58 @@ def test_the_class_behind_the_strategy_has_the_methods_that_we_replace() -> None
     assert created[:4] == ["self", "container_strategy", "cluster_resolver", "communication_options"]
 
 
+def test_the_classes_of_variables_have_the_methods_that_we_replace() -> None:
+    from tensorflow.python.distribute.values import MirroredVariable, SyncOnReadVariable
+
+    for kind in (MirroredVariable, SyncOnReadVariable):
+        assert parameters(kind.__init__)[:4] == ["self", "strategy", "values", "aggregation"]
+        assert isinstance(kind.handle, property)
+    assert parameters(SyncOnReadVariable._update_replica) == ["self", "update_fn", "value", "kwargs"]
+    assert parameters(SyncOnReadVariable._get_cross_replica) == ["self"]
+    assert parameters(SyncOnReadVariable.assign)[:2] == ["self", "value"]
+
+
+def test_an_optimizer_asks_the_strategy_where_we_answer() -> None:
+    kind = keras.optimizers.Optimizer
+    assert "apply_grad_to_update_var" in inspect.getsource(kind._distributed_tf_update_step)
+    assert "get_replica_context().all_reduce(" in inspect.getsource(kind._all_reduce_sum_gradients)
+    assert "extended.colocate_vars_with(" in inspect.getsource(kind.add_variable_from_reference)
+    assert keras.optimizers.SGD()._distribution_strategy is tf.distribute.get_strategy()
+
+
+def test_keras_builds_a_model_in_the_scope_of_its_strategy() -> None:
+    from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+    assert issubclass(keras.Model, TensorFlowTrainer)
+    source = inspect.getsource(TensorFlowTrainer._maybe_symbolic_build)
+    assert "with self.distribute_strategy.scope():\n            self._symbolic_build(" in source
+
+
+def test_keras_tells_what_of_a_model_is_built() -> None:
+    model = keras.Sequential([keras.Sequential([keras.layers.Dense(1)])])
+    model.compile("sgd", "mse", metrics=["mae"])
+    parts = [*model._flatten_layers(include_self=False), model._compile_metrics, model._compile_loss]
+    assert [part.built for part in parts] == [False, False, False, False]
+    model.fit(np.zeros((2, 1)), np.zeros((2, 1)), verbose=0)
+    assert [part.built for part in parts] == [True, True, True, True]
+
+
+def test_a_model_without_call_has_that_of_keras() -> None:
+    class Without(keras.Model):
+        pass
+
+    assert Without.call is keras.Model.call
+    assert keras.Sequential.call is not keras.Model.call
+
+
+def test_the_variable_behind_a_variable_of_keras_can_be_made_again() -> None:
+    variable = keras.Variable(np.array([1.0, 2.0], "float32"))
+    first = variable.value
+    variable._initialize(variable.numpy())
+    assert variable.value is not first
+    assert variable.numpy().tolist() == [1.0, 2.0]
+
+
 def test_a_variable_that_is_written_is_told_from_one_that_is_read() -> None:
     from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 

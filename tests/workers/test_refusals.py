@@ -20,28 +20,6 @@ def jit_compiled_train_on_batch(strategy: Any) -> None:
     perceptron(strategy, jit_compile=True).train_on_batch(*arrays())
 
 
-def optimizer_made_outside(strategy: Any) -> None:
-    optimizer = keras.optimizers.Adam()
-    perceptron(strategy, lambda: optimizer).fit(*arrays(), verbose=0)
-
-
-def compiled_outside(strategy: Any) -> None:
-    model = perceptron(strategy)
-    model.compile("adam", "sparse_categorical_crossentropy")
-    model.fit(*arrays(), verbose=0)
-
-
-def float16_optimizer_made_outside(strategy: Any) -> None:
-    keras.config.set_dtype_policy("mixed_float16")
-    optimizer = keras.optimizers.Adam()
-    perceptron(strategy, lambda: optimizer).fit(*arrays(), verbose=0)
-
-
-def metric_made_outside(strategy: Any) -> None:
-    metric = keras.metrics.SparseCategoricalAccuracy()
-    perceptron(strategy, metrics=[metric]).fit(*arrays(), verbose=0)
-
-
 def layer_made_outside(strategy: Any) -> None:
     layer = keras.layers.Dense(16)
     layer.build((None, 16))
@@ -59,10 +37,6 @@ def message_of_refusal(strategy: Any, name: str) -> str:
     [
         ("jit_compiled", "jit_compile=True is not supported here"),
         ("jit_compiled_train_on_batch", "Compile the model with jit_compile=False"),
-        ("optimizer_made_outside", "An optimizer (Adam) that was made outside strategy.scope()"),
-        ("float16_optimizer_made_outside", "An optimizer (Adam) that was made outside strategy.scope()"),
-        ("compiled_outside", "inside 'with strategy.scope():'"),
-        ("metric_made_outside", "A variable (sparse_categorical_accuracy/"),
         ("layer_made_outside", "A variable (dense"),
     ],
 )

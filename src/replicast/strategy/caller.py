@@ -15,6 +15,9 @@ from typing import Any
 
 import keras
 
+# Private: the class that has `fit`; keras.Model is one of its subclasses.
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
 # Private: the module, and the class whose constructor calls `experimental_distribute_dataset`, to recognise
 # their frames.
 from keras.src.saving import saving_lib
@@ -29,13 +32,13 @@ class KerasCall:
     """A call of `fit`, `evaluate` or `predict` that is about to start.
 
     Attributes:
-        model: The model it was called on.
+        model: The model it was called on; any trainer of Keras.
         method: "fit", "evaluate" or "predict".
         adapter: Keras' view of the input: its type says what the user passed.
         callbacks: The callbacks as the user passed them (a list, one callback or None).
     """
 
-    model: keras.Model
+    model: Any
     method: str
     adapter: Any
     callbacks: Any
@@ -49,7 +52,7 @@ def keras_call() -> KerasCall | None:
         return None
     outer = frame.f_back
     model = None if outer is None else outer.f_locals.get("self")
-    if outer is None or not isinstance(model, keras.Model):
+    if outer is None or not isinstance(model, TensorFlowTrainer):
         return None
     return KerasCall(
         model=model,
@@ -62,6 +65,25 @@ def keras_call() -> KerasCall | None:
 def keras_predicts() -> bool:
     """Whether our caller was called by `predict`, which gives a strategy a function and not a method."""
     return sys._getframe(2).f_code.co_name == "one_step_on_data_distributed"
+
+
+def model_to_build() -> Any:
+    """The model that Keras is about to build, if our caller was called for that; else None."""
+    frame = sys._getframe(2)
+    return frame.f_locals.get("self") if frame.f_code.co_name == "_maybe_symbolic_build" else None
+
+
+def optimizer_that_sums() -> keras.optimizers.Optimizer | None:
+    """The optimizer whose gradients are about to be summed, if that is why our caller was called."""
+    frame: Any = sys._getframe(2)
+    for _ in range(16):  # all_reduce, and what TensorFlow wraps around it
+        if frame is None:
+            return None
+        if frame.f_code.co_name == "_all_reduce_sum_gradients":
+            optimizer = frame.f_locals.get("self")
+            return optimizer if isinstance(optimizer, keras.optimizers.Optimizer) else None
+        frame = frame.f_back
+    return None
 
 
 def only_looks_at_shapes() -> bool:

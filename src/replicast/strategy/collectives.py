@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +17,12 @@ from tensorflow.python.distribute import cross_device_utils
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 
 from replicast.errors import NotSupported
-from replicast.strategy.caller import compiled_model, keras_looks_at_attributes
-from replicast.strategy.slices import Exchange, sum_over_workers
+from replicast.strategy.building import creator_in_scope
+from replicast.strategy.caller import compiled_model, keras_looks_at_attributes, optimizer_that_sums
+from replicast.strategy.replicated import replicated
+from replicast.strategy.slices import Exchange, one_list_if_equal, sum_over_workers
+
+logger = logging.getLogger("replicast")
 
 FIRST_KEY = 500_000_000
 FIRST_KEY_BETWEEN_STEPS = 100_000_000
@@ -79,11 +84,15 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
 
     Collectives count their keys (`CountingLauncher`); an optimizer may run inside `tf.cond`
     (`_use_merge_call`, `_create_variable`); row-sparse gradients are summed to the slices of one process
-    (`slices.py`); and gradients that were summed already are not summed twice (`summed_already`).
+    (`slices.py`); gradients that were summed already are not summed twice (`summed_already`); outside of
+    `strategy.run`, an optimizer applies the mean of the workers' gradients (`update`).
     """
 
     def __init__(self, container: tf.distribute.Strategy, cluster_resolver: Any, options: Any) -> None:
         self._summed_already = False
+        self._in_keras_step = False
+        self._warned = False
+        self._creating = False
         self.alone = False
         """Whether a step runs that is written as for one process: it sees one replica."""
         self._variables_created = 0
@@ -117,7 +126,9 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         return False
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
-        if keras_looks_at_attributes():  # on the one worker that saves: nobody would join a transfer
+        # Of a step that creates a variable, in a script that trains inside the scope; or on the one worker
+        # that saves: nobody would join a transfer.
+        if self._creating or keras_looks_at_attributes():
             return next_creator(**kwargs)
         model = compiled_model()
         if model is not None:
@@ -128,7 +139,17 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         # replica per worker every replica is the first.
         if kwargs.get("aggregation") == tf.VariableAggregation.ONLY_FIRST_REPLICA:
             kwargs["aggregation"] = tf.VariableAggregation.NONE
-        return super()._create_variable(next_creator, **kwargs)
+        self._creating = True
+        try:
+            return replicated(super()._create_variable(next_creator, **kwargs))
+        finally:
+            self._creating = False
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
+        """As in TensorFlow, and outside the scope too: there a custom loop may first use its optimizer."""
+        self._validate_colocate_with_variable(colocate_with_variable)
+        # A worker has one device, so there is nothing to colocate.
+        return tf.variable_creator_scope(creator_in_scope(self._container_strategy()))
 
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
@@ -150,13 +171,18 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         return lambda: tf.cast(initial_value(), dtype)
 
     @contextlib.contextmanager
-    def as_if_alone(self) -> Iterator[None]:
-        """Inside, the strategy says that there is one replica."""
-        before, self.alone = self.alone, True
+    def keras_step(self, *, alone: bool) -> Iterator[None]:
+        """Inside, a step of a Keras model runs, which combines the workers' gradients itself.
+
+        Args:
+            alone: Whether the strategy says that there is one replica.
+        """
+        before = self.alone, self._in_keras_step
+        self.alone, self._in_keras_step = alone, True
         try:
             yield
         finally:
-            self.alone = before
+            self.alone, self._in_keras_step = before
 
     @contextlib.contextmanager
     def summed_already(self) -> Iterator[None]:
@@ -170,6 +196,8 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         if self._summed_already:
             return value
+        if self._in_keras_step:
+            self._refuse_unknown_optimizer()
         reduce = super()._replica_ctx_all_reduce
         if reduce_op != tf.distribute.ReduceOp.SUM:
             return reduce(reduce_op, value, options)
@@ -179,3 +207,50 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
             all_gather=lambda tensor: tf.distribute.get_replica_context().all_gather(tensor, axis=0),
         )
         return sum_over_workers(value, exchange)
+
+    def _refuse_unknown_optimizer(self) -> None:
+        optimizer = optimizer_that_sums()
+        if optimizer is not None:
+            raise NotSupported(
+                f"An optimizer ({type(optimizer).__name__}) that train_step uses but the model does not hold",
+                reason="its gradients would be clipped on each worker before they are combined",
+                remedy="Make it an attribute of the model or of a layer, directly or in a list or dict",
+            )
+
+    def update(
+        self, var: Any, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, group: bool = True
+    ) -> Any:
+        """As in TensorFlow; an optimizer outside of `strategy.run` gets the mean of the workers' gradients.
+
+        Inside `run` it sums them. Outside, TensorFlow applies each worker's own gradients, so the replicas
+        would silently diverge. The mean is right for both kinds of loop that get here: every worker computes
+        the whole batch, or each computes an equal share of it.
+        """
+        # By name, because this is a function inside a method of Keras' optimizers: there is no other way to
+        # tell an optimizer's step from an assignment.
+        applied = getattr(fn, "__name__", "") == "apply_grad_to_update_var"
+        if applied and self._num_workers > 1 and not self._in_run():
+            self._warn_once()
+            args = (self._mean(args[0], var), *args[1:])
+        return super().update(var, fn, args, kwargs, group)
+
+    def _in_run(self) -> bool:
+        context = tf.distribute.get_replica_context()
+        return context is not None and context.strategy is self._container_strategy()
+
+    def _mean(self, gradient: Any, variable: Any) -> Any:
+        carried = tf.cast(gradient, CARRIERS.get(gradient.dtype, gradient.dtype))
+        with self._container_strategy().scope():
+            mean = self.reduce_to(tf.distribute.ReduceOp.MEAN, carried, variable)
+        if isinstance(mean, tf.IndexedSlices):
+            mean = one_list_if_equal(mean, self._num_workers)
+        return tf.cast(mean, gradient.dtype)
+
+    def _warn_once(self) -> None:
+        if not self._warned and self._task_id == 0:
+            logger.warning(
+                "An optimizer is used outside of strategy.run(): each worker computes every batch that its "
+                "loop is given, and the mean of the workers' gradients is applied. To share the work, call "
+                "the step with strategy.run() in a tf.function and divide the loss by the global batch size."
+            )
+        self._warned = True

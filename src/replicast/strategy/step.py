@@ -23,6 +23,8 @@ import keras
 import tensorflow as tf
 
 from replicast.strategy.collectives import CARRIERS, ReplicatedExtended
+from replicast.strategy.optimizers import optimizers_of
+from replicast.strategy.results import MetricResults
 from replicast.strategy.rows import at_least_one_row, rows_of
 from replicast.strategy.writes import Writes, component, local
 
@@ -54,6 +56,7 @@ class KerasStep:
         self._average_statistics = average
         self._applies_last = _is_stock(model)
         self._rows = tf.constant(0.0)
+        self._watch = Writes([])
         self._kept: list[tuple[Callable[..., Any], list[Any], Any]] = []
 
     def __call__(self, data: Any) -> Any:
@@ -65,21 +68,33 @@ class KerasStep:
         self._rows = tf.cast(rows, tf.float32) / ROWS_UNIT
         metrics = list(self._model.metrics_variables)
         before = [local(v) for v in metrics]
-        watch = Writes([*metrics, *_possible_statistics(self._model)])
+        self._watch = watch = Writes([*metrics, *self._assignable()])
+        results = MetricResults(self._model.metrics)
         with contextlib.ExitStack() as stack:
             stack.enter_context(watch)
+            stack.enter_context(results)
             for optimizer in optimizers_of(self._model):
                 stack.enter_context(applying_with(optimizer, self._apply))
-            if not _sums_its_loss(self._model):
-                stack.enter_context(self._extended.as_if_alone())
+            stack.enter_context(self._extended.keras_step(alone=not _sums_its_loss(self._model)))
             logs = self._function(at_least_one_row(data))
+        for variable in metrics:
+            mark_whole(variable)
         added = [
             (v, value, tf.where(rows > 0, local(v), value))
             for v, value in zip(metrics, before, strict=True)
             if watch.wrote(v)
         ]
-        statistics = [v for v in watch.written()[len(added) :] if self._average_statistics]
-        return self._whole_batch(logs, added, statistics)
+        assigned = [v for v in watch.written()[len(added) :] if v.trainable or self._average_statistics]
+        return self._whole_batch(logs, results, added, assigned)
+
+    def _assignable(self) -> list[keras.Variable]:
+        """Variables that the step may assign by itself, without an optimizer: moving statistics, mostly.
+
+        They become the mean over the workers. For weights too that is right, if what is assigned is linear in
+        the gradients; in a stock step only an optimizer assigns weights.
+        """
+        weights = [] if self._applies_last else self._model.trainable_variables
+        return [v for v in (*self._model.non_trainable_variables, *weights) if v.dtype in _FLOATS]
 
     def _apply(self, apply: Callable[..., Any], gradients: list[Any], variables: Any) -> None:
         """What the model's optimizers do when they are asked to apply gradients."""
@@ -90,7 +105,8 @@ class KerasStep:
         summed = transfer.add(self._weighted(gradients))
         rows = transfer.add([self._rows])
         transfer.send()
-        self._apply_summed(apply, gradients, summed(), rows()[0], variables)
+        with self._watch.ignoring():
+            self._apply_summed(apply, gradients, summed(), rows()[0], variables)
 
     def _weighted(self, gradients: list[Any]) -> list[Any]:
         present = [g for g in gradients if g is not None]
@@ -106,13 +122,15 @@ class KerasStep:
         with self._extended.summed_already():
             apply([g if g is None else next(each) for g in gradients], variables)
 
-    def _whole_batch(self, logs: Any, added: list[Any], statistics: list[keras.Variable]) -> Any:
-        own = _own_values(self._model, logs, [variable for variable, _, _ in added])
+    def _whole_batch(
+        self, logs: Any, results: MetricResults, added: list[Any], statistics: list[keras.Variable]
+    ) -> Any:
+        own = [value for value in tf.nest.flatten(logs) if value not in results]
         transfer = Transfer()
         gradients = [transfer.add(self._weighted(kept)) for _, kept, _ in self._kept]
         states = transfer.add([_difference(before, after) for _, before, after in added])
         totals = transfer.add([_times(local(v), self._rows) for v in statistics])
-        weighted_logs = transfer.add([_times(tf.cast(v, tf.float32), self._rows) for v in own.values()])
+        weighted_logs = transfer.add([_times(tf.cast(v, tf.float32), self._rows) for v in own])
         all_rows = transfer.add([self._rows])
         transfer.send()
         rows = all_rows()[0]
@@ -120,12 +138,10 @@ class KerasStep:
             self._apply_summed(apply, kept, summed(), rows, variables)
         for (variable, before, _), total in zip(added, states(), strict=True):
             component(variable).assign(before + total)
-            mark_whole(variable)
         for variable, total in zip(statistics, totals(), strict=True):
             variable.assign(_times(total, 1.0 / rows))
-        results = _flat(self._model.get_metrics_result())
-        results.update(zip(own, (total / rows for total in weighted_logs()), strict=True))
-        return _replaced(logs, results)
+        means = iter([total / rows for total in weighted_logs()])
+        return tf.nest.map_structure(lambda v: results.again(v) if v in results else next(means), logs)
 
 
 def waiting_for_data(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -170,20 +186,7 @@ class Transfer:
 
 def mark_whole(variable: keras.Variable) -> None:
     """Notes that a metric's variable holds the state of the whole job between steps, on every worker."""
-    variable.value._replicast_whole = True
-
-
-def whole_value(value: Any) -> tf.Tensor | None:
-    """The value of a variable that holds the state of the whole job, or None if this is no such variable."""
-    # Not by getattr: a distributed variable would look for the name in its value, which is what is asked for.
-    marked = getattr(value, "__dict__", {}).get("_replicast_whole", False)
-    return value.values[0].read_value() if marked else None
-
-
-def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """The model's optimizer, and those of a custom `train_step` that has several, as a GAN does."""
-    held = [getattr(model, "optimizer", None), *vars(model).values()]
-    return list({id(o): o for o in held if isinstance(o, keras.optimizers.Optimizer)}.values())
+    variable.value.whole = True
 
 
 @contextlib.contextmanager
@@ -218,10 +221,6 @@ def _is_stock(model: keras.Model) -> bool:
     return all(getattr(type(model), name) is getattr(keras.Model, name) for name in names)
 
 
-def _possible_statistics(model: keras.Model) -> list[keras.Variable]:
-    return [v for v in model.non_trainable_variables if v.dtype in _FLOATS]
-
-
 def _difference(before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:
     """What a step added to a state; nothing where infinity stayed infinity."""
     return tf.where(before == after, tf.zeros_like(after), after - before)
@@ -246,26 +245,3 @@ def _sums_its_loss(model: keras.Model) -> bool:
     """Whether the loss is a sum: then every example counts the same already, and a weight would be wrong."""
     losses = [loss for loss in tf.nest.flatten(getattr(model, "loss", None)) if loss is not None]
     return any(getattr(loss, "reduction", "sum_over_batch_size") in ("sum", "none", None) for loss in losses)
-
-
-def _flat(results: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in results.items():
-        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
-    return flat
-
-
-def _own_values(model: keras.Model, logs: Any, states: list[keras.Variable]) -> dict[str, Any]:
-    """What the step returned that is not the result of one of the model's metrics."""
-    if not isinstance(logs, dict):
-        return {str(place): value for place, value in enumerate(tf.nest.flatten(logs))}
-    updated = {id(v) for v in states}
-    unused = {m.name for m in model.metrics if m.variables and not any(id(v) in updated for v in m.variables)}
-    metric_names = set(_flat(model.get_metrics_result())) - unused
-    return {name: value for name, value in _flat(logs).items() if name not in metric_names}
-
-
-def _replaced(logs: Any, results: dict[str, Any]) -> Any:
-    if isinstance(logs, dict):
-        return {k: _replaced(v, results) if isinstance(v, dict) else results[k] for k, v in logs.items()}
-    return tf.nest.pack_sequence_as(logs, [results[str(i)] for i in range(len(tf.nest.flatten(logs)))])

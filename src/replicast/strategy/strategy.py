@@ -15,6 +15,9 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
+# Private: the class that has `fit`; keras.Model is one of its subclasses.
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
 # Private: Keras' views of its inputs, to tell arrays in memory from datasets.
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
@@ -24,12 +27,22 @@ from replicast.coordination import Coordination, MemoryCoordination, ServiceCoor
 from replicast.errors import ClusterError, NotSupported
 from replicast.lifetime import Lifetime
 from replicast.strategy import feeding
+from replicast.strategy.building import creating_in_scope, is_built, may_fail, rehearse
 from replicast.strategy.callbacks import Callbacks
-from replicast.strategy.caller import KerasCall, keras_call, keras_predicts, only_looks_at_shapes
+from replicast.strategy.caller import (
+    KerasCall,
+    keras_call,
+    keras_predicts,
+    model_to_build,
+    only_looks_at_shapes,
+)
 from replicast.strategy.collectives import ReplicatedExtended
+from replicast.strategy.optimizers import optimizers_of
+from replicast.strategy.outside import take_over
+from replicast.strategy.replicated import SummedVariable
 from replicast.strategy.rows import predicting_all_rows
 from replicast.strategy.seeds import Seeds
-from replicast.strategy.step import Agreed, KerasStep, optimizers_of, waiting_for_data, whole_value
+from replicast.strategy.step import Agreed, KerasStep, waiting_for_data
 from replicast.strategy.writing import Writing
 
 logger = logging.getLogger("replicast")
@@ -198,20 +211,32 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         return 1 if self.extended.alone else int(self.extended._num_replicas_in_sync)
 
+    def scope(self) -> Any:
+        """As in TensorFlow. Keras also enters it to build a model, which may fail: see `building`."""
+        scope, model = super().scope(), model_to_build()
+        if model is None:
+            return scope
+        take_over(self, model)
+        return may_fail(scope)
+
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on this worker's replica; see `tf.distribute.Strategy.run`.
 
         A step of a Keras model has the outcome of the whole batch: see `replicast.strategy.step`.
         """
         model = getattr(fn, "__self__", None)
-        if not isinstance(model, keras.Model):
-            step = predicting_all_rows(fn) if self._size > 1 and keras_predicts() else fn
-            return super().run(step, args, kwargs, options)
-        if self._size == 1:
-            return super().run(waiting_for_data(fn), args, kwargs, options)
+        if keras_predicts():
+            step = predicting_all_rows(fn) if self._size > 1 else fn
+            return super().run(creating_in_scope(self, step), args, kwargs, options)
+        if not isinstance(model, TensorFlowTrainer):
+            return super().run(fn, args, kwargs, options)
         self._refuse_what_cannot_work(model)
+        if self._size == 1:
+            return super().run(creating_in_scope(self, waiting_for_data(fn)), args, kwargs, options)
+        if not is_built(model):
+            rehearse(functools.partial(super().run, creating_in_scope(self, fn)), (args,))
         keras_step = KerasStep(self.extended, model, fn, self.statistics == "mean")
-        outputs = super().run(keras_step, args, kwargs, options)
+        outputs = super().run(creating_in_scope(self, keras_step), args, kwargs, options)
         return keras.tree.map_structure(Agreed, outputs)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
@@ -221,9 +246,8 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         if isinstance(value, Agreed):
             return value.value
-        whole = whole_value(value)
-        if whole is not None:
-            return whole
+        if isinstance(value, SummedVariable) and value.whole:
+            return value.read_value()
         if isinstance(value, (tuple, list, dict)) and only_looks_at_shapes():
             return keras.tree.map_structure(lambda part: self.experimental_local_results(part)[0], value)
         return super().reduce(reduce_op, value, axis)
@@ -286,10 +310,11 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
     def _prepare(self, call: KerasCall) -> None:
         self._refuse_what_cannot_work(call.model)
         if self._size > 1:
-            self._writing.guard(call.model)
+            if isinstance(call.model, keras.Model):
+                self._writing.guard(call.model)
             self._callbacks.prepare(call.callbacks)
 
-    def _refuse_what_cannot_work(self, model: keras.Model) -> None:
+    def _refuse_what_cannot_work(self, model: Any) -> None:
         on_cpus = self._size > 1 and self.extended._local_device_type == "CPU"
         if getattr(model, "jit_compile", False) is True and on_cpus:
             raise NotSupported(
@@ -297,21 +322,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
                 reason="XLA has no transfers between CPU workers",
                 remedy='Compile the model with jit_compile=False (the default, "auto", does)',
             )
-        for optimizer in optimizers_of(model):
-            for one in (optimizer, getattr(optimizer, "inner_optimizer", optimizer)):
-                if one._distribution_strategy is not self:
-                    raise self._outside(f"An optimizer ({type(one).__name__})")
-        for variable in [*model.variables, *model.metrics_variables]:
-            if not isinstance(variable.value, tf.distribute.DistributedValues):
-                raise self._outside(f"A variable ({variable.path})")
-
-    @staticmethod
-    def _outside(what: str) -> NotSupported:
-        return NotSupported(
-            f"{what} that was made outside strategy.scope()",
-            reason="it would not be the same on every worker",
-            remedy="Make it, and compile the model, inside 'with strategy.scope():'",
-        )
+        take_over(self, model)
 
     def _checker(self) -> Any:
         """Worker 0 compares every worker's first batch with its own and warns when they differ."""

@@ -22,7 +22,7 @@ from replicast.mapping import ALIGNMENT
 from replicast.schema import Schema, Variable
 from replicast.state import Arrays, State, touched_parts
 from replicast.strategy.device_digest import device_digests
-from replicast.strategy.step import optimizers_of
+from replicast.strategy.optimizers import held_optimizers
 from replicast.strategy.writes import component
 
 _NOT_IN_BUFFERS = frozenset({tf.bfloat16.as_numpy_dtype, tf.float16.as_numpy_dtype})
@@ -141,11 +141,7 @@ def optimizers_by_name(
         optimizer: One that the model does not know, of an own loop.
     """
     named = {"optimizer": optimizer if optimizer is not None else getattr(model, "optimizer", None)}
-    held = {name.lstrip("_"): one for name, one in vars(model).items()}
-    for one in optimizers_of(model):
-        name = next((name for name, other in held.items() if other is one), "optimizer")
-        if one is not named["optimizer"]:
-            named[name] = one
+    named.update({name: one for name, one in held_optimizers(model).items() if one is not named["optimizer"]})
     return {name: one for name, one in named.items() if one is not None}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -22,6 +24,10 @@ def local(variable: keras.Variable) -> tf.Tensor:
     return component(variable).read_value()
 
 
+def _operations() -> list[tf.Operation]:
+    return [] if tf.executing_eagerly() else tf.compat.v1.get_default_graph().get_operations()
+
+
 class Writes:
     """Notices which of some variables are written inside its `with` block.
 
@@ -34,17 +40,25 @@ class Writes:
         self._written: set[int] = set()
         self._before: list[Any] = []
         self._first = 0
+        self._ignored: list[tuple[Any, range]] = []
 
     def __enter__(self) -> Writes:
         if tf.executing_eagerly():
             self._before = [local(v) for v in self._candidates]
         else:
-            self._first = len(tf.compat.v1.get_default_graph().get_operations())
+            self._first = len(_operations())
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         if kind is None:
             self._written = self._changed_values() if tf.executing_eagerly() else self._written_in_graph()
+
+    @contextlib.contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """What is written inside does not count. Only in a graph: eagerly it does."""
+        first = len(_operations())
+        yield
+        self._ignored.append((tf.compat.v1.get_default_graph(), range(first, len(_operations()))))
 
     def wrote(self, variable: keras.Variable) -> bool:
         """Whether this one was written."""
@@ -58,7 +72,10 @@ class Writes:
         graph = tf.compat.v1.get_default_graph()
         outside = {id(inner): id(outer) for outer, inner in graph.captures}
         handles: set[int] = set()
-        for operation in graph.get_operations()[self._first :]:
+        ignored = {place for where, places in self._ignored if where is graph for place in places}
+        for place, operation in enumerate(_operations()):
+            if place < self._first or place in ignored:
+                continue
             _, writes = auto_control_deps_utils.get_read_write_resource_inputs(operation)
             handles.update(outside.get(id(handle), id(handle)) for handle in writes)
         return {id(v) for v in self._candidates if id(component(v).handle) in handles}

@@ -1,0 +1,71 @@
+"""Compiling a model again, outside the scope that it was made in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import pytest
+
+import replicast
+from tests.pool import Pool
+from tests.scripts.compare import assert_same_as_plain_keras, weights
+from tests.scripts.models import data
+
+
+def frozen_and_compiled_again(strategy: Any, **compiled: Any) -> Any:
+    x, y = data(44, 3, 2)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((3,)), keras.layers.Dense(4, "tanh", name="base"), keras.layers.Dense(2)]
+        )
+        model.compile("sgd", "mse")
+    model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+    model.get_layer("base").trainable = False
+    model.compile(**compiled)
+    history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    return {"history": history, "weights": weights(model)}
+
+
+def by_name(strategy: Any) -> Any:
+    return frozen_and_compiled_again(strategy, optimizer="adam", loss="mse", metrics=["mae"])
+
+
+def by_object(strategy: Any) -> Any:
+    optimizer = keras.optimizers.Adam(0.05, clipnorm=0.5)
+    compiled = {"loss": keras.losses.Huber(), "metrics": [keras.metrics.MeanAbsoluteError()]}
+    result = frozen_and_compiled_again(strategy, optimizer=optimizer, **compiled)
+    return {**result, "rate": float(optimizer.learning_rate), "steps": int(optimizer.iterations)}
+
+
+def and_trained_on_a_batch(strategy: Any) -> Any:
+    x, y = data(8, 3, 2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"])
+    rows = slice(8 * strategy.rank // strategy.size, 8 * (strategy.rank + 1) // strategy.size)
+    logs = [model.train_on_batch(x[rows], y[rows], return_dict=True) for _ in range(2)]
+    return {"logs": logs, "weights": weights(model)}
+
+
+@pytest.mark.parametrize(
+    "script", [by_name, by_object, and_trained_on_a_batch], ids=lambda script: script.__name__
+)
+def test_a_model_that_is_compiled_outside_the_scope_trains_as_in_plain_keras(
+    script: Any, pool2: Pool, plain: Pool
+) -> None:
+    assert_same_as_plain_keras(pool2, plain, script)
+
+
+def with_an_optimizer_that_is_built(strategy: Any) -> str:
+    elsewhere = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    optimizer = keras.optimizers.Adam()
+    optimizer.build(elsewhere.trainable_variables)
+    with pytest.raises(replicast.NotSupported) as refusal:
+        frozen_and_compiled_again(strategy, optimizer=optimizer, loss="mse")
+    return str(refusal.value)
+
+
+def test_an_optimizer_that_was_built_outside_the_scope_is_refused(pool2: Pool) -> None:
+    for message in pool2.run(with_an_optimizer_that_is_built):
+        assert "An optimizer (Adam) that was made outside strategy.scope()" in message

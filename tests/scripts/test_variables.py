@@ -1,0 +1,137 @@
+"""Reading and assigning the variables of a job in a script."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.pool import Pool
+from tests.pool.checks import assert_equal_on_all
+from tests.scripts.compare import assert_same_as_plain_keras
+from tests.scripts.models import data
+
+
+def regression(strategy: Any) -> keras.Model:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.125, momentum=0.5), "mse", metrics=["mae"])
+    return model
+
+
+def read(model: keras.Model) -> dict[str, Any]:
+    rate, steps, kernel = model.optimizer.learning_rate, model.optimizer.iterations, model.layers[0].kernel
+    return {
+        "float": float(rate),
+        "float of the value": float(rate.value),
+        "int": int(steps),
+        "int of the value": int(steps.value),
+        "complex": complex(rate.value).real,
+        "formatted": f"{float(rate):.3f} {rate.numpy():.3f} {int(steps)}",
+        "shown": str(rate),
+        "numpy": kernel.numpy(),
+        "numpy of the value": kernel.value.numpy(),
+        "array": np.array(kernel),
+        "array of the value": np.array(kernel.value),
+        "array of another type": np.asarray(kernel.value, "float64"),
+        "array of a scalar": np.asarray(steps),
+        "converted": keras.ops.convert_to_numpy(kernel),
+        "value converted": keras.ops.convert_to_numpy(kernel.value),
+        "used by numpy": np.sum(kernel, axis=0),
+        "calculated": float(rate * 2 + 1),
+        "compared": bool(steps == 3),
+        "tensor": tf.convert_to_tensor(kernel).numpy(),
+        "element": float(kernel[0, 0]),
+        "loss": float(model.metrics[0].result()),
+        "states": [float(variable) for variable in model.metrics_variables],
+    }
+
+
+def reading(strategy: Any) -> Any:
+    model = regression(strategy)
+    found = {"before": read(model)}
+    model.fit(*data(12, 3, 2), batch_size=4, shuffle=False, verbose=0)
+    found["after"] = read(model)
+    with strategy.scope():
+        found["in the scope"] = read(model)
+    return found
+
+
+def test_variables_are_read_as_in_plain_keras(pool2: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool2, plain, reading)
+
+
+def reading_on_one_worker(strategy: Any) -> Any:
+    model = regression(strategy)
+    if strategy.rank == 1:
+        read(model)
+    model.fit(*data(12, 3, 2), batch_size=4, shuffle=False, verbose=0)
+    if strategy.rank == 0:
+        read(model)
+        with strategy.scope():
+            read(model)
+    return model.evaluate(*data(12, 3, 2), batch_size=4, verbose=0)
+
+
+def test_one_worker_alone_reads_variables_and_metrics(pool2: Pool) -> None:
+    assert_equal_on_all(pool2.run(reading_on_one_worker))
+
+
+def assigning(strategy: Any) -> Any:
+    model = regression(strategy)
+    with strategy.scope():
+        counter = tf.Variable(1.0)
+    kernel = model.layers[0].kernel
+    kernel.assign(kernel * 2.0)
+    kernel.value.assign_add(tf.ones_like(kernel))
+    model.optimizer.learning_rate = 0.25
+    model.optimizer.learning_rate.assign(model.optimizer.learning_rate / 2.0)
+    counter.assign_add(2.0)
+    with strategy.scope():
+        kernel.assign(kernel + 1.0)
+        counter.assign_sub(0.5)
+    return [kernel.numpy(), float(model.optimizer.learning_rate), float(counter), model.get_weights()]
+
+
+def test_variables_are_assigned_as_in_plain_keras(pool2: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool2, plain, assigning)
+
+
+def metrics_between_steps(strategy: Any) -> Any:
+    with strategy.scope():
+        metrics = [keras.metrics.Sum(), keras.metrics.Mean(), keras.metrics.AUC(num_thresholds=5)]
+    found = [[float(metric.result()) for metric in metrics]]
+    for _ in range(2):
+        metrics[0].update_state([1.0, 2.0])
+        metrics[1].update_state([1.0, 2.0], sample_weight=[1.0, 3.0])
+        metrics[2].update_state([0, 1, 1, 0], [0.1, 0.9, 0.4, 0.6])
+        found.append([float(metric.result()) for metric in metrics])
+    with strategy.scope():
+        metrics[0].update_state(5.0)
+        found.append([float(metric.result()) for metric in metrics])
+    for metric in metrics:
+        metric.reset_state()
+    return [*found, [float(metric.result()) for metric in metrics]]
+
+
+def test_metrics_that_a_script_updates_itself_count_as_in_plain_keras(pool2: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool2, plain, metrics_between_steps)
+
+
+def metric_of_a_custom_step(strategy: Any) -> Any:
+    with strategy.scope():
+        metric = keras.metrics.Sum()
+
+    @tf.function
+    def step() -> None:
+        strategy.run(lambda: metric.update_state(1.0 + strategy.rank))
+
+    step()
+    step()
+    return float(metric.result())
+
+
+def test_a_metric_that_a_custom_step_updates_is_summed_over_the_workers(pool2: Pool) -> None:
+    assert pool2.run(metric_of_a_custom_step) == [6.0, 6.0]
