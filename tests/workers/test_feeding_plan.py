@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from replicast.strategy.feeding import digest_of_batch, epoch_order, rows_of_share, shares_of_order
+from replicast.strategy.feeding import epoch_order, rows_of_share, shares_of_order
+from replicast.strategy.samples import digest_of_batch
 
 
 @pytest.mark.parametrize(
