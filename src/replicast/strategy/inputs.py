@@ -42,6 +42,7 @@ class Inputs:
         size: Of how many.
         coordination: Where the workers leave words for each other.
         meet: Opens a pass together with the other workers, and gives what each said.
+        check_job: Raises when the job has failed.
         next_name: Gives names that are the same on all workers at the same line of the script.
         seeds: For shuffling arrays alike everywhere.
         take_start: Where the data of a model's `fit` goes on, once.
@@ -52,6 +53,7 @@ class Inputs:
     size: int
     coordination: Coordination
     meet: Callable[[str], dict[int, str]]
+    check_job: Callable[[], None]
     next_name: Callable[[str], str]
     seeds: Seeds
     take_start: Callable[[keras.Model], Start | None]
@@ -115,6 +117,7 @@ class Inputs:
             meet=self.meet,
             coordination=self.coordination,
             key=f"replicast/{self.next_name('first-batch')}",
+            check_job=self.check_job,
             warn=functools.partial(self._warn_once, call.model, call.method),
         )
 

@@ -78,9 +78,11 @@ class Comparison:
     Args:
         own: This worker's sample, as far as it is known before the first pass.
         rank: Which worker this is.
+        size: Of how many.
         meet: Opens a pass together with the other workers, and gives what each said.
         coordination: Where first batches are reported.
         key: Where in it.
+        check_job: Raises when the job has failed, so that waiting for another worker is in vain.
         warn: Called on worker 0 when the data differs.
     """
 
@@ -93,6 +95,7 @@ class Comparison:
         meet: Callable[[str], dict[int, str]],
         coordination: Coordination,
         key: str,
+        check_job: Callable[[], None],
         warn: Callable[[str], None],
     ) -> None:
         self._own = own
@@ -101,6 +104,7 @@ class Comparison:
         self._meet = meet
         self._coordination = coordination
         self._key = key
+        self._check_job = check_job
         self._warn = warn
         self._said = False
 
@@ -133,22 +137,25 @@ class Comparison:
 
     def _reported(self) -> dict[int, Sample]:
         ends = time.monotonic() + FIRST_BATCH_SECS
-        reported: dict[int, Sample] = {}
-        for worker in range(1, self._size):
-            text = self._coordination.get(f"{self._key}/{worker}", max(0.001, ends - time.monotonic()))
-            if text is None:
-                logger.warning(
-                    "Worker %d has not read its first batch of %s within %.0f s: it is not compared with "
-                    "worker 0's",
-                    worker,
-                    self._own.what,
-                    FIRST_BATCH_SECS,
-                )
-            else:
-                reported[worker] = Sample.from_text(text)
+        texts = {worker: self._wait_for(worker, ends) for worker in range(1, self._size)}
+        for worker in range(self._size):
             self._coordination.delete(f"{self._key}/{worker}")
-        self._coordination.delete(f"{self._key}/0")
-        return reported
+        return {worker: Sample.from_text(text) for worker, text in texts.items() if text is not None}
+
+    def _wait_for(self, worker: int, ends: float) -> str | None:
+        text = None
+        while text is None and time.monotonic() < ends:
+            self._check_job()
+            text = self._coordination.get(f"{self._key}/{worker}", 1.0)
+        if text is None:
+            logger.warning(
+                "Worker %d has not read its first batch of %s within %.0f s: it is not compared with worker "
+                "0's",
+                worker,
+                self._own.what,
+                FIRST_BATCH_SECS,
+            )
+        return text
 
     def _compare(self, samples: Mapping[int, Sample], compared: str) -> None:
         found = differing_parts(samples)

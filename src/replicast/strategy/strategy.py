@@ -103,6 +103,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             self._size,
             self._coordination,
             meet=self._lifetime.meet if self._size > 1 else _alone,
+            check_job=self.check_job,
             next_name=self.next_name,
             seeds=Seeds(self._coordination, self._rank),
             take_start=self.take_start,
