@@ -112,7 +112,6 @@ def test_worker_0_warns_once_when_workers_are_given_different_data(pool2: Pool) 
         {
             "arrays": "training data (worker 0 and worker 1 differ in x, y of a sample of its rows)",
             "dataset": "training data (worker 0 and worker 1 differ in x, y of its first batch)",
-            "validation arrays": "different validation data",
         },
     )
 
@@ -180,7 +179,6 @@ def in_batch_negatives(strategy: Any) -> Any:
     pairs = tf.data.Dataset.from_tensor_slices(((users, items),)).batch(16, drop_remainder=True)
     with strategy.scope():
         model = TwoTowers()
-        model.build([(None, 6), (None, 6)])
         model.compile(keras.optimizers.Adam(0.05))
     history = model.fit(pairs, epochs=3, validation_data=pairs, verbose=0).history
     return {"history": history, "weights": weights(model)}

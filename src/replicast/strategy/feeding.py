@@ -117,7 +117,7 @@ class Share(tf.data.Dataset):
         self._start = start
 
         def share_of(batches: tf.data.Dataset) -> tf.data.Dataset:
-            shares = batches.map(_taker(rank, size)) if size > 1 else batches
+            shares = batches.map(_taker(rank, size, batches.element_spec)) if size > 1 else batches
             return shares.prefetch(PREFETCHED_BATCHES) if ahead else shares
 
         self._share = share_of(self._batches)
@@ -279,7 +279,7 @@ def can_gather(arrays: Any) -> bool:
     return all(isinstance(leaf, (np.ndarray, tf.Tensor)) and leaf.ndim > 0 for leaf in leaves)
 
 
-def _taker(rank: int, size: int) -> Callable[..., Any]:
+def _taker(rank: int, size: int, spec: Any) -> Callable[..., Any]:
     def rows(component: Any) -> Any:
         if isinstance(component, tf.RaggedTensor):
             first, after = rows_of_share(component.nrows(), rank, size)
@@ -297,7 +297,9 @@ def _taker(rank: int, size: int) -> Callable[..., Any]:
 
     def take(*batch: Any) -> Any:
         share = tf.nest.map_structure(rows, batch)
-        return share if len(batch) > 1 else share[0]
+        return (
+            share if isinstance(spec, tuple) else share[0]
+        )  # a tuple of one stays one: its x may be a tuple
 
     return take
 

@@ -16,7 +16,7 @@ from tests.scripts.test_data import (
     assert_worker_0_warns_once,
     heard,
 )
-from tests.scripts.test_validation import FEATURES, columns, compiled
+from tests.scripts.test_validation import columns, compiled
 
 
 def test_worker_0_warns_once_of_every_kind_of_data(pool2: Pool) -> None:
@@ -30,6 +30,7 @@ def test_worker_0_warns_once_of_every_kind_of_data(pool2: Pool) -> None:
             "generator": "differ in x, y of its first batch",
             "sequence": "differ in x, y of its first batch",
             "shuffled sequence": "differ in x, y of its first batch",
+            "validation arrays": "different validation data",
             "validation dataset": "different validation data",
             "validation sequence": "different validation data",
         },
@@ -107,7 +108,6 @@ def normalized(strategy: Any) -> Any:
     x, y = columns(48)
     with strategy.scope():
         model = Normalizing(synchronized=strategy.size > 1)
-        model.build((None, FEATURES))
         model.compile(
             keras.optimizers.Adam(0.02), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         )
@@ -142,7 +142,6 @@ def contrasted(strategy: Any) -> Any:
     pairs = tf.data.Dataset.from_tensor_slices((views,)).batch(12, drop_remainder=True)
     with strategy.scope():
         model = Contrast()
-        model.build([(None, 6), (None, 6)])
         model.compile(keras.optimizers.SGD(0.1))
     history = model.fit(pairs, epochs=3, verbose=0).history
     return {"history": history, "weights": weights(model)}
