@@ -86,11 +86,12 @@ class Inputs:
     def share_of_batches(self, dataset: tf.data.Dataset, call: KerasCall) -> Share:
         """This worker's rows of every batch of a dataset that Keras made, or was given."""
         first_batches = getattr(call.adapter, "_first_batches", None)
+        at_most = None
         # `fit` goes on with one pass from epoch to epoch; the others begin one each time they are called.
-        one_pass = call.method == "fit"
-        if isinstance(call.adapter, GeneratorDataAdapter) and call.steps is not None and not one_pass:
+        if isinstance(call.adapter, GeneratorDataAdapter) and call.method != "fit" and call.steps is not None:
             # Private: Keras reads ahead of a generator, and what it has read when a pass ends is lost.
             (dataset,) = dataset._inputs()
+            at_most = call.steps
         compared = self._comparison(call, _sample_of_pipeline(call, first_batches))
         return Share(
             dataset,
@@ -99,8 +100,8 @@ class Inputs:
             opened=compared.open_pass,
             start=self._start_of(call),
             first_batch=first_batches[0] if first_batches else None,
-            at_most=None if one_pass else call.steps,
-            ahead=call.steps is None or not one_pass,
+            at_most=at_most,
+            ahead=call.steps is None or at_most is not None,
             report=None if first_batches or self.size == 1 else compared.report_first_batch,
         )
 
