@@ -38,6 +38,10 @@ def validation_of(kind: str) -> dict[str, Any]:
             "validation_data": seeded.repeat().batch(8),
             "validation_steps": 3,
         },
+        "shuffled, repeated, all but one batch": {
+            "validation_data": seeded.repeat().batch(8),
+            "validation_steps": 4,
+        },
         "shuffled, repeated, more than a pass": {
             "validation_data": seeded.repeat().batch(8),
             "validation_steps": 7,
@@ -89,6 +93,7 @@ def validation_of(kind: str) -> dict[str, Any]:
 VALIDATIONS = [
     "shuffled, repeated, a whole pass",
     "shuffled, repeated, part of a pass",
+    "shuffled, repeated, all but one batch",
     "shuffled, repeated, more than a pass",
     "repeated, shuffled",
     "shuffled after batches, repeated",
