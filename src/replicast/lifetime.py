@@ -113,23 +113,31 @@ class Lifetime:
         self._put(f"turn/{self._turn}", {"worker": self._rank, "transfers": transfers})
         return self._turn
 
-    def meet(self) -> int:
+    def meet(self, said: str = "") -> dict[int, str]:
         """A turn at which all workers wait for each other, so that none goes on while another is elsewhere.
 
         Blocks as long as the others run, and says every 30 s who is waited for. One that will never come,
         because it waits for a transfer of this worker's, is noticed by its own watching thread.
+
+        Args:
+            said: What this worker tells the others.
+
+        Returns:
+            By worker: what it said.
         """
         turn = self.turn()
-        self._put(f"turn/{turn}/{self._rank}", {})
+        self._put(f"turn/{turn}/{self._rank}", {"said": said})
+        heard = {self._rank: said}
         waited = 0.0
         for worker in (w for w in range(self._size) if w != self._rank):
-            while self._coordination.get(f"{PREFIX}/turn/{turn}/{worker}", 1.0) is None:
+            while (text := self._coordination.get(f"{PREFIX}/turn/{turn}/{worker}", 1.0)) is None:
                 if self.failure is not None:
                     raise self.failure
                 waited += 1.0
                 if waited % REMIND_SECS == 0:
                     logger.warning("worker %d waits for worker %d to open its data", self._rank, worker)
-        return turn
+            heard[worker] = str(json.loads(text)["said"])
+        return heard
 
     def position(self) -> tuple[int, int]:
         """Where in the script this worker is, in transfers and turns: the same on all workers at one line."""

@@ -135,7 +135,7 @@ def different_batches(strategy: Any) -> list[str]:
 def test_worker_0_warns_once_when_workers_are_given_different_batches(pool2: Pool) -> None:
     of_first, of_second = pool2.run(different_batches)
     assert len(of_first) == 1
-    assert "different batches (worker 0 and worker 1 differ)" in of_first[0]
+    assert "different training data (worker 0 and worker 1 differ in x of its first batch)" in of_first[0]
     assert of_second == []
 
 

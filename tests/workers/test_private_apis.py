@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from replicast.strategy import feeding, start_at_epoch
-from replicast.strategy.caller import only_looks_at_shapes
+from replicast.strategy.caller import keras_call, only_looks_at_shapes
 from replicast.strategy.resuming import callbacks_of
 from tests.pool import Pool
 from tests.workers.recipes import arrays, perceptron
@@ -271,6 +271,50 @@ def iterators_made(strategy: Any) -> dict[str, tuple[list[int], int]]:
             perceptron(strategy).fit(**data, epochs=3, verbose=0, shuffle=False, callbacks=[counted])
         found[name] = (counted.at_first_batch, counted.made)
     return found
+
+
+def data_of_fit(strategy: Any) -> list[tuple[str, int | None]]:
+    called, make = [], strategy.experimental_distribute_dataset
+
+    def noting(dataset: Any) -> Any:
+        call = keras_call()
+        called.append((call.method, call.steps))
+        return make(dataset)
+
+    model, (x, y) = perceptron(strategy), arrays()
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(10)
+    with mock.patch.object(strategy, "experimental_distribute_dataset", noting):
+        model.fit(rows, validation_data=rows.repeat(), validation_steps=3, epochs=2, verbose=0)
+        model.evaluate(rows, verbose=0)
+        model.predict(rows.map(lambda x, y: x), steps=2, verbose=0)
+    return called
+
+
+def test_validation_data_is_told_from_training_data_with_its_steps(pool1: Pool) -> None:
+    (called,) = pool1.run(data_of_fit)
+    assert called == [("fit", None), ("validation", 3), ("evaluate", None), ("predict", 2)]
+
+
+def test_the_iterator_of_a_dataset_is_one_that_keras_hands_to_its_graphs() -> None:
+    iterator = feeding.Pass(tf.data.Dataset.range(3), None)
+    assert isinstance(iterator, tf.data.Iterator)
+    assert type(iter(tf.data.Dataset.range(3))) in feeding.Pass.__mro__
+    assert [int(tf.function(lambda it: it.get_next())(iterator)), *map(int, iterator)] == [0, 1, 2]
+
+
+def test_keras_reads_ahead_of_a_generator_in_the_last_stage_of_its_dataset() -> None:
+    from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+
+    read = []
+
+    def numbers() -> Any:
+        for number in range(100):
+            read.append(number)
+            yield (np.full(1, number),)
+
+    (inner,) = GeneratorDataAdapter(numbers()).get_tf_dataset()._inputs()
+    assert [int(batch[0][0]) for batch in inner.take(5)] == [0, 1, 2, 3, 4]
+    assert len(read) <= 5
 
 
 def test_keras_makes_two_iterators_an_epoch_where_it_knows_the_length_and_uses_the_first(

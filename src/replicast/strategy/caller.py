@@ -33,14 +33,16 @@ class KerasCall:
 
     Attributes:
         model: The model it was called on; any trainer of Keras.
-        method: "fit", "evaluate" or "predict".
+        method: "fit", "evaluate" or "predict"; "validation" for the validation data of `fit`.
         adapter: Keras' view of the input: its type says what the user passed.
+        steps: How many batches an epoch takes from the data; None if it takes all.
         callbacks: The callbacks as the user passed them (a list, one callback or None).
     """
 
     model: Any
     method: str
     adapter: Any
+    steps: int | None
     callbacks: Any
 
 
@@ -54,10 +56,16 @@ def keras_call() -> KerasCall | None:
     model = None if outer is None else outer.f_locals.get("self")
     if outer is None or not isinstance(model, TensorFlowTrainer):
         return None
+    # `fit` opens its validation data when it has opened its training data, and keeps that in this variable.
+    validates = outer.f_code.co_name == "fit" and "epoch_iterator" in outer.f_locals
+    steps = iterator.steps_per_epoch
     return KerasCall(
         model=model,
-        method=outer.f_code.co_name,
+        method="validation" if validates else outer.f_code.co_name,
         adapter=iterator.data_adapter,
+        steps=None
+        if steps is None
+        else -(-steps // iterator.steps_per_execution) * iterator.steps_per_execution,
         callbacks=outer.f_locals.get("callbacks"),
     )
 

@@ -9,18 +9,18 @@ the last short batch included, and all workers run out at the same step without 
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-import xxhash
+
+# Private: what `iter(dataset)` makes, and the only kind of iterator that Keras hands to its graphs.
+from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
 from replicast.strategy.caller import only_looks_at_shapes
-
-logger = logging.getLogger("replicast")
+from replicast.strategy.samples import sampled
 
 PREFETCHED_BATCHES = 2
 LARGE_SHARE_BYTES = 1 << 20
@@ -66,10 +66,37 @@ def rows_of_share(rows: Any, rank: int, size: int) -> tuple[Any, Any]:
     return rows * rank // size, rows * (rank + 1) // size
 
 
+class Pass(OwnedIterator):
+    """An iterator over a dataset that Keras can look at without taking a batch from it.
+
+    Keras keeps the iterator of `validation_data` from epoch to epoch if there are `validation_steps`, and
+    takes a batch from it, just for the shapes, before it begins the next pass.
+    """
+
+    def __init__(self, share: tf.data.Dataset, shapes: Any) -> None:
+        super().__init__(share)
+        self._shapes = shapes
+
+    def __next__(self) -> Any:
+        return self._shapes if only_looks_at_shapes() else super().__next__()
+
+
 class Share(tf.data.Dataset):
     """One worker's rows of every batch of a dataset.
 
     A dataset itself, so that it can be given to `fit` and is not divided a second time.
+
+    Args:
+        batches: The batches of the whole job.
+        rank: Which worker this is.
+        size: Of how many.
+        opened: Called before each pass.
+        start: Where the next pass goes on.
+        first_batch: The first batch, if it is known, for Keras to build the model from.
+        at_most: How many batches of a pass are used; None if Keras may use all.
+        ahead: Whether to read ahead. Only right in a pass that is used to its end: reading on draws the order
+            of the next repetition from a shuffled dataset, and takes batches away from a generator.
+        report: Given the first batch of the first pass.
     """
 
     def __init__(
@@ -78,20 +105,24 @@ class Share(tf.data.Dataset):
         rank: int,
         size: int,
         *,
-        opened: Callable[[], int],
+        opened: Callable[[], object],
         start: Callable[[], Start | None] = from_the_start,
         first_batch: Any = None,
-        check: Callable[[str], None] | None = None,
+        at_most: int | None = None,
+        ahead: bool = True,
+        report: Callable[[Any], None] | None = None,
     ) -> None:
-        self._batches = batches
+        self._batches = batches if at_most is None else batches.take(at_most)
         self._opened = opened
         self._start = start
-        self._first_batch = first_batch
-        if check is not None:
-            batches = _checked(batches, check)
-        if size > 1:
-            batches = batches.map(_taker(rank, size))
-        self._share = batches.prefetch(PREFETCHED_BATCHES)
+
+        def share_of(batches: tf.data.Dataset) -> tf.data.Dataset:
+            shares = batches.map(_taker(rank, size, batches.element_spec)) if size > 1 else batches
+            return shares.prefetch(PREFETCHED_BATCHES) if ahead else shares
+
+        self._share = share_of(self._batches)
+        self._first_share = self._share if report is None else share_of(sampled(self._batches, report))
+        self._shapes = _shapes(self._share.element_spec) if first_batch is None else first_batch
         # Private: a dataset is made of its variant tensor; there is no public way to wrap one.
         super().__init__(self._share._variant_tensor)
 
@@ -104,20 +135,24 @@ class Share(tf.data.Dataset):
         return self._share.element_spec
 
     def __iter__(self) -> Iterator[Any]:
-        if only_looks_at_shapes():
-            batch = self._first_batch if self._first_batch is not None else _blank(self.element_spec)
-            if batch is not None:
-                return iter([batch])
+        if only_looks_at_shapes() and self._shapes is not None:
+            return iter([self._shapes])
         self._opened()
         start = self._start()
-        return iter(self._share) if start is None else iter(self._from(start))
+        if start is not None:
+            return self._pass_over(self._from(start))
+        share, self._first_share = self._first_share, self._share
+        return self._pass_over(share)
 
     def at(self, place: Place) -> Iterator[Any]:
         """The rest of a pass. What is skipped is read and thrown away, each pass' shuffle drawn anew."""
         self._opened()
         for _ in range(place.passes):
             iter(self._share)  # draws the order of its pass
-        return iter(self._share.skip(place.batches) if place.batches else self._share)
+        return self._pass_over(self._share.skip(place.batches) if place.batches else self._share)
+
+    def _pass_over(self, share: tf.data.Dataset) -> Iterator[Any]:
+        return iter(share) if self._shapes is None else Pass(share, self._shapes)
 
     def is_without_end(self) -> bool:
         """Whether the batches never run out."""
@@ -152,7 +187,7 @@ class ArrayShare:
         batch_size: int,
         shuffle: bool | str,
         seed: tuple[int, ...],
-        opened: Callable[[], int],
+        opened: Callable[[], object],
         in_graph: bool,
         start: Callable[[], Start | None] = from_the_start,
         epoch: Callable[[], int | None] = lambda: None,
@@ -244,7 +279,7 @@ def can_gather(arrays: Any) -> bool:
     return all(isinstance(leaf, (np.ndarray, tf.Tensor)) and leaf.ndim > 0 for leaf in leaves)
 
 
-def _taker(rank: int, size: int) -> Callable[..., Any]:
+def _taker(rank: int, size: int, spec: Any) -> Callable[..., Any]:
     def rows(component: Any) -> Any:
         if isinstance(component, tf.RaggedTensor):
             first, after = rows_of_share(component.nrows(), rank, size)
@@ -262,53 +297,16 @@ def _taker(rank: int, size: int) -> Callable[..., Any]:
 
     def take(*batch: Any) -> Any:
         share = tf.nest.map_structure(rows, batch)
-        return share if len(batch) > 1 else share[0]
+        return (
+            share if isinstance(spec, tuple) else share[0]
+        )  # a tuple of one stays one: its x may be a tuple
 
     return take
 
 
-def _blank(spec: Any) -> Any:
-    """A batch of zeros of these types, or None where their shapes leave something open but the rows."""
+def _shapes(spec: Any) -> Any:
+    """What Keras can build a model from: it needs shapes and dtypes only. None if a shape is not known."""
     leaves = tf.nest.flatten(spec)
-    for leaf in leaves:
-        if not isinstance(leaf, tf.TensorSpec) or leaf.shape.rank is None:
-            return None
-        if any(length is None for length in leaf.shape[1:]):
-            return None
-    blank = [tf.zeros([length or 2 for length in leaf.shape], leaf.dtype) for leaf in leaves]
-    return tf.nest.pack_sequence_as(spec, blank)
-
-
-def _checked(batches: tf.data.Dataset, check: Callable[[str], None]) -> tf.data.Dataset:
-    """Calls `check` with the digest of the first batch of the first pass, from the pipeline's own thread."""
-    asked = [False]
-
-    def digest_once(*components: np.ndarray[Any, Any]) -> np.int64:
-        if not asked[0]:
-            asked[0] = True
-            check(digest_of_batch(components))
-        return np.int64(0)
-
-    def look(number: tf.Tensor, *batch: Any) -> Any:
-        dense = [leaf for leaf in tf.nest.flatten(batch) if isinstance(leaf, tf.Tensor)]
-        tf.cond(
-            tf.equal(number, 0),
-            lambda: tf.numpy_function(digest_once, dense, tf.int64),
-            lambda: tf.constant(0, tf.int64),
-        )
-        return batch if len(batch) > 1 else batch[0]
-
-    def flat(number: tf.Tensor, element: Any) -> Any:
-        return look(number, *element) if isinstance(element, tuple) else look(number, element)
-
-    return batches.enumerate().map(flat)
-
-
-def digest_of_batch(components: tuple[np.ndarray[Any, Any], ...]) -> str:
-    """A digest of a batch's bytes."""
-    digest = xxhash.xxh3_64()
-    for component in components:
-        data = component if component.dtype != object else np.array(component.tolist(), dtype=bytes)
-        digest.update(np.ascontiguousarray(data).view(np.uint8).data if data.size else b"")
-        digest.update(str(component.shape).encode())
-    return digest.hexdigest()
+    if any(getattr(leaf, "shape", None) is None or leaf.shape.rank is None for leaf in leaves):
+        return None
+    return spec

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import gc
-import logging
 import os
 import weakref
 from collections import Counter
@@ -17,10 +15,6 @@ import tensorflow as tf
 
 # Private: the class that has `fit`; keras.Model is one of its subclasses.
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-
-# Private: Keras' views of its inputs, to tell arrays in memory from datasets.
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from replicast.config import read_cluster
 from replicast.coordination import Coordination, MemoryCoordination, ServiceCoordination
@@ -37,6 +31,7 @@ from replicast.strategy.caller import (
     only_looks_at_shapes,
 )
 from replicast.strategy.collectives import ReplicatedExtended
+from replicast.strategy.inputs import Inputs
 from replicast.strategy.optimizers import optimizers_of
 from replicast.strategy.outside import take_over
 from replicast.strategy.replicated import SummedVariable
@@ -44,8 +39,6 @@ from replicast.strategy.rows import predicting_all_rows
 from replicast.strategy.seeds import Seeds
 from replicast.strategy.step import Agreed, KerasStep, waiting_for_data
 from replicast.strategy.writing import Writing
-
-logger = logging.getLogger("replicast")
 
 _OWN_SHARDING = (
     tf.data.experimental.AutoShardPolicy.OFF,
@@ -108,11 +101,9 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._named: Counter[str] = Counter()
         self._start: tuple[weakref.ref[keras.Model], feeding.Start] | None = None
         self._epoch: int | None = None
-        self._checks = 0
         self._coordination: Coordination = (
             ServiceCoordination() if self._size > 1 else MemoryCoordination(MemoryCoordination.Store())
         )
-        self._seeds = Seeds(self._coordination, self._rank)
         self._lifetime = Lifetime(
             self._coordination,
             self._rank,
@@ -122,12 +113,21 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         )
         self._writing = Writing(self._coordination, self._rank, self._lifetime)
         self._callbacks = Callbacks(self._coordination, self._rank, self._size, self._writing)
-        self._opened: Callable[[], int] = _nothing
+        self._inputs = Inputs(
+            self._rank,
+            self._size,
+            self._coordination,
+            meet=self._lifetime.meet if self._size > 1 else _alone,
+            check_job=self.check_job,
+            next_name=self.next_name,
+            seeds=Seeds(self._coordination, self._rank),
+            take_start=self.take_start,
+            epoch=lambda: self._epoch,
+        )
         if self._size > 1:
             self._lifetime.begin()
             extended.compiles = self._writing.guard
             extended.next_turn = self._lifetime.turn
-            self._opened = self._lifetime.meet
 
     @property
     def rank(self) -> int:
@@ -262,50 +262,13 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         call = keras_call()
         if call is not None:
             self._prepare(call)
-            if isinstance(call.adapter, ArrayDataAdapter) and feeding.can_gather(call.adapter._inputs):
-                return self._array_share(call)
+            if self._inputs.are_arrays(call):
+                return self._inputs.share_of_arrays(call)
         if dataset.options().experimental_distribute.auto_shard_policy in _OWN_SHARDING:
             return super().experimental_distribute_dataset(dataset, options)
-        return self._share(dataset, call)
-
-    def _array_share(self, call: KerasCall) -> feeding.ArrayShare:
-        adapter = call.adapter
-        return feeding.ArrayShare(
-            adapter._inputs,
-            rank=self._rank,
-            size=self._size,
-            batch_size=adapter.batch_size,
-            shuffle=adapter._shuffle,
-            seed=self._seeds.next(),
-            opened=self._opened,
-            start=self._start_of(call),
-            epoch=lambda: self._epoch if call.method == "fit" else None,
-            in_graph=getattr(call.model, "steps_per_execution", 1) > 1,
-        )
-
-    def _share(self, dataset: tf.data.Dataset, call: KerasCall | None) -> feeding.Share:
-        adapter = None if call is None else call.adapter
-        first_batches = getattr(adapter, "_first_batches", None)
-        checked = (
-            self._size > 1
-            and call is not None
-            and call.method == "fit"
-            and isinstance(adapter, TFDatasetAdapter)
-        )
-        return feeding.Share(
-            dataset,
-            self._rank,
-            self._size,
-            opened=_nothing if call is None else self._opened,
-            start=self._start_of(call),
-            first_batch=first_batches[0] if first_batches else None,
-            check=self._checker() if checked else None,
-        )
-
-    def _start_of(self, call: KerasCall | None) -> Callable[[], feeding.Start | None]:
-        if call is None or call.method != "fit":
-            return feeding.from_the_start
-        return functools.partial(self.take_start, call.model)
+        if call is None:
+            return self._inputs.share_of_loop(dataset)
+        return self._inputs.share_of_batches(dataset, call)
 
     def _prepare(self, call: KerasCall) -> None:
         self._refuse_what_cannot_work(call.model)
@@ -324,28 +287,6 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             )
         take_over(self, model)
 
-    def _checker(self) -> Any:
-        """Worker 0 compares every worker's first batch with its own and warns when they differ."""
-        self._checks += 1
-        key = f"replicast/first-batch/{self._checks}"
-
-        def check(digest: str) -> None:
-            self._coordination.put(f"{key}/{self._rank}", digest)
-            if self._rank != 0:
-                return
-            theirs = {w: self._coordination.get(f"{key}/{w}", 60.0) for w in range(1, self._size)}
-            others = [str(w) for w, other in theirs.items() if other not in (None, digest)]
-            if others:
-                logger.warning(
-                    "The workers were given different batches (worker 0 and worker %s differ). Each takes "
-                    "its own rows of its own batch, so some examples may be used twice in an epoch and "
-                    "others not at all. For the same order everywhere call keras.utils.set_random_seed(n) "
-                    "first, or give dataset.shuffle() a seed.",
-                    ", ".join(others),
-                )
-
-        return check
-
 
 def _a_model_was_trained() -> bool:
     """Whether a model has been trained in this process.
@@ -356,5 +297,5 @@ def _a_model_was_trained() -> bool:
     return any(int(o.iterations.numpy()) > 0 for model in models for o in optimizers_of(model))
 
 
-def _nothing() -> int:
-    return 0
+def _alone(said: str) -> dict[int, str]:
+    return {0: said}

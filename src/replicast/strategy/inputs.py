@@ -1,0 +1,149 @@
+"""Which share of its data a Keras call is given, by the kind of data."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+# Private: Keras' views of its inputs, to tell the kinds of data apart.
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+from replicast.coordination import Coordination
+from replicast.strategy.caller import KerasCall
+from replicast.strategy.feeding import ArrayShare, Share, Start, can_gather, from_the_start
+from replicast.strategy.samples import (
+    WHAT,
+    Comparison,
+    Sample,
+    order_of_batches,
+    sample_of_arrays,
+    sample_of_batch,
+)
+from replicast.strategy.seeds import Seeds
+
+logger = logging.getLogger("replicast")
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Divides the data of Keras calls among the workers, and has them compare it.
+
+    Attributes:
+        rank: Which worker this is.
+        size: Of how many.
+        coordination: Where the workers leave words for each other.
+        meet: Opens a pass together with the other workers, and gives what each said.
+        check_job: Raises when the job has failed.
+        next_name: Gives names that are the same on all workers at the same line of the script.
+        seeds: For shuffling arrays alike everywhere.
+        take_start: Where the data of a model's `fit` goes on, once.
+        epoch: The epoch that `fit` is in, if somebody knows.
+    """
+
+    rank: int
+    size: int
+    coordination: Coordination
+    meet: Callable[[str], dict[int, str]]
+    check_job: Callable[[], None]
+    next_name: Callable[[str], str]
+    seeds: Seeds
+    take_start: Callable[[keras.Model], Start | None]
+    epoch: Callable[[], int | None]
+    _warned: weakref.WeakKeyDictionary[keras.Model, set[str]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+    def are_arrays(self, call: KerasCall) -> bool:
+        """Whether this call was given arrays that lie in memory, whose rows can be gathered."""
+        return isinstance(call.adapter, ArrayDataAdapter) and can_gather(call.adapter._inputs)
+
+    def share_of_arrays(self, call: KerasCall) -> ArrayShare:
+        """This worker's rows of the arrays that a call was given."""
+        adapter = call.adapter
+        compared = self._comparison(call, sample_of_arrays(_what(call), adapter._inputs))
+        return ArrayShare(
+            adapter._inputs,
+            rank=self.rank,
+            size=self.size,
+            batch_size=adapter.batch_size,
+            shuffle=adapter._shuffle,
+            seed=self.seeds.next(),
+            opened=compared.open_pass,
+            start=self._start_of(call),
+            epoch=self.epoch if call.method == "fit" else lambda: None,
+            in_graph=getattr(call.model, "steps_per_execution", 1) > 1,
+        )
+
+    def share_of_batches(self, dataset: tf.data.Dataset, call: KerasCall) -> Share:
+        """This worker's rows of every batch of a dataset that Keras made, or was given."""
+        first_batches = getattr(call.adapter, "_first_batches", None)
+        at_most = None
+        # `fit` goes on with one pass from epoch to epoch; the others begin one each time they are called.
+        if isinstance(call.adapter, GeneratorDataAdapter) and call.method != "fit" and call.steps is not None:
+            # Private: Keras reads ahead of a generator, and what it has read when a pass ends is lost.
+            (dataset,) = dataset._inputs()
+            at_most = call.steps
+        compared = self._comparison(call, _sample_of_pipeline(call, first_batches))
+        return Share(
+            dataset,
+            self.rank,
+            self.size,
+            opened=compared.open_pass,
+            start=self._start_of(call),
+            first_batch=first_batches[0] if first_batches else None,
+            at_most=at_most,
+            ahead=call.steps is None or at_most is not None,
+            report=None if first_batches or self.size == 1 else compared.report_first_batch,
+        )
+
+    def share_of_loop(self, dataset: tf.data.Dataset) -> Share:
+        """This worker's rows of every batch of a dataset for a custom training loop."""
+        endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
+        return Share(dataset, self.rank, self.size, opened=lambda: None, ahead=not endless)
+
+    def _comparison(self, call: KerasCall, sample: Sample) -> Comparison:
+        return Comparison(
+            sample,
+            rank=self.rank,
+            size=self.size,
+            meet=self.meet,
+            coordination=self.coordination,
+            key=f"replicast/{self.next_name('first-batch')}",
+            check_job=self.check_job,
+            warn=functools.partial(self._warn_once, call.model, call.method),
+        )
+
+    def _warn_once(self, model: keras.Model, method: str, message: str) -> None:
+        warned = self._warned.setdefault(model, set())
+        if method not in warned:
+            warned.add(method)
+            logger.warning(message)
+
+    def _start_of(self, call: KerasCall) -> Callable[[], Start | None]:
+        return functools.partial(self.take_start, call.model) if call.method == "fit" else from_the_start
+
+
+def _sample_of_pipeline(call: KerasCall, first_batches: Any) -> Sample:
+    """What is known before the first pass."""
+    what, adapter = _what(call), call.adapter
+    if first_batches:
+        return sample_of_batch(what, first_batches[0])
+    shuffled = isinstance(adapter, PyDatasetAdapter) and adapter.shuffle
+    return Sample(
+        what,
+        length=adapter.num_batches if call.steps is None else None,
+        order=order_of_batches() if shuffled else "",
+    )
+
+
+def _what(call: KerasCall) -> str:
+    return WHAT.get(call.method, f"data for {call.method}")

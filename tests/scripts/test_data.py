@@ -1,0 +1,188 @@
+"""What is said when workers are given different data, and how losses see the rows of other workers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from replicast import NotSupported
+from tests.pool import Pool
+from tests.pool.checks import assert_equal_on_all
+from tests.scripts.compare import assert_same_as_plain_keras, weights
+from tests.scripts.test_validation import Pieces, columns, compiled
+
+Kind = str
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """What replicast warns of."""
+    said: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    ear = Ear(logging.WARNING)
+    logging.getLogger("replicast").addHandler(ear)
+    try:
+        yield said
+    finally:
+        logging.getLogger("replicast").removeHandler(ear)
+
+
+def generated(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for first in range(0, len(x), 16):
+        yield x[first : first + 16], y[first : first + 16]
+
+
+def given(kind: Kind, rank: int) -> dict[str, Any]:
+    """Arguments of `fit` that differ between workers as `kind` says."""
+    x, y = columns(32, seed=rank)
+    same_x, same_y = columns(32, seed=9)
+    random = np.random.default_rng(rank)
+    noisy = same_x + random.normal(size=same_x.shape).astype("float32")
+    pairs = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+    same = {"x": same_x, "y": same_y}
+    return {
+        "arrays": {"x": x, "y": y},
+        "arrays, only y": {"x": same_x, "y": y},
+        "arrays, strided by rank": {"x": columns(64)[0][rank::2], "y": columns(64)[1][rank::2]},
+        "dataset": {"x": pairs},
+        "dataset, inputs only": {"x": tf.data.Dataset.from_tensor_slices((x, 0 * y)).batch(16)},
+        "dataset, shard by rank": {
+            "x": tf.data.Dataset.from_tensor_slices(columns(64)).shard(2, rank).batch(16)
+        },
+        "generator": {"x": generated(x, y)},
+        "sequence": {"x": Pieces(seed=rank), "shuffle": False},
+        "shuffled sequence": {"x": Pieces(seed=rank)},
+        "validation arrays": {**same, "validation_data": (x, y)},
+        "validation dataset": {**same, "validation_data": pairs},
+        "validation sequence": {**same, "validation_data": Pieces(seed=rank)},
+        "the same arrays": same,
+        "the same dataset": {"x": tf.data.Dataset.from_tensor_slices((same_x, same_y)).batch(16)},
+        "augmented dataset": {"x": tf.data.Dataset.from_tensor_slices((noisy, same_y)).batch(16)},
+        "augmented generator": {"x": generated(noisy, same_y)},
+        "left to TensorFlow": {"x": _off(pairs)},
+    }[kind]
+
+
+def _off(pairs: tf.data.Dataset) -> tf.data.Dataset:
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return pairs.with_options(options)
+
+
+def warnings_of(strategy: Any, kinds: list[Kind]) -> dict[Kind, list[str]]:
+    """What is warned of when a model is fitted twice on each kind of data."""
+    found = {}
+    for kind in kinds:
+        model = compiled(strategy)
+        with heard() as said:
+            model.fit(**given(kind, strategy.rank), epochs=2, verbose=0)
+            model.fit(**given(kind, strategy.rank), epochs=1, verbose=0)
+        found[kind] = list(said)
+    return found
+
+
+def assert_worker_0_warns_once(pool: Pool, kinds: dict[Kind, str]) -> None:
+    first, *others = pool.run(warnings_of, list(kinds))
+    assert all(not said for other in others for said in other.values())
+    for kind, expected in kinds.items():
+        assert len(first[kind]) == 1, (kind, first[kind])
+        assert expected in first[kind][0], kind
+        assert "worker 0 and worker 1 differ" in first[kind][0], kind
+
+
+def assert_nobody_warns(pool: Pool, kinds: list[Kind]) -> None:
+    for found in pool.run(warnings_of, kinds):
+        assert found == {kind: [] for kind in kinds}
+
+
+def test_worker_0_warns_once_when_workers_are_given_different_data(pool2: Pool) -> None:
+    assert_worker_0_warns_once(
+        pool2,
+        {
+            "arrays": "training data (worker 0 and worker 1 differ in x, y of a sample of its rows)",
+            "dataset": "training data (worker 0 and worker 1 differ in x, y of its first batch)",
+        },
+    )
+
+
+def test_the_same_data_and_random_augmentation_cause_no_warning(pool2: Pool) -> None:
+    assert_nobody_warns(pool2, ["the same arrays", "augmented dataset"])
+
+
+def other_lengths(strategy: Any) -> list[str]:
+    model, refused = compiled(strategy), []
+    x, y = columns(30 - strategy.rank)
+    pairs = tf.data.Dataset.from_tensor_slices((x, y)).batch(1)
+    for data in ({"x": x, "y": y, "batch_size": 16}, {"x": pairs}):
+        with pytest.raises(NotSupported) as error:
+            model.fit(**data, verbose=0)
+        refused.append(str(error.value))
+    x, y = columns(32)
+    model.fit(x, y, verbose=0)  # the job goes on
+    return refused
+
+
+def test_data_of_different_lengths_is_refused_on_all_workers_with_both_lengths(pool2: Pool) -> None:
+    results = pool2.run(other_lengths)
+    assert_equal_on_all(results)
+    of_arrays, of_batches = results[0]
+    assert "worker 0 has 30 rows, worker 1 has 29 rows" in of_arrays
+    assert "worker 0 has 30 batches, worker 1 has 29 batches" in of_batches
+
+
+def of_all_workers(rows: tf.Tensor) -> tf.Tensor:
+    """The rows of all workers. Gradients flow back to the worker that a row is from."""
+    context = tf.distribute.get_replica_context()
+    return rows if context is None else context.all_gather(rows, axis=0)
+
+
+class TwoTowers(keras.Model):
+    """Each user's item is told from all other items in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_user, self.of_item = keras.layers.Dense(4), keras.layers.Dense(4)
+
+    def call(self, inputs: Any) -> Any:
+        user, item = inputs
+        return self.of_user(user), self.of_item(item)
+
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: Any = True,
+    ) -> Any:
+        users, items = y_pred
+        first = tf.distribute.get_replica_context().replica_id_in_sync_group * tf.shape(items)[0]
+        own = first + tf.range(tf.shape(items)[0])
+        logits = tf.matmul(users, of_all_workers(items), transpose_b=True)
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(own, logits))
+
+
+def in_batch_negatives(strategy: Any) -> Any:
+    random = np.random.default_rng(5)
+    users, items = (random.normal(size=(48, 6)).astype("float32") for _ in range(2))
+    pairs = tf.data.Dataset.from_tensor_slices(((users, items),)).batch(16, drop_remainder=True)
+    with strategy.scope():
+        model = TwoTowers()
+        model.compile(keras.optimizers.Adam(0.05))
+    history = model.fit(pairs, epochs=3, validation_data=pairs, verbose=0).history
+    return {"history": history, "weights": weights(model)}
+
+
+def test_negatives_gathered_from_all_workers_train_as_on_the_whole_batch(pool2: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool2, plain, in_batch_negatives)
