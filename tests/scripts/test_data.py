@@ -152,7 +152,8 @@ class TwoTowers(keras.Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.of_user, self.of_item = keras.layers.Dense(4), keras.layers.Dense(4)
+        # Without biases: that of the items has no gradient, and Adam would make steps of its rounding errors.
+        self.of_user, self.of_item = (keras.layers.Dense(4, use_bias=False) for _ in range(2))
 
     def call(self, inputs: Any) -> Any:
         user, item = inputs
