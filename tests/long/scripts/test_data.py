@@ -61,21 +61,6 @@ def test_evaluate_and_predict_are_compared_and_single_batches_are_not(pool2: Poo
     assert second == []
 
 
-def divided_by_hand(strategy: Any) -> Any:
-    """As Horovod's users do, with the policy that leaves such a dataset alone."""
-    model = compiled(strategy)
-    pairs = tf.data.Dataset.from_tensor_slices(columns(64))
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    own = pairs.shard(strategy.size, strategy.rank).batch(16).with_options(options)
-    history = model.fit(own if strategy.size > 1 else pairs.batch(16), epochs=2, verbose=0).history
-    return {"history": history, "weights": weights(model)}
-
-
-def test_a_dataset_divided_by_rank_with_policy_off_is_the_whole_dataset(pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, divided_by_hand)
-
-
 def dropped(strategy: Any, batch: int) -> Any:
     model = compiled(strategy)
     pairs = tf.data.Dataset.from_tensor_slices(columns(40)).batch(batch, drop_remainder=True)
