@@ -19,7 +19,6 @@ from tests.scripts.models import (
     FEATURES,
     Adversaries,
     Autoencoder,
-    Critics,
     ForwardForward,
     data,
     values,
@@ -44,28 +43,6 @@ def autoencoder(strategy: Any) -> Any:
     history = model.fit(images, noise, batch_size=16, epochs=2, shuffle=False, verbose=0).history
     evaluated = model.evaluate(images, noise, batch_size=16, verbose=0, return_dict=True)
     return {"history": history, "evaluated": evaluated, "values": values(model.trainable_variables)}
-
-
-def adversaries(strategy: Any) -> Any:
-    real, noise = data(48, FEATURES, CODE)
-    with strategy.scope():
-        model = Adversaries()
-        optimizers = {"generator": keras.optimizers.Adam(0.02), "discriminator": keras.optimizers.SGD(0.1)}
-        model.compile(optimizers, keras.losses.BinaryCrossentropy(from_logits=True))
-    history = model.fit(real, noise, batch_size=16, epochs=2, shuffle=False, verbose=0).history
-    of_optimizers = [one.variables for one in optimizers.values()]
-    return {"history": history, "values": values(model.trainable_variables, *of_optimizers)}
-
-
-def critics(strategy: Any) -> Any:
-    real, noise, mix = data(46, FEATURES, 3 * CODE, 1)
-    with strategy.scope():
-        model = Critics(critic_steps=2)
-        model.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02, global_clipnorm=0.5))
-    y = (noise.reshape(-1, 3, CODE), np.abs(mix))
-    history = model.fit(real, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
-    of_optimizers = [model.critic_optimizer.variables, model.generator_optimizer.variables]
-    return {"history": history, "values": values(model.trainable_variables, *of_optimizers)}
 
 
 def forward_forward(strategy: Any) -> Any:
@@ -102,7 +79,7 @@ def trainer_that_is_no_model(strategy: Any) -> Any:
 
 @pytest.mark.parametrize(
     "script",
-    [functional, autoencoder, adversaries, critics, forward_forward, trainer_that_is_no_model],
+    [functional, autoencoder, forward_forward, trainer_that_is_no_model],
     ids=lambda script: script.__name__,
 )
 def test_a_model_trains_as_in_plain_keras(script: Any, pool2: Pool, plain: Pool) -> None:

@@ -62,11 +62,11 @@ def one_list_if_equal(slices: tf.IndexedSlices, workers: int) -> tf.IndexedSlice
             parts[: workers * length], tf.concat([[workers, length], tf.shape(parts)[1:]], axis=0)
         )
 
-    indices = lists(slices.indices)
+    table = lists(slices.indices)
     whole = workers * length == tf.shape(slices.indices)[0]
     values, indices = tf.cond(
-        whole & tf.reduce_all(indices == indices[0]),
-        lambda: (tf.reduce_sum(lists(slices.values), axis=0), indices[0]),
+        whole & tf.reduce_all(table == table[0]),
+        lambda: (tf.reduce_sum(lists(slices.values), axis=0), table[0]),
         lambda: (slices.values, slices.indices),
     )
     return tf.IndexedSlices(values, indices, slices.dense_shape)

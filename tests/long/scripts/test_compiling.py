@@ -10,6 +10,7 @@ import pytest
 from tests.pool import Pool
 from tests.scripts.compare import assert_same_as_plain_keras, weights
 from tests.scripts.models import data, values
+from tests.scripts.test_compiling import frozen_and_compiled_again
 
 
 def fitted(model: keras.Model) -> Any:
@@ -20,6 +21,20 @@ def fitted(model: keras.Model) -> Any:
 def regression(strategy: Any) -> keras.Model:
     with strategy.scope():
         return keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(2)])
+
+
+def by_name(strategy: Any) -> Any:
+    return frozen_and_compiled_again(strategy, optimizer="adam", loss="mse", metrics=["mae"])
+
+
+def and_trained_on_a_batch(strategy: Any) -> Any:
+    x, y = data(8, 3, 2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"])
+    rows = slice(8 * strategy.rank // strategy.size, 8 * (strategy.rank + 1) // strategy.size)
+    logs = [model.train_on_batch(x[rows], y[rows], return_dict=True) for _ in range(2)]
+    return {"logs": logs, "weights": weights(model)}
 
 
 def with_a_schedule(strategy: Any) -> Any:
@@ -61,6 +76,8 @@ def with_a_rate_that_was_changed(strategy: Any) -> Any:
 @pytest.mark.parametrize(
     "script",
     [
+        by_name,
+        and_trained_on_a_batch,
         with_a_schedule,
         with_accumulation_and_averages,
         with_metrics_that_have_state,

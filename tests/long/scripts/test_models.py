@@ -13,7 +13,16 @@ from keras import ops
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all
 from tests.scripts.compare import assert_same_as_plain_keras
-from tests.scripts.models import CODE, FEATURES, Adversaries, Autoencoder, ForwardForward, data, values
+from tests.scripts.models import (
+    CODE,
+    FEATURES,
+    Adversaries,
+    Autoencoder,
+    Critics,
+    ForwardForward,
+    data,
+    values,
+)
 
 
 def fitted(model: keras.Model, *arrays: Any, **given: Any) -> Any:
@@ -28,6 +37,28 @@ def autoencoder(strategy: Any, **compiled: Any) -> Any:
         "history": fitted(model, *data(48, FEATURES, CODE)),
         "values": values(model.trainable_variables, model.optimizer.variables),
     }
+
+
+def adversaries(strategy: Any) -> Any:
+    real, noise = data(48, FEATURES, CODE)
+    with strategy.scope():
+        model = Adversaries()
+        optimizers = {"generator": keras.optimizers.Adam(0.02), "discriminator": keras.optimizers.SGD(0.1)}
+        model.compile(optimizers, keras.losses.BinaryCrossentropy(from_logits=True))
+    history = model.fit(real, noise, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    of_optimizers = [one.variables for one in optimizers.values()]
+    return {"history": history, "values": values(model.trainable_variables, *of_optimizers)}
+
+
+def critics(strategy: Any) -> Any:
+    real, noise, mix = data(46, FEATURES, 3 * CODE, 1)
+    with strategy.scope():
+        model = Critics(critic_steps=2)
+        model.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02, global_clipnorm=0.5))
+    y = (noise.reshape(-1, 3, CODE), np.abs(mix))
+    history = model.fit(real, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    of_optimizers = [model.critic_optimizer.variables, model.generator_optimizer.variables]
+    return {"history": history, "values": values(model.trainable_variables, *of_optimizers)}
 
 
 def run_eagerly(strategy: Any) -> Any:
@@ -132,6 +163,8 @@ def called_on_something_other_than_the_data(strategy: Any) -> Any:
 @pytest.mark.parametrize(
     "script",
     [
+        adversaries,
+        critics,
         run_eagerly,
         several_steps_per_execution,
         evaluated_before_it_is_trained,
