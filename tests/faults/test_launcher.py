@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -129,7 +130,9 @@ def test_all_workers_end_well(launch: Launcher) -> None:
     code, out, err = launched.finish()
     assert code == 0
     assert out == "[worker 0] I am 0 ['--run-dir', 'mine', '--', '-n', '7']\n[worker 0] on stderr\n"
-    assert err == "replicast: 2 workers, attempt 0, logs in run/logs/attempt-0\n"
+    begins, ends = err.splitlines()
+    assert begins == "replicast: 2 workers, attempt 0, logs in run/logs/attempt-0"
+    assert re.fullmatch(r"replicast: finished: 2 workers, \d+\.\d s, logs in run/logs/attempt-0", ends)
     log = launched.directory / "run" / "logs" / "attempt-0" / "worker-1.log"
     assert log.read_text() == "I am 1 ['--run-dir', 'mine', '--', '-n', '7']\non stderr\n"
 

@@ -44,11 +44,18 @@ class Lengths:
 
 
 class ResumedEpoch:
-    """The epoch that `fit` begins with: it has only the batches that are left of it."""
+    """The epoch that `fit` begins with: it has only the batches that are left of it.
 
-    def __init__(self, iterator: EpochIterator | None = None, steps_per_epoch: int | None = None) -> None:
+    Attributes:
+        done: How many batches of it are not done again.
+    """
+
+    def __init__(
+        self, iterator: EpochIterator | None = None, steps_per_epoch: int | None = None, done: int = 0
+    ) -> None:
         self._iterator = iterator
         self._steps_per_epoch = steps_per_epoch
+        self.done = done
 
     def ended(self) -> None:
         """The epochs after it are whole again. To be called in `on_epoch_end`."""
@@ -233,7 +240,7 @@ def _position(
     iterator._steps_seen = used
     # As long as steps_per_epoch is set, Keras uses the iterator that is there, and so many batches of it.
     iterator.steps_per_epoch = sys.maxsize if of_epoch is None else of_epoch - batch
-    return ResumedEpoch(iterator, steps)
+    return ResumedEpoch(iterator, steps, batch)
 
 
 def _use_up(iterator: EpochIterator, epochs: int, lengths: Lengths) -> None:
