@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,9 @@ import pytest
 import tensorflow as tf
 
 from replicast.strategy import progress
+from replicast.strategy.resuming import callbacks_of
+from replicast.supervisor.bars import with_its_loss
+from replicast.supervisor.lines import LineAssembler
 from tests.pool import Pool
 from tests.workers.recipes import arrays, perceptron
 from tests.workers.test_updates import replicas_of
@@ -52,14 +54,8 @@ def counts_on_the_bar(strategy: Any, run_dir: Path, length_is_known: bool) -> li
 class Every(keras.callbacks.Callback):
     """Has the bar drawn at every batch; Keras leaves out those that follow too soon."""
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        frame: Any = sys._getframe()
-        while not isinstance(frame.f_locals.get("callbacks"), keras.callbacks.CallbackList):
-            frame = frame.f_back
-        self.others = frame.f_locals["callbacks"].callbacks
-
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        for other in self.others:
+        for other in callbacks_of(self.model) or []:
             if isinstance(other, keras.callbacks.ProgbarLogger):
                 other.progbar.interval = -1.0
 
@@ -79,6 +75,26 @@ def test_the_bar_finds_the_length_of_an_epoch_that_was_restored_in_the_middle(
     counts, _ = pool2.run(counts_on_the_bar, tmp_path, False)
     assert counts[0] == [(count, "Unknown") for count in (5, 6, 7, 8)] + [(8, "8")]
     assert counts[1][-1] == (8, "8")
+
+
+@pytest.mark.parametrize("target", [100, None])
+@pytest.mark.parametrize("metrics", [[], [("accuracy", 0.5), ("loss", 2.30258)], [("loss", 1e-9)]])
+def test_the_launcher_knows_the_bar_of_this_keras_from_what_is_written_behind_it(
+    target: int | None, metrics: list[tuple[str, float]]
+) -> None:
+    bar = keras.utils.Progbar(target, interval=-1.0)
+    assembler = LineAssembler()
+    for count in (1, 37):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            bar.update(count, metrics)
+        assembler.feed(out.getvalue().encode())
+        drawn = assembler.partial
+        assert f"{count}/" in drawn
+        assert assembler.feed(b"2026-11-17: a log line\n") == ["2026-11-17: a log line"]
+        assert assembler.partial == drawn.rstrip()
+        assert [name for name, _ in metrics if f"{name}: " in with_its_loss(drawn, 68)] == [
+            n for n, _ in metrics
+        ]
 
 
 def test_batches_that_were_done_before_are_not_in_the_time_of_a_batch() -> None:

@@ -15,7 +15,7 @@ _COLOUR = r"(?:\x1b\[[0-9;]*m)*"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CELLS = re.compile(rf"{CELL}(?:{_COLOUR}{CELL})+")
 _COUNT = rf"{_COLOUR} *\d+/(?:\d+{_COLOUR} {_COLOUR}{CELL}(?:{_COLOUR}{CELL})*|Unknown){_COLOUR}"
-_TIME = rf" {_COLOUR}\d+(?:s|:\d\d(?::\d\d)?){_COLOUR} \d+(?:s|ms|us)/\w+"
+_TIME = rf" {_COLOUR}\d+(?:s|:\d\d(?::\d\d)?){_COLOUR} \d+(?:s|ms|us)/step"
 _NUMBER = r"(?:-?\d+\.\d{4}(?:e[+-]\d\d)?|nan|-?inf)"  # as many decimals on every line: the end is exact
 _BAR = re.compile(rf"(?P<bar>{_COUNT}{_TIME}(?: - [^:]+: {_NUMBER})*) *")
 
