@@ -321,7 +321,7 @@ def _defined(tree: ast.AST) -> set[str]:
             names |= {node.attr} if getattr(node.value, "id", "") == "self" else set()
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-    return names | {"_replicast_whole"}  # a mark of ours on a variable
+    return names
 
 
 def _inherited(tree: ast.AST) -> set[str]:
@@ -336,4 +336,5 @@ def _inherited(tree: ast.AST) -> set[str]:
 
 
 def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
+    """Whether a name is somebody's own; `_replicast_…` is a mark of ours on an object of theirs."""
+    return name.startswith("_") and not name.startswith(("__", "_replicast"))
