@@ -205,6 +205,7 @@ FIELDS = [
     PrivateApi(f"{STRATEGY}._cross_device_ops", "strategy/collectives.py", "transfers between devices"),
     PrivateApi(f"{STRATEGY}._host_cross_device_ops", "strategy/collectives.py", "transfers between hosts"),
     PrivateApi(f"{STRATEGY}._local_device_type", "strategy/strategy.py", "CPU or GPU"),
+    PrivateApi(f"{STRATEGY}._num_workers", "strategy/collectives.py", "whether there are other workers"),
     PrivateApi(f"{STRATEGY}._num_replicas_in_sync", "strategy/strategy.py", "the number of workers"),
     PrivateApi(f"{REDUCTION}._launchers", "strategy/collectives.py", "the list of launchers to replace"),
     PrivateApi(f"{LAUNCHER}._group_key", "strategy/collectives.py", "to make a launcher like it"),
