@@ -168,6 +168,58 @@ NAMES = [
     PrivateApi(f"{_ADAPTERS}.py_dataset_adapter.PyDatasetAdapter", "strategy/resuming.py", "a PyDataset"),
     PrivateApi(f"{_ADAPTERS}.tf_dataset_adapter.TFDatasetAdapter", "strategy/strategy.py", "a tf.data"),
     PrivateApi(
+        "tensorflow.python.distribute.values.MirroredVariable",
+        "strategy/replicated.py",
+        "the class of variables that are equal on all workers",
+    ),
+    PrivateApi(
+        "tensorflow.python.distribute.values.SyncOnReadVariable",
+        "strategy/replicated.py",
+        "the class of variables that each worker writes",
+    ),
+    PrivateApi(
+        "tensorflow.python.distribute.values.SyncOnReadVariable._update_replica",
+        "strategy/replicated.py",
+        "how a replica writes such a variable",
+    ),
+    PrivateApi(
+        "tensorflow.python.distribute.values.SyncOnReadVariable._get_cross_replica",
+        "strategy/replicated.py",
+        "how such a variable is read outside a step",
+    ),
+    PrivateApi(
+        "tensorflow.python.distribute.values.DistributedVariable._primary",
+        "strategy/replicated.py",
+        "the variable on this worker",
+    ),
+    PrivateApi(
+        "tensorflow.python.data.ops.iterator_ops.OwnedIterator",
+        "strategy/feeding.py",
+        "what iter(dataset) makes",
+    ),
+    PrivateApi(
+        "keras.src.backend.tensorflow.trainer.TensorFlowTrainer",
+        "strategy/caller.py",
+        "the class that has fit",
+    ),
+    PrivateApi("keras.src.saving.saving_lib", "strategy/caller.py", "to recognise its frames"),
+    PrivateApi("keras.Model._flatten_layers", "strategy/building.py", "all layers at any depth"),
+    PrivateApi("keras.callbacks.ModelCheckpoint._get_file_path", "strategy/callbacks.py", "where it writes"),
+    PrivateApi("keras.callbacks.ModelCheckpoint._save_model", "strategy/callbacks.py", "when it writes"),
+    PrivateApi(
+        "keras.Variable._initialize", "strategy/outside.py", "makes TensorFlow's variable behind one of Keras"
+    ),
+    PrivateApi(
+        f"{_EXTENDED}._container_strategy",
+        "strategy/collectives.py",
+        "the strategy that it is of",
+    ),
+    PrivateApi(
+        f"{_EXTENDED}._validate_colocate_with_variable",
+        "strategy/collectives.py",
+        "refuses an optimizer of another scope",
+    ),
+    PrivateApi(
         "keras.utils.Progbar._estimate_step_duration",
         "strategy/progress.py",
         "the time per batch that a progress bar shows",
@@ -178,6 +230,7 @@ NAMES = [
 
 ARRAYS, GENERATOR, PY_DATASET = "ArrayDataAdapter", "GeneratorDataAdapter", "PyDatasetAdapter"
 ITERATOR, STRATEGY, LAUNCHER = "EpochIterator", "Strategy.extended", "CollectiveReplicaLauncher"
+MODEL, BACKUP, MIRRORED = "keras.Model", "BackupAndRestore", "MirroredVariable"
 REDUCTION, OPTIMIZER, DATASET, SEEDED = "CollectiveAllReduce", "Optimizer", "Dataset", "Context"
 
 FIELDS = [
@@ -214,6 +267,11 @@ FIELDS = [
     PrivateApi(f"{LAUNCHER}._device", "strategy/collectives.py", "to make a launcher like it"),
     PrivateApi(f"{LAUNCHER}._options", "strategy/collectives.py", "to make a launcher like it"),
     PrivateApi(f"{OPTIMIZER}._distribution_strategy", "strategy/strategy.py", "in which scope it was made"),
+    PrivateApi(f"{STRATEGY}._task_id", "strategy/collectives.py", "which worker this is"),
+    PrivateApi(f"{MODEL}._compile_loss", "strategy/building.py", "whether Keras has built the loss"),
+    PrivateApi(f"{MODEL}._compile_metrics", "strategy/building.py", "whether Keras has built the metrics"),
+    PrivateApi(f"{BACKUP}._training_metadata_path", "strategy/callbacks.py", "where it notes the epoch"),
+    PrivateApi(f"{MIRRORED}._distribute_strategy", "strategy/replicated.py", "the strategy that made it"),
     PrivateApi(f"{DATASET}._variant_tensor", "strategy/feeding.py", "to make a dataset of our own class"),
     PrivateApi(f"{SEEDED}._rng", "strategy/seeds.py", "is another one when a seed is set again"),
 ]

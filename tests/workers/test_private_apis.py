@@ -71,6 +71,9 @@ def objects(strategy: Any) -> dict[str, Any]:
         private_apis.OPTIMIZER: model.optimizer,
         private_apis.DATASET: tf.data.Dataset.range(1),
         private_apis.SEEDED: context.context(),
+        private_apis.MODEL: model,
+        private_apis.BACKUP: keras.callbacks.BackupAndRestore("backup"),
+        private_apis.MIRRORED: model.trainable_variables[0].value,
     }
 
 
