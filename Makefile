@@ -1,14 +1,17 @@
 # The newcomer's two commands are `make demo` and `make test`; both prepare .venv on first use.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-oldest demo test test-long test-oldest lint format bench clean
+.PHONY: help setup setup-oldest setup-newest demo test test-long test-oldest test-newest lint format bench clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 STAMP := $(VENV)/.ready
 OLDEST_STAMP := $(OLDEST)/.ready
+NEWEST_STAMP := $(NEWEST)/.ready
 TENSORFLOW := tensorflow-cpu~=2.21.0
 OLDEST_PAIR := tensorflow-cpu~=2.20.0 keras==3.12.0
+NEWEST_TENSORFLOW := tensorflow-cpu>=2.22.0rc0,<2.23
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -30,6 +33,17 @@ $(OLDEST_STAMP): pyproject.toml
 	$(OLDEST)/bin/python -m pip install --quiet --editable '.[cpu,demo]' $(OLDEST_PAIR) --group dev
 	@touch $@
 
+setup-newest: $(NEWEST_STAMP)
+
+# A release candidate of TensorFlow requires keras-nightly, whose files lie where those of keras do.
+$(NEWEST_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(NEWEST)/bin/python -m pip install --quiet --editable '.[cpu,demo]' '$(NEWEST_TENSORFLOW)' --group dev
+	$(NEWEST)/bin/python -m pip uninstall --quiet --yes keras keras-nightly
+	$(NEWEST)/bin/python -m pip install --quiet --no-deps --upgrade keras
+	@touch $@
+
 demo: $(STAMP) ## Two local workers train; the screen shows what happens when one of them writes
 	$(VENV)/bin/replicast demo
 
@@ -41,6 +55,9 @@ test-long: $(STAMP) ## More of the same: restarts, examples, every training on t
 
 test-oldest: $(OLDEST_STAMP) ## The worker tests on the oldest supported TensorFlow and Keras
 	$(OLDEST)/bin/python -m pytest --numprocesses 2 --dist loadgroup tests/workers
+
+test-newest: $(NEWEST_STAMP) ## The worker tests on the newest TensorFlow, release candidates included, and the newest Keras
+	$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadgroup tests/workers
 
 .PHONY: soak
 soak: $(STAMP) ## Jobs with random faults for MINUTES=5 or until KILLS=20: what fired, and what was lost (SEED=… repeats a run)
@@ -60,4 +77,4 @@ bench: $(STAMP) ## Measure, interleaved in one run, and print ratios
 	$(VENV)/bin/python -m benchmarks
 
 clean: ## Remove what the other targets made
-	rm -rf $(VENV) $(OLDEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

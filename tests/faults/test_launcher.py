@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -129,7 +130,9 @@ def test_all_workers_end_well(launch: Launcher) -> None:
     code, out, err = launched.finish()
     assert code == 0
     assert out == "[worker 0] I am 0 ['--run-dir', 'mine', '--', '-n', '7']\n[worker 0] on stderr\n"
-    assert err == "replicast: 2 workers, attempt 0, logs in run/logs/attempt-0\n"
+    begins, ends = err.splitlines()
+    assert begins == "replicast: 2 workers, attempt 0, logs in run/logs/attempt-0"
+    assert re.fullmatch(r"replicast: finished: 2 workers, \d+\.\d s, logs in run/logs/attempt-0", ends)
     log = launched.directory / "run" / "logs" / "attempt-0" / "worker-1.log"
     assert log.read_text() == "I am 1 ['--run-dir', 'mine', '--', '-n', '7']\non stderr\n"
 
@@ -311,11 +314,31 @@ sys.exit(5 if rank == 1 and attempt < 2 else 0)
     assert "restart 1 of 3 because worker 1 failed (exit code 5); 2 left after it" in err
     assert "restart 2 of 3" in err
     assert "restart 3 of 3" not in err
+    assert "replicast: finished after 2 restarts: 2 workers, " in err
+    assert err.endswith(", logs in run/logs/attempt-2\n")
     logs = launched.directory / "run" / "logs"
     assert [(logs / f"attempt-{k}" / "worker-1.log").read_text() for k in range(3)] == [
         f"attempt {k}\n" for k in range(3)
     ]
     assert len({(launched.directory / f"config{k}-1").read_text() for k in range(3)}) == 3
+
+
+def test_the_last_step_of_a_job_is_in_its_closing_line(launch: Launcher) -> None:
+    script = """
+from replicast.runfiles import WorkerNote, write_worker_note
+for step, of_attempt in ((900, attempt - 1), (1200, attempt)):
+    note = WorkerNote(rank + attempt - of_attempt, os.getpid(), "host", step, of_attempt, 0.0, False, "")
+    write_worker_note(Path(os.environ["REPLICAST_RUN_DIR"]), note)
+"""
+    code, _, err = launch(script, "--run-dir", "run", workers=1).finish()
+    assert code == 0
+    assert "replicast: finished: 1 worker, step 1200, " in err
+
+
+def test_a_job_that_is_not_shown_ends_without_a_closing_line(launch: Launcher) -> None:
+    code, out, err = launch("print('hello')", "--tee", "none", "--run-dir", "run").finish()
+    assert (code, out) == (0, "")
+    assert err == "replicast: 2 workers, attempt 0, logs in run/logs/attempt-0\n"
 
 
 def test_when_no_restart_is_left_the_exit_code_is_the_last_failure_s(launch: Launcher) -> None:

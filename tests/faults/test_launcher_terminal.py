@@ -12,8 +12,11 @@ import termios
 import time
 from pathlib import Path
 
+import pytest
+
 from replicast.cli.checks import Verdict
 from replicast.cli.doctor import check_two_workers
+from replicast.supervisor.lines import without_colours
 
 DEADLINE_SECS = 60.0
 
@@ -27,8 +30,11 @@ print()
 """
 
 
-def on_a_terminal(command: list[str], directory: Path, columns: int) -> str:
-    """Runs a command with its output on a pseudo-terminal and returns every character it wrote."""
+def on_a_terminal(command: list[str], directory: Path, columns: int, awaited: str | None = None) -> str:
+    """Runs a command with its output on a pseudo-terminal and returns every character it wrote.
+
+    Once it has written what is awaited, there is a file `seen` in the directory.
+    """
     ours, theirs = os.openpty()
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environ = {name: value for name, value in os.environ.items() if name not in ("TF_CONFIG", "NO_COLOR")}
@@ -43,6 +49,8 @@ def on_a_terminal(command: list[str], directory: Path, columns: int) -> str:
                 written += os.read(ours, 65536)
             except OSError:  # The last writer left.
                 break
+            if awaited is not None and awaited in written.decode(errors="replace"):
+                (directory / "seen").touch()
         else:
             process.kill()
     os.close(ours)
@@ -61,6 +69,56 @@ def test_on_a_terminal_one_bar_moves_and_whole_lines_stand_above_it(tmp_path: Pa
     for drawn in written.replace("\r\n", "\r").split("\r"):
         if "10% of a bar" in drawn:
             assert len(drawn.replace("\x1b[K", "").replace(name, "[worker 0] ")) < 60
+
+
+BAR_AND_LOG = """
+import pathlib, sys, time
+bar = ""
+for batch in range(1, 101):
+    old = bar
+    bar = f"{batch:3}/100 {'━' * 20} 0s 8ms/step - accuracy: 0.1958 - loss: {1 / batch:.4f}"
+    print("\\b" * len(old) + "\\r" + bar, end="", flush=True)
+    if batch % 10 == 0:
+        print(f"log line at {batch}", file=sys.stderr, flush=True)
+    while batch == 50 and not pathlib.Path("seen").exists():
+        time.sleep(0.01)
+print("I0000 00:00:1794906723.829959    6554 coordination_service.cc:221] Initializing", file=sys.stderr)
+print("\\b" * len(bar) + "\\r" + bar + " - val_accuracy: 0.2000 - val_loss: 0.1000")
+"""
+
+
+def test_at_80_columns_the_bar_shows_the_loss_below_the_log_lines_that_come_meanwhile(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BAR_AND_LOG)
+    command = [sys.executable, "-m", "replicast.cli", "run", "-n", "1", "--run-dir", "run", "train.py"]
+    below = "log line at 50\r\n\x1b[36m[worker 0] \x1b[0m 50/100 "
+    bar = "━━━━━━━━━━━━━━ 0s 8ms/step - accuracy: 0.1958 - loss: 0.0200"
+    written = on_a_terminal(command, tmp_path, columns=80, awaited=below + bar)
+    lines = [without_colours(line).rpartition("\r")[2] for line in written.split("\r\n")]
+    logged = [line for line in lines if "log line" in line]
+    assert logged == [f"[worker 0] log line at {batch}" for batch in range(10, 101, 10)]
+    finished, last, end = lines[-3:]
+    assert finished == (
+        "[worker 0] 100/100 ━━━━━ 0s 8ms/step - accuracy: 0.1958 - loss: 0.0100 - val_accuracy: 0.2000 - "
+        "val_loss: 0.1000"
+    )
+    assert last.startswith("replicast: finished: 1 worker, ")
+    assert end == ""
+
+
+def test_what_tensorflow_says_for_information_is_in_the_log_only_unless_the_user_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("import tensorflow as tf; tf.constant(1); print('done')")
+    command = [sys.executable, "-m", "replicast.cli", "run", "--run-dir", "run", "train.py"]
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    quiet = on_a_terminal(command, tmp_path, columns=80)
+    log = (tmp_path / "run" / "logs" / "attempt-0" / "worker-0.log").read_text()
+    assert "done" in quiet
+    assert "cpu_feature_guard" in log
+    assert "cpu_feature_guard" not in quiet
+    assert "InitializeLog" not in quiet
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
+    assert "cpu_feature_guard" in on_a_terminal(command, tmp_path, columns=80)
 
 
 def test_two_real_workers_reduce_over_ports_that_the_launcher_holds() -> None:

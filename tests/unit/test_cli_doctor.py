@@ -42,8 +42,9 @@ def test_python(version: tuple[int, ...], verdict: Verdict) -> None:
         ({"tensorflow": "2.20.0"}, GOOD, ""),
         ({"tensorflow-cpu": "2.21.1"}, GOOD, ""),
         ({}, BROKEN, "pip install 'replicast[cpu]'"),
-        ({"tensorflow": "2.19.1"}, BROKEN, "pip install 'tensorflow>=2.20,<2.22'"),
-        ({"tensorflow-cpu": "2.22.0rc0"}, BROKEN, "pip install 'tensorflow-cpu>=2.20,<2.22'"),
+        ({"tensorflow-cpu": "2.22.0rc0"}, GOOD, ""),
+        ({"tensorflow": "2.19.1"}, BROKEN, "pip install 'tensorflow>=2.20,<2.23'"),
+        ({"tensorflow-cpu": "2.23.0rc0"}, BROKEN, "pip install 'tensorflow-cpu>=2.20,<2.23'"),
         ({"tensorflow": "2.21.0", "tensorflow-cpu": "2.21.0"}, BROKEN, "pip uninstall"),
     ],
 )
@@ -54,11 +55,19 @@ def test_tensorflow(versions: dict[str, str], verdict: Verdict, remedy: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("version", "verdict"),
-    [("3.12.0", GOOD), ("4.0", GOOD), ("3.11.3", BROKEN), ("2.15.0", BROKEN), (None, BROKEN)],
+    ("versions", "verdict"),
+    [
+        ({"keras": "3.12.0"}, GOOD),
+        ({"keras": "4.0"}, GOOD),
+        ({"keras-nightly": "3.16.0.dev2026102704"}, GOOD),
+        ({"keras": "3.11.3"}, BROKEN),
+        ({"keras": "2.15.0"}, BROKEN),
+        ({}, BROKEN),
+        ({"keras": "3.15.1", "keras-nightly": "3.16.0.dev2026102704"}, BROKEN),
+    ],
 )
-def test_keras(version: str | None, verdict: Verdict) -> None:
-    assert check_keras(version).verdict is verdict
+def test_keras(versions: dict[str, str], verdict: Verdict) -> None:
+    assert check_keras(versions).verdict is verdict
 
 
 @pytest.mark.parametrize(

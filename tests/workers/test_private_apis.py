@@ -1,4 +1,7 @@
-"""Every private API of TensorFlow and Keras that we rest on: these fail, by name, on the day one changes."""
+"""Every private API of TensorFlow and Keras that we rest on: on the day one changes, a test names it.
+
+The message says which API it is, which file of ours uses it and what we need of it: see `private_apis.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,49 +11,100 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from replicast.strategy import feeding, start_at_epoch
 from replicast.strategy.caller import keras_call, only_looks_at_shapes
+from replicast.strategy.resuming import _running_fit as running_fit
 from replicast.strategy.resuming import callbacks_of
 from tests.pool import Pool
+from tests.workers import private_apis
+from tests.workers.private_apis import LOCALS, PrivateApi
 from tests.workers.recipes import arrays, perceptron
 
 
 def parameters(function: Any) -> list[str]:
-    return list(inspect.signature(function).parameters)
+    return [*private_apis.parameters(function)]
 
 
-def test_coordination_service_calls() -> None:
+@pytest.mark.parametrize("api", private_apis.NAMES, ids=str)
+def test_a_private_function_or_class_is_where_it_was_and_is_called_as_it_was(api: PrivateApi) -> None:
+    try:
+        found = private_apis.resolved(api.name)
+    except (ImportError, AttributeError) as error:
+        pytest.fail(api.changed(error, "it is there"))
+    if api.parameters is not None:
+        now = private_apis.parameters(found)
+        assert now == api.parameters, api.changed(now, api.parameters)
+
+
+def objects(strategy: Any) -> dict[str, Any]:
+    """One object of each kind whose private fields we use."""
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+    from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+    from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
     from tensorflow.python.eager import context
 
-    kind = context.Context
-    assert parameters(kind.set_config_key_value) == ["self", "key", "value"]
-    assert parameters(kind.get_config_key_value) == ["self", "key", "timeout_in_ms"]
-    assert parameters(kind.abort_collective_ops) == ["self", "code", "message"]
-    assert parameters(context.global_seed) == []
+    class Noting(keras.callbacks.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.iterator = running_fit(self.model)[0]
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, number: int) -> Any:
+            return arrays(8)
+
+    noting, model = Noting(), perceptron(strategy)
+    model.fit(tf.data.Dataset.from_tensor_slices(arrays(8)).batch(4), verbose=0, callbacks=[noting])
+    tf.random.set_seed(1)
+    return {
+        private_apis.ARRAYS: ArrayDataAdapter(np.zeros((5, 2)), np.zeros(5), batch_size=2, shuffle="batch"),
+        private_apis.GENERATOR: GeneratorDataAdapter(iter([(np.zeros((3, 2)),)])),
+        private_apis.PY_DATASET: PyDatasetAdapter(Batches()),
+        private_apis.ITERATOR: noting.iterator,
+        private_apis.STRATEGY: strategy.extended,
+        private_apis.REDUCTION: strategy.extended._cross_device_ops,
+        private_apis.LAUNCHER: strategy.extended._cross_device_ops._launchers[0],
+        private_apis.OPTIMIZER: model.optimizer,
+        private_apis.DATASET: tf.data.Dataset.range(1),
+        private_apis.SEEDED: context.context(),
+        private_apis.MODEL: model,
+        private_apis.BACKUP: keras.callbacks.BackupAndRestore("backup"),
+        private_apis.MIRRORED: model.trainable_variables[0].value,
+    }
 
 
-def test_the_launcher_draws_its_keys_where_we_give_ours() -> None:
-    from tensorflow.python.distribute import cross_device_ops, cross_device_utils
-
-    launcher = cross_device_utils.CollectiveReplicaLauncher
-    fields = ["self", "group_key", "group_size", "collective_keys", "device", "options"]
-    assert parameters(launcher.__init__) == fields
-    source = inspect.getsource(launcher)
-    assert source.count("self._next_instance_key()") == 2, "a collective that draws its key elsewhere"
-    assert "_launchers" in inspect.getsource(cross_device_ops.CollectiveAllReduce.__init__)
+def missing_fields(strategy: Any) -> set[str]:
+    made = objects(strategy)
+    return {
+        api.name
+        for api in private_apis.FIELDS
+        if api.is_expected and not hasattr(made[api.name.rpartition(".")[0]], api.last)
+    }
 
 
-def test_the_class_behind_the_strategy_has_the_methods_that_we_replace() -> None:
-    from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
+def test_objects_have_the_private_fields_that_we_use(pool1: Pool) -> None:
+    missing = pool1.run(missing_fields)[0]
+    assert not missing, "".join(
+        api.changed("no such field", "a field") for api in private_apis.FIELDS if api.name in missing
+    )
 
-    assert parameters(CollectiveAllReduceExtended._use_merge_call) == ["self"]
-    reduce = CollectiveAllReduceExtended._replica_ctx_all_reduce
-    assert parameters(reduce) == ["self", "reduce_op", "value", "options"]
-    assert parameters(CollectiveAllReduceExtended._create_variable) == ["self", "next_creator", "kwargs"]
-    created = parameters(CollectiveAllReduceExtended.__init__)
-    assert created[:4] == ["self", "container_strategy", "cluster_resolver", "communication_options"]
+
+def test_every_private_api_that_we_use_is_known_here_and_used_where_it_may_be() -> None:
+    known = {part for api in private_apis.ALL for part in api.name.split(".")}
+    for name, file in private_apis.used():
+        assert name in known, f"src/replicast/{file} uses {name}: add it to {private_apis.__name__}"
+        assert file.startswith(private_apis.OURS), f"{name} in {file}: private APIs belong to the strategy"
+
+
+def test_a_transfer_draws_its_key_where_we_give_ours() -> None:
+    api = found_as("_next_instance_key")
+    source = inspect.getsource(private_apis.resolved(api.name.rpartition(".")[0]))
+    calls = source.count("self._next_instance_key()")
+    assert calls == 2, api.changed(f"{calls} places that draw a key", "all_reduce and _all_gather alone")
 
 
 def test_the_classes_of_variables_have_the_methods_that_we_replace() -> None:
@@ -106,35 +160,55 @@ def test_the_variable_behind_a_variable_of_keras_can_be_made_again() -> None:
 
 
 def test_a_variable_that_is_written_is_told_from_one_that_is_read() -> None:
-    from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
-
-    read, written = tf.Variable(1.0), tf.Variable(1.0)
+    api = found_as("get_read_write_resource_inputs")
+    tell, read, written = private_apis.resolved(api.name), tf.Variable(1.0), tf.Variable(1.0)
 
     @tf.function
     def both() -> None:
         written.assign(read + 1.0)
 
-    writes = [
-        get_read_write_resource_inputs(op)[1] for op in both.get_concrete_function().graph.get_operations()
-    ]
-    assert sum(len(handles) for handles in writes) == 1
+    writes = [tell(op)[1] for op in both.get_concrete_function().graph.get_operations()]
+    found = sum(len(handles) for handles in writes)
+    assert found == 1, api.changed(f"{found} writes", "1 write")
 
 
 def test_keras_gives_a_step_of_a_model_to_the_strategy_as_its_own_method() -> None:
-    source = inspect.getsource(keras.Model._make_function)
-    assert "self.distribute_strategy.run(step_function, args=(data,))" in source
-    assert "self._make_function(self.train_step)" in inspect.getsource(keras.Model.make_train_function)
+    api, source = LOCALS["step"], inspect.getsource(keras.Model._make_function)
+    assert "self.distribute_strategy.run(step_function, args=(data,))" in source, api.changed(source)
+    source = inspect.getsource(keras.Model.make_train_function)
+    assert "self._make_function(self.train_step)" in source, api.changed(source)
 
 
-def test_keras_fields_of_arrays_and_generators() -> None:
-    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-    from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+def test_keras_keeps_what_we_look_for_under_the_names_that_we_know() -> None:
+    names = inspect.unwrap(keras.Model.fit).__code__.co_varnames
+    for name in ("callbacks", "epoch_iterator", "initial_epoch"):
+        assert name in names, LOCALS["fit"].changed(names, name)
+    source = inspect.getsource(keras.Model.make_predict_function)
+    assert "def one_step_on_data_distributed(" in source, LOCALS["predict"].changed(source)
+    source = inspect.getsource(inspect.unwrap(keras.Model.fit))
+    assert "self._maybe_symbolic_build(iterator=epoch_iterator)" in source, LOCALS["build"].changed(source)
 
-    adapter = ArrayDataAdapter(np.zeros((5, 2)), np.zeros(5), batch_size=2, shuffle="batch")
-    assert (adapter._shuffle, adapter.batch_size) == ("batch", 2)
-    assert [part.shape for part in adapter._inputs] == [(5, 2), (5,)]
-    generator = GeneratorDataAdapter(iter([(np.zeros((3, 2)),)]))
-    assert generator._first_batches[0][0].shape == (3, 2)
+
+def test_keras_fields_of_arrays_and_generators_hold_what_they_held(pool1: Pool) -> None:
+    found = pool1.run(fields_of_adapters)[0]
+    for name, (value, expected) in found.items():
+        assert value == expected, found_as(name).changed(value, expected)
+
+
+def fields_of_adapters(strategy: Any) -> dict[str, tuple[Any, Any]]:
+    made = objects(strategy)
+    array, generator = made[private_apis.ARRAYS], made[private_apis.GENERATOR]
+    return {
+        "_shuffle": (array._shuffle, "batch"),
+        "batch_size": (array.batch_size, 2),
+        "_inputs": ([part.shape for part in array._inputs], [(5, 2), (5,)]),
+        "_first_batches": (generator._first_batches[0][0].shape, (3, 2)),
+    }
+
+
+def found_as(last: str) -> PrivateApi:
+    """The API whose name ends like this."""
+    return next(api for api in private_apis.ALL if api.last == last)
 
 
 class Spy(keras.callbacks.Callback):
@@ -168,7 +242,8 @@ def calls_seen(strategy: Any) -> list[Any]:
 
 def test_keras_asks_for_its_data_from_where_we_look(pool1: Pool) -> None:
     asked = pool1.run(calls_seen)[0]
-    assert asked == [("__init__", name) for name in ("fit", "fit", "evaluate", "predict")]
+    expected = [("__init__", name) for name in ("fit", "fit", "evaluate", "predict")]
+    assert asked == expected, LOCALS["data"].changed(asked, expected)
 
 
 def callbacks_found(strategy: Any) -> list[Any]:
@@ -190,7 +265,8 @@ def callbacks_found(strategy: Any) -> list[Any]:
 
 
 def test_the_callbacks_are_found_before_keras_calls_any(pool1: Pool) -> None:
-    assert pool1.run(callbacks_found)[0] == [("fit", "ArrayDataAdapter", ["Spy"])]
+    found, expected = pool1.run(callbacks_found)[0], [("fit", "ArrayDataAdapter", ["Spy"])]
+    assert found == expected, LOCALS["data"].changed(found, expected)
 
 
 def test_an_optimizer_names_what_it_remembers_after_the_weight_in_the_order_of_the_weights() -> None:
@@ -205,7 +281,8 @@ def test_an_optimizer_names_what_it_remembers_after_the_weight_in_the_order_of_t
         last = [variable.path.rpartition("/")[2] for variable in optimizer.variables]
         for kind in kinds:
             expected = [f"{weight.path.replace('/', '_')}_{kind}" for weight in weights]
-            assert [name for name in last if name in expected] == expected, type(optimizer).__name__
+            found = [name for name in last if name in expected]
+            assert found == expected, LOCALS["names"].changed(found, expected)
     assert keras.optimizers.Adagrad(initial_accumulator_value=0.25).initial_accumulator_value == 0.25
     adam = keras.optimizers.Adam()
     assert keras.optimizers.LossScaleOptimizer(adam).inner_optimizer is adam
@@ -236,7 +313,8 @@ def epochs_seen(strategy: Any) -> list[list[int]]:
 
 
 def test_fit_looks_for_its_first_epoch_after_the_beginning_of_training(pool1: Pool) -> None:
-    assert pool1.run(epochs_seen)[0] == [[2, 3], [0, 1, 2, 3]]
+    found, expected = pool1.run(epochs_seen)[0], [[2, 3], [0, 1, 2, 3]]
+    assert found == expected, private_apis.INITIAL_EPOCH.changed(found, expected)
 
 
 class Counted(keras.callbacks.Callback):
@@ -321,7 +399,8 @@ def test_keras_makes_two_iterators_an_epoch_where_it_knows_the_length_and_uses_t
     pool1: Pool,
 ) -> None:
     (found,) = pool1.run(iterators_made)
-    assert found == {"known": ([1, 3, 5], 6), "unknown": ([1, 2, 3], 3), "none": ([1, 1, 1], 1)}
+    expected = {"known": ([1, 3, 5], 6), "unknown": ([1, 2, 3], 3), "none": ([1, 1, 1], 1)}
+    assert found == expected, LOCALS["iterators"].changed(found, expected)
 
 
 def test_a_callback_that_is_added_to_those_of_a_running_fit_is_called_last() -> None:
@@ -346,14 +425,9 @@ def test_a_callback_that_is_added_to_those_of_a_running_fit_is_called_last() -> 
     model.compile("sgd", "mse")
     callbacks = [Speaking("first", adds=Speaking("added")), Speaking("second")]
     model.fit(np.zeros((4, 2)), np.zeros((4, 1)), verbose=0, callbacks=callbacks)
-    assert said == [
-        "first begins",
-        "second begins",
-        "added begins",
-        "first ends",
-        "second ends",
-        "added ends",
-    ]
+    names = ("first", "second", "added")
+    expected = [f"{name} {what}" for what in ("begins", "ends") for name in names]
+    assert said == expected, LOCALS["order"].changed(said, expected)
     assert callbacks_of(model) is None
 
 

@@ -119,6 +119,17 @@ class Reshuffled(keras.utils.PyDataset):
         self._order = self._random.permutation(10)
 
 
+class Fixed(keras.utils.PyDataset):
+    """Ten rows that are the same in every epoch."""
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __getitem__(self, number: int) -> Any:
+        rows = np.arange(2 * number, 2 * number + 2)
+        return rows[:, None].astype("float32"), rows
+
+
 def generated(count: int | None) -> Iterator[Any]:
     draws, number = np.random.default_rng(9), 0
     while number != count:
@@ -158,6 +169,7 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "generator": lambda: {"x": generated(8)},
     "reshuffled": lambda: {"x": Reshuffled(), "shuffle": False},
     "reshuffled, batches shuffled": lambda: {"x": Reshuffled()},
+    "batches shuffled, short epochs": lambda: {"x": Fixed(), "steps_per_epoch": 3},
     "divided by TensorFlow": lambda: {"x": undivided(rows().batch(2))},
 }
 

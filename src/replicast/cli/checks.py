@@ -20,7 +20,7 @@ from replicast.supervisor.machine import Machine, this_machine
 from replicast.supervisor.ports import hold_free_ports, hold_ports
 
 OLDEST_PYTHON = (3, 11)
-OLDEST_TENSORFLOW, FIRST_UNSUPPORTED_TENSORFLOW = (2, 20), (2, 22)
+OLDEST_TENSORFLOW, FIRST_UNSUPPORTED_TENSORFLOW = (2, 20), (2, 23)
 OLDEST_KERAS = (3, 12)
 _INSTALL = "pip install 'replicast[cpu]' (no GPU) or 'replicast[tensorflow]'"
 _SHARED_MEMORY = Path("/dev/shm")
@@ -58,7 +58,7 @@ def all_checks(environ: Mapping[str, str]) -> list[Check]:
     checks = [
         check_python(sys.version_info[:3]),
         check_tensorflow(_installed("tensorflow", "tensorflow-cpu")),
-        check_keras(_installed("keras").get("keras")),
+        check_keras(_installed("keras", "keras-nightly")),
         check_backend(environ),
     ]
     checks += check_cluster(environ)
@@ -97,15 +97,28 @@ def check_tensorflow(versions: Mapping[str, str]) -> Check:
     (name, version), *_ = versions.items()
     if not OLDEST_TENSORFLOW <= release(version) < FIRST_UNSUPPORTED_TENSORFLOW:
         return Check(
-            "TensorFlow", Verdict.BROKEN, f"{found}: not supported", f"pip install '{name}>=2.20,<2.22'"
+            "TensorFlow", Verdict.BROKEN, f"{found}: not supported", f"pip install '{name}>=2.20,<2.23'"
         )
     return Check("TensorFlow", Verdict.GOOD, found)
 
 
-def check_keras(version: str | None) -> Check:
-    """Keras 3, new enough."""
-    if version is None:
+def check_keras(versions: Mapping[str, str]) -> Check:
+    """Keras 3, new enough, and one copy of it: release candidates of TensorFlow bring another one.
+
+    Args:
+        versions: What is installed of `keras` and `keras-nightly`.
+    """
+    if not versions:
         return Check("Keras", Verdict.BROKEN, "not installed", "pip install 'keras>=3.12'")
+    if len(versions) > 1:
+        found = " and ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+        return Check(
+            "Keras",
+            Verdict.BROKEN,
+            f"{found}: two copies of the same files",
+            "pip uninstall -y keras keras-nightly, then pip install --no-deps keras",
+        )
+    (version,) = versions.values()
     if release(version) < OLDEST_KERAS:
         return Check("Keras", Verdict.BROKEN, f"{version}: too old", "pip install 'keras>=3.12'")
     return Check("Keras", Verdict.GOOD, version)

@@ -100,8 +100,9 @@ def run(
     """Start the workers of a job on this machine and watch over them.
 
     Every worker runs PROGRAM with its ARGUMENTS and finds TF_CONFIG, RANK, WORLD_SIZE and LOCAL_RANK in its
-    environment. All output is kept in log files. When a worker fails, the others are stopped, and the first
-    to fail is named. Where TF_CONFIG is already set, this machine runs the one worker it describes.
+    environment. All output is kept in log files. The screen leaves out what TensorFlow logs for information;
+    set TF_CPP_MIN_LOG_LEVEL, to 0 for instance, to see it. When a worker fails, the others are stopped, and
+    the first to fail is named. Where TF_CONFIG is already set, this machine runs the one worker it describes.
 
     \b
     Examples:

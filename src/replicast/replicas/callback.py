@@ -11,6 +11,7 @@ import keras
 from replicast.errors import NotSupported
 from replicast.replicas.position import Fit, Position
 from replicast.strategy import start_at_epoch
+from replicast.strategy.progress import count_done_batches
 from replicast.strategy.resuming import ResumedEpoch, callbacks_of, go_on, pass_over
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ class BoundaryCallback(keras.callbacks.Callback):
             )
             others.append(self._last_of_all)
         self._resumed_epoch = go_on(self.model, self._resumed.epoch, self._resumed.batch, self._warn)
+        if others is not None and self._resumed_epoch.done:
+            count_done_batches(others, called_with, self._resumed.epoch, self._resumed_epoch.done)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes the epoch."""

@@ -44,11 +44,23 @@ class Lengths:
 
 
 class ResumedEpoch:
-    """The epoch that `fit` begins with: it has only the batches that are left of it."""
+    """The epoch that `fit` begins with: it has only the batches that are left of it.
 
-    def __init__(self, iterator: EpochIterator | None = None, steps_per_epoch: int | None = None) -> None:
+    Attributes:
+        done: How many batches of it are not done again.
+    """
+
+    def __init__(
+        self,
+        iterator: EpochIterator | None = None,
+        steps_per_epoch: int | None = None,
+        done: int = 0,
+        uncounted: int = 0,
+    ) -> None:
         self._iterator = iterator
         self._steps_per_epoch = steps_per_epoch
+        self._uncounted = uncounted
+        self.done = done
 
     def ended(self) -> None:
         """The epochs after it are whole again. To be called in `on_epoch_end`."""
@@ -56,6 +68,8 @@ class ResumedEpoch:
             self._iterator.steps_per_epoch = self._steps_per_epoch
             if self._steps_per_epoch is None:  # what Keras counted is the rest of a pass, not a pass
                 self._iterator._num_batches = self._iterator.data_adapter.num_batches
+            if self._uncounted:
+                self._iterator.data_adapter._epoch += self._uncounted
         self._iterator = None
 
 
@@ -215,8 +229,7 @@ def _position(
         )
         batch = of_epoch - 1
     place = place_of(epochs, batch, lengths)
-    if isinstance(adapter, PyDatasetAdapter):
-        _repeat_epochs(adapter, epochs, lengths)
+    uncounted = _repeat_epochs(adapter, epochs, lengths) if isinstance(adapter, PyDatasetAdapter) else 0
     if _must_be_read(iterator):
         whole = None if steps is None else _up_to_executions(steps, lengths.execution)
         current, used, complete = read_to(lambda: iter(data), epochs, batch, whole)
@@ -233,7 +246,7 @@ def _position(
     iterator._steps_seen = used
     # As long as steps_per_epoch is set, Keras uses the iterator that is there, and so many batches of it.
     iterator.steps_per_epoch = sys.maxsize if of_epoch is None else of_epoch - batch
-    return ResumedEpoch(iterator, steps)
+    return ResumedEpoch(iterator, steps, batch, uncounted)
 
 
 def _use_up(iterator: EpochIterator, epochs: int, lengths: Lengths) -> None:
@@ -285,10 +298,14 @@ def _opened_at(data: Any, place: Place) -> Iterator[Any]:
     return current
 
 
-def _repeat_epochs(adapter: PyDatasetAdapter, epochs: int, lengths: Lengths) -> None:
+def _repeat_epochs(adapter: PyDatasetAdapter, epochs: int, lengths: Lengths) -> int:
     """Calls what Keras called in the epochs before, and draws the orders of batches that it drew.
 
-    Not the adapter's own methods, which would start threads that read ahead.
+    Not the adapter's own methods, which would start threads that read ahead. Keras 3.16 draws an order from
+    the number of the epoch that first reads it, which the adapter counts.
+
+    Returns:
+        How many epochs the adapter has still to count, once the pass that goes on has its order.
     """
     begins = [place_of(epoch, 0, lengths).batches == 0 for epoch in range(epochs + 1)]
     orders = sum(begins) - 1  # the pass that goes on draws its own, when it is read
@@ -296,8 +313,13 @@ def _repeat_epochs(adapter: PyDatasetAdapter, epochs: int, lengths: Lengths) -> 
         adapter.py_dataset.on_epoch_begin()
         if begins_pass and orders > 0 and adapter.shuffle and lengths.data is not None:
             orders -= 1
-            random.shuffle([*range(lengths.data)])
+            random.shuffle([*range(lengths.data)])  # what Keras 3.16 does not look at
         adapter.py_dataset.on_epoch_end()
+    if not hasattr(adapter, "_epoch"):
+        return 0
+    read_first = max(epoch for epoch, begins_pass in enumerate(begins) if begins_pass)
+    adapter._epoch += read_first
+    return epochs - read_first
 
 
 def callbacks_of(model: keras.Model) -> list[keras.callbacks.Callback] | None:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from replicast.config import FAILED_BECAUSE_OF_ANOTHER, TOLD_TO_END
+from replicast.supervisor.chatter import wants_chatter
 from replicast.supervisor.interruptions import STOP_SIGNALS, Interruptions
 from replicast.supervisor.output import Output
 from replicast.supervisor.plan import WorkerPlan
@@ -131,7 +132,8 @@ class Group:
             teed = self._screen if plan.rank in self._tee else None
             live = teed is not None and plan.rank == self._screen.live_rank
             columns = self._screen.columns_for_live_worker() if live else None
-            output = Output(plan.rank, plan.log, screen=teed, columns=columns)
+            chatter = wants_chatter(environ)
+            output = Output(plan.rank, plan.log, screen=teed, columns=columns, chatter=chatter)
             try:
                 worker = Worker(plan, output, environ)
             except BaseException:

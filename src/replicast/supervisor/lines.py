@@ -1,13 +1,16 @@
 """Turns the bytes of a worker into the lines that a terminal would show. Pure; knows no screen.
 
 Progress bars rewrite their line with carriage returns and backspaces. A line of ours is what such a line
-looks like in the end, and the unfinished last one is what it looks like now.
+looks like in the end, and the unfinished last one is what it looks like now. What is written behind a bar of
+Keras is a line of its own, and the bar stays the unfinished one until it is drawn again.
 """
 
 from __future__ import annotations
 
 import codecs
 import re
+
+from replicast.supervisor.bars import torn
 
 _LONGEST_UNFINISHED = 65536
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_]|[()][0-9A-Za-z])")
@@ -23,23 +26,42 @@ class LineAssembler:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._unfinished = ""
+        self._bar = ""
+        """A bar that other lines were written behind, while it waits to be drawn again."""
 
     def feed(self, data: bytes) -> list[str]:
         """Takes the next bytes and returns the lines that they complete."""
         *complete, rest = (self._unfinished + self._decoder.decode(data)).split("\n")
+        lines = [self._completed(line) for line in complete]
+        self._forget_bar_if_redrawn(rest)
         self._unfinished = _last_rewrite(rest)[-_LONGEST_UNFINISHED:]
-        return [as_shown(line) for line in complete]
+        return lines
 
     def finish(self) -> list[str]:
         """Returns what is left when nothing more will come."""
         rest = self._unfinished + self._decoder.decode(b"", final=True)
         self._unfinished = ""
-        return [as_shown(rest)] if rest else []
+        return list(torn(as_shown(rest)) or [as_shown(rest)]) if rest else []
 
     @property
     def partial(self) -> str:
         """How the unfinished line looks now."""
-        return as_shown(self._unfinished)
+        shown = as_shown(self._unfinished)
+        bar_and_text = torn(shown)
+        return self._bar or (shown if bar_and_text is None else bar_and_text[0])
+
+    def _completed(self, line: str) -> str:
+        self._forget_bar_if_redrawn(line)
+        shown = as_shown(line)
+        bar_and_text = torn(shown)
+        if bar_and_text is None:
+            return shown
+        self._bar, text = bar_and_text
+        return text
+
+    def _forget_bar_if_redrawn(self, line: str) -> None:
+        if "\r" in line or "\b" in line:
+            self._bar = ""
 
 
 def as_shown(line: str) -> str:

@@ -10,6 +10,7 @@ import termios
 from collections import deque
 from pathlib import Path
 
+from replicast.supervisor.chatter import is_chatter
 from replicast.supervisor.lines import LineAssembler
 from replicast.supervisor.screen import Screen
 
@@ -28,18 +29,22 @@ class Output:
         log: The file that gets every byte.
         screen: Where its lines are shown; None when only the log gets them.
         columns: The width of the pseudo-terminal to give the worker; None gives it a pipe.
+        chatter: Whether TensorFlow's chatter is shown too; it is in the log in any case.
 
     Attributes:
         writing_end: What the worker gets as standard output and error; closed by `hand_over`.
         reading_end: What to watch and read.
-        tail: The last lines.
+        tail: The last lines of those that are shown.
         at_end: Whether the last writer has left.
         is_terminal: Whether the worker writes to a pseudo-terminal.
     """
 
-    def __init__(self, rank: int, log: Path, *, screen: Screen | None, columns: int | None) -> None:
+    def __init__(
+        self, rank: int, log: Path, *, screen: Screen | None, columns: int | None, chatter: bool = True
+    ) -> None:
         self._rank = rank
         self._screen = screen
+        self._chatter = chatter
         self._assembler = LineAssembler()
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.at_end = False
@@ -82,10 +87,7 @@ class Output:
             self.at_end = True
             return 0
         self._keep(data)
-        lines = self._assembler.feed(data)
-        self.tail.extend(lines)
-        if self._screen is not None:
-            self._screen.show(self._rank, lines, self._assembler.partial)
+        self._show(self._assembler.feed(data), self._assembler.partial)
         return len(data)
 
     def close(self) -> None:
@@ -97,14 +99,20 @@ class Output:
         taken = 0
         while taken < _HELD_AT_MOST and (count := self.pump()):
             taken += count
-        rest = self._assembler.finish()
-        self.tail.extend(rest)
-        if self._screen is not None:
-            self._screen.show(self._rank, rest)
+        self._show(self._assembler.finish())
         os.close(self.reading_end)
         if self.writing_end >= 0:
             self.hand_over()
         self._log.close()
+
+    def _show(self, lines: list[str], partial: str = "") -> None:
+        shown = [line for line in lines if self._is_shown(line)]
+        self.tail.extend(shown)
+        if self._screen is not None:
+            self._screen.show(self._rank, shown, partial if self._is_shown(partial) else "")
+
+    def _is_shown(self, line: str) -> bool:
+        return self._chatter or not is_chatter(line)
 
     def _keep(self, data: bytes) -> None:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What the launcher says about a group that failed: who was first, how, and the end of that worker's log."""
+"""What the launcher says about how a group ended: who failed first, how, and the end of that worker's log."""
 
 from __future__ import annotations
 
@@ -58,6 +58,21 @@ def restart_line(end: GroupEnd, restart: int, max_restarts: int) -> str:
     failure = end.first_failure
     why = f" because worker {failure.rank} failed ({failure.how})" if failure is not None else ""
     return f"replicast: restart {restart} of {max_restarts}{why}; {max_restarts - restart} left after it"
+
+
+def finished_line(who: str, *, step: int | None, secs: float, restarts: int, logs: Path) -> str:
+    """One line: all went well.
+
+    Args:
+        who: The workers, in words.
+        step: The last step; None if the job told nobody.
+        secs: How long all attempts took together.
+        restarts: How many restarts it took.
+        logs: Where the logs of the last attempt are.
+    """
+    after = f" after {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
+    facts = [who, *([] if step is None else [f"step {step}"]), duration(secs)]
+    return f"replicast: finished{after}: {', '.join(facts)}, logs in {short_path(logs)}"
 
 
 def interruption_line(signum: signal.Signals, end: GroupEnd) -> str:

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Mapping
 from typing import TextIO
 
+from replicast.supervisor.bars import CELL, with_its_loss, with_shorter_bar
 from replicast.supervisor.lines import cropped, without_colours
 from replicast.supervisor.outlet import Outlet
 
@@ -44,7 +45,7 @@ class Screen:
         if rank == self.live_rank:
             self._partial = partial
         if lines or rank == self.live_rank:
-            shown = [f"{self._prefix(rank)}{self._painted(line)}" for line in lines]
+            shown = [f"{self._prefix(rank)}{self._painted(self._fitted(line))}" for line in lines]
             self._out.put(shown, self._drawn_partial())
 
     def tell(self, message: str) -> None:
@@ -67,7 +68,13 @@ class Screen:
         if not self._partial or self.live_rank is None:
             return ""
         room = self.columns_for_live_worker() - 1
-        return self._prefix(self.live_rank) + self._painted(cropped(self._partial, room))
+        return self._prefix(self.live_rank) + self._painted(cropped(with_its_loss(self._partial, room), room))
+
+    def _fitted(self, line: str) -> str:
+        """On a terminal, a wide bar makes room for its text. All else of a finished line is shown."""
+        if self.live_rank is None or CELL not in line:
+            return line
+        return with_shorter_bar(line, self.columns_for_live_worker())
 
     def _prefix(self, rank: int) -> str:
         if not self._colour:

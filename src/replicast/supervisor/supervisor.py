@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +13,12 @@ from replicast.config import TOLD_TO_END
 from replicast.supervisor.group import Group, GroupEnd, Patience
 from replicast.supervisor.interruptions import Interruptions
 from replicast.supervisor.machine import this_machine
-from replicast.supervisor.plan import Job, absent_workers, check_job, plan_workers
+from replicast.supervisor.plan import Job, absent_workers, check_job, log_path, plan_workers
 from replicast.supervisor.ports import HeldPorts, hold_free_ports, hold_ports
 from replicast.supervisor.report import (
     absent_line,
     failure_line,
+    finished_line,
     interruption_line,
     others_line,
     restart_line,
@@ -59,6 +61,7 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
     Raises:
         ReplicastError: The job was refused before anything was started.
     """
+    began = time.monotonic()
     check_job(job)
     absent = absent_workers(job, environ)
     with (
@@ -71,8 +74,18 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
         first_attempt = next_attempt(settings.log_dir, job.ranks)
         restarts = 0
         while True:
-            end = _run_attempt(job, settings, first_attempt + restarts, screen, interruptions, environ)
+            attempt = first_attempt + restarts
+            end = _run_attempt(job, settings, attempt, screen, interruptions, environ)
             _report(end, screen)
+            if exit_code(end) == 0 and settings.tee:
+                finished = finished_line(
+                    _who(job),
+                    step=_last_step(settings.run_dir, attempt),
+                    secs=time.monotonic() - began,
+                    restarts=restarts,
+                    logs=log_path(settings.log_dir, attempt, job.ranks[0]).parent,
+                )
+                screen.tell(finished)
             if not _may_restart(end) or restarts == settings.max_restarts:
                 return exit_code(end)
             restarts += 1
@@ -137,6 +150,13 @@ def _who(job: Job) -> str:
         return f"{job.workers} workers"
     ranks = ", ".join(str(rank) for rank in job.ranks)
     return f"{'workers' if job.workers > 1 else 'worker'} {ranks} of {job.world_size}"
+
+
+def _last_step(run_dir: Path, attempt: int) -> int | None:
+    """The last step of an attempt; None when its workers keep no notes, as in a job without Replicas."""
+    from replicast.runfiles import read_worker_notes  # Brings numpy, which nothing else here needs.
+
+    return max((note.step for note in read_worker_notes(run_dir) if note.attempt == attempt), default=None)
 
 
 def _report(end: GroupEnd, screen: Screen) -> None:

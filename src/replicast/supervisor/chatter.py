@@ -1,0 +1,37 @@
+"""Which lines of a worker's output are only information of TensorFlow's C++ code. Pure.
+
+The screen leaves them out; a worker's log has every line. Warnings and errors are never among them, except
+for a few that every start of a healthy job prints.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+_LOGGED = re.compile(
+    r"(?:(?P<absl>[IWEF])\d{4} \d\d:\d\d:\d+\.\d+ +\d+|"
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: (?P<tensorflow>[IWEF]))"
+    r" \S+\.(?:cc|cpp|c|h|inc):\d+\] "  # not .py: such lines are the script's own
+)
+_AT_EVERY_START = re.compile(r"Unable to register cu\w+ factory|computation placer already registered")
+_WITHOUT_LEVEL = re.compile(
+    r"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR|"
+    r"To enable the following instructions: .* rebuild TensorFlow with the appropriate compiler flags\.|"
+    r"/job:\w+/replica:\d+/task:\d+"  # one of those that have yet to connect
+)
+
+
+def is_chatter(line: str) -> bool:
+    """Whether a line is information of TensorFlow's C++ code."""
+    logged = _LOGGED.match(line)
+    if logged is None:
+        return _WITHOUT_LEVEL.fullmatch(line) is not None
+    level = logged["absl"] or logged["tensorflow"]
+    return level == "I" or (level != "F" and _AT_EVERY_START.match(line, logged.end()) is not None)
+
+
+def wants_chatter(environ: Mapping[str, str]) -> bool:
+    """Whether the user has chosen how much TensorFlow says: then all that it says is shown."""
+    return _LOG_LEVEL in environ

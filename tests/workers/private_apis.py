@@ -1,0 +1,399 @@
+"""The private APIs of TensorFlow and Keras that we rest on: what each is, who uses it, and what for.
+
+`test_private_apis.py` looks whether they are as described here, and whether any is used that is not.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import replicast
+from replicast.cli.checks import release
+
+SOURCE = Path(replicast.__file__).parent
+OURS = ("strategy", "coordination.py")
+"""Where private APIs may be used."""
+NOT_PRIVATE = frozenset({"_exit", "_getframe", "_replace"})
+"""Names with an underscore that Python documents."""
+
+
+@dataclass(frozen=True)
+class PrivateApi:
+    """One private API.
+
+    Attributes:
+        name: Its full name; or, of a field, where it is found.
+        used_in: The file of ours that uses it.
+        needed: What we need of it.
+        parameters: What it is called with; None if it is not called, or not by us.
+        since_keras: The version of Keras that has it; all that we support if empty.
+    """
+
+    name: str
+    used_in: str
+    needed: str
+    parameters: tuple[str, ...] | None = None
+    since_keras: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether this version of Keras has it."""
+        return release(keras.__version__) >= self.since_keras
+
+    @property
+    def last(self) -> str:
+        """The last part of its name."""
+        return self.name.rpartition(".")[2]
+
+    def changed(self, found: object, expected: object = "as it was") -> str:
+        """What to say when it is not as we need it."""
+        return (
+            f"\n{self.name} has changed.\n"
+            f"  versions: TensorFlow {tf.__version__}, Keras {keras.__version__}\n"
+            f"  used in:  src/replicast/{self.used_in}\n"
+            f"  we need:  {self.needed}\n"
+            f"  expected: {expected}\n"
+            f"  found:    {found}"
+        )
+
+
+_CONTEXT = "tensorflow.python.eager.context"
+_LAUNCHER = "tensorflow.python.distribute.cross_device_utils.CollectiveReplicaLauncher"
+_EXTENDED = "tensorflow.python.distribute.collective_all_reduce_strategy.CollectiveAllReduceExtended"
+_ADAPTERS = "keras.src.trainers.data_adapters"
+_ITERATOR = "keras.src.trainers.epoch_iterator.EpochIterator"
+_SEND = ("self", "input_tensor", "control_input", "options")
+
+NAMES = [
+    PrivateApi(
+        f"{_CONTEXT}.Context.set_config_key_value",
+        "coordination.py",
+        "writes a key of the coordination service unless it is there",
+        ("self", "key", "value"),
+    ),
+    PrivateApi(
+        f"{_CONTEXT}.Context.get_config_key_value",
+        "coordination.py",
+        "waits for a key, at most so many milliseconds",
+        ("self", "key", "timeout_in_ms"),
+    ),
+    PrivateApi(
+        f"{_CONTEXT}.Context.delete_config_key_value", "coordination.py", "removes a key", ("self", "key")
+    ),
+    PrivateApi(
+        f"{_CONTEXT}.Context.abort_collective_ops",
+        "coordination.py",
+        "ends transfers that wait for a worker that has failed",
+        ("self", "code", "message"),
+    ),
+    PrivateApi(f"{_CONTEXT}.context", "coordination.py", "the context of this process", ()),
+    PrivateApi(f"{_CONTEXT}.global_seed", "strategy/seeds.py", "the seed that the user has set", ()),
+    PrivateApi(
+        f"{_LAUNCHER}.__init__",
+        "strategy/collectives.py",
+        "makes a launcher like another one",
+        ("self", "group_key", "group_size", "collective_keys", "device", "options"),
+    ),
+    PrivateApi(
+        f"{_LAUNCHER}.all_reduce",
+        "strategy/collectives.py",
+        "starts every dense transfer, and is given its tensor first",
+        _SEND,
+    ),
+    PrivateApi(
+        f"{_LAUNCHER}._all_gather",
+        "strategy/collectives.py",
+        "starts every sparse transfer, and is given its tensor first",
+        ("self", "input_tensor", "options"),
+    ),
+    PrivateApi(
+        f"{_LAUNCHER}._next_instance_key",
+        "strategy/collectives.py",
+        "is where a transfer draws its key",
+        ("self",),
+    ),
+    PrivateApi(
+        f"{_EXTENDED}.__init__",
+        "strategy/collectives.py",
+        "makes what is behind MultiWorkerMirroredStrategy",
+        ("self", "container_strategy", "cluster_resolver", "communication_options", "devices"),
+    ),
+    PrivateApi(
+        f"{_EXTENDED}._use_merge_call",
+        "strategy/collectives.py",
+        "says whether optimizers merge replicas, which they cannot inside tf.cond",
+        ("self",),
+    ),
+    PrivateApi(
+        f"{_EXTENDED}._create_variable",
+        "strategy/collectives.py",
+        "makes every variable of the scope",
+        ("self", "next_creator", "kwargs"),
+    ),
+    PrivateApi(
+        f"{_EXTENDED}._get_variable_creator_initial_value",
+        "strategy/collectives.py",
+        "broadcasts worker 0's initial value",
+        ("self", "replica_id", "device", "primary_var", "kwargs"),
+    ),
+    PrivateApi(
+        f"{_EXTENDED}._replica_ctx_all_reduce",
+        "strategy/collectives.py",
+        "is how an optimizer sums its gradients",
+        ("self", "reduce_op", "value", "options"),
+    ),
+    PrivateApi(
+        "tensorflow.python.framework.auto_control_deps_utils.get_read_write_resource_inputs",
+        "strategy/writes.py",
+        "tells which variables an operation writes",
+        ("op",),
+    ),
+    PrivateApi(_ITERATOR, "strategy/caller.py", "its constructor asks a strategy for the data of a call"),
+    PrivateApi(f"{_ADAPTERS}.array_data_adapter.ArrayDataAdapter", "strategy/strategy.py", "holds arrays"),
+    PrivateApi(
+        f"{_ADAPTERS}.generator_data_adapter.GeneratorDataAdapter", "strategy/resuming.py", "a generator"
+    ),
+    PrivateApi(f"{_ADAPTERS}.py_dataset_adapter.PyDatasetAdapter", "strategy/resuming.py", "a PyDataset"),
+    PrivateApi(f"{_ADAPTERS}.tf_dataset_adapter.TFDatasetAdapter", "strategy/strategy.py", "a tf.data"),
+    PrivateApi(
+        "tensorflow.python.distribute.values.MirroredVariable",
+        "strategy/replicated.py",
+        "the class of variables that are equal on all workers",
+    ),
+    PrivateApi(
+        "tensorflow.python.distribute.values.SyncOnReadVariable",
+        "strategy/replicated.py",
+        "the class of variables that each worker writes",
+    ),
+    PrivateApi(
+        "tensorflow.python.distribute.values.SyncOnReadVariable._update_replica",
+        "strategy/replicated.py",
+        "how a replica writes such a variable",
+    ),
+    PrivateApi(
+        "tensorflow.python.distribute.values.SyncOnReadVariable._get_cross_replica",
+        "strategy/replicated.py",
+        "how such a variable is read outside a step",
+    ),
+    PrivateApi(
+        "tensorflow.python.distribute.values.DistributedVariable._primary",
+        "strategy/replicated.py",
+        "the variable on this worker",
+    ),
+    PrivateApi(
+        "tensorflow.python.data.ops.iterator_ops.OwnedIterator",
+        "strategy/feeding.py",
+        "what iter(dataset) makes",
+    ),
+    PrivateApi(
+        "keras.src.backend.tensorflow.trainer.TensorFlowTrainer",
+        "strategy/caller.py",
+        "the class that has fit",
+    ),
+    PrivateApi("keras.src.saving.saving_lib", "strategy/caller.py", "to recognise its frames"),
+    PrivateApi("keras.Model._flatten_layers", "strategy/building.py", "all layers at any depth"),
+    PrivateApi("keras.callbacks.ModelCheckpoint._get_file_path", "strategy/callbacks.py", "where it writes"),
+    PrivateApi("keras.callbacks.ModelCheckpoint._save_model", "strategy/callbacks.py", "when it writes"),
+    PrivateApi(
+        "keras.Variable._initialize", "strategy/outside.py", "makes TensorFlow's variable behind one of Keras"
+    ),
+    PrivateApi(
+        f"{_EXTENDED}._container_strategy",
+        "strategy/collectives.py",
+        "the strategy that it is of",
+    ),
+    PrivateApi(
+        f"{_EXTENDED}._validate_colocate_with_variable",
+        "strategy/collectives.py",
+        "refuses an optimizer of another scope",
+    ),
+    PrivateApi(
+        "keras.utils.Progbar._estimate_step_duration",
+        "strategy/progress.py",
+        "the time per batch that a progress bar shows",
+        ("self", "current", "now"),
+    ),
+]
+"""Functions and classes, by the names they are found under."""
+
+ARRAYS, GENERATOR, PY_DATASET = "ArrayDataAdapter", "GeneratorDataAdapter", "PyDatasetAdapter"
+ITERATOR, STRATEGY, LAUNCHER = "EpochIterator", "Strategy.extended", "CollectiveReplicaLauncher"
+MODEL, BACKUP, MIRRORED = "keras.Model", "BackupAndRestore", "MirroredVariable"
+REDUCTION, OPTIMIZER, DATASET, SEEDED = "CollectiveAllReduce", "Optimizer", "Dataset", "Context"
+
+FIELDS = [
+    PrivateApi(f"{ARRAYS}._inputs", "strategy/strategy.py", "the arrays, which each worker slices"),
+    PrivateApi(f"{ARRAYS}._shuffle", "strategy/strategy.py", "what fit was told about the order"),
+    PrivateApi(f"{ARRAYS}.batch_size", "strategy/strategy.py", "the rows of a batch"),
+    PrivateApi(f"{GENERATOR}._first_batches", "strategy/strategy.py", "what was taken to see the shapes"),
+    PrivateApi(f"{PY_DATASET}.py_dataset", "strategy/resuming.py", "the PyDataset of the user"),
+    PrivateApi(f"{PY_DATASET}.enqueuer", "strategy/resuming.py", "whether batches are read ahead"),
+    PrivateApi(f"{PY_DATASET}.shuffle", "strategy/resuming.py", "whether the order of batches is drawn"),
+    PrivateApi(f"{PY_DATASET}.num_batches", "strategy/resuming.py", "how many there are"),
+    PrivateApi(
+        f"{PY_DATASET}._epoch",
+        "strategy/resuming.py",
+        "from Keras 3.16 on, the number from which it draws the order of batches",
+        since_keras=(3, 16),
+    ),
+    PrivateApi(f"{ITERATOR}.data_adapter", "strategy/resuming.py", "what the user passed as data"),
+    PrivateApi(f"{ITERATOR}.steps_per_epoch", "strategy/resuming.py", "how many batches an epoch has"),
+    PrivateApi(f"{ITERATOR}.steps_per_execution", "strategy/resuming.py", "how many batches a call takes"),
+    PrivateApi(f"{ITERATOR}._num_batches", "strategy/resuming.py", "the length of the data"),
+    PrivateApi(f"{ITERATOR}._current_iterator", "strategy/resuming.py", "the iterator that fit goes on with"),
+    PrivateApi(f"{ITERATOR}._steps_seen", "strategy/resuming.py", "how much of it was used"),
+    PrivateApi(f"{ITERATOR}._distributed_dataset", "strategy/resuming.py", "what the strategy made of it"),
+    PrivateApi(f"{STRATEGY}._cross_device_ops", "strategy/collectives.py", "transfers between devices"),
+    PrivateApi(f"{STRATEGY}._host_cross_device_ops", "strategy/collectives.py", "transfers between hosts"),
+    PrivateApi(f"{STRATEGY}._local_device_type", "strategy/strategy.py", "CPU or GPU"),
+    PrivateApi(f"{STRATEGY}._num_workers", "strategy/collectives.py", "whether there are other workers"),
+    PrivateApi(f"{STRATEGY}._num_replicas_in_sync", "strategy/strategy.py", "the number of workers"),
+    PrivateApi(f"{REDUCTION}._launchers", "strategy/collectives.py", "the list of launchers to replace"),
+    PrivateApi(f"{LAUNCHER}._group_key", "strategy/collectives.py", "to make a launcher like it"),
+    PrivateApi(f"{LAUNCHER}._group_size", "strategy/collectives.py", "to make a launcher like it"),
+    PrivateApi(f"{LAUNCHER}._collective_keys", "strategy/collectives.py", "to make a launcher like it"),
+    PrivateApi(f"{LAUNCHER}._device", "strategy/collectives.py", "to make a launcher like it"),
+    PrivateApi(f"{LAUNCHER}._options", "strategy/collectives.py", "to make a launcher like it"),
+    PrivateApi(f"{OPTIMIZER}._distribution_strategy", "strategy/strategy.py", "in which scope it was made"),
+    PrivateApi(f"{STRATEGY}._task_id", "strategy/collectives.py", "which worker this is"),
+    PrivateApi(f"{MODEL}._compile_loss", "strategy/building.py", "whether Keras has built the loss"),
+    PrivateApi(f"{MODEL}._compile_metrics", "strategy/building.py", "whether Keras has built the metrics"),
+    PrivateApi(f"{BACKUP}._training_metadata_path", "strategy/callbacks.py", "where it notes the epoch"),
+    PrivateApi(f"{MIRRORED}._distribute_strategy", "strategy/replicated.py", "the strategy that made it"),
+    PrivateApi(f"{DATASET}._variant_tensor", "strategy/feeding.py", "to make a dataset of our own class"),
+    PrivateApi(f"{SEEDED}._rng", "strategy/seeds.py", "is another one when a seed is set again"),
+]
+"""Fields of objects. `test_private_apis.py` makes the objects."""
+
+INITIAL_EPOCH = PrivateApi(
+    "keras.Model._initial_epoch", "strategy/resuming.py", "fit begins with it, read after on_train_begin"
+)
+LOCALS = {
+    "fit": PrivateApi(
+        "keras.Model.fit",
+        "strategy/resuming.py",
+        "its local names callbacks, epoch_iterator, initial_epoch",
+    ),
+    "data": PrivateApi(
+        "keras.Model.fit, evaluate, predict",
+        "strategy/caller.py",
+        "each makes its EpochIterator itself, whose __init__ calls experimental_distribute_dataset",
+    ),
+    "step": PrivateApi(
+        "keras.Model._make_function",
+        "strategy/strategy.py",
+        "gives the strategy a step of a model as the model's own method",
+    ),
+    "predict": PrivateApi(
+        "keras.Model.make_predict_function",
+        "strategy/caller.py",
+        "runs predict_step in a function that is called one_step_on_data_distributed",
+    ),
+    "build": PrivateApi(
+        "keras.Model._maybe_symbolic_build", "strategy/caller.py", "takes one batch to see its shapes, in fit"
+    ),
+    "iterators": PrivateApi(
+        f"{_ITERATOR}._enumerate_iterator",
+        "strategy/resuming.py",
+        "makes two iterators an epoch where it knows the length, and uses the first; else one",
+    ),
+    "order": PrivateApi(
+        "keras.callbacks.CallbackList.callbacks",
+        "replicas/callback.py",
+        "whoever is added to it in on_train_begin is called after all others from then on",
+    ),
+    "names": PrivateApi(
+        "keras.Optimizer.variables",
+        "strategy/variables.py",
+        "what remembers something of a weight is named after it, in the order of the weights",
+    ),
+}
+"""How Keras calls us, and in which order."""
+
+ALL = [*NAMES, *FIELDS, INITIAL_EPOCH, *LOCALS.values()]
+
+
+def resolved(name: str) -> Any:
+    """What a full name stands for."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part)
+        return found
+    raise ModuleNotFoundError(name)
+
+
+def parameters(function: Any) -> tuple[str, ...]:
+    """The names of a function's parameters."""
+    return tuple(inspect.signature(function).parameters)
+
+
+def used() -> Iterator[tuple[str, str]]:
+    """Every private name of TensorFlow and Keras in our source, and the file that has it."""
+    trees = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+    everywhere = set().union(*(_defined(tree) for tree in trees.values()))
+    for path, tree in trees.items():
+        file = str(path.relative_to(SOURCE))
+        here = _defined(tree) if file.startswith(OURS) else everywhere
+        for name in _private_names(tree):
+            if name not in NOT_PRIVATE and (name not in here or name in _inherited(tree)):
+                yield name, file
+
+
+def _private_names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            ("keras.src", "tensorflow.python")
+        ):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr):
+            yield node.attr
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr":
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and _is_private(str(name.value)):
+                yield str(name.value)
+
+
+def _defined(tree: ast.AST) -> set[str]:
+    """The names that a file gives to something of its own."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names |= {node.attr} if getattr(node.value, "id", "") == "self" else set()
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def _inherited(tree: ast.AST) -> set[str]:
+    """Methods that a file overrides and calls by `super()`."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Call)
+        and getattr(node.value.func, "id", "") == "super"
+    }
+
+
+def _is_private(name: str) -> bool:
+    """Whether a name is somebody's own; `_replicast_…` is a mark of ours on an object of theirs."""
+    return name.startswith("_") and not name.startswith(("__", "_replicast"))
