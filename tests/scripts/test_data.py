@@ -187,3 +187,20 @@ def in_batch_negatives(strategy: Any) -> Any:
 
 def test_negatives_gathered_from_all_workers_train_as_on_the_whole_batch(pool2: Pool, plain: Pool) -> None:
     assert_same_as_plain_keras(pool2, plain, in_batch_negatives)
+
+
+def divided_by_rank(strategy: Any) -> dict[str, Any]:
+    """As Horovod's users write it: a shard for each worker, and batches of their share of 16 rows."""
+    random = np.random.default_rng(1)
+    x = random.normal(size=(70, 4)).astype("float32")
+    whole = tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True)))
+    own = _off(whole.shard(strategy.size, strategy.rank).batch(16 // strategy.size))
+    model = compiled(strategy)
+    history = model.fit(own, epochs=2, verbose=0).history
+    return {"history": history, "weights": weights(model)}
+
+
+def test_a_dataset_that_the_user_divided_trains_as_the_whole_does_in_plain_keras(
+    pool2: Pool, plain: Pool
+) -> None:
+    assert_same_as_plain_keras(pool2, plain, divided_by_rank)

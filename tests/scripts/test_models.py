@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 # Private: Keras' own tests make trainers of it that are no models.
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-
 import replicast
+from replicast.strategy.caller import Trainer
 from tests.pool import Pool
 from tests.scripts.compare import assert_same_as_plain_keras, weights
 from tests.scripts.models import (
@@ -55,12 +54,12 @@ def forward_forward(strategy: Any) -> Any:
     return {"history": history, "values": values(model.trainable_variables, *of_optimizers)}
 
 
-class DenseTrainer(TensorFlowTrainer, keras.layers.Dense):
+class DenseTrainer(Trainer, keras.layers.Dense):
     """A trainer that is a layer and not a model."""
 
     def __init__(self, units: int) -> None:
         keras.layers.Dense.__init__(self, units)
-        TensorFlowTrainer.__init__(self)
+        Trainer.__init__(self)
 
 
 def trainer_that_is_no_model(strategy: Any) -> Any:

@@ -198,9 +198,9 @@ NAMES = [
         "what iter(dataset) makes",
     ),
     PrivateApi(
-        "keras.src.backend.tensorflow.trainer.TensorFlowTrainer",
+        "keras.src.backend.tensorflow.trainer",
         "strategy/caller.py",
-        "the class that has fit",
+        "the module of the class that has fit",
     ),
     PrivateApi("keras.src.saving.saving_lib", "strategy/caller.py", "to recognise its frames"),
     PrivateApi("keras.Model._flatten_layers", "strategy/building.py", "all layers at any depth"),

@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 from replicast.strategy import feeding, start_at_epoch
-from replicast.strategy.caller import keras_call, only_looks_at_shapes
+from replicast.strategy.caller import Trainer, keras_call, only_looks_at_shapes
 from replicast.strategy.resuming import _running_fit as running_fit
 from replicast.strategy.resuming import callbacks_of
 from tests.pool import Pool
@@ -127,10 +127,7 @@ def test_an_optimizer_asks_the_strategy_where_we_answer() -> None:
 
 
 def test_keras_builds_a_model_in_the_scope_of_its_strategy() -> None:
-    from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-
-    assert issubclass(keras.Model, TensorFlowTrainer)
-    source = inspect.getsource(TensorFlowTrainer._maybe_symbolic_build)
+    source = inspect.getsource(Trainer._maybe_symbolic_build)
     assert "with self.distribute_strategy.scope():\n            self._symbolic_build(" in source
 
 

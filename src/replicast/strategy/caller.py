@@ -15,14 +15,16 @@ from typing import Any
 
 import keras
 
-# Private: the class that has `fit`; keras.Model is one of its subclasses.
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+# Private: the module of the class that has `fit`, whose name differs between versions of Keras.
+from keras.src.backend.tensorflow import trainer
 
 # Private: the module, and the class whose constructor calls `experimental_distribute_dataset`, to recognise
 # their frames.
 from keras.src.saving import saving_lib
 from keras.src.trainers.epoch_iterator import EpochIterator
 
+Trainer = next(kind for kind in keras.Model.__mro__ if kind.__module__ == trainer.__name__)
+"""The class that has `fit`: keras.Model is one of its subclasses."""
 FRAMES_OF_A_VARIABLE = 40
 """How many frames may lie between a call in Keras and the variable that is created on its behalf."""
 
@@ -54,7 +56,7 @@ def keras_call() -> KerasCall | None:
         return None
     outer = frame.f_back
     model = None if outer is None else outer.f_locals.get("self")
-    if outer is None or not isinstance(model, TensorFlowTrainer):
+    if outer is None or not isinstance(model, Trainer):
         return None
     # `fit` opens its validation data when it has opened its training data, and keeps that in this variable.
     validates = outer.f_code.co_name == "fit" and "epoch_iterator" in outer.f_locals

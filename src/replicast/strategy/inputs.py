@@ -83,8 +83,14 @@ class Inputs:
             in_graph=getattr(call.model, "steps_per_execution", 1) > 1,
         )
 
-    def share_of_batches(self, dataset: tf.data.Dataset, call: KerasCall) -> Share:
-        """This worker's rows of every batch of a dataset that Keras made, or was given."""
+    def share_of_batches(self, dataset: tf.data.Dataset, call: KerasCall, *, divided: bool = False) -> Share:
+        """This worker's rows of every batch of a dataset that Keras made, or was given.
+
+        Args:
+            dataset: The batches.
+            call: Whose data it is.
+            divided: The user divided the data by rank: each batch is this worker's own, and used whole.
+        """
         first_batches = getattr(call.adapter, "_first_batches", None)
         at_most = None
         # `fit` goes on with one pass from epoch to epoch; the others begin one each time they are called.
@@ -95,14 +101,14 @@ class Inputs:
         compared = self._comparison(call, _sample_of_pipeline(call, first_batches))
         return Share(
             dataset,
-            self.rank,
-            self.size,
+            0 if divided else self.rank,
+            1 if divided else self.size,
             opened=compared.open_pass,
             start=self._start_of(call),
             first_batch=first_batches[0] if first_batches else None,
             at_most=at_most,
             ahead=call.steps is None or at_most is not None,
-            report=None if first_batches or self.size == 1 else compared.report_first_batch,
+            report=None if first_batches or divided or self.size == 1 else compared.report_first_batch,
         )
 
     def share_of_loop(self, dataset: tf.data.Dataset) -> Share:

@@ -14,9 +14,6 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
-# Private: the class that has `fit`; keras.Model is one of its subclasses.
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-
 from replicast.config import read_cluster
 from replicast.coordination import Coordination, MemoryCoordination, ServiceCoordination
 from replicast.errors import ClusterError, NotSupported
@@ -26,6 +23,7 @@ from replicast.strategy.building import creating_in_scope, is_built, may_fail, r
 from replicast.strategy.callbacks import Callbacks
 from replicast.strategy.caller import (
     KerasCall,
+    Trainer,
     keras_call,
     keras_predicts,
     model_to_build,
@@ -41,8 +39,7 @@ from replicast.strategy.seeds import Seeds
 from replicast.strategy.step import Agreed, KerasStep, waiting_for_data
 from replicast.strategy.writing import Writing
 
-_OWN_SHARDING = (
-    tf.data.experimental.AutoShardPolicy.OFF,
+_LEFT_TO_TENSORFLOW = (
     tf.data.experimental.AutoShardPolicy.FILE,
     tf.data.experimental.AutoShardPolicy.HINT,
 )
@@ -229,7 +226,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         if keras_predicts():
             step = predicting_all_rows(fn) if self._size > 1 else fn
             return super().run(creating_in_scope(self, step), args, kwargs, options)
-        if not isinstance(model, TensorFlowTrainer):
+        if not isinstance(model, Trainer):
             return super().run(fn, args, kwargs, options)
         self._refuse_what_cannot_work(model)
         if self._size == 1:
@@ -256,7 +253,8 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """This worker's share of every batch of `dataset`.
 
-        A dataset whose options ask for sharding by file, by hint or not at all is left to TensorFlow.
+        A dataset whose options ask for sharding by file or by hint is left to TensorFlow. One whose options
+        turn sharding off was divided by the user: Keras trains on its batches as they are.
         """
         if isinstance(dataset, feeding.Share):
             return dataset
@@ -265,11 +263,15 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             self._prepare(call)
             if self._inputs.are_arrays(call):
                 return self._inputs.share_of_arrays(call)
-        if dataset.options().experimental_distribute.auto_shard_policy in _OWN_SHARDING:
+        policy = dataset.options().experimental_distribute.auto_shard_policy
+        divided = policy == tf.data.experimental.AutoShardPolicy.OFF
+        if policy in _LEFT_TO_TENSORFLOW or (divided and call is None):
             return super().experimental_distribute_dataset(dataset, options)
         if call is None:
             return self._inputs.share_of_loop(dataset)
-        return self._inputs.share_of_batches(dataset, call)
+        # Not TensorFlow's way: it splits every batch, while Keras counts the batches that the user made, so
+        # that `fit` would use only a part of the data.
+        return self._inputs.share_of_batches(dataset, call, divided=divided)
 
     def _prepare(self, call: KerasCall) -> None:
         self._refuse_what_cannot_work(call.model)
