@@ -56,6 +56,30 @@ def test_a_trial_is_read_back_and_another_one_under_the_same_id_is_refused(tmp_p
         inbox.read(path)
 
 
+@pytest.mark.parametrize(
+    "trial",
+    [
+        {"steps": 5, "max_increase": 10**400},
+        {"steps": 5, "max_increase": -(10**400)},
+        {"steps": 5, "max_increase": 1e300},
+        {"steps": 10**30},
+        {"steps": 5, "metric": "loss" * 1000},
+        {"steps": 5, "metric": "loss\x1b[2J"},
+        {"steps": 5, "metric": ["loss"]},
+        {"steps": 5, "mode": {"a": 1}},
+        [5],
+        "trial",
+        5,
+    ],
+)
+def test_a_trial_has_bounds_and_whatever_is_beyond_them_is_refused(tmp_path: Path, trial: Any) -> None:
+    path = tmp_path / "inbox" / "a.safetensors"
+    path.parent.mkdir()
+    write_durably(path, update_of("a").file_chunks({"trial": trial}))
+    with pytest.raises(UpdateRefused, match=r"trial|JSON"):
+        inbox.read(path)
+
+
 def test_the_oldest_comes_first_and_what_is_being_written_does_not_show(tmp_path: Path) -> None:
     for age, name in ((30, "b"), (10, "c"), (20, "a")):
         os.utime(inbox.submit(tmp_path, update_of(name)), (1000 - age, 1000 - age))

@@ -11,6 +11,7 @@ Everything that can fail or wait happens in the two background threads, before t
 from __future__ import annotations
 
 import itertools
+import logging
 import queue
 import threading
 import time
@@ -19,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from replicast import faults
-from replicast.errors import UpdateRefused
+from replicast.errors import ReplicastError, UpdateRefused, refusal_of
 from replicast.guard import Guard
 from replicast.journal import Receipt
 from replicast.protocol.audit_messages import Audited, Examine, Lend, Weigh
@@ -64,6 +65,8 @@ from replicast.trial import Trial
 from replicast.update import Stage as Standing
 from replicast.update import Update
 from replicast.validate import Limits, planned
+
+logger = logging.getLogger("replicast")
 
 
 class Member:
@@ -267,8 +270,12 @@ class Member:
             update = planned(update, self.state.schema, self.limits, look_at=lambda _: False)
             self._check_by_guard(update)
             parcel = self.shelf.publish(update.labelled("", ""), ticket=ticket.number)
-        except UpdateRefused as error:
-            self.outcomes.refuse(ticket, error)
+        except Exception as error:
+            if isinstance(error, ReplicastError) and not isinstance(error, UpdateRefused):
+                raise  # of the job, not of this update
+            if not isinstance(error, UpdateRefused):
+                logger.exception("update %s is refused: checking it caused an unexpected error", update.id)
+            self.outcomes.refuse(ticket, refusal_of(error))
             self.gate.wake()
             return
         ticket.content_digest = parcel.digest

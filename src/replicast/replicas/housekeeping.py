@@ -23,6 +23,7 @@ from replicast.errors import (
     UpdateFailed,
     UpdatePending,
     UpdateRefused,
+    refusal_of,
 )
 from replicast.fence import Fence
 from replicast.processes import this_process
@@ -172,13 +173,21 @@ class Housekeeping:
     def _with_entry(self, path: Path, act: Callable[[Path, Path], None], run_dir: Path) -> None:
         """Does something with one update of the inbox; sets it aside for a while if the disk does not let it.
 
-        A full disk may have room again, so it is tried again; now and then, since a refusal is fsynced.
+        A full disk may have room again, so it is tried again; now and then, since a refusal is fsynced. Any
+        other error is the entry's own: it is refused, and the job goes on.
         """
         if time.monotonic() < self._aside.get(path, 0.0):
             return
         self._aside.pop(path, None)
         try:
-            act(run_dir, path)
+            try:
+                act(run_dir, path)
+            except (OSError, ReplicastError):
+                raise
+            except Exception as error:
+                logger.exception("%s is refused: handling it caused an unexpected error", path)
+                inbox.refuse(run_dir, path, refusal_of(error))
+                self._proposed.pop(path, None)
         except OSError as error:
             self._aside[path] = time.monotonic() + ASIDE_SECS
             self._complain(path, f"{path} stays in the inbox, others are taken before it", error)
