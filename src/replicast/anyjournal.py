@@ -13,7 +13,8 @@ from replicast.update import Update
 class AnyJournal(ABC):
     """What a journal does, with files or without. Only the coordinator writes.
 
-    In a run directory that another group has taken, each method that writes raises `JobFailed` instead.
+    In a run directory that another group has taken over, each method that writes raises `JobFailed` when it
+    has written: what it wrote may count or not, and must not be acted on.
     """
 
     @abstractmethod

@@ -6,25 +6,29 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from replicast.errors import FileDamaged
+from replicast.fence import Fence
 from replicast.files import (
-    json_bytes,
     make_durably,
     read_json,
+    read_sealed,
     remove_leftovers,
     write_durably,
     write_quickly,
 )
+from replicast.groups import GROUPS, group_directory, group_numbers, last_claim
 from replicast.parts import factor_to_json
 from replicast.records import reading
 from replicast.schema import Schema
+from replicast.strictjson import sealed
 
-FORMAT = 1
+FORMAT = 2
+RUN_FILE = "run.json"
 ENDED = "nothing: it has ended"
 """What a worker waits for that has come to its end."""
 _PIECE_BYTES = 64 * 1024
@@ -142,34 +146,37 @@ def clean_run(run_dir: Path) -> None:
         remove_leftovers(directory, older_than_secs=0.0)
 
 
-def write_run_info(run_dir: Path, info: RunInfo, check: Callable[[], None] = lambda: None) -> None:
-    """Writes run.json, whole and durable. Only on the coordinator.
+def write_run_info(fence: Fence, info: RunInfo) -> None:
+    """Writes run.json of a group, whole and durable. Only on the coordinator.
 
-    Args:
-        run_dir: The run directory.
-        info: What to write.
-        check: Raises when this process must not write into it any more.
+    Raises:
+        JobFailed: Another group has taken the run over.
+        OSError: It cannot be written.
     """
-    check()
-    make_durably(Path(run_dir))
-    write_durably(Path(run_dir) / "run.json", [json_bytes(info.to_json())])
+    write_durably(fence.directory / RUN_FILE, [sealed(info.to_json())])
+    fence.check()
 
 
 def read_run_info(run_dir: Path) -> RunInfo:
-    """What a run directory is about.
+    """What a run directory is about, as the last group that counts has written it.
 
     Raises:
         FileDamaged: It is no run directory, its job has not begun, or run.json is not what was written.
     """
-    path = Path(run_dir) / "run.json"
-    if not path.exists():
-        raise FileDamaged(
-            path, "it is not there. Is this a run directory, and has its job made its Replicas yet?"
-        )
-    try:
-        return RunInfo.from_json(read_json(path))
-    except ValueError as error:
-        raise FileDamaged(path, str(error)) from error
+    claim = last_claim(run_dir)
+    for group in (
+        [] if claim is None else [number for number in group_numbers(run_dir) if number <= claim.group]
+    ):
+        path = group_directory(run_dir, group) / RUN_FILE
+        if path.exists():
+            try:
+                return RunInfo.from_json(read_sealed(path))
+            except ValueError as error:
+                raise FileDamaged(path, str(error)) from error
+    raise FileDamaged(
+        Path(run_dir) / GROUPS,
+        f"no group has a {RUN_FILE}. Is this a run directory, and is its job still starting?",
+    )
 
 
 def write_worker_note(run_dir: Path, note: WorkerNote) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from replicast.edits import BFLOAT16, Array
 from replicast.errors import UpdateRefused
+from replicast.strictjson import parse_json
 
 _MAX_HEADER_BYTES = 32 * 2**20
 _MAX_DIMENSIONS = 32
@@ -106,24 +107,14 @@ def parse_tensors(content: memoryview, source: str, *, max_tensors: int) -> Tens
 
 
 def loads_strictly(text: str | bytes, what: str) -> Any:
-    """JSON from outside: no name twice in one object, no NaN, nothing nested without end.
+    """JSON of an update, read as `parse_json` does.
 
     Raises:
-        UpdateRefused: It is not that.
+        UpdateRefused: It is no such JSON.
     """
-
-    def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            raise ValueError("a name appears twice in one object")
-        return made
-
-    def no_constant(name: str) -> float:
-        raise ValueError(f"{name} is no JSON")
-
     try:
-        return json.loads(text, object_pairs_hook=without_doubles, parse_constant=no_constant)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         raise UpdateRefused(f"{what} is no valid JSON ({str(error)[:200]})") from error
 
 

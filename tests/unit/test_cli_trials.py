@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from replicast import inbox
+from replicast.fence import Fence
 from replicast.journal import Journal, Receipt, Record, summarized
 from replicast.trial import Trial, TrialOutcome
 from replicast.update import Stage, Update
@@ -25,7 +26,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def committed(run: Path, outcome: TrialOutcome | None) -> None:
     """What a job leaves of an update that was on trial."""
-    journal = Journal(run)
+    journal = Journal(run, Fence(run, attempt=0))
     update = planned(Update(id="tried", author="me").assign("learning_rate", 1), SCHEMA)
     payload = journal.stage(update)
     trial = {**Trial(50, max_increase=0.05).to_json(), "before": 0.5}

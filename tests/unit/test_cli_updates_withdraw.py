@@ -182,8 +182,7 @@ def test_taking_between_the_withdrawals_rename_and_its_look_loses_nothing(
 
 def test_a_damaged_journal_leaves_the_update_where_it_was(run: Path) -> None:
     inbox.submit(run, Update(id="x").assign("learning_rate", 1))
-    (run / "updates").mkdir()
-    write_durably(run / "updates" / "000001.json", [b"{}"])
+    write_durably(run / "groups" / "000001" / "000001.record.json", [b"{}"])
     assert invoke("withdraw", run, "x").exit_code == 1
     assert [entry.id for entry in inbox.waiting(run)] == ["x"]
 

@@ -102,11 +102,11 @@ def test_a_disk_that_is_away_stops_no_training_and_is_said_once(
 ) -> None:
     keeping = keeping_of(job, tmp_path, Fence(tmp_path, attempt=0))
     inbox.submit(tmp_path, bias(1.0, id="later"))
-    (tmp_path / "fence.json").rename(tmp_path / "away.json")
+    (tmp_path / "groups").rename(tmp_path / "away")
     keeping.start()
     eventually(lambda: "cannot be kept up to date" in caplog.text)
     assert read_worker_notes(tmp_path) == []
-    (tmp_path / "away.json").rename(tmp_path / "fence.json")
+    (tmp_path / "away").rename(tmp_path / "groups")
     train_until(job, lambda: stage_of(tmp_path, "later") == Stage.VERIFIED)
     assert caplog.text.count("cannot be kept up to date") == 1
 

@@ -9,6 +9,7 @@ import click
 
 from replicast.checkpoint import CheckpointStore
 from replicast.checkpoint.writing import COMMITTED, MANIFEST, STATE
+from replicast.cli.rundirs import is_run
 from replicast.cli.texts import printable
 from replicast.errors import CheckpointError
 
@@ -28,11 +29,11 @@ def checked_run(path: Path) -> Path:
         raise click.BadParameter(f"There is no directory {path}.")
     if not os.access(path, os.R_OK | os.X_OK):
         raise click.BadParameter(f"The directory {path} cannot be read by this user.")
-    if (path / "run.json").is_file() or (path / "checkpoints").is_dir():
+    if is_run(path) or (path / "checkpoints").is_dir():
         return path
     near = path.parent if path.name == "checkpoints" else None
     hint = f" Perhaps: {near}." if near is not None else ""
-    raise click.BadParameter(f"{path} is no run directory: it has neither run.json nor checkpoints.{hint}")
+    raise click.BadParameter(f"{path} is no run directory: it has neither groups nor checkpoints.{hint}")
 
 
 def the_checkpoint(path: Path, step: int | None) -> Path:

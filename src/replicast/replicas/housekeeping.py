@@ -50,7 +50,7 @@ class Housekeeping:
         member: This worker's part in the updates.
         run_dir: Where files go, if anywhere.
         attempt: Which life of the job this is.
-        fence: On worker 0: whether this group may still write.
+        fence: On worker 0: whether what this group writes still counts.
 
     Attributes:
         logs: The latest loss and metrics. Written by the training thread.
@@ -84,6 +84,8 @@ class Housekeeping:
         self._waiting_for = ENDED
         self._aside.clear()  # a last try
         self._say_last(partial(self._tend, inbox_too=True))
+        if self._fence is not None:
+            self._fence.release()
 
     def say_ended(self) -> None:
         """The process ends, in whatever state: others need not wonder for ten seconds."""

@@ -187,9 +187,9 @@ def _coordinate(member: Member, settings: Settings, fence: Fence | None) -> None
         _say_if_other_size(settings.run_dir, size)
         schema, now = member.state.schema, time.time()
         info = RunInfo(FORMAT, schema, size, settings.attempt, now, journaled=settings.durable)
-        write_run_info(settings.run_dir, info, fence.check)
+        write_run_info(fence, info)
         if settings.durable:
-            journal = Journal(settings.run_dir, fence.check)
+            journal = Journal(settings.run_dir, fence)
             journal.clean()
         member.examiner.expected = Expectation(member, settings.run_dir, journal).fingerprint
     Coordinator(member, journal, durable=settings.durable, attempt=settings.attempt).start()
