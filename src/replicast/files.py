@@ -14,6 +14,7 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,20 @@ import numpy as np
 from replicast import faults
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.strictjson import json_bytes, parse_object, unsealed
-from replicast.tensorfiles import TensorFile, loads_strictly, parse_tensors, tensor_chunks
+from replicast.tensorfiles import (
+    TensorFile,
+    check_header,
+    header_bytes,
+    loads_strictly,
+    parse_tensors,
+    tensor_chunks,
+)
 
 __all__ = [
     "MAX_BYTES",
     "TEMPORARY",
     "TensorFile",
+    "check_tensor_file",
     "json_bytes",
     "loads_strictly",
     "make_durably",
@@ -37,6 +46,7 @@ __all__ = [
     "read_json",
     "read_sealed",
     "read_small",
+    "read_tensor_bytes",
     "remove_leftovers",
     "start_writing",
     "sync_directory",
@@ -189,48 +199,93 @@ def open_plain(path: Path | str, *, directory: int | None = None, follow: bool =
     descriptor = os.open(path, flags, dir_fd=directory)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "It is no plain file", str(path))
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
     return descriptor
 
 
-def read_bytes(path: Path, *, max_bytes: int | None = None) -> memoryview:
+def read_tensor_bytes(
+    path: Path, *, max_tensors: int, max_bytes: int | None = None, follow: bool = True
+) -> memoryview:
+    """The bytes of a safetensors file, once its header is found to fit its size.
+
+    Args:
+        path: The file.
+        max_tensors: The most tensors it may have.
+        max_bytes: The most that is read; `MAX_BYTES` unless given.
+        follow: Whether it may be a link.
+
+    Raises:
+        UpdateRefused: As in `read_bytes`, or it is no safetensors file.
+    """
+    check = partial(_check_tensors, path.name, max_tensors)
+    return read_bytes(path, max_bytes=max_bytes, follow=follow, check=check)
+
+
+def check_tensor_file(path: Path, *, max_tensors: int) -> None:
+    """Reads only the header of a safetensors file that is no link, and compares it with the file's size.
+
+    Raises:
+        UpdateRefused: It cannot be read, or is no safetensors file.
+    """
+    with _opened(path, follow=False) as (descriptor, nbytes):
+        _check_tensors(path.name, max_tensors, descriptor, nbytes)
+
+
+def read_bytes(
+    path: Path,
+    *,
+    max_bytes: int | None = None,
+    follow: bool = True,
+    check: Callable[[int, int], None] = lambda _descriptor, _nbytes: None,
+) -> memoryview:
     """A file's bytes in memory that numpy can use in place.
 
     Args:
         path: The file.
         max_bytes: The most that is read; `MAX_BYTES` unless given.
+        follow: Whether it may be a link.
+        check: Called with the descriptor and the size before memory is taken for all of it.
 
     Raises:
         UpdateRefused: It is no plain file, cannot be read, is larger, or changed while it was read.
     """
     limit = MAX_BYTES if max_bytes is None else max_bytes
-    try:
-        # Without O_NONBLOCK, opening a named pipe would wait for somebody to write into it.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:
-        raise UpdateRefused(f"{path} cannot be read ({getattr(error, 'strerror', error)})") from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise UpdateRefused(f"{path} is no plain file")
-        if status.st_size > limit:
+    with _opened(path, follow=follow) as (descriptor, nbytes):
+        if nbytes > limit:
             raise UpdateRefused(
-                f"{path} is too large", expected=f"at most {limit} bytes", received=f"{status.st_size} bytes"
+                f"{path} is too large", expected=f"at most {limit} bytes", received=f"{nbytes} bytes"
             )
-        content = np.empty(status.st_size, np.uint8).data
+        check(descriptor, nbytes)
+        content = np.empty(nbytes, np.uint8).data
         read = _read_all(descriptor, content)
-    except OSError as error:
-        raise UpdateRefused(f"{path} cannot be read ({error.strerror})") from error
-    finally:
-        os.close(descriptor)
-    if read != status.st_size:
+    if read != nbytes:
         raise UpdateRefused(
             f"{path} became shorter while it was read",
-            expected=f"{status.st_size} bytes",
+            expected=f"{nbytes} bytes",
             received=f"{read} bytes",
             remedy="Write it under another name and rename it when it is complete",
         )
     return content
+
+
+@contextlib.contextmanager
+def _opened(path: Path, *, follow: bool) -> Iterator[tuple[int, int]]:
+    """A plain file that somebody gave us: its descriptor and its size. What goes wrong is a refusal."""
+    try:
+        descriptor = open_plain(path, follow=follow)
+    except (OSError, ValueError) as error:
+        raise UpdateRefused(f"{path} cannot be read ({getattr(error, 'strerror', error)})") from error
+    try:
+        yield descriptor, os.fstat(descriptor).st_size
+    except OSError as error:
+        raise UpdateRefused(f"{path} cannot be read ({error.strerror})") from error
+    finally:
+        os.close(descriptor)
+
+
+def _check_tensors(source: str, max_tensors: int, descriptor: int, nbytes: int) -> None:
+    begin = os.pread(descriptor, header_bytes(os.pread(descriptor, 8, 0)), 0)
+    check_header(begin, nbytes, source, max_tensors=max_tensors)
 
 
 @contextlib.contextmanager

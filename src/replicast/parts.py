@@ -14,6 +14,7 @@ from replicast.errors import UpdateRefused
 from replicast.storing import copied
 
 MAX_EDITS_IN_FILE = 100_000
+MAX_TENSORS = 2 * MAX_EDITS_IN_FILE
 MAX_TEXT = 10_000
 _MAX_NAME = 1_000
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

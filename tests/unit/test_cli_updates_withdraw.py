@@ -170,14 +170,24 @@ def test_withdrawing_between_the_jobs_note_and_its_reading_is_too_late(
     assert happened == [False]
 
 
-def test_taking_between_the_withdrawals_rename_and_its_look_loses_nothing(
+def test_taking_between_the_withdrawals_rename_and_its_look_finds_nothing(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = inbox.submit(run, Update(id="x").assign("learning_rate", 1))
     happened = between(monkeypatch, "_is_taken", lambda: inbox.take(run, path))
-    assert not inbox.withdraw(run, "x", job_is_running=lambda: True)
+    assert inbox.withdraw(run, "x", job_is_running=lambda: True)
     assert happened == [None]
-    assert inbox.take(run, path) is not None
+    assert inbox.take(run, path) is None
+
+
+def test_withdrawing_between_the_jobs_look_at_the_header_and_its_note_loses_nothing(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = inbox.submit(run, Update(id="x").assign("learning_rate", 1))
+    withdraw = lambda: inbox.withdraw(run, "x", job_is_running=lambda: True)  # noqa: E731
+    happened = between(monkeypatch, "note_stage", withdraw)
+    assert inbox.take(run, path) is None
+    assert happened == [True]
 
 
 def test_a_damaged_journal_leaves_the_update_where_it_was(run: Path) -> None:

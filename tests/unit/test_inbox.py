@@ -7,7 +7,7 @@ import pytest
 import safetensors.numpy
 
 from replicast import inbox
-from replicast.errors import FileDamaged, UpdateRefused
+from replicast.errors import UpdateRefused
 from replicast.files import write_durably
 from replicast.trial import Trial
 from replicast.update import Stage, Update
@@ -191,8 +191,11 @@ def test_stages_are_noted_over_each_other(tmp_path: Path) -> None:
     assert inbox.waiting(tmp_path) == []
 
 
-def test_a_damaged_reason_is_named(tmp_path: Path) -> None:
-    (tmp_path / "refused").mkdir()
-    (tmp_path / "refused" / "a.json").write_text('{"reason": 3}')
-    with pytest.raises(FileDamaged, match=r"a\.json"):
-        inbox.refusals(tmp_path)
+@pytest.mark.parametrize("content", ['{"reason": 3}', "", "[" * 1000])
+def test_a_damaged_reason_is_said_and_hides_no_other(tmp_path: Path, content: str) -> None:
+    inbox.refuse(tmp_path, inbox.submit(tmp_path, update_of("b")), UpdateRefused("Wrong"))
+    (tmp_path / "refused" / "a.json").write_text(content)
+    found = inbox.refusals(tmp_path)
+    assert list(found) == ["a", "b"]
+    assert "a.json" in str(found["a"])
+    assert found["b"].problem == "Wrong"

@@ -298,6 +298,9 @@ class CheckpointStore:
             except CheckpointError as error:
                 if paths[-1].exists():  # It is not gone meanwhile.
                     looked[step] = FileDamaged(paths[-1], f"{error.problem}. {advice(paths[-1])}")
+            except Exception as error:  # Whatever one of them causes, it hides none of the others.
+                said = f"reading it caused an unexpected error ({type(error).__name__}: {str(error)[:200]})"
+                looked[step] = FileDamaged(paths[-1], f"{said}. {advice(paths[-1])}")
         return looked
 
     @staticmethod

@@ -168,9 +168,14 @@ class Housekeeping:
 
     def _look_into_inbox(self, run_dir: Path) -> None:
         # What is pushed while nobody trains waits for a training: it would come after the script's last look.
+        ends = (
+            time.monotonic() + NOTE_SECS / 2
+        )  # The rest comes next time: this thread also writes the notes.
         for waiting in inbox.waiting(run_dir) if self.training else ():
             if waiting.path not in self._proposed:
                 self._with_entry(waiting.path, self._propose, run_dir)
+            if time.monotonic() > ends:
+                return
 
     def _with_entry(self, path: Path, act: Callable[[Path, Path], None], run_dir: Path) -> None:
         """Does something with one update of the inbox; sets it aside for a while if the disk does not let it.
@@ -207,7 +212,7 @@ class Housekeeping:
         try:
             taken = inbox.take(run_dir, path, self._member.limits.max_bytes)
         except UpdateRefused as error:
-            inbox.refuse(run_dir, path, error)
+            inbox.refuse(run_dir, path, error, durably=False)
             return
         if taken is not None:
             ticket = self._member.propose(taken.update, taken.at_step, taken.trial)
