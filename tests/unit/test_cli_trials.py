@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
 
 from replicast import inbox
+from replicast.cli.following import follow, line
 from replicast.fence import Fence
 from replicast.journal import Journal, Receipt, Record, summarized
 from replicast.trial import Trial, TrialOutcome
 from replicast.update import Stage, Update
 from replicast.validate import planned
-from tests.unit.played_job import SCHEMA, invoke, made_run
+from tests.unit.played_job import SCHEMA, heard_of, invoke, made_run
 
 
 @pytest.fixture
@@ -102,6 +108,48 @@ def test_who_waits_for_a_trial_that_is_taken_back_hears_it_with_an_exit_code_of_
     assert result.exit_code == 4
     assert "taken back" in result.output
     assert "loss was 0.5 before the update, and 0.75 in the trial" in result.output
+
+
+HOSTILE = "\x1b[2Jgone\x07 [red]text[/red] [/nonsense]\rover"
+
+
+def is_harmless(output: str) -> bool:
+    return not any(character in output for character in "\x1b\x07\r") and "[red]text" in output
+
+
+def test_what_files_say_of_a_trial_reaches_no_terminal_raw(run: Path) -> None:
+    committed(run, replace(TAKEN_BACK, reason=HOSTILE, metric=HOSTILE))
+    wait = ("push", run, "--set", "learning_rate=1", "--id", "tried", "--wait", "--timeout", 5)
+    for command in (("log", run), ("status", run), ("show", run, "tried"), wait):
+        output = " ".join(invoke(*command).output.split())
+        assert is_harmless(output), command
+
+
+def test_what_an_update_waits_for_reaches_no_terminal_raw(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert invoke("push", run, "--set", "learning_rate=1", "--id", "behind").exit_code == 0
+    inbox.note_stage(run, "behind", Stage.PROPOSED, waits_for=HOSTILE)
+    waited = invoke("push", run, "--set", "learning_rate=1", "--id", "behind", "--wait", "--timeout", 0.1)
+    assert is_harmless(waited.output)
+    shown: list[object] = []
+    monkeypatch.setattr(Status, "update", lambda _self, text: shown.append(text))
+    with line(Console(file=io.StringIO(), force_terminal=True), "proposed") as show:
+        follow(run, "behind", 0.0, show)
+    (text,) = shown
+    assert isinstance(text, Text), "a string is searched for markup"
+    assert is_harmless(text.plain)
+
+
+def test_names_of_directories_reach_no_terminal_raw(run: Path) -> None:
+    (Path("beside") / HOSTILE.replace("/", "")).mkdir(parents=True)
+    made_run(Path("beside") / HOSTILE.replace("/", ""))
+    said = invoke("status", "beside")
+    assert (said.exit_code, is_harmless(said.output)) == (2, True)
+    inside = run / f"replicas-{HOSTILE.replace('/', '')}"
+    made_run(inside)
+    heard_of(run, secs_ago=60)
+    assert is_harmless(" ".join(invoke("status", run).output.split()))
+    assert is_harmless(" ".join(invoke("status", inside).output.split()))
+    assert is_harmless(" ".join(invoke("checkpoint", "list", Path("beside")).output.split()) + "[red]text")
 
 
 def test_who_waits_behind_a_trial_is_told_so(run: Path) -> None:

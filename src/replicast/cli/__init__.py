@@ -73,11 +73,15 @@ class LazyGroup(click.Group):
 
             raise Refused(printable(str(error))) from error
         except ReplicastError as error:
-            raise Refusal(str(error)) from error
+            from replicast.cli.texts import printable_lines
+
+            raise Refusal(printable_lines(str(error))) from error
         except OSError as error:
             if error.filename is None:  # a pipe that nobody reads, for one, which click knows how to end
                 raise
-            raise Refusal(f"{error.filename}: {error.strerror}") from error
+            from replicast.cli.texts import printable
+
+            raise Refusal(printable(f"{error.filename}: {error.strerror}")) from error
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -133,7 +133,7 @@ def rendered(seen: Overview) -> RenderableType:
 
 
 def _head(seen: Overview) -> Text:
-    head = Text(f"{seen.run}: {counted(seen.workers, 'worker')}", style="bold")
+    head = Text(f"{printable(str(seen.run))}: {counted(seen.workers, 'worker')}", style="bold")
     if not seen.is_running:
         said = (
             f"{not_running_text(list(seen.notes), seen.now)}. {running_beside(seen.run, seen.now)}".rstrip()
