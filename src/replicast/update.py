@@ -67,7 +67,8 @@ class Update:
         author: Who.
         id: Makes proposing it twice a no-op. Unless given, each proposal in a training thread is an update of
             its own, and elsewhere it is random.
-        reset_slots: Also reset what the optimizer remembers of the touched variables, such as its moments.
+        reset_slots: Also reset what the optimizer remembers of the touched variables, such as its moments;
+            where only rows are touched, of those rows.
         allow_nonfinite: Accept NaN and infinity as values.
 
     Raises:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from replicast import inbox
-from replicast.edits import Operation
+from replicast.edits import RESETS
 from replicast.errors import UpdateRefused
 from replicast.journal import Journal
 from replicast.records import Receipt, Record
@@ -185,7 +185,7 @@ def receipt_in(noted: Mapping[str, Any]) -> Receipt | None:
 def what_text(edits: Iterable[Mapping[str, Any]], most: int = 2) -> str:
     """The edits of a record in a few words: "add dense/bias, scale optimizer/learning_rate (+3)"."""
     listed = list(edits)
-    asked = [edit for edit in listed if edit.get("operation") != Operation.RESET]
+    asked = [edit for edit in listed if edit.get("operation") not in RESETS]
     shown = [f"{words(str(edit.get('operation')))} {edit.get('variable')}" for edit in asked[:most]]
     text = ", ".join(shown)
     if len(asked) > most:

@@ -21,7 +21,7 @@ from replicast.cli.texts import (
     trial_text,
     when_text,
 )
-from replicast.edits import Operation
+from replicast.edits import RESETS, Operation
 from replicast.records import Record
 from replicast.update import Stage
 
@@ -170,7 +170,7 @@ def _operation_text(edit: EditView) -> str:
         return f"{text} ({edit.rank})"
     if edit.factor is None:
         return text
-    link = {Operation.SCALE: " by ", Operation.BLEND: " with weight ", Operation.RESET: " to "}
+    link = {Operation.SCALE: " by ", Operation.BLEND: " with weight "} | dict.fromkeys(RESETS, " to ")
     return f"{text}{link.get(edit.operation, ' ')}{number_text(edit.factor)}"
 
 
