@@ -95,18 +95,27 @@ def test_an_update_that_is_on_trial_is_listed_and_shown_as_such(run: Path) -> No
 
 def test_how_a_trial_ended_is_listed_and_shown(run: Path) -> None:
     committed(run, TAKEN_BACK)
-    said = "taken back, every replica has the state of before (step 57)"
+    said = "reverted at step 57: all replicas are back at their state before the update"
     listed = " ".join(invoke("log", run).output.split())
-    assert "trial: taken back" in listed
+    assert "trial: reverted" in listed
+    for command in (("log", run), ("status", run), ("show", run, "tried")):
+        output = invoke(*command).output
+        assert "reverted" in output
+        assert "verified" not in output, "all replicas have the state of before"
     assert said in " ".join(invoke("show", run, "tried").output.split())
     assert json.loads(invoke("log", run, "--json").output)["outcome"] == TAKEN_BACK.to_json()
+
+
+def said_first(output: str) -> str:
+    return output.splitlines()[1]
 
 
 def test_who_waits_for_a_trial_that_is_taken_back_hears_it_with_an_exit_code_of_its_own(run: Path) -> None:
     committed(run, TAKEN_BACK)
     result = invoke("push", run, "--set", "learning_rate=1", "--id", "tried", "--wait", "--timeout", 5)
     assert result.exit_code == 4
-    assert "taken back" in result.output
+    assert said_first(result.output) == "reverted: number 1, applied at step 7"
+    assert "verified" not in result.output
     assert "loss was 0.5 before the update, and 0.75 in the trial" in result.output
 
 

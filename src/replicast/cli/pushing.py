@@ -41,7 +41,7 @@ from replicast.update import Stage, Update
 from replicast.validate import planned
 
 TIME_IS_UP = 3
-TAKEN_BACK = 4
+REVERTED = 4
 _LARGE = 16 * 10**6
 
 
@@ -236,14 +236,16 @@ def _say_how_it_ended(run: Path, standing: Standing) -> int:
         return 1
     if standing.stage is Stage.VERIFIED and receipt is not None:
         secs, stall = seconds_text(receipt.propose_to_applied_secs), seconds_text(receipt.stall_secs)
+        reverted = receipt.trial is not None and receipt.trial.outcome == "reverted"
+        how = "reverted" if reverted else "verified"
         click.echo(
-            f"verified: number {receipt.sequence}, applied at step {receipt.step}\n"
+            f"{how}: number {receipt.sequence}, applied at step {receipt.step}\n"
             f"  digest {digest_text(dict(receipt.digests))}\n"
             f"  {secs} from proposed to applied by all; training stood still for {stall}"
         )
         if receipt.trial is not None:
             click.echo(f"  {outcome_text(receipt.trial)}")
-            return 0 if receipt.trial.outcome == "kept" else TAKEN_BACK
+            return REVERTED if reverted else 0
         return 0
     digests = f"\n  digest {digest_text(dict(receipt.digests))}" if receipt is not None else ""
     reason = f": {one_line(standing.reason)}" if standing.reason else ""

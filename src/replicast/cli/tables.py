@@ -67,9 +67,11 @@ def make_table(*headings: str, right: Sequence[str] = (), whole: Sequence[str] =
     return table
 
 
-def stage_cell(stage: Stage) -> Text:
-    """A stage in its colour."""
-    return Text(str(stage), style=STAGE_STYLES[stage])
+def stage_cell(standing: Standing) -> Text:
+    """How far an update has come, in its colour. One that a trial has reverted is not called verified."""
+    if standing.trial is not None and standing.trial.outcome == "reverted":
+        return Text("reverted", style="yellow")
+    return Text(str(standing.stage), style=STAGE_STYLES[standing.stage])
 
 
 def updates_table(standings: Iterable[Standing], now: float) -> Table:
@@ -84,7 +86,7 @@ def updates_table(standings: Iterable[Standing], now: float) -> Table:
             table.add_row(
                 str(record.sequence),
                 str(standing.step),
-                stage_cell(standing.stage),
+                stage_cell(standing),
                 _what_cell(standing, record),
                 size_text(record.nbytes),
                 "" if receipt is None else seconds_text(receipt.propose_to_applied_secs),

@@ -134,5 +134,9 @@ def trial_text(trial: Mapping[str, Any]) -> str:
 
 def outcome_text(outcome: TrialOutcome) -> str:
     """How a trial ended."""
-    words = "kept" if outcome.outcome == "kept" else "taken back, every replica has the state of before"
-    return f"{words} (step {outcome.step}): {one_line(outcome.reason)}"
+    reason = one_line(outcome.reason)
+    if outcome.outcome == "kept":
+        return f"kept at step {outcome.step}: {reason}"
+    return (
+        f"reverted at step {outcome.step}: all replicas are back at their state before the update ({reason})"
+    )
