@@ -55,7 +55,7 @@ class Fence:
         self._run_dir = Path(run_dir)
         self._lock = threading.Lock()
         self._entries = 0
-        _check_free(self._run_dir)
+        check_free(self._run_dir)
         groups = self._run_dir / GROUPS
         make_durably(groups)
         with contextlib.suppress(PermissionError):  # Who may not open the parent has not made the run in it.
@@ -174,8 +174,13 @@ def _checkpoints(run_dir: Path) -> list[str]:
     return sorted(found)
 
 
-def _check_free(run_dir: Path) -> None:
-    """Raises when the process that has the run is alive on this host, and has not ended its job."""
+def check_free(run_dir: Path) -> None:
+    """Looks whether the process that has the run is alive on this host, and has not ended its job.
+
+    Raises:
+        ClusterError: It is.
+        FileDamaged: Its claim is not what was written.
+    """
     claim = last_claim(run_dir)
     if claim is None or (group_directory(run_dir, claim.group) / _ENDED).exists():
         return

@@ -15,7 +15,7 @@ import keras
 
 from replicast.config import read_launch
 from replicast.errors import ClusterError, NotSupported, ReplicastError
-from replicast.fence import Fence
+from replicast.fence import Fence, check_free
 from replicast.guard import Guard, checked_guard
 from replicast.journal import AnyJournal, Journal, MemoryJournal
 from replicast.protocol import Channel, Coordinator, Member, Patience
@@ -140,6 +140,7 @@ def join(
     may_differ = declared(state.schema, settings.may_differ, local_statistics=local)
     channel = Channel(strategy.coordination, settings.name, strategy.rank, strategy.size, strategy.has_left)
     if strategy.rank == 0 and settings.run_dir is not None:
+        check_free(settings.run_dir)
         # Before the others hear of this worker: until then none of them writes.
         with contextlib.suppress(OSError):  # Whatever is wrong with the disk, the first write will say.
             clean_run(settings.run_dir)
