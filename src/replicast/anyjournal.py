@@ -63,6 +63,22 @@ class AnyJournal(ABC):
         """
 
     @abstractmethod
+    def withdraw(self, sequence: int) -> None:
+        """Writes down, before it is called off, that a committed update is never applied.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+
+    @abstractmethod
+    def withdrawn(self) -> frozenset[int]:
+        """The sequence numbers of committed updates that were withdrawn.
+
+        Raises:
+            FileDamaged: One is not what was written.
+        """
+
+    @abstractmethod
     def write_outcome(self, outcome: TrialOutcome) -> None:
         """Writes down how a trial ended, before anybody acts on it.
 
@@ -119,6 +135,7 @@ class MemoryJournal(AnyJournal):
 
     def __init__(self) -> None:
         self._moves: dict[int, int] = {}
+        self._withdrawn: set[int] = set()
         self._staged: dict[str, Update] = {}
         self._committed: list[tuple[Record, Update | None]] = []
         self._first_kept = 0
@@ -157,6 +174,14 @@ class MemoryJournal(AnyJournal):
     def moves(self) -> dict[int, int]:
         """As in `AnyJournal`."""
         return dict(self._moves)
+
+    def withdraw(self, sequence: int) -> None:
+        """As in `AnyJournal`."""
+        self._withdrawn.add(sequence)
+
+    def withdrawn(self) -> frozenset[int]:
+        """As in `AnyJournal`."""
+        return frozenset(self._withdrawn)
 
     def write_receipt(self, receipt: Receipt) -> None:
         """As in `AnyJournal`."""

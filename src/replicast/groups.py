@@ -2,7 +2,7 @@
 
     groups/000003/claim.json              what counts of the groups before the third
     groups/000003/run.json                what this group's job is about
-    groups/000003/000017.record.json      an entry of its log: record, receipt, moved or trial (`journal.py`)
+    groups/000003/000017.record.json      an entry of its log (`journal.py`)
     groups/000003/000017.safetensors      the payload of that record
     checkpoints/00001200-3/               a checkpoint that the third group has written
 

@@ -2,6 +2,7 @@
 
 inbox/<id>.safetensors      waits; renamed in when it is complete
 inbox/<id>.stage.json       how far it has come; kept for an hour after the end, for whoever waits for it
+inbox/<id>.withdraw.json    asks the job that has taken it to take it back
 refused/<id>.json           why it was refused; the file itself lies beside it
 
 Who takes an update and who withdraws it may meet. The job first notes that it has taken it and then opens the
@@ -34,12 +35,12 @@ from replicast.files import (
     write_quickly,
 )
 from replicast.journal import Journal
-from replicast.parts import MAX_TENSORS
+from replicast.parts import MAX_TENSORS, checked_id
 from replicast.processes import is_alive, is_on_this_host, this_process
 from replicast.trial import Trial
 from replicast.update import Stage, Update
 
-_UPDATE, _STAGE = ".safetensors", ".stage.json"
+_UPDATE, _STAGE, _WITHDRAW = ".safetensors", ".stage.json", ".withdraw.json"
 _KEEP_SECS = 3600.0
 _MAX_NOTE_BYTES = 4 * 2**20
 
@@ -215,6 +216,32 @@ def withdraw(run_dir: Path, update_id: str, *, job_is_running: Callable[[], bool
     return True
 
 
+def request_withdrawal(run_dir: Path, update_id: str) -> Path:
+    """Asks a running job to take back an update that it has taken and not applied.
+
+    Returns:
+        The request, which is gone when the job has heard it.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path = _inbox(run_dir) / f"{checked_id(update_id)}{_WITHDRAW}"
+    make_durably(path.parent)
+    write_quickly(path, json.dumps({"requested_at": time.time()}))
+    return path
+
+
+def take_withdrawals(run_dir: Path) -> list[str]:
+    """The ids of the updates that somebody wants back; the requests are gone then. Only worker 0."""
+    found = []
+    for path in _inbox(run_dir).glob(f"*{_WITHDRAW}"):
+        update_id = path.name.removesuffix(_WITHDRAW)
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+            found.append(update_id)
+    return found
+
+
 def clean(run_dir: Path) -> None:
     """Removes what nobody needs any more: notes of updates that left long ago, and half-written files.
 
@@ -307,7 +334,9 @@ def _is_taken(run_dir: Path, update_id: str, *, job_is_running: Callable[[], boo
         if job_is_running() if alive is None else alive:
             return True
     # A job that died may have committed it first: the next one will apply it, whatever lies in the inbox.
-    return any(record.id == update_id for record in Journal(run_dir).records())
+    journal = Journal(run_dir)
+    withdrawn = journal.withdrawn()
+    return any(record.id == update_id and record.sequence not in withdrawn for record in journal.records())
 
 
 def _reason_in(path: Path) -> UpdateRefused:

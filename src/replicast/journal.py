@@ -8,6 +8,7 @@ It is the log of each group of workers, as far as that counts (`groups.py`), one
     groups/000003/000018.receipt.json         how an update ended
     groups/000003/000019.moved.json           a pause has brought an update forward: to which step
     groups/000003/000020.trial.json           how a trial ended, before anybody acts on it
+    groups/000003/000021.withdrawn.json       an update is never applied, before it is called off
 
 One process writes, the coordinator's; any may read. Of several entries about one update, the last one counts.
 """
@@ -33,7 +34,7 @@ from replicast.update import Update
 __all__ = ["AnyJournal", "Journal", "MemoryJournal", "Receipt", "Record", "StagedPayload", "summarized"]
 
 _PENDING, _PAYLOAD = ".pending-", ".safetensors"
-_RECORD, _RECEIPT, _MOVED, _TRIAL = "record", "receipt", "moved", "trial"
+_RECORD, _RECEIPT, _MOVED, _TRIAL, _WITHDRAWN = "record", "receipt", "moved", "trial", "withdrawn"
 _Described = TypeVar("_Described", Record, Receipt, TrialOutcome)
 
 
@@ -131,6 +132,20 @@ class Journal(AnyJournal):
                 raise FileDamaged(place.path, "it has no step")
             found[sequence] = step
         return found
+
+    def withdraw(self, sequence: int) -> None:
+        """As in `AnyJournal`."""
+        self._writer.append(_WITHDRAWN, {"sequence": sequence})
+
+    def withdrawn(self) -> frozenset[int]:
+        """As in `AnyJournal`."""
+        found = set()
+        for place in self._places(_WITHDRAWN):
+            sequence = self._fields(place).get("sequence")
+            if type(sequence) is not int:
+                raise FileDamaged(place.path, "it names no update")
+            found.add(sequence)
+        return frozenset(found)
 
     def write_outcome(self, outcome: TrialOutcome) -> None:
         """As in `AnyJournal`."""

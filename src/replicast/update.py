@@ -51,6 +51,7 @@ class Stage(StrEnum):
     VERIFIED = "verified"  # every worker reported the same digests; the receipt is given
     REFUSED = "refused"  # not accepted; nothing was changed anywhere
     FAILED = "failed"  # committed, or perhaps so, and it did not end well
+    WITHDRAWN = "withdrawn"  # taken back before it was applied; nothing was changed anywhere
 
 
 class Update:

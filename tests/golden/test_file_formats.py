@@ -97,6 +97,7 @@ def test_what_a_group_writes_stays_what_it_is(tmp_path: Path) -> None:
     journal.write_receipt(receipt())
     journal.move(1, 1150)
     journal.write_outcome(outcome())
+    journal.withdraw(1)
     names = sorted(path.name for path in (FOLDER / "group").iterdir())
     assert names == sorted(path.name for path in fence.directory.iterdir())
     (fence.directory / "claim.json").write_bytes(sealed(claim().to_json()))  # It has a process and a time.
@@ -111,6 +112,7 @@ def test_what_a_group_wrote_is_read(tmp_path: Path) -> None:
     assert journal.records() == [record()]
     assert journal.receipts() == {1: receipt()}
     assert (journal.moves(), journal.outcomes()) == ({1: 1150}, {1: outcome()})
+    assert journal.withdrawn() == {1}
     assert journal.load(1).content_digest() == update().content_digest()
     assert read_run_info(tmp_path).to_json() == run_info().to_json()
 

@@ -54,6 +54,14 @@ class PlayedJob:
         for _ in self._take():
             pass
 
+    def withdraw(self, update_id: str) -> None:
+        """What a job does that is asked to take an update back, and can."""
+        for record in self._journal.records():
+            if record.id == update_id:
+                self._journal.withdraw(record.sequence)
+        inbox.note_stage(self.run, update_id, Stage.WITHDRAWN)
+        inbox.done(self.run / "inbox" / f"{update_id}.safetensors")
+
     def _take(self) -> Iterator[None]:
         for waiting in inbox.waiting(self.run):
             taken = inbox.take(self.run, waiting.path)

@@ -216,13 +216,14 @@ def test_damage_is_named_by_its_file(tmp_path: Path, damage: Callable[[Path], st
         Journal(tmp_path).load(1)
 
 
-@pytest.mark.parametrize("kind", ["record", "receipt", "moved", "trial"])
+@pytest.mark.parametrize("kind", ["record", "receipt", "moved", "trial", "withdrawn"])
 def test_a_flipped_bit_of_an_entry_is_noticed(tmp_path: Path, kind: str) -> None:
     journal = writer(tmp_path)
     commit(journal, 1)
     journal.write_receipt(receipt_of(1))
     journal.move(1, 9)
     journal.write_outcome(TrialOutcome(1, "kept", 12, "loss", 1.0, 0.5, "why"))
+    journal.withdraw(1)
     (path,) = folder(tmp_path).glob(f"*.{kind}.json")
     whole = path.read_bytes()
     for bit in range(0, 8 * len(whole), 101):  # test_strictjson.py: every one
@@ -232,14 +233,13 @@ def test_a_flipped_bit_of_an_entry_is_noticed(tmp_path: Path, kind: str) -> None
         with pytest.raises(FileDamaged, match=f"{kind}.json"):
             all_of(Journal(tmp_path))
     path.write_bytes(whole)
-    assert all_of(Journal(tmp_path)) == [1, 1, 1, 1]
+    assert all_of(Journal(tmp_path)) == [1] * 5
 
 
 def all_of(journal: Journal) -> list[int]:
     """Reads everything; how much there is of each kind."""
-    return [
-        len(found) for found in (journal.records(), journal.receipts(), journal.moves(), journal.outcomes())
-    ]
+    details = (journal.receipts(), journal.moves(), journal.outcomes(), journal.withdrawn())
+    return [len(journal.records()), *map(len, details)]
 
 
 def test_every_flipped_byte_of_a_payload_is_noticed(tmp_path: Path) -> None:

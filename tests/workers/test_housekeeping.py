@@ -222,6 +222,19 @@ def test_an_entry_that_causes_an_unexpected_error_is_refused_with_it_and_the_job
     assert [entry.id for entry in inbox.waiting(tmp_path)] == []
 
 
+def test_an_update_that_a_job_has_taken_for_a_later_step_is_given_back_when_it_is_asked_for(
+    job: Job, tmp_path: Path
+) -> None:
+    path = inbox.submit(tmp_path, bias(1.0, id="later"), at_step=10**6)
+    keeping_of(job, tmp_path).start()
+    eventually(lambda: stage_of(tmp_path, "later") == Stage.COMMITTED)
+    inbox.request_withdrawal(tmp_path, "later")
+    train_until(job, lambda: stage_of(tmp_path, "later") == Stage.WITHDRAWN)
+    eventually(lambda: not path.exists())
+    assert inbox.refusals(tmp_path) == {}
+    assert inbox.take_withdrawals(tmp_path) == []
+
+
 def begin(strategy: Any, directory: Path) -> list[str]:
     with replicas_of(perceptron(strategy), run_dir=directory) as replicas:
         replicas.boundary()

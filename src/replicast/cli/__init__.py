@@ -17,7 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "log": ("replicast.cli.log:log", "List the updates that a run has committed."),
     "show": ("replicast.cli.show:show", "Show everything about one update."),
     "inspect": ("replicast.cli.inspect:inspect", "Say what a file would do; list a run's variables."),
-    "withdraw": ("replicast.cli.withdraw:withdraw", "Take back an update that still waits."),
+    "withdraw": ("replicast.cli.withdraw:withdraw", "Take back an update that is not applied yet."),
     "audit": ("replicast.cli.audit:audit", "Show whether the replicas are equal; --now looks."),
     "checkpoint": ("replicast.cli.checkpoint:checkpoint", "List, verify, compare and patch checkpoints."),
     "demo": ("replicast.cli.demo:demo", "See it work, in under a minute."),

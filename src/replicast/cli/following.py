@@ -20,7 +20,7 @@ from replicast.update import Stage
 
 LOOK_SECS = 0.1
 _LOOK_AT_WORKERS_SECS = 1.0
-_ENDS = (Stage.VERIFIED, Stage.REFUSED, Stage.FAILED)
+_ENDS = (Stage.VERIFIED, Stage.REFUSED, Stage.FAILED, Stage.WITHDRAWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,5 +136,5 @@ def _look(run_dir: Path, update_id: str, *, into_journal: bool) -> Standing:
         said_no = [] if waits else [one for one in refused(run_dir) if one.id == update_id]
         written = said_no or [one for one in committed(run_dir) if one.id == update_id]
         if written:
-            return written[0]
+            return written[-1]
     return noted if noted is not None else Standing(update_id, Stage.PROPOSED, time.time())

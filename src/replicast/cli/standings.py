@@ -74,7 +74,7 @@ def committed(run_dir: Path) -> list[Standing]:
     """
     journal = Journal(run_dir)
     records = journal.records()
-    receipts, outcomes = journal.receipts(), journal.outcomes()
+    receipts, outcomes, withdrawn = journal.receipts(), journal.outcomes(), journal.withdrawn()
     attempt, reached = _reached(run_dir)
     standings = []
     for record in records:
@@ -82,6 +82,8 @@ def committed(run_dir: Path) -> list[Standing]:
         # A start that begins before its step applies it again: until then its replicas do not have it.
         if record.attempt < attempt and (standing.step or 0) > reached:
             standing = replace(standing, stage=Stage.COMMITTED)
+        if record.sequence in withdrawn:
+            standing = replace(standing, stage=Stage.WITHDRAWN)
         standings.append(replace(standing, trial=outcomes.get(record.sequence)))
     return standings
 
@@ -148,7 +150,9 @@ def matching(run_dir: Path, given: str) -> list[Standing]:
             return by_sequence
     exact = [one for one in found if one.id == given]
     if exact:
-        return exact[:1]  # The journal's comes first: one that was refused may have been corrected since.
+        # The journal's comes first: one that was refused may have been corrected since. One that was
+        # withdrawn may have come again.
+        return sorted(exact, key=lambda one: (one.record is None, one.stage is Stage.WITHDRAWN))[:1]
     noted = of_note(run_dir, given)
     if noted is not None:
         return [noted]

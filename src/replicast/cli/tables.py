@@ -35,6 +35,7 @@ STAGE_STYLES = {
     Stage.VERIFIED: "green",
     Stage.REFUSED: "red",
     Stage.FAILED: "bold red",
+    Stage.WITHDRAWN: "yellow",
 }
 
 

@@ -29,6 +29,7 @@ from replicast.protocol.examining import Examiner
 from replicast.protocol.functions import Function, computed_update
 from replicast.protocol.gate import Gate
 from replicast.protocol.messages import (
+    WITHDRAW,
     Advance,
     Again,
     Aim,
@@ -154,6 +155,10 @@ class Member:
         """Asks for an action of all workers at one of the next boundaries. A signal handler may call it."""
         request = Request(action, self.channel.rank)
         self._outbox.put(lambda: self.channel.post(request))  # a SimpleQueue may be interrupted in its `put`
+
+    def withdraw(self, id_: str) -> None:
+        """Takes an update back, if no worker has applied it yet. Its tickets are refused then."""
+        self.wish(f"{WITHDRAW}{id_}")
 
     def send(self, act: Callable[[], None]) -> None:
         """Has the proposer thread do something that may take a moment, after what it was given before."""

@@ -28,6 +28,7 @@ from replicast.errors import (
 from replicast.fence import Fence
 from replicast.processes import this_process
 from replicast.protocol import Member, Ticket
+from replicast.protocol.messages import WITHDRAWN
 from replicast.replicas.recovery import numbers
 from replicast.runfiles import ENDED, WorkerNote, append_metrics, write_worker_note
 from replicast.update import Stage
@@ -105,8 +106,8 @@ class Housekeeping:
                 noted = now
                 self._tend(self._run_dir, inbox_too=False)
             if is_first:
-                looks = self._look_into_inbox, self._look_for_audit_requests, self._settle_inbox
-                self._with_files(self._run_dir, *looks)
+                looks = self._look_into_inbox, self._look_for_audit_requests, self._look_for_withdrawals
+                self._with_files(self._run_dir, *looks, self._settle_inbox)
 
     def _tend(self, run_dir: Path, *, inbox_too: bool) -> None:
         settling = [self._settle_inbox] if inbox_too else []
@@ -208,6 +209,10 @@ class Housekeeping:
             self._member.wish("audit")
         self._audits_wished = requests
 
+    def _look_for_withdrawals(self, run_dir: Path) -> None:
+        for update_id in inbox.take_withdrawals(run_dir) if self.training else ():
+            self._member.withdraw(update_id)
+
     def _propose(self, run_dir: Path, path: Path) -> None:
         try:
             taken = inbox.take(run_dir, path, self._member.limits.max_bytes)
@@ -243,7 +248,11 @@ class Housekeeping:
         try:
             receipt = ticket.result(timeout=0)
         except UpdateRefused as error:
-            inbox.refuse(run_dir, path, error)
+            if error.problem == WITHDRAWN:
+                inbox.note_stage(run_dir, ticket.id, Stage.WITHDRAWN)
+                inbox.done(path)
+            else:
+                inbox.refuse(run_dir, path, error)
         except UpdatePending:
             return  # the job has ended: what is not committed stays for the next one
         except UpdateFailed as error:
