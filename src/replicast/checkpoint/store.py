@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +18,7 @@ import numpy as np
 from replicast.checkpoint.layout import dtype_of
 from replicast.checkpoint.manifest import LINE, Draft, Manifest
 from replicast.checkpoint.ordering import Best, best_of, latest_first, line_of_next, with_unreadable
+from replicast.checkpoint.places import Places
 from replicast.checkpoint.reading import CheckpointReader, advice, open_checkpoint
 from replicast.checkpoint.writing import (
     PIECE_BYTES,
@@ -31,8 +30,7 @@ from replicast.checkpoint.writing import (
 from replicast.edits import Array
 from replicast.errors import CheckpointError, FileDamaged
 from replicast.fence import Fence
-from replicast.files import TEMPORARY, sync_directory
-from replicast.groups import checkpoint_name, checkpoint_parts, last_claim
+from replicast.files import sync_directory
 from replicast.schema import Variable
 
 logger = logging.getLogger("replicast")
@@ -41,8 +39,6 @@ logger = logging.getLogger("replicast")
 _Manifests: TypeAlias = list[Manifest]
 _Problems: TypeAlias = list[FileDamaged]
 _Steps: TypeAlias = list[int]
-_Paths: TypeAlias = list[Path]
-_Named: TypeAlias = list[tuple[tuple[int, int, int], Path]]
 
 
 class CheckpointStore:
@@ -57,16 +53,15 @@ class CheckpointStore:
     """
 
     def __init__(self, run_dir: Path, fence: Fence | None = None) -> None:
-        self._run_dir = Path(run_dir)
         self._fence = fence
-        self._group = 0 if fence is None else fence.number
-        self.directory = self._run_dir / "checkpoints"
+        self._places = Places(Path(run_dir), 0 if fence is None else fence.number)
+        self.directory = self._places.directory
         self._stuck: set[Path] = set()
 
     def path(self, step: int) -> Path:
         """The directory that the checkpoint of a step has, or would have."""
-        there = self._counting().get(step)
-        return there[-1] if there else self.directory / checkpoint_name(step, self._group, 1)
+        there = self._places.counting().get(step)
+        return there[-1] if there else self._places.new(step)
 
     def find(self, step: int) -> Path:
         """Where the checkpoint of a step lies.
@@ -74,7 +69,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: There is none.
         """
-        paths = self._counting().get(step)
+        paths = self._places.counting().get(step)
         if paths:
             return paths[-1]
         path = self.path(step)
@@ -192,13 +187,13 @@ class CheckpointStore:
             existing = self._same(manifest)
             if existing is not None:
                 return existing
-            replaced = self._counting().get(draft.step, [])
-            put_in_place(temporary, self._new_path(draft.step))
+            replaced = self._places.counting().get(draft.step, [])
+            put_in_place(temporary, self._places.new(draft.step))
         if self._fence is not None:
             self._fence.check()
         # Only now: the new name is durable, and counts for whoever takes the run over.
         with contextlib.suppress(OSError):  # It takes room, and is no longer looked at.
-            self._remove_all(replaced)
+            self._places.remove(replaced)
         return manifest
 
     def prune(self, keep: int, best: Best | None = None, named: int | None = None) -> _Steps:
@@ -235,7 +230,7 @@ class CheckpointStore:
         """
         self.find(step)
         # First what waits behind it, which a reader would find once it is gone.
-        self._remove_all(self._counting().get(step, []))
+        self._places.remove(self._places.counting().get(step, []))
         sync_directory(self.directory)
 
     def _removed(self, step: int) -> bool:
@@ -253,26 +248,8 @@ class CheckpointStore:
         return True
 
     def clean(self) -> None:
-        """Removes what a writer that died left behind. Only when nobody is writing.
-
-        What does not count stays, and is said: it may be a copy that somebody needs.
-        """
-        if not self.directory.is_dir():
-            return
-        for path in self.directory.iterdir():
-            if path.name.startswith(TEMPORARY):
-                shutil.rmtree(path, ignore_errors=True)
-        counting = self._counting()
-        self._remove_all(path for paths in counting.values() for path in paths[:-1])
-        sync_directory(self.directory)
-        for (step, _, _), path in self._named():
-            if path not in counting.get(step, []):
-                logger.warning(
-                    "%s does not count: a group of workers wrote it that was thought dead. If it is a copy "
-                    "of another run's, rename it to %08d",
-                    path,
-                    step,
-                )
+        """Removes what a writer that died left behind. Only when nobody is writing."""
+        self._places.clean()
 
     def _same(self, manifest: Manifest) -> Manifest | None:
         """The checkpoint of that step, if training would go on the same from it and its bytes are right."""
@@ -290,7 +267,7 @@ class CheckpointStore:
     def _look(self) -> dict[int, Manifest | FileDamaged]:
         """What every checkpoint says of itself, or what is wrong with it, by step."""
         looked: dict[int, Manifest | FileDamaged] = {}
-        for step, paths in sorted(self._counting().items()):
+        for step, paths in sorted(self._places.counting().items()):
             try:
                 looked[step] = self.manifest(step)
             except FileDamaged as error:
@@ -308,37 +285,6 @@ class CheckpointStore:
         ordered = latest_first(found for found in looked.values() if isinstance(found, Manifest))
         readable = [manifest.step for manifest in ordered]
         return with_unreadable(readable, set(looked) - set(readable))
-
-    def _counting(self) -> dict[int, _Paths]:
-        """The directories of the checkpoints that count, by step; of one step, the last one is the newest."""
-        claim, found = last_claim(self._run_dir), self._named()
-        counting: dict[int, _Paths] = {}
-        for (step, _, _), path in found:
-            if claim is None or claim.counts(path.name):
-                counting.setdefault(step, []).append(path)
-        return counting
-
-    def _named(self) -> _Named:
-        """All that has the name of a checkpoint, with what the name says, in its order."""
-        found = []
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for path in self.directory.iterdir():
-                with contextlib.suppress(ValueError):
-                    found.append((checkpoint_parts(path.name), path))
-        return sorted(found)
-
-    def _new_path(self, step: int) -> Path:
-        """A name that this group has not used."""
-        own = [parts[2] for parts, _ in self._named() if parts[:2] == (step, self._group)]
-        return self.directory / checkpoint_name(step, self._group, max(own, default=0) + 1)
-
-    def _remove_all(self, paths: Iterable[Path]) -> None:
-        """Removes checkpoints, each at once for every reader, in this order."""
-        for path in paths:
-            aside = self.directory / f"{TEMPORARY}{secrets.token_hex(8)}"
-            with contextlib.suppress(FileNotFoundError):
-                path.rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
 
 
 def _check_digests(manifest: Manifest, known: Mapping[str, str] | None) -> None:
