@@ -11,7 +11,7 @@ from typing import Any
 MAX_DEPTH = 64
 MAX_INTEGER = 2**64
 SEAL = "seal"
-"""The entry of a sealed object that holds the SHA-256 of all others, as `json_bytes` writes them."""
+"""The last entry of a sealed object: the SHA-256 of the file as it is without this line."""
 
 
 def json_bytes(value: object) -> bytes:
@@ -54,10 +54,13 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def sealed(fields: Mapping[str, Any]) -> bytes:
-    """An object as it lies in a file that checks itself."""
-    if SEAL in fields:
-        raise ValueError(f"The name {SEAL!r} is kept for the seal")
-    return json_bytes({**fields, SEAL: _seal_of(fields)})
+    """An object as it lies in a file that checks itself: the seal is its last entry, in a line of its own."""
+    if not fields or SEAL in fields:
+        raise ValueError(
+            f"An object with fields, none of them {SEAL!r}, can be sealed. Received: {list(fields)}"
+        )
+    content = json_bytes(fields)
+    return content.removesuffix(_END) + _seal_of(content)
 
 
 def unsealed(content: bytes) -> dict[str, Any]:
@@ -66,16 +69,19 @@ def unsealed(content: bytes) -> dict[str, Any]:
     Raises:
         ValueError: The content differs from what was written, in whatever bit.
     """
-    fields = parse_object(content)
-    seal = fields.pop(SEAL, None)
-    # The bytes too: a flipped bit may turn a space into another that JSON knows, and change no value.
-    if seal != _seal_of(fields) or content != json_bytes({**fields, SEAL: seal}):
+    body = content[:-_SEAL_BYTES] + _END
+    if content[-_SEAL_BYTES:] != _seal_of(body):
         raise ValueError("its seal does not fit its content: it was changed after it was written")
-    return fields
+    return parse_object(body)
 
 
-def _seal_of(fields: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json_bytes(fields)).hexdigest()
+def _seal_of(content: bytes) -> bytes:
+    """What stands in the place of the end of an object's JSON when it is sealed."""
+    return f',\n "{SEAL}": "{hashlib.sha256(content).hexdigest()}"\n}}\n'.encode()
+
+
+_END = b"\n}\n"
+_SEAL_BYTES = len(_seal_of(b""))
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,9 @@ FIELDS = {"step": 1200, "note": "fix é\udc80", "sizes": [1, -2.5, None], "diges
 
 def test_what_is_sealed_is_read_back() -> None:
     assert unsealed(sealed(FIELDS)) == FIELDS
-    assert unsealed(sealed({})) == {}
+    for fields in ({}, {"seal": 1}):
+        with pytest.raises(ValueError, match="can be sealed"):
+            sealed(fields)
 
 
 def test_every_flipped_bit_breaks_the_seal() -> None:
