@@ -410,4 +410,4 @@ def test_a_plain_file_without_operation_says_how_to_push_it(tmp_path: Path) -> N
 
 def test_stages_are_words() -> None:
     assert Stage("verified") is Stage.VERIFIED
-    assert len(set(Stage)) == 7
+    assert len(set(Stage)) == 8

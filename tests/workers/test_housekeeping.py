@@ -219,7 +219,7 @@ def test_an_entry_that_causes_an_unexpected_error_is_refused_with_it_and_the_job
     assert "ZeroDivisionError: nobody foresaw this" in str(inbox.refusals(tmp_path)["a-bad"])
     put(tmp_path, bias(1.0, id="good"), None)
     train_until(job, lambda: stage_of(tmp_path, "good") == Stage.VERIFIED)
-    assert [entry.id for entry in inbox.waiting(tmp_path)] == []
+    eventually(lambda: inbox.waiting(tmp_path) == [])
 
 
 def test_an_update_that_a_job_has_taken_for_a_later_step_is_given_back_when_it_is_asked_for(
