@@ -13,7 +13,8 @@ from replicast.update import Update
 class AnyJournal(ABC):
     """What a journal does, with files or without. Only the coordinator writes.
 
-    In a run directory that another group has taken, each method that writes raises `JobFailed` instead.
+    In a run directory that another group has taken over, each method that writes raises `JobFailed` when it
+    has written: what it wrote may count or not, and must not be acted on.
     """
 
     @abstractmethod
@@ -56,6 +57,22 @@ class AnyJournal(ABC):
     @abstractmethod
     def moves(self) -> dict[int, int]:
         """The earlier steps of updates that were moved, by sequence number.
+
+        Raises:
+            FileDamaged: One is not what was written.
+        """
+
+    @abstractmethod
+    def withdraw(self, sequence: int) -> None:
+        """Writes down, before it is called off, that a committed update is never applied.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+
+    @abstractmethod
+    def withdrawn(self) -> frozenset[int]:
+        """The sequence numbers of committed updates that were withdrawn.
 
         Raises:
             FileDamaged: One is not what was written.
@@ -118,6 +135,7 @@ class MemoryJournal(AnyJournal):
 
     def __init__(self) -> None:
         self._moves: dict[int, int] = {}
+        self._withdrawn: set[int] = set()
         self._staged: dict[str, Update] = {}
         self._committed: list[tuple[Record, Update | None]] = []
         self._first_kept = 0
@@ -156,6 +174,14 @@ class MemoryJournal(AnyJournal):
     def moves(self) -> dict[int, int]:
         """As in `AnyJournal`."""
         return dict(self._moves)
+
+    def withdraw(self, sequence: int) -> None:
+        """As in `AnyJournal`."""
+        self._withdrawn.add(sequence)
+
+    def withdrawn(self) -> frozenset[int]:
+        """As in `AnyJournal`."""
+        return frozenset(self._withdrawn)
 
     def write_receipt(self, receipt: Receipt) -> None:
         """As in `AnyJournal`."""

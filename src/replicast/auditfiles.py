@@ -21,6 +21,7 @@ from replicast.audit import AuditReport
 from replicast.errors import ReplicastError
 from replicast.files import write_quickly
 from replicast.runfiles import append_line, lines_from_the_end, read_run_info
+from replicast.strictjson import parse_object
 
 _REQUEST = ".audit.json"
 
@@ -93,6 +94,6 @@ def _from_the_end(run_dir: Path) -> Iterator[AuditReport]:
 
 def _report(line: bytes) -> AuditReport | None:
     try:
-        return AuditReport.from_json(json.loads(line))
+        return AuditReport.from_json(parse_object(line))
     except (ValueError, AttributeError):
         return None

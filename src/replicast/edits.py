@@ -40,6 +40,7 @@ class Operation(StrEnum):
     ASSIGN_ROWS = "assign_rows"  # rows at indices, bit for bit, the other rows untouched
     ADD_LOW_RANK = "add_low_rank"  # variable + a @ b, one rank after the other
     RESET = "reset"  # every element becomes the factor; made from reset_slots by validation, never by hand
+    RESET_ROWS = "reset_rows"  # the same for the rows at indices, the other rows untouched
 
 
 # The arrays of each operation, in the order in which they are written, sent and digested.
@@ -53,10 +54,13 @@ ARRAY_NAMES: Mapping[Operation, tuple[str, ...]] = MappingProxyType(
         Operation.ASSIGN_ROWS: ("indices", "rows"),
         Operation.ADD_LOW_RANK: ("a", "b"),
         Operation.RESET: (),
+        Operation.RESET_ROWS: ("indices",),
     }
 )
-HAVE_FACTOR = frozenset({Operation.SCALE, Operation.BLEND, Operation.RESET})
-COPY_BITS = frozenset({Operation.ASSIGN, Operation.ASSIGN_ROWS, Operation.RESET})
+RESETS = frozenset({Operation.RESET, Operation.RESET_ROWS})
+ROWS = frozenset({Operation.ADD_ROWS, Operation.ASSIGN_ROWS, Operation.RESET_ROWS})
+HAVE_FACTOR = frozenset({Operation.SCALE, Operation.BLEND}) | RESETS
+COPY_BITS = frozenset({Operation.ASSIGN, Operation.ASSIGN_ROWS}) | RESETS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +92,7 @@ class Edit:
 
 def touched(edit: Edit) -> npt.NDArray[np.int64] | None:
     """The rows that the edit writes, or None when it writes all of the variable."""
-    if edit.operation not in (Operation.ADD_ROWS, Operation.ASSIGN_ROWS):
+    if edit.operation not in ROWS:
         return None
     return edit.arrays["indices"].astype(np.int64)
 
@@ -132,6 +136,8 @@ def apply_edit(edit: Edit, current: Array) -> Array:
             return result
         case Operation.RESET:
             return np.full(current.shape, factor_as(_factor(edit), current.dtype), current.dtype)
+        case Operation.RESET_ROWS:
+            return _with_rows(current, arrays["indices"], factor_as(_factor(edit), current.dtype))
 
 
 def _factor(edit: Edit) -> float:

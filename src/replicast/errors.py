@@ -262,5 +262,18 @@ class FileDamaged(ReplicastError):  # noqa: N818 - reads as a sentence: raise Fi
         self.problem = problem
 
 
+def refusal_of(error: Exception) -> UpdateRefused:
+    """The refusal of an update that has caused an error which nobody foresaw."""
+    if isinstance(error, UpdateRefused):
+        return error
+    said = str(error)[:500]
+    refusal = UpdateRefused(
+        f"Handling the update caused an unexpected error ({type(error).__name__}: {said})",
+        remedy="The log of worker 0 has the details",
+    )
+    refusal.__cause__ = error
+    return refusal
+
+
 def _sentence(text: str) -> str:
     return text if text.endswith((".", "!", "?", "…")) else f"{text}."

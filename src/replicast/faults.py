@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import json
+import logging
 import os
 import signal
 import threading
@@ -25,6 +26,8 @@ from typing import Any
 
 from replicast.config import FAULTS, read_cluster, read_faults, read_launch
 from replicast.errors import ClusterError
+
+logger = logging.getLogger("replicast")
 
 FIRED = "faults.jsonl"
 """Where in the run directory the faults that fired are written down."""
@@ -193,6 +196,9 @@ def read_plan(environ: Mapping[str, str]) -> Plan | None:
         return None
     cluster = read_cluster(environ)
     worker = 0 if cluster is None else cluster.rank
+    for fault in faults:
+        if (fault.worker, fault.attempt) == (worker, launch.attempt):
+            logger.warning("%s is set, this worker fails on purpose: %s", FAULTS, fault.to_json())
     return Plan(faults, worker=worker, attempt=launch.attempt, run_dir=launch.run_dir)
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
+import errno
 import os
 import secrets
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,31 @@ import numpy as np
 
 from replicast import faults
 from replicast.errors import FileDamaged, UpdateRefused
-from replicast.tensorfiles import TensorFile, loads_strictly, parse_tensors, tensor_chunks
+from replicast.strictjson import json_bytes, parse_object, unsealed
+from replicast.tensorfiles import (
+    TensorFile,
+    check_header,
+    header_bytes,
+    loads_strictly,
+    parse_tensors,
+    tensor_chunks,
+)
 
 __all__ = [
     "MAX_BYTES",
     "TEMPORARY",
     "TensorFile",
+    "check_tensor_file",
     "json_bytes",
     "loads_strictly",
     "make_durably",
+    "open_plain",
     "parse_tensors",
     "read_bytes",
     "read_json",
+    "read_sealed",
+    "read_small",
+    "read_tensor_bytes",
     "remove_leftovers",
     "start_writing",
     "sync_directory",
@@ -43,6 +57,8 @@ __all__ = [
 
 TEMPORARY = ".tmp-"
 MAX_BYTES = 4 * 2**30
+MAX_JSON_BYTES = 256 * 2**20
+"""A manifest of a hundred thousand variables has about a tenth of this."""
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux only; `os` has none.
 if _sync_file_range is not None:
     _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
@@ -126,69 +142,150 @@ def remove_leftovers(directory: Path, *, older_than_secs: float = 3600.0) -> Non
                     path.unlink()
 
 
-def json_bytes(value: object) -> bytes:
-    """JSON as it lies in files: keys sorted, one per line, so that the same value has the same bytes."""
-    text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
-    return text.encode(
-        errors="backslashreplace"
-    )  # What is no Unicode, as in a file's name, becomes an escape.
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in a file of a run directory.
 
     Raises:
-        FileDamaged: The file is not there, cannot be read, or holds something else.
+        FileDamaged: It is not there, no plain file, too large, or holds something else.
     """
+    return _read_with(parse_object, path, max_bytes)
+
+
+def read_sealed(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in a file that checks itself (`strictjson.sealed`).
+
+    Raises:
+        FileDamaged: As in `read_json`, or it was changed after it was written.
+    """
+    return _read_with(unsealed, path, max_bytes)
+
+
+def _read_with(parse: Callable[[bytes], dict[str, Any]], path: Path, max_bytes: int) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
+        return parse(read_small(path, max_bytes=max_bytes))
     except OSError as error:
         raise FileDamaged(path, f"it cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise FileDamaged(path, f"it holds no JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise FileDamaged(path, f"it must hold a JSON object. Received: {type(value).__name__}")
-    return value
+    except ValueError as error:
+        raise FileDamaged(path, f"it holds no valid JSON ({str(error)[:500]})") from error
 
 
-def read_bytes(path: Path, *, max_bytes: int | None = None) -> memoryview:
+def read_small(path: Path | str, *, max_bytes: int, directory: int | None = None) -> bytes:
+    """The bytes of a plain file that is no link: whatever else has its name neither blocks nor is read.
+
+    Args:
+        path: The file.
+        max_bytes: The most that it may have.
+        directory: The descriptor of the directory that a relative path starts from.
+
+    Raises:
+        OSError: It cannot be read, or is no plain file.
+        ValueError: It is larger.
+    """
+    descriptor = open_plain(path, directory=directory)
+    with os.fdopen(descriptor, "rb") as file:
+        content = file.read(min(max_bytes, os.fstat(descriptor).st_size) + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes} bytes")
+    return content
+
+
+def open_plain(path: Path | str, *, directory: int | None = None, follow: bool = False) -> int:
+    """Opens a plain file for reading. A pipe or a device would block, or do something.
+
+    Raises:
+        OSError: It cannot be opened, or is something else; a link too, unless `follow`.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags, dir_fd=directory)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    return descriptor
+
+
+def read_tensor_bytes(
+    path: Path, *, max_tensors: int, max_bytes: int | None = None, follow: bool = True
+) -> memoryview:
+    """The bytes of a safetensors file, once its header is found to fit its size.
+
+    Args:
+        path: The file.
+        max_tensors: The most tensors it may have.
+        max_bytes: The most that is read; `MAX_BYTES` unless given.
+        follow: Whether it may be a link.
+
+    Raises:
+        UpdateRefused: As in `read_bytes`, or it is no safetensors file.
+    """
+    check = partial(_check_tensors, path.name, max_tensors)
+    return read_bytes(path, max_bytes=max_bytes, follow=follow, check=check)
+
+
+def check_tensor_file(path: Path, *, max_tensors: int) -> None:
+    """Reads only the header of a safetensors file that is no link, and compares it with the file's size.
+
+    Raises:
+        UpdateRefused: It cannot be read, or is no safetensors file.
+    """
+    with _opened(path, follow=False) as (descriptor, nbytes):
+        _check_tensors(path.name, max_tensors, descriptor, nbytes)
+
+
+def read_bytes(
+    path: Path,
+    *,
+    max_bytes: int | None = None,
+    follow: bool = True,
+    check: Callable[[int, int], None] = lambda _descriptor, _nbytes: None,
+) -> memoryview:
     """A file's bytes in memory that numpy can use in place.
 
     Args:
         path: The file.
         max_bytes: The most that is read; `MAX_BYTES` unless given.
+        follow: Whether it may be a link.
+        check: Called with the descriptor and the size before memory is taken for all of it.
 
     Raises:
         UpdateRefused: It is no plain file, cannot be read, is larger, or changed while it was read.
     """
     limit = MAX_BYTES if max_bytes is None else max_bytes
-    try:
-        # Without O_NONBLOCK, opening a named pipe would wait for somebody to write into it.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:
-        raise UpdateRefused(f"{path} cannot be read ({getattr(error, 'strerror', error)})") from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise UpdateRefused(f"{path} is no plain file")
-        if status.st_size > limit:
+    with _opened(path, follow=follow) as (descriptor, nbytes):
+        if nbytes > limit:
             raise UpdateRefused(
-                f"{path} is too large", expected=f"at most {limit} bytes", received=f"{status.st_size} bytes"
+                f"{path} is too large", expected=f"at most {limit} bytes", received=f"{nbytes} bytes"
             )
-        content = np.empty(status.st_size, np.uint8).data
+        check(descriptor, nbytes)
+        content = np.empty(nbytes, np.uint8).data
         read = _read_all(descriptor, content)
-    except OSError as error:
-        raise UpdateRefused(f"{path} cannot be read ({error.strerror})") from error
-    finally:
-        os.close(descriptor)
-    if read != status.st_size:
+    if read != nbytes:
         raise UpdateRefused(
             f"{path} became shorter while it was read",
-            expected=f"{status.st_size} bytes",
+            expected=f"{nbytes} bytes",
             received=f"{read} bytes",
             remedy="Write it under another name and rename it when it is complete",
         )
     return content
+
+
+@contextlib.contextmanager
+def _opened(path: Path, *, follow: bool) -> Iterator[tuple[int, int]]:
+    """A plain file that somebody gave us: its descriptor and its size. What goes wrong is a refusal."""
+    try:
+        descriptor = open_plain(path, follow=follow)
+    except (OSError, ValueError) as error:
+        raise UpdateRefused(f"{path} cannot be read ({getattr(error, 'strerror', error)})") from error
+    try:
+        yield descriptor, os.fstat(descriptor).st_size
+    except OSError as error:
+        raise UpdateRefused(f"{path} cannot be read ({error.strerror})") from error
+    finally:
+        os.close(descriptor)
+
+
+def _check_tensors(source: str, max_tensors: int, descriptor: int, nbytes: int) -> None:
+    begin = os.pread(descriptor, header_bytes(os.pread(descriptor, 8, 0)), 0)
+    check_header(begin, nbytes, source, max_tensors=max_tensors)
 
 
 @contextlib.contextmanager

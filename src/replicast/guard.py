@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from replicast.edits import BFLOAT16, FLOAT_DTYPES, Array, Edit, Operation, apply_edit, factor_as
+from replicast.edits import BFLOAT16, FLOAT_DTYPES, RESETS, Array, Edit, Operation, apply_edit, factor_as
 from replicast.errors import UpdateRefused
 from replicast.schema import Schema
 
@@ -92,7 +92,7 @@ class Guard:
         for edit in edits:
             name = schema.resolve(edit.variable).name
             self._check_name(name)
-            if edit.operation is not Operation.RESET:
+            if edit.operation not in RESETS:
                 by_variable.setdefault(name, []).append(edit)
         for name, several in by_variable.items():
             if self.require_finite:
@@ -238,7 +238,7 @@ def _norm_of_change(edits: list[Edit], live: _Live) -> float:
                 # The squares of a @ b, without the product: the sum of (aᵀa) ∘ (b bᵀ).
                 a, b = arrays["a"].astype(np.float64), arrays["b"].astype(np.float64)
                 squares = max(0.0, float(np.sum((a.T @ a) * (b @ b.T)))) if a.size and b.size else 0.0
-            case Operation.RESET:
+            case Operation.RESET | Operation.RESET_ROWS:
                 squares = 0.0
         return math.sqrt(squares)
 

@@ -2,6 +2,7 @@
 
 inbox/<id>.safetensors      waits; renamed in when it is complete
 inbox/<id>.stage.json       how far it has come; kept for an hour after the end, for whoever waits for it
+inbox/<id>.withdraw.json    asks the job that has taken it to take it back
 refused/<id>.json           why it was refused; the file itself lies beside it
 
 Who takes an update and who withdraws it may meet. The job first notes that it has taken it and then opens the
@@ -23,22 +24,25 @@ from typing import Any
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import (
     TEMPORARY,
+    check_tensor_file,
     json_bytes,
     make_durably,
-    read_bytes,
     read_json,
+    read_tensor_bytes,
     remove_leftovers,
     sync_directory,
     write_durably,
     write_quickly,
 )
 from replicast.journal import Journal
+from replicast.parts import MAX_TENSORS, checked_id
 from replicast.processes import is_alive, is_on_this_host, this_process
 from replicast.trial import Trial
 from replicast.update import Stage, Update
 
-_UPDATE, _STAGE = ".safetensors", ".stage.json"
+_UPDATE, _STAGE, _WITHDRAW = ".safetensors", ".stage.json", ".withdraw.json"
 _KEEP_SECS = 3600.0
+_MAX_NOTE_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +141,7 @@ def read(path: Path, max_bytes: int | None = None) -> Submitted:
     run_dir = path.parent.parent
     later = _refused(run_dir) / path.name
     command = f"replicast push {shlex.quote(str(run_dir))} --add {shlex.quote(str(later))}"
-    content = read_bytes(path, max_bytes=max_bytes)
+    content = read_tensor_bytes(path, max_tensors=MAX_TENSORS, max_bytes=max_bytes, follow=False)
     update, description = Update.parse(
         content, path.name, remedy=f"Say what to do with them, for example: {command}"
     )
@@ -154,6 +158,8 @@ def read(path: Path, max_bytes: int | None = None) -> Submitted:
 def take(run_dir: Path, path: Path, max_bytes: int | None = None) -> Submitted | None:
     """Reads an update as the job that will propose it: from now on it cannot be withdrawn. Only worker 0.
 
+    The header comes first: of what is no update, no more is read, and nothing is noted.
+
     Returns:
         What `read` returns; None when the update was withdrawn in the meantime.
 
@@ -161,8 +167,9 @@ def take(run_dir: Path, path: Path, max_bytes: int | None = None) -> Submitted |
         UpdateRefused: As in `read`.
         OSError: The note cannot be written.
     """
-    note_stage(run_dir, path.name.removesuffix(_UPDATE), Stage.PROPOSED, taken_by=this_process())
     try:
+        check_tensor_file(path, max_tensors=MAX_TENSORS)
+        note_stage(run_dir, path.name.removesuffix(_UPDATE), Stage.PROPOSED, taken_by=this_process())
         return read(path, max_bytes)
     except UpdateRefused as error:
         if isinstance(error.__cause__, FileNotFoundError):
@@ -209,6 +216,32 @@ def withdraw(run_dir: Path, update_id: str, *, job_is_running: Callable[[], bool
     return True
 
 
+def request_withdrawal(run_dir: Path, update_id: str) -> Path:
+    """Asks a running job to take back an update that it has taken and not applied.
+
+    Returns:
+        The request, which is gone when the job has heard it.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path = _inbox(run_dir) / f"{checked_id(update_id)}{_WITHDRAW}"
+    make_durably(path.parent)
+    write_quickly(path, json.dumps({"requested_at": time.time()}))
+    return path
+
+
+def take_withdrawals(run_dir: Path) -> list[str]:
+    """The ids of the updates that somebody wants back; the requests are gone then. Only worker 0."""
+    found = []
+    for path in _inbox(run_dir).glob(f"*{_WITHDRAW}"):
+        update_id = path.name.removesuffix(_WITHDRAW)
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+            found.append(update_id)
+    return found
+
+
 def clean(run_dir: Path) -> None:
     """Removes what nobody needs any more: notes of updates that left long ago, and half-written files.
 
@@ -224,21 +257,33 @@ def clean(run_dir: Path) -> None:
                 path.unlink()
 
 
-def refuse(run_dir: Path, path: Path, error: UpdateRefused) -> None:
+def refuse(run_dir: Path, path: Path, error: UpdateRefused, *, durably: bool = True) -> None:
     """Writes down why an update is refused, then moves its file out of the inbox.
+
+    Args:
+        run_dir: The run directory.
+        path: Its file in the inbox.
+        error: Why.
+        durably: Whether to wait for the disk. Thousands of files that are none must not keep others waiting,
+            and after a power cut they are refused again.
 
     Raises:
         OSError: It cannot be written.
     """
     refused = _refused(run_dir)
     make_durably(refused)
-    reason = {"reason": error.to_json(), "refused_at": time.time()}
+    reason = json_bytes({"reason": error.to_json(), "refused_at": time.time()})
     update_id = path.name.removesuffix(_UPDATE)
-    write_durably(refused / f"{update_id}.json", [json_bytes(reason)])
+    if durably:
+        write_durably(refused / f"{update_id}.json", [reason])
+    else:
+        write_quickly(refused / f"{update_id}.json", reason.decode())
     with contextlib.suppress(FileNotFoundError):
         path.rename(refused / path.name)
-        sync_directory(refused)
-    note_stage(run_dir, update_id, Stage.REFUSED)
+        if durably:
+            sync_directory(refused)
+    if durably or (_inbox(run_dir) / f"{update_id}{_STAGE}").exists():
+        note_stage(run_dir, update_id, Stage.REFUSED)
 
 
 def done(path: Path) -> None:
@@ -247,19 +292,11 @@ def done(path: Path) -> None:
 
 
 def refusals(run_dir: Path) -> dict[str, UpdateRefused]:
-    """Why updates were refused, by id.
-
-    Raises:
-        FileDamaged: A file is not what was written.
-    """
+    """Why updates were refused, by id. A damaged file is a reason that cannot be read, and hides no other."""
     found = {}
     for path in sorted(_refused(run_dir).glob("*.json")):
-        if path.name.startswith("."):
-            continue
-        reason = read_json(path).get("reason")
-        if not isinstance(reason, dict):
-            raise FileDamaged(path, f"it holds no reason. Received: {str(reason)[:200]}")
-        found[path.name.removesuffix(".json")] = UpdateRefused.from_json(reason)
+        if not path.name.startswith("."):
+            found[path.name.removesuffix(".json")] = _reason_in(path)
     return found
 
 
@@ -285,7 +322,7 @@ def stage_of(run_dir: Path, update_id: str) -> dict[str, Any] | None:
     if Path(update_id).name != update_id:
         return None
     try:
-        return read_json(_inbox(run_dir) / f"{update_id}{_STAGE}")
+        return read_json(_inbox(run_dir) / f"{update_id}{_STAGE}", max_bytes=_MAX_NOTE_BYTES)
     except FileDamaged:  # Written without waiting for the disk: a power cut may have taken it.
         return None
 
@@ -297,7 +334,19 @@ def _is_taken(run_dir: Path, update_id: str, *, job_is_running: Callable[[], boo
         if job_is_running() if alive is None else alive:
             return True
     # A job that died may have committed it first: the next one will apply it, whatever lies in the inbox.
-    return any(record.id == update_id for record in Journal(run_dir).records())
+    journal = Journal(run_dir)
+    withdrawn = journal.withdrawn()
+    return any(record.id == update_id and record.sequence not in withdrawn for record in journal.records())
+
+
+def _reason_in(path: Path) -> UpdateRefused:
+    try:
+        reason = read_json(path, max_bytes=_MAX_NOTE_BYTES).get("reason")
+    except FileDamaged as error:
+        return UpdateRefused(f"The reason cannot be read: {error}")
+    if not isinstance(reason, dict):
+        return UpdateRefused(f"The reason cannot be read: {path} has none")
+    return UpdateRefused.from_json(reason)
 
 
 def _inbox(run_dir: Path) -> Path:

@@ -1,61 +1,78 @@
 """The journal: the durable order of committed updates. Checkpoint + journal = any later state.
 
-    updates/.pending-<id>.safetensors     staged: durable, and nothing to anybody
-    updates/000042.safetensors            its payload, once the sequence number is decided
-    updates/000042.json                   its record: the rename of this file is the commit
-    updates/000042.receipt.json           how it ended
-    updates/000042.moved.json             if a pause of the training has brought it forward: to which step
-    updates/000042.trial.json             if it was on trial: how that ended, before anybody acts on it
+It is the log of each group of workers, as far as that counts (`groups.py`), one after the other:
 
-One process writes, the coordinator's; any may read.
+    groups/000003/.pending-<id>.safetensors   staged: durable, and nothing to anybody
+    groups/000003/000017.safetensors          its payload, once its place is decided
+    groups/000003/000017.record.json          the rename of this file is the commit
+    groups/000003/000018.receipt.json         how an update ended
+    groups/000003/000019.moved.json           a pause has brought an update forward: to which step
+    groups/000003/000020.trial.json           how a trial ended, before anybody acts on it
+    groups/000003/000021.withdrawn.json       an update is never applied, before it is called off
+
+One process writes, the coordinator's; any may read. Of several entries about one update, the last one counts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
-from replicast import faults
 from replicast.anyjournal import AnyJournal, MemoryJournal
 from replicast.errors import FileDamaged, UpdateRefused
-from replicast.files import (
-    json_bytes,
-    make_durably,
-    read_bytes,
-    read_json,
-    remove_leftovers,
-    sync_directory,
-    write_durably,
-)
+from replicast.fence import Fence
+from replicast.files import read_bytes, read_sealed, remove_leftovers, write_durably
+from replicast.groups import entry_kinds, entry_path, group_directory, group_numbers, last_claim
 from replicast.records import Receipt, Record, StagedPayload, summarized
 from replicast.trial import TrialOutcome
 from replicast.update import Update
 
 __all__ = ["AnyJournal", "Journal", "MemoryJournal", "Receipt", "Record", "StagedPayload", "summarized"]
 
-_PENDING = ".pending-"
-_PAYLOAD, _RECORD, _RECEIPT, _MOVED = ".safetensors", ".json", ".receipt.json", ".moved.json"
-_TRIAL = ".trial.json"
+_PENDING, _PAYLOAD = ".pending-", ".safetensors"
+_RECORD, _RECEIPT, _MOVED, _TRIAL, _WITHDRAWN = "record", "receipt", "moved", "trial", "withdrawn"
+_Described = TypeVar("_Described", Record, Receipt, TrialOutcome)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an entry lies."""
+
+    directory: Path
+    group: int
+    number: int
+    kind: str
+
+    @property
+    def path(self) -> Path:
+        return entry_path(self.directory, self.number, self.kind)
+
+    @property
+    def payload(self) -> Path:
+        return self.directory / f"{self.number:06d}{_PAYLOAD}"
 
 
 class Journal(AnyJournal):
     """The journal in a run directory.
 
     Args:
-        run_dir: The run directory; `updates` is made in it by the first write.
-        check: Raises when this process must not write any more. Called before each write.
+        run_dir: The run directory.
+        fence: The claim of the group that writes. Without one, the journal can only be read.
     """
 
-    def __init__(self, run_dir: Path, check: Callable[[], None] = lambda: None) -> None:
-        self._directory = Path(run_dir) / "updates"
-        self._check = check
+    def __init__(self, run_dir: Path, fence: Fence | None = None) -> None:
+        self._run_dir = Path(run_dir)
+        self._fence = fence
+        self._read: dict[_Place, dict[str, Any]] = {}
+        self._committed: int | None = None  # How many records there are; this process alone adds to them.
 
     def stage(self, update: Update) -> StagedPayload:
         """As in `AnyJournal`."""
-        self._check()
-        path = self._directory / f"{_PENDING}{update.id}{_PAYLOAD}"
+        path = self._writer.directory / f"{_PENDING}{update.id}{_PAYLOAD}"
         hasher, nbytes = hashlib.sha256(), 0
 
         def counted() -> Iterator[bytes | memoryview]:
@@ -66,7 +83,6 @@ class Journal(AnyJournal):
                 yield chunk
 
         try:
-            make_durably(self._directory)
             write_durably(path, counted())
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -76,139 +92,176 @@ class Journal(AnyJournal):
 
     def commit(self, staged: StagedPayload, record: Record) -> None:
         """As in `AnyJournal`."""
-        self._check()
         if staged.path is None or (staged.id, staged.sha256) != (record.id, record.sha256):
             raise ValueError(f"The record belongs to another payload. Received: {record.id} for {staged.id}")
-        record_path = self._path(record.sequence, _RECORD)
-        if record_path.exists():
-            raise FileDamaged(record_path, "another update has this place in the order already")
-        if record.sequence > 1 and not self._path(record.sequence - 1, _RECORD).exists():
-            raise ValueError(f"The order has no place before this one. Received: {record.sequence}")
-        payload_path, content = self._path(record.sequence, _PAYLOAD), json_bytes(record.to_json())
+        if self._committed is None:
+            self._committed = len(self._places(_RECORD))
+        if record.sequence != self._committed + 1:
+            raise ValueError(f"The next place is {self._committed + 1}. Received: {record.sequence}")
+        before = self._writer.entries
         try:
-            staged.path.rename(payload_path)
-            sync_directory(self._directory)
-            faults.point("journal")
-            write_durably(record_path, [content])
+            self._writer.append(_RECORD, record.to_json(), staged.path)
         except OSError as error:
-            if record_path.exists():
+            if self._writer.entries > before:
+                place = _Place(self._writer.directory, self._writer.number, before + 1, _RECORD)
                 problem = f"it was renamed, and then its directory could not be synced ({error.strerror})"
-                raise FileDamaged(record_path, problem) from error
-            for path in (staged.path, payload_path):
-                with contextlib.suppress(OSError):
-                    path.unlink()
+                raise FileDamaged(place.path, problem) from error
             raise _not_written(record.id, error) from error
+        self._committed += 1
 
     def discard(self, staged: StagedPayload) -> None:
         """As in `AnyJournal`."""
-        self._check()  # A later group may have staged the same again, under the same name.
         if staged.path is not None:
             staged.path.unlink(missing_ok=True)
 
     def write_receipt(self, receipt: Receipt) -> None:
         """As in `AnyJournal`."""
-        self._check()
-        write_durably(self._path(receipt.sequence, _RECEIPT), [json_bytes(receipt.to_json())])
+        self._writer.append(_RECEIPT, receipt.to_json())
 
     def move(self, sequence: int, step: int) -> None:
         """As in `AnyJournal`."""
-        self._check()
-        write_durably(self._path(sequence, _MOVED), [json_bytes({"sequence": sequence, "step": step})])
+        self._writer.append(_MOVED, {"sequence": sequence, "step": step})
 
     def moves(self) -> dict[int, int]:
         """As in `AnyJournal`."""
         found = {}
-        for sequence in self._sequences(_MOVED):
-            path = self._path(sequence, _MOVED)
-            step = read_json(path).get("step")
-            if not isinstance(step, int) or isinstance(step, bool):
-                raise FileDamaged(path, "it has no step")
+        for place in self._places(_MOVED):
+            fields = self._fields(place)
+            sequence, step = fields.get("sequence"), fields.get("step")
+            if type(sequence) is not int or type(step) is not int:
+                raise FileDamaged(place.path, "it has no step")
             found[sequence] = step
         return found
 
+    def withdraw(self, sequence: int) -> None:
+        """As in `AnyJournal`."""
+        self._writer.append(_WITHDRAWN, {"sequence": sequence})
+
+    def withdrawn(self) -> frozenset[int]:
+        """As in `AnyJournal`."""
+        found = set()
+        for place in self._places(_WITHDRAWN):
+            sequence = self._fields(place).get("sequence")
+            if type(sequence) is not int:
+                raise FileDamaged(place.path, "it names no update")
+            found.add(sequence)
+        return frozenset(found)
+
     def write_outcome(self, outcome: TrialOutcome) -> None:
         """As in `AnyJournal`."""
-        self._check()
-        write_durably(self._path(outcome.sequence, _TRIAL), [json_bytes(outcome.to_json())])
+        self._writer.append(_TRIAL, outcome.to_json())
 
     def outcomes(self) -> dict[int, TrialOutcome]:
         """As in `AnyJournal`."""
-        found = {}
-        for sequence in sorted(self._sequences(_TRIAL)):
-            path = self._path(sequence, _TRIAL)
-            try:
-                found[sequence] = TrialOutcome.from_json(read_json(path))
-            except ValueError as error:
-                raise FileDamaged(path, str(error)) from error
-        return found
+        found = (self._described(TrialOutcome, place) for place in self._places(_TRIAL))
+        return {outcome.sequence: outcome for outcome in found}
 
     def records(self) -> list[Record]:
         """As in `AnyJournal`."""
-        last = max(self._sequences(_RECORD), default=0)
-        # By number and not by what the listing has: an update may be committed while it is made.
-        return [self._record(sequence) for sequence in range(1, last + 1)]
+        return [self._record(sequence, place) for sequence, place in self._records()]
 
     def load(self, sequence: int) -> Update:
         """As in `AnyJournal`."""
-        record = self._record(sequence)
-        path = self._path(sequence, _PAYLOAD)
+        place = dict(self._records()).get(sequence)
+        if place is None:
+            raise FileDamaged(f"update {sequence}", "it is not in the journal")
+        record = self._record(sequence, place)
         try:
-            content = read_bytes(path, max_bytes=record.nbytes)
+            content = read_bytes(place.payload, max_bytes=record.nbytes)
             if hashlib.sha256(content).hexdigest() != record.sha256:
-                raise FileDamaged(path, f"its sha256 is not the record's. Expected: {record.sha256}")
-            return Update.parse(content, path.name)[0]
+                raise FileDamaged(place.payload, f"its sha256 is not the record's. Expected: {record.sha256}")
+            return Update.parse(content, place.payload.name)[0]
         except UpdateRefused as error:
-            raise FileDamaged(path, str(error)) from error
+            raise FileDamaged(place.payload, str(error)) from error
 
     def receipts(self) -> dict[int, Receipt]:
         """As in `AnyJournal`."""
-        made = {}
-        for sequence in sorted(self._sequences(_RECEIPT)):
-            path = self._path(sequence, _RECEIPT)
-            try:
-                made[sequence] = Receipt.from_json(read_json(path))
-            except ValueError as error:
-                raise FileDamaged(path, str(error)) from error
-        return made
+        found = (self._described(Receipt, place) for place in self._places(_RECEIPT))
+        return {receipt.sequence: receipt for receipt in found}
 
     def clean(self) -> None:
-        """As in `AnyJournal`."""
-        self._check()
-        remove_leftovers(self._directory, older_than_secs=0.0)
-        for path in self._directory.glob(f"{_PENDING}*"):
-            path.unlink(missing_ok=True)
+        """As in `AnyJournal`. Also what does not count: it takes room, and would puzzle whoever looks."""
+        claim = last_claim(self._run_dir)
+        if claim is None or claim.group != self._writer.number:
+            return
+        counted = dict(claim.counted)
+        for group in group_numbers(self._run_dir):
+            if group < claim.group:
+                _remove_void(group_directory(self._run_dir, group), counted.get(group, 0))
 
-    def _record(self, sequence: int) -> Record:
-        path = self._path(sequence, _RECORD)
-        try:
-            record = Record.from_json(read_json(path))
-        except ValueError as error:
-            raise FileDamaged(path, str(error)) from error
+    @property
+    def _writer(self) -> Fence:
+        if self._fence is None:
+            raise ValueError("Only the group that has claimed the run directory writes into its journal")
+        return self._fence
+
+    def _records(self) -> list[tuple[int, _Place]]:
+        return list(enumerate(self._places(_RECORD), start=1))
+
+    def _places(self, kind: str) -> list[_Place]:
+        """The entries of one kind that count, in their order.
+
+        Raises:
+            FileDamaged: An entry of whatever kind is missing among those that count.
+        """
+        claim = last_claim(self._run_dir)
+        if claim is None:
+            return []
+        places = []
+        for group, counted in (*claim.counted, (claim.group, None)):
+            directory = group_directory(self._run_dir, group)
+            kinds = entry_kinds(directory)
+            last = max(kinds, default=0) if counted is None else counted
+            for number in range(1, last + 1):
+                if number not in kinds:
+                    raise FileDamaged(directory / f"{number:06d}", "an entry of the journal is missing here")
+                if kinds[number] == kind:
+                    places.append(_Place(directory, group, number, kind))
+        return places
+
+    def _record(self, sequence: int, place: _Place) -> Record:
+        record = self._described(Record, place)
         if record.sequence != sequence:
-            raise FileDamaged(path, f"it is the record of another place. Received: {record.sequence}")
-        payload = self._path(sequence, _PAYLOAD)
+            problem = f"it must be the record of update {sequence}. Received: {record.sequence}"
+            raise FileDamaged(place.path, problem)
         try:
-            size = payload.stat().st_size
+            size = place.payload.stat().st_size
         except OSError as error:
             raise FileDamaged(
-                payload, f"it cannot be read ({error.strerror}), and its record is there"
+                place.payload, f"it cannot be read ({error.strerror}), and its record is there"
             ) from error
         if size != record.nbytes:
-            raise FileDamaged(payload, f"its record says {record.nbytes} bytes. Received: {size}")
+            raise FileDamaged(place.payload, f"its record says {record.nbytes} bytes. Received: {size}")
         return record
 
-    def _path(self, sequence: int, ending: str) -> Path:
-        return self._directory / f"{sequence:06d}{ending}"
+    def _described(self, kind: type[_Described], place: _Place) -> _Described:
+        try:
+            return kind.from_json(self._fields(place))
+        except ValueError as error:
+            raise FileDamaged(place.path, str(error)) from error
 
-    def _sequences(self, ending: str) -> list[int]:
-        if not self._directory.is_dir():
-            return []
-        names = (
-            path.name.removesuffix(ending) for path in self._directory.iterdir() if path.name.endswith(ending)
-        )
-        return [
-            int(name) for name in names if name.isascii() and name.isdigit() and f"{int(name):06d}" == name
-        ]
+    def _fields(self, place: _Place) -> Mapping[str, Any]:
+        """What an entry says. Read once: an entry never changes."""
+        if place not in self._read:
+            fields = read_sealed(place.path)
+            if (fields.get("group"), fields.get("entry")) != (place.group, place.number):
+                raise FileDamaged(place.path, "it is another entry than its name says")
+            self._read[place] = fields
+        return self._read[place]
+
+
+def _remove_void(directory: Path, counted: int) -> None:
+    """Removes what does not count in the directory of an earlier group."""
+    remove_leftovers(directory, older_than_secs=0.0)
+    kinds = entry_kinds(directory)
+    void = [entry_path(directory, number, kind) for number, kind in kinds.items() if number > counted]
+    records = {number for number, kind in kinds.items() if kind == _RECORD and number <= counted}
+    for path in directory.glob(f"*{_PAYLOAD}"):
+        name = path.name.removesuffix(_PAYLOAD)
+        if not name.isdigit() or int(name) not in records:
+            void.append(path)
+    for path in void:
+        path.unlink(missing_ok=True)
 
 
 def _not_written(update_id: str, error: OSError) -> UpdateRefused:

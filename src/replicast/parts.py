@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from replicast.edits import ARRAY_NAMES, DTYPES, FLOAT_DTYPES, HAVE_FACTOR, Array, Edit, Operation
+from replicast.edits import ARRAY_NAMES, DTYPES, FLOAT_DTYPES, HAVE_FACTOR, RESETS, Array, Edit, Operation
 from replicast.errors import UpdateRefused
 from replicast.storing import copied
 
 MAX_EDITS_IN_FILE = 100_000
+MAX_TENSORS = 2 * MAX_EDITS_IN_FILE
 MAX_TEXT = 10_000
 _MAX_NAME = 1_000
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -200,7 +201,7 @@ def edits_of_tensors(
     Raises:
         UpdateRefused: The tensors do not fit the operation.
     """
-    if operation is Operation.RESET:
+    if operation in RESETS:
         raise UpdateRefused("Values cannot be reset from a file", remedy="Use assign, or reset_slots=True")
     if (operation is Operation.BLEND) != (weight is not None):
         raise UpdateRefused(

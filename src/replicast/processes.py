@@ -35,6 +35,8 @@ def is_alive(process: Mapping[str, Any]) -> bool | None:
         return False
     except (PermissionError, OverflowError):
         pass
+    if _state(pid) in (b"Z", b"X"):  # It has ended, and its parent has not asked how.
+        return False
     now = _started(pid)
     return None if started is None or now is None else started == now
 
@@ -42,7 +44,18 @@ def is_alive(process: Mapping[str, Any]) -> bool | None:
 def _started(pid: int) -> int | None:
     """When a process was started, in ticks since the host was; None where that cannot be known."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return int(fields[19])  # The 22nd of all, and the 20th behind the name, which may hold anything.
-    except (OSError, ValueError, IndexError):
+        return int(_stat(pid)[19])
+    except (ValueError, IndexError):
         return None
+
+
+def _state(pid: int) -> bytes:
+    return next(iter(_stat(pid)), b"")
+
+
+def _stat(pid: int) -> list[bytes]:
+    """What Linux says of a process, from the third field on: the name before it may hold anything."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return []

@@ -179,8 +179,7 @@ def _summary(edit: Edit) -> dict[str, Any]:
     if "a" in arrays:
         shape: list[int] | None = [arrays["a"].shape[0], arrays["b"].shape[1]]
     else:
-        written = arrays.get("value", arrays.get("rows"))
-        shape = (
-            None if written is None else list(written.shape)
-        )  # None: the whole variable, whatever its shape.
+        written = arrays.get("value", arrays.get("rows", arrays.get("indices")))
+        # None: the whole variable, whatever its shape.
+        shape = None if written is None else list(written.shape)
     return {"operation": str(edit.operation), "variable": edit.variable, "shape": shape}

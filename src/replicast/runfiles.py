@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from replicast.errors import FileDamaged
+from replicast.fence import Fence
 from replicast.files import (
-    json_bytes,
     make_durably,
+    open_plain,
     read_json,
+    read_sealed,
     remove_leftovers,
     write_durably,
     write_quickly,
 )
+from replicast.groups import GROUPS, group_directory, group_numbers, last_claim
 from replicast.parts import factor_to_json
 from replicast.records import reading
 from replicast.schema import Schema
+from replicast.strictjson import parse_json, sealed
 
-FORMAT = 1
+FORMAT = 2
+RUN_FILE = "run.json"
 ENDED = "nothing: it has ended"
 """What a worker waits for that has come to its end."""
 _PIECE_BYTES = 64 * 1024
+_MAX_LINE_BYTES = 4 * 2**20
+_MAX_BACK_BYTES = 256 * 2**20
+_MAX_NOTE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,34 +152,37 @@ def clean_run(run_dir: Path) -> None:
         remove_leftovers(directory, older_than_secs=0.0)
 
 
-def write_run_info(run_dir: Path, info: RunInfo, check: Callable[[], None] = lambda: None) -> None:
-    """Writes run.json, whole and durable. Only on the coordinator.
+def write_run_info(fence: Fence, info: RunInfo) -> None:
+    """Writes run.json of a group, whole and durable. Only on the coordinator.
 
-    Args:
-        run_dir: The run directory.
-        info: What to write.
-        check: Raises when this process must not write into it any more.
+    Raises:
+        JobFailed: Another group has taken the run over.
+        OSError: It cannot be written.
     """
-    check()
-    make_durably(Path(run_dir))
-    write_durably(Path(run_dir) / "run.json", [json_bytes(info.to_json())])
+    write_durably(fence.directory / RUN_FILE, [sealed(info.to_json())])
+    fence.check()
 
 
 def read_run_info(run_dir: Path) -> RunInfo:
-    """What a run directory is about.
+    """What a run directory is about, as the last group that counts has written it.
 
     Raises:
         FileDamaged: It is no run directory, its job has not begun, or run.json is not what was written.
     """
-    path = Path(run_dir) / "run.json"
-    if not path.exists():
-        raise FileDamaged(
-            path, "it is not there. Is this a run directory, and has its job made its Replicas yet?"
-        )
-    try:
-        return RunInfo.from_json(read_json(path))
-    except ValueError as error:
-        raise FileDamaged(path, str(error)) from error
+    claim = last_claim(run_dir)
+    for group in (
+        [] if claim is None else [number for number in group_numbers(run_dir) if number <= claim.group]
+    ):
+        path = group_directory(run_dir, group) / RUN_FILE
+        if path.exists():
+            try:
+                return RunInfo.from_json(read_sealed(path))
+            except ValueError as error:
+                raise FileDamaged(path, str(error)) from error
+    raise FileDamaged(
+        Path(run_dir) / GROUPS,
+        f"no group has a {RUN_FILE}. Is this a run directory, and is its job still starting?",
+    )
 
 
 def write_worker_note(run_dir: Path, note: WorkerNote) -> None:
@@ -180,12 +193,13 @@ def write_worker_note(run_dir: Path, note: WorkerNote) -> None:
 
 
 def read_worker_notes(run_dir: Path) -> list[WorkerNote]:
-    """What the workers last said, by rank. A note that a power cut has damaged is left out."""
+    """What the workers last said, by rank. What is no note of the rank in its name is left out."""
     notes = []
     for path in (Path(run_dir) / "workers").glob("*.json"):
-        if not path.name.startswith("."):
-            with contextlib.suppress(FileDamaged, ValueError):
-                notes.append(WorkerNote.from_json(read_json(path)))
+        with contextlib.suppress(FileDamaged, ValueError):
+            note = WorkerNote.from_json(read_json(path, max_bytes=_MAX_NOTE_BYTES))
+            if path.name == f"{note.rank}.json":
+                notes.append(note)
     return sorted(notes, key=lambda note: note.rank)
 
 
@@ -200,7 +214,7 @@ def last_metrics(run_dir: Path) -> dict[str, Any] | None:
     """The last whole line of metrics.jsonl: `step`, `time` and `values`. Reads only the end of the file."""
     for line in lines_from_the_end(Path(run_dir) / "metrics.jsonl"):
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-            found = json.loads(line)
+            found = parse_json(line)
             values = {str(name): float(value) for name, value in found["values"].items()}
             return {"step": int(found["step"]), "time": float(found["time"]), "values": values}
     return None
@@ -212,13 +226,16 @@ def append_line(path: Path, line: str) -> None:
     Only one process may, since it repairs a torn last line.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: It cannot be written, or is no plain file.
     """
     content = line.encode() + b"\n"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o666)
     try:
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "It is no plain file", str(path))
+        if status.st_size and os.pread(descriptor, 1, status.st_size - 1) != b"\n":
             content = b"\n" + content  # A writer that died left half a line: it must not take this one along.
         os.write(descriptor, content)
     finally:
@@ -226,24 +243,49 @@ def append_line(path: Path, line: str) -> None:
 
 
 def lines_from_the_end(path: Path) -> Iterator[bytes]:
-    """The whole lines of a file, the last one first. Reads no more of it than is asked for."""
+    """The whole lines of a file, the last one first. Reads no more of it than is asked for.
+
+    A line that is longer than any of ours is left out, and at most `_MAX_BACK_BYTES` are looked through. What
+    is no plain file has no lines.
+    """
     try:
-        file = path.open("rb")
-    except FileNotFoundError:
+        descriptor = open_plain(path)
+    except OSError:
         return
-    with file:
+    with os.fdopen(descriptor, "rb") as file:
         place = file.seek(0, os.SEEK_END)
-        rest = b""
+        least = max(0, place - _MAX_BACK_BYTES)
+        line = _LineFromTheEnd()
         is_last = True
-        while place > 0:
+        while place > least:
             length = min(_PIECE_BYTES, place)
             place -= length
             file.seek(place)
-            begin, *lines = (file.read(length) + rest).split(b"\n")
-            if is_last and lines:
-                lines.pop()  # After the last line break comes nothing, or half a line.
-                is_last = False
-            yield from reversed(lines)
-            rest = begin
-        if not is_last:
-            yield rest
+            *earlier, end = file.read(length).split(b"\n")
+            line.prepend(end)
+            for piece in reversed(earlier):
+                if not is_last and (found := line.taken()) is not None:
+                    yield found
+                is_last = False  # After the last line break comes nothing, or half a line.
+                line = _LineFromTheEnd()
+                line.prepend(piece)
+        if place == 0 and not is_last and (found := line.taken()) is not None:
+            yield found
+
+
+class _LineFromTheEnd:
+    """A line of which the end is read first; nothing of it is held once it is too long."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._nbytes = 0
+
+    def prepend(self, piece: bytes) -> None:
+        self._nbytes += len(piece)
+        if self._nbytes > _MAX_LINE_BYTES:
+            self._pieces.clear()
+        else:
+            self._pieces.append(piece)
+
+    def taken(self) -> bytes | None:
+        return None if self._nbytes > _MAX_LINE_BYTES else b"".join(reversed(self._pieces))

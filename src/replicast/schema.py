@@ -16,6 +16,9 @@ from replicast.edits import DTYPES
 from replicast.errors import UpdateRefused
 
 Kind: TypeAlias = Literal["trainable", "non_trainable", "optimizer"]
+MAX_DIMENSIONS = 32
+MAX_ELEMENTS = 2**48
+"""More than any array has; numpy raises at what it cannot count."""
 _MOST_NAMES = 5
 
 
@@ -63,7 +66,7 @@ class Variable:
         try:
             made = cls(
                 name=str(fields["name"]),
-                shape=tuple(int(size) for size in fields["shape"]),
+                shape=tuple(fields["shape"]),
                 dtype=str(fields["dtype"]),
                 kind=fields["kind"],
                 slots=tuple((str(name), float(value)) for name, value in fields["slots"]),
@@ -75,7 +78,10 @@ class Variable:
         if (
             made.dtype not in DTYPES
             or made.kind not in get_args(Kind)
-            or any(size < 0 for size in made.shape)
+            or len(made.shape) > MAX_DIMENSIONS
+            or any(type(size) is not int or size < 0 for size in made.shape)  # `type`: True is an int
+            # Without zeros: numpy multiplies the others too.
+            or math.prod(max(size, 1) for size in made.shape) >= MAX_ELEMENTS
         ):
             raise ValueError(f"This describes no variable that can be. Received: {str(fields)[:200]}")
         return made

@@ -15,8 +15,9 @@ import numpy as np
 
 from replicast.edits import BFLOAT16, Array
 from replicast.errors import UpdateRefused
+from replicast.strictjson import parse_json
 
-_MAX_HEADER_BYTES = 32 * 2**20
+MAX_HEADER_BYTES = 32 * 2**20
 _MAX_DIMENSIONS = 32
 _METADATA = "__metadata__"
 _DTYPES = {
@@ -83,59 +84,59 @@ def parse_tensors(content: memoryview, source: str, *, max_tensors: int) -> Tens
     Raises:
         UpdateRefused: It is no safetensors file, or its header and its bytes do not agree.
     """
-    header, data = _header_of(content, source, max_tensors)
-    metadata = header.pop(_METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise UpdateRefused(f"{source} has metadata that is not text by name")
-    spans = sorted((_span(name, entry, source), name) for name, entry in header.items())
-    end = 0
-    tensors: dict[str, Array] = {}
-    for (start, stop), name in spans:
-        if start != end:
-            raise UpdateRefused(f"{source}: the bytes of {name!r} overlap others or leave a hole")
-        tensors[name] = _tensor(data[start:stop], header[name], f"{source}: the tensor {name!r}")
-        end = stop
-    if end != len(data):
-        raise UpdateRefused(
-            f"{source} does not have the size that its header says",
-            expected=f"{end} bytes of data",
-            received=f"{len(data)}",
-            remedy="The file may be truncated: write it again",
-        )
+    header, first = _header_of(content, len(content), source, max_tensors)
+    metadata, spans = _layout_of(header, len(content) - first, source)
+    data = content[first:]
+    tensors = {
+        name: _tensor(data[start:stop], header[name], f"{source}: the tensor {name!r}")
+        for (start, stop), name in spans
+    }
     return TensorFile(metadata, tensors)
 
 
-def loads_strictly(text: str | bytes, what: str) -> Any:
-    """JSON from outside: no name twice in one object, no NaN, nothing nested without end.
+def header_bytes(first: bytes) -> int:
+    """How many bytes the beginning of a safetensors file has, as its first eight say; at most what it may."""
+    return 8 + min(int.from_bytes(first[:8], "little"), MAX_HEADER_BYTES)
+
+
+def check_header(begin: bytes, nbytes: int, source: str, *, max_tensors: int) -> None:
+    """Checks what the beginning of a safetensors file announces, before the rest is read.
+
+    Args:
+        begin: Its first `header_bytes`.
+        nbytes: The size of the file.
+        source: How to call it in errors.
+        max_tensors: The most tensors it may have.
 
     Raises:
-        UpdateRefused: It is not that.
+        UpdateRefused: It is no safetensors file, or header and size do not agree.
     """
+    header, first = _header_of(memoryview(begin), nbytes, source, max_tensors)
+    _layout_of(header, nbytes - first, source)
 
-    def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            raise ValueError("a name appears twice in one object")
-        return made
 
-    def no_constant(name: str) -> float:
-        raise ValueError(f"{name} is no JSON")
+def loads_strictly(text: str | bytes, what: str) -> Any:
+    """JSON of an update, read as `parse_json` does.
 
+    Raises:
+        UpdateRefused: It is no such JSON.
+    """
     try:
-        return json.loads(text, object_pairs_hook=without_doubles, parse_constant=no_constant)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         raise UpdateRefused(f"{what} is no valid JSON ({str(error)[:200]})") from error
 
 
-def _header_of(content: memoryview, source: str, max_tensors: int) -> tuple[dict[str, Any], memoryview]:
+def _header_of(content: memoryview, nbytes: int, source: str, max_tensors: int) -> tuple[dict[str, Any], int]:
+    """The header at the beginning of a file of so many bytes, and where the data begins."""
     length = int.from_bytes(content[:8], "little")
-    if len(content) < 8 or length > min(len(content) - 8, _MAX_HEADER_BYTES):
+    if nbytes < 8 or length > min(nbytes - 8, MAX_HEADER_BYTES):
         raise UpdateRefused(
             f"{source} is no safetensors file, or a truncated one",
-            expected=f"a header of at most {_MAX_HEADER_BYTES} bytes within the file",
-            received=f"{len(content)} bytes that announce a header of {length}"
-            if len(content) >= 8
-            else f"{len(content)} bytes",
+            expected=f"a header of at most {MAX_HEADER_BYTES} bytes within the file",
+            received=f"{nbytes} bytes that announce a header of {length}"
+            if nbytes >= 8
+            else f"{nbytes} bytes",
         )
     text = bytes(content[8 : 8 + length])
     # Parsed, an empty list takes twenty times its bytes: count before parsing. A tensor has three brackets,
@@ -145,7 +146,30 @@ def _header_of(content: memoryview, source: str, max_tensors: int) -> tuple[dict
     header = loads_strictly(text, f"{source}: the header")
     if not isinstance(header, dict):
         raise UpdateRefused(f"{source} is no safetensors file: its header is no JSON object")
-    return header, content[8 + length :]
+    return header, 8 + length
+
+
+def _layout_of(
+    header: dict[str, Any], nbytes: int, source: str
+) -> tuple[dict[str, str], list[tuple[tuple[int, int], str]]]:
+    """The metadata, which leaves the header, and where each tensor lies in so many bytes, in order."""
+    metadata = header.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise UpdateRefused(f"{source} has metadata that is not text by name")
+    spans = sorted((_span(name, entry, source), name) for name, entry in header.items())
+    end = 0
+    for (start, stop), name in spans:
+        if start != end:
+            raise UpdateRefused(f"{source}: the bytes of {name!r} overlap others or leave a hole")
+        end = stop
+    if end != nbytes:
+        raise UpdateRefused(
+            f"{source} does not have the size that its header says",
+            expected=f"{end} bytes of data",
+            received=f"{nbytes}",
+            remedy="The file may be truncated: write it again",
+        )
+    return metadata, spans
 
 
 def _span(name: str, entry: Any, source: str) -> tuple[int, int]:

@@ -10,6 +10,11 @@ from typing import Any, Literal
 Mode = Literal["min", "max"]
 Outcome = Literal["kept", "reverted"]
 
+MAX_STEPS = 1_000_000
+MAX_METRIC_NAME = 200
+MAX_INCREASE = 1e6
+"""Bounds of what a trial may ask for: a file from outside may say anything."""
+
 
 @dataclass(frozen=True, slots=True)
 class Trial:
@@ -18,10 +23,10 @@ class Trial:
     The mean of the metric over the steps of the trial is compared with its mean over as many steps before.
 
     Args:
-        steps: How many steps the trial lasts.
+        steps: How many steps the trial lasts, at most a million.
         metric: The name in the logs: "loss", or a metric that is a mean, such as "accuracy".
         max_increase: By how much it may get worse, as a part of what it was: 0.05 is 5 %. A negative number
-            asks for an improvement.
+            asks for an improvement. At most a million either way.
         mode: "min": smaller is better. "max": larger is.
     """
 
@@ -31,16 +36,28 @@ class Trial:
     mode: Mode = "min"
 
     def __post_init__(self) -> None:
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
-            raise ValueError(f"A trial lasts a whole number of steps, at least 1. Received: {self.steps!r}")
-        if not isinstance(self.metric, str) or not self.metric:
+        steps = self.steps
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MAX_STEPS:
             raise ValueError(
-                f"A trial is judged by a metric, such as 'loss': give its name. Received: {self.metric!r}"
+                f"A trial lasts a whole number of steps, at least 1 and at most {MAX_STEPS}. "
+                f"Received: {repr(steps)[:200]}"
+            )
+        name = self.metric
+        if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name) <= MAX_METRIC_NAME:
+            raise ValueError(
+                "A trial is judged by a metric, such as 'loss': give its name, at most "
+                f"{MAX_METRIC_NAME} printable characters. Received: {repr(name)[:200]}"
             )
         number = self.max_increase
-        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+        # By comparing: an integer of JSON may be larger than any float. NaN is within no bounds.
+        if (
+            isinstance(number, bool)
+            or not isinstance(number, int | float)
+            or not -MAX_INCREASE <= number <= MAX_INCREASE
+        ):
             raise ValueError(
-                f"max_increase is a part of what the metric was: 0.05 is 5 %. Received: {number!r}"
+                f"max_increase is a part of what the metric was: 0.05 is 5 %. At most {MAX_INCREASE:.0f}. "
+                f"Received: {repr(number)[:200]}"
             )
         if self.mode not in ("min", "max"):
             raise ValueError(f'mode is "min" or "max": which values are better. Received: {self.mode!r}')

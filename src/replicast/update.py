@@ -15,9 +15,15 @@ import xxhash
 from replicast.digest import digest_array
 from replicast.edits import Array, Edit, Operation
 from replicast.errors import UpdateRefused
-from replicast.files import loads_strictly, parse_tensors, read_bytes, tensor_chunks, write_durably
+from replicast.files import (
+    loads_strictly,
+    parse_tensors,
+    read_tensor_bytes,
+    tensor_chunks,
+    write_durably,
+)
 from replicast.parts import (
-    MAX_EDITS_IN_FILE,
+    MAX_TENSORS,
     array_to_json,
     checked_id,
     checked_text,
@@ -45,6 +51,7 @@ class Stage(StrEnum):
     VERIFIED = "verified"  # every worker reported the same digests; the receipt is given
     REFUSED = "refused"  # not accepted; nothing was changed anywhere
     FAILED = "failed"  # committed, or perhaps so, and it did not end well
+    WITHDRAWN = "withdrawn"  # taken back before it was applied; nothing was changed anywhere
 
 
 class Update:
@@ -61,7 +68,8 @@ class Update:
         author: Who.
         id: Makes proposing it twice a no-op. Unless given, each proposal in a training thread is an update of
             its own, and elsewhere it is random.
-        reset_slots: Also reset what the optimizer remembers of the touched variables, such as its moments.
+        reset_slots: Also reset what the optimizer remembers of the touched variables, such as its moments;
+            where only rows are touched, of those rows.
         allow_nonfinite: Accept NaN and infinity as values.
 
     Raises:
@@ -265,7 +273,8 @@ class Update:
         Raises:
             UpdateRefused: The file cannot be read, is damaged, too large, or no update.
         """
-        return cls.parse(read_bytes(Path(path), max_bytes=max_bytes), str(path))[0]
+        content = read_tensor_bytes(Path(path), max_tensors=MAX_TENSORS, max_bytes=max_bytes)
+        return cls.parse(content, str(path))[0]
 
     @classmethod
     def parse(cls, content: memoryview, source: str, remedy: str = "") -> tuple[Update, dict[str, Any]]:
@@ -276,7 +285,7 @@ class Update:
         Raises:
             UpdateRefused: The bytes are damaged, or no update.
         """
-        file = parse_tensors(content, source, max_tensors=2 * MAX_EDITS_IN_FILE)
+        file = parse_tensors(content, source, max_tensors=MAX_TENSORS)
         if _METADATA not in file.metadata:
             raise UpdateRefused(
                 f"{source} holds tensors and not what to do with them",
@@ -330,8 +339,8 @@ class Update:
         Raises:
             UpdateRefused: The file cannot be read, is damaged, too large, or does not fit the operation.
         """
-        content = read_bytes(Path(path), max_bytes=max_bytes)
-        file = parse_tensors(content, str(path), max_tensors=2 * MAX_EDITS_IN_FILE)
+        content = read_tensor_bytes(Path(path), max_tensors=MAX_TENSORS, max_bytes=max_bytes)
+        file = parse_tensors(content, str(path), max_tensors=MAX_TENSORS)
         edits = edits_of_tensors(file.tensors, Operation(operation), weight)
         return cls(note=note, author=author, id=id)._copy(edits)
 

@@ -8,15 +8,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from replicast.edits import BFLOAT16, COPY_BITS, FLOAT_DTYPES, Array, Edit, Operation, factor_as
+from replicast.edits import BFLOAT16, COPY_BITS, FLOAT_DTYPES, RESETS, ROWS, Array, Edit, Operation, factor_as
 from replicast.errors import UpdateRefused
 from replicast.files import MAX_BYTES
 from replicast.finite import nonfinite
 from replicast.parts import cast_loose
 from replicast.schema import Schema, Variable
 from replicast.update import Update
-
-_ROWS = (Operation.ADD_ROWS, Operation.ASSIGN_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ def planned(
     touched: dict[str, Variable] = {}
     for place, edit in enumerate(update.edits):
         variable = schema.resolve(edit.variable)
-        if edit.operation is Operation.RESET:
+        if edit.operation in RESETS:
             edits.append(_planned_reset(edit, variable, touched))
             continue
         touched[variable.name] = variable
@@ -71,7 +69,7 @@ def planned(
         look = not allowed and look_at(place)
         edits.append(_planned_edit(edit, variable, allow_nonfinite=allowed, look=look))
     if update.reset_slots:
-        edits += _resets(touched, edits)
+        edits += _resets(touched, edits, schema)
     if len(edits) > limits.max_edits:
         raise _too_many(len(edits), limits)
     return update.replaced(edits)
@@ -98,11 +96,37 @@ def _too_many(number: int, limits: Limits) -> UpdateRefused:
     )
 
 
-def _resets(touched: dict[str, Variable], edits: list[Edit]) -> Iterator[Edit]:
-    """One reset for each slot of a touched variable, unless the update resets it already."""
-    done = {edit.variable for edit in edits if edit.operation is Operation.RESET}
-    slots = dict(slot for variable in touched.values() for slot in variable.slots)
-    return (Edit(Operation.RESET, name, {}, fill) for name, fill in slots.items() if name not in done)
+def _resets(touched: dict[str, Variable], edits: list[Edit], schema: Schema) -> Iterator[Edit]:
+    """One reset for each slot of a touched variable, unless the update resets it already.
+
+    Of a variable of which only rows are touched, the same rows of those slots that have its shape.
+    """
+    done = {edit.variable for edit in edits if edit.operation in RESETS}
+    of_each: dict[str, list[Edit]] = {}
+    for edit in edits:
+        of_each.setdefault(edit.variable, []).append(edit)
+    for variable in touched.values():
+        rows = _touched_rows(of_each[variable.name])
+        for name, fill in variable.slots:
+            if name in done:
+                continue
+            done.add(name)
+            if rows is None or schema.resolve(name).shape != variable.shape:
+                yield Edit(Operation.RESET, name, {}, fill)
+            elif rows.size:
+                yield Edit(Operation.RESET_ROWS, name, {"indices": rows}, fill)
+
+
+def _touched_rows(edits: list[Edit]) -> Array | None:
+    """The rows that the planned edits of a variable touch; None for all of it."""
+    if any(edit.operation not in ROWS for edit in edits):
+        return None
+    indices = [edit.arrays["indices"] for edit in edits]
+    if len(indices) == 1:
+        return indices[0]
+    rows = np.unique(np.concatenate(indices))
+    rows.flags.writeable = False
+    return rows
 
 
 def _planned_reset(edit: Edit, variable: Variable, touched: dict[str, Variable]) -> Edit:
@@ -114,7 +138,8 @@ def _planned_reset(edit: Edit, variable: Variable, touched: dict[str, Variable])
             variable=variable.name,
             remedy="Use reset_slots=True, or assign the values",
         )
-    return replace(edit, variable=variable.name, loose=False)
+    arrays = {name: _checked_indices(indices, variable) for name, indices in edit.arrays.items()}
+    return replace(edit, variable=variable.name, arrays=arrays, loose=False)
 
 
 def _planned_edit(edit: Edit, variable: Variable, *, allow_nonfinite: bool, look: bool) -> Edit:
@@ -124,7 +149,7 @@ def _planned_edit(edit: Edit, variable: Variable, *, allow_nonfinite: bool, look
         _check_factor(edit.factor, operation, variable, allow_nonfinite=allow_nonfinite)
     arrays = dict(edit.arrays)
     dtype = BFLOAT16 if variable.dtype == "bfloat16" else np.dtype(variable.dtype)
-    if operation in _ROWS:
+    if operation in ROWS:
         arrays["indices"] = _checked_indices(arrays["indices"], variable)
     _check_shapes(operation, arrays, variable)
     for key, array in arrays.items():
@@ -194,7 +219,7 @@ def _check_shapes(operation: Operation, arrays: dict[str, Array], variable: Vari
                 received=f"{a} and {b} for shape {shape}",
             )
         return
-    if operation in _ROWS:
+    if operation in ROWS:
         key, expected = "rows", (arrays["indices"].shape[0], *shape[1:])
     else:
         key, expected = "value", shape

@@ -159,7 +159,7 @@ def disk_full(strategy: Any, call: str, directory: Path) -> dict[str, Any]:
 
     def fails(*given: Any) -> Any:
         nonlocal fired
-        if "/updates/" not in f"{Path(f'/proc/self/fd/{given[0]}').readlink()}/":
+        if "/groups/" not in f"{Path(f'/proc/self/fd/{given[0]}').readlink()}/":
             return original(*given)
         fired += 1
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -175,7 +175,7 @@ def disk_full(strategy: Any, call: str, directory: Path) -> dict[str, Any]:
                 ticket.result(0)
             said = str(caught.value)
         assert digest(model) == before
-        left = sorted(path.name for path in (run_dir / "updates").iterdir())
+        left = sorted(path.name for path in (run_dir / "groups" / "000001").iterdir())
         if strategy.rank == 1:
             replicas.propose(mark(0))
         quietly(replicas, lambda step: None, lambda: bool(replicas.history))
@@ -189,7 +189,7 @@ def test_an_update_that_the_journal_has_no_room_for_is_refused_and_the_next_one_
 ) -> None:
     results = pool2.run(disk_full, call, tmp_path)
     assert "No space left on device" in results[1]["said"]
-    assert results[0]["left"] == [], "half of it is still there"
+    assert results[0]["left"] == ["claim.json", "run.json"], "half of it is still there"
     assert [record.id for record in Journal(tmp_path / "run").records()] == ["mark-0"]
 
 

@@ -1,15 +1,19 @@
 """Bytes of files that earlier versions wrote: they must be read, and written the same."""
 
 import hashlib
+import shutil
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
-from replicast.files import json_bytes, read_json
-from replicast.journal import Receipt, Record, summarized
-from replicast.runfiles import RunInfo
+from replicast.fence import Fence
+from replicast.groups import Claim, last_claim
+from replicast.journal import Journal, Receipt, Record, summarized
+from replicast.runfiles import RunInfo, read_run_info, write_run_info
 from replicast.schema import Schema, Variable
+from replicast.strictjson import sealed
+from replicast.trial import TrialOutcome
 from replicast.update import Stage, Update
 
 FOLDER = Path(__file__).parent / "files"
@@ -32,7 +36,7 @@ def update() -> Update:
 def record() -> Record:
     content = (FOLDER / "update.safetensors").read_bytes()
     return Record(
-        sequence=42,
+        sequence=1,
         id="golden-1",
         step=1200,
         sha256=hashlib.sha256(content).hexdigest(),
@@ -50,7 +54,16 @@ def record() -> Record:
 
 def receipt() -> Receipt:
     digests = dict.fromkeys(range(3), "592be1533d2bfb376a167e118f2f63a5")
-    return Receipt(42, "golden-1", 1200, digests, 0.125, 0.0625, 1700000001.5, Stage.VERIFIED)
+    return Receipt(1, "golden-1", 1200, digests, 0.125, 0.0625, 1700000001.5, Stage.VERIFIED)
+
+
+def outcome() -> TrialOutcome:
+    return TrialOutcome(1, "kept", 1250, "loss", 0.5, 0.25, "loss was 0.5 before the update")
+
+
+def claim() -> Claim:
+    process = {"pid": 4242, "host": "box", "started": 123456}
+    return Claim(1, (), ("00001200-1",), attempt=1, process=process, claimed_at=1700000000.5)
 
 
 def run_info() -> RunInfo:
@@ -61,7 +74,7 @@ def run_info() -> RunInfo:
         Variable("count", (), "int64", "non_trainable"),
     ]
     hints = {"optimizer/learning_rate": "the learning rate is computed by a schedule"}
-    return RunInfo(1, Schema(variables, hints), workers=3, attempt=1, created_at=1700000000.0)
+    return RunInfo(2, Schema(variables, hints), workers=3, attempt=1, created_at=1700000000.0)
 
 
 def test_an_update_file_stays_what_it_is() -> None:
@@ -76,12 +89,32 @@ def test_the_digest_of_an_updates_content_stays_what_it_is() -> None:
     assert update().content_digest() == "ff7c6c371f4fbd8a7202bc013c9fb3ca"
 
 
-def test_a_record_a_receipt_and_a_run_stay_what_they_are() -> None:
-    for made, name in ((record(), "record.json"), (receipt(), "receipt.json"), (run_info(), "run.json")):
-        assert json_bytes(made.to_json()) == (FOLDER / name).read_bytes()
-        assert type(made).from_json(read_json(FOLDER / name)).to_json() == made.to_json()
-    assert Record.from_json(read_json(FOLDER / "record.json")) == record()
-    assert Receipt.from_json(read_json(FOLDER / "receipt.json")) == receipt()
+def test_what_a_group_writes_stays_what_it_is(tmp_path: Path) -> None:
+    fence = Fence(tmp_path, attempt=1)
+    journal = Journal(tmp_path, fence)
+    write_run_info(fence, run_info())
+    journal.commit(journal.stage(update()), record())
+    journal.write_receipt(receipt())
+    journal.move(1, 1150)
+    journal.write_outcome(outcome())
+    journal.withdraw(1)
+    names = sorted(path.name for path in (FOLDER / "group").iterdir())
+    assert names == sorted(path.name for path in fence.directory.iterdir())
+    (fence.directory / "claim.json").write_bytes(sealed(claim().to_json()))  # It has a process and a time.
+    for name in names:
+        assert (fence.directory / name).read_bytes() == (FOLDER / "group" / name).read_bytes(), name
+
+
+def test_what_a_group_wrote_is_read(tmp_path: Path) -> None:
+    shutil.copytree(FOLDER / "group", tmp_path / "groups" / "000001")
+    journal = Journal(tmp_path)
+    assert last_claim(tmp_path) == claim()
+    assert journal.records() == [record()]
+    assert journal.receipts() == {1: receipt()}
+    assert (journal.moves(), journal.outcomes()) == ({1: 1150}, {1: outcome()})
+    assert journal.withdrawn() == {1}
+    assert journal.load(1).content_digest() == update().content_digest()
+    assert read_run_info(tmp_path).to_json() == run_info().to_json()
 
 
 def test_the_digest_of_a_schema_stays_what_it_is() -> None:

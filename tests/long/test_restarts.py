@@ -104,9 +104,9 @@ class Act(keras.callbacks.Callback):
 
     def suffer(self):
         if what == "kill":
-            last = replicas.run_dir / "checkpoints" / f"{replicas.step // 4 * 4:08d}" / "COMMITTED"
+            last = replicas.step // 4 * 4
             if rank == int(who):
-                wait_until(last.exists)
+                wait_until(lambda: any(replicas.run_dir.glob(f"checkpoints/{last:08d}-*/COMMITTED")))
                 Path(f"killed-{attempt}").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
         elif what == "terminate":

@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from replicast import inbox
 from replicast.cli import main
 from replicast.errors import UpdateRefused
+from replicast.fence import Fence
 from replicast.journal import Journal
 from replicast.processes import this_process
 from replicast.records import Receipt, Record, summarized
@@ -42,6 +43,7 @@ class PlayedJob:
         self.fate = Stage.VERIFIED
         self.stops_at: Stage | None = None
         self._acts: Iterator[None] | None = None
+        self._journal = Journal(run, Fence(run, attempt=0))
 
     def act(self, _secs: float = 0.0) -> None:
         if self._acts is None:
@@ -51,6 +53,14 @@ class PlayedJob:
     def act_all(self) -> None:
         for _ in self._take():
             pass
+
+    def withdraw(self, update_id: str) -> None:
+        """What a job does that is asked to take an update back, and can."""
+        for record in self._journal.records():
+            if record.id == update_id:
+                self._journal.withdraw(record.sequence)
+        inbox.note_stage(self.run, update_id, Stage.WITHDRAWN)
+        inbox.done(self.run / "inbox" / f"{update_id}.safetensors")
 
     def _take(self) -> Iterator[None]:
         for waiting in inbox.waiting(self.run):
@@ -72,7 +82,7 @@ class PlayedJob:
                 if stage is self.stops_at:
                     return
             receipt = self._receipt(update.id, sequence, step)
-            Journal(self.run).write_receipt(receipt)
+            self._journal.write_receipt(receipt)
             if self.fate is Stage.VERIFIED:
                 inbox.note_stage(self.run, update.id, self.fate, receipt=receipt.to_json())
             else:
@@ -80,7 +90,7 @@ class PlayedJob:
             inbox.done(waiting.path)
 
     def _commit(self, update: Update, step: int, *, scheduled: bool) -> int:
-        journal = Journal(self.run)
+        journal = self._journal
         payload = journal.stage(update)
         sequence = len(journal.records()) + 1
         record = Record(
@@ -134,6 +144,6 @@ def pushed(run: Path) -> tuple[Update, int | None]:
 
 def made_run(path: Path = Path("run")) -> Path:
     """A run directory, seen from its parent, whose two workers have just written their notes."""
-    write_run_info(path, RunInfo(FORMAT, SCHEMA, 2, 0, time.time()))
+    write_run_info(Fence(path, attempt=0), RunInfo(FORMAT, SCHEMA, 2, 0, time.time()))
     heard_of(path)
     return path

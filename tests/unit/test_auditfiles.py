@@ -16,6 +16,7 @@ from replicast.auditfiles import (
     request_audit,
     withdraw_request,
 )
+from replicast.fence import Fence
 from replicast.runfiles import FORMAT, RunInfo, lines_from_the_end, write_run_info
 from tests.unit.played_job import SCHEMA
 from tests.unit.test_audit import report
@@ -32,7 +33,7 @@ def test_the_last_reports_come_in_their_order(tmp_path: Path) -> None:
 
 def test_a_report_says_to_which_start_of_the_job_it_belongs(tmp_path: Path) -> None:
     for attempt in (0, 3):
-        write_run_info(tmp_path, RunInfo(FORMAT, SCHEMA, 2, attempt, 1.5))
+        write_run_info(Fence(tmp_path, attempt), RunInfo(FORMAT, SCHEMA, 2, attempt, 1.5))
         append_audit(tmp_path, report(number=1))
     assert [(one.number, one.attempt) for one in last_audits(tmp_path, 2)] == [(1, 0), (1, 3)]
 

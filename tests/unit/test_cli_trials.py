@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
 
 from replicast import inbox
+from replicast.cli.following import follow, line
+from replicast.fence import Fence
 from replicast.journal import Journal, Receipt, Record, summarized
 from replicast.trial import Trial, TrialOutcome
 from replicast.update import Stage, Update
 from replicast.validate import planned
-from tests.unit.played_job import SCHEMA, invoke, made_run
+from tests.unit.played_job import SCHEMA, heard_of, invoke, made_run
 
 
 @pytest.fixture
@@ -25,7 +32,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def committed(run: Path, outcome: TrialOutcome | None) -> None:
     """What a job leaves of an update that was on trial."""
-    journal = Journal(run)
+    journal = Journal(run, Fence(run, attempt=0))
     update = planned(Update(id="tried", author="me").assign("learning_rate", 1), SCHEMA)
     payload = journal.stage(update)
     trial = {**Trial(50, max_increase=0.05).to_json(), "before": 0.5}
@@ -88,19 +95,70 @@ def test_an_update_that_is_on_trial_is_listed_and_shown_as_such(run: Path) -> No
 
 def test_how_a_trial_ended_is_listed_and_shown(run: Path) -> None:
     committed(run, TAKEN_BACK)
-    said = "taken back, every replica has the state of before (step 57)"
+    said = "reverted at step 57: all replicas are back at their state before the update"
     listed = " ".join(invoke("log", run).output.split())
-    assert "trial: taken back" in listed
+    assert "trial: reverted" in listed
+    for command in (("log", run), ("status", run), ("show", run, "tried")):
+        output = invoke(*command).output
+        assert "reverted" in output
+        assert "verified" not in output, "all replicas have the state of before"
     assert said in " ".join(invoke("show", run, "tried").output.split())
     assert json.loads(invoke("log", run, "--json").output)["outcome"] == TAKEN_BACK.to_json()
+
+
+def said_first(output: str) -> str:
+    return output.splitlines()[1]
 
 
 def test_who_waits_for_a_trial_that_is_taken_back_hears_it_with_an_exit_code_of_its_own(run: Path) -> None:
     committed(run, TAKEN_BACK)
     result = invoke("push", run, "--set", "learning_rate=1", "--id", "tried", "--wait", "--timeout", 5)
     assert result.exit_code == 4
-    assert "taken back" in result.output
+    assert said_first(result.output) == "reverted: number 1, applied at step 7"
+    assert "verified" not in result.output
     assert "loss was 0.5 before the update, and 0.75 in the trial" in result.output
+
+
+HOSTILE = "\x1b[2Jgone\x07 [red]text[/red] [/nonsense]\rover"
+
+
+def is_harmless(output: str) -> bool:
+    return not any(character in output for character in "\x1b\x07\r") and "[red]text" in output
+
+
+def test_what_files_say_of_a_trial_reaches_no_terminal_raw(run: Path) -> None:
+    committed(run, replace(TAKEN_BACK, reason=HOSTILE, metric=HOSTILE))
+    wait = ("push", run, "--set", "learning_rate=1", "--id", "tried", "--wait", "--timeout", 5)
+    for command in (("log", run), ("status", run), ("show", run, "tried"), wait):
+        output = " ".join(invoke(*command).output.split())
+        assert is_harmless(output), command
+
+
+def test_what_an_update_waits_for_reaches_no_terminal_raw(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert invoke("push", run, "--set", "learning_rate=1", "--id", "behind").exit_code == 0
+    inbox.note_stage(run, "behind", Stage.PROPOSED, waits_for=HOSTILE)
+    waited = invoke("push", run, "--set", "learning_rate=1", "--id", "behind", "--wait", "--timeout", 0.1)
+    assert is_harmless(waited.output)
+    shown: list[object] = []
+    monkeypatch.setattr(Status, "update", lambda _self, text: shown.append(text))
+    with line(Console(file=io.StringIO(), force_terminal=True), "proposed") as show:
+        follow(run, "behind", 0.0, show)
+    (text,) = shown
+    assert isinstance(text, Text), "a string is searched for markup"
+    assert is_harmless(text.plain)
+
+
+def test_names_of_directories_reach_no_terminal_raw(run: Path) -> None:
+    (Path("beside") / HOSTILE.replace("/", "")).mkdir(parents=True)
+    made_run(Path("beside") / HOSTILE.replace("/", ""))
+    said = invoke("status", "beside")
+    assert (said.exit_code, is_harmless(said.output)) == (2, True)
+    inside = run / f"replicas-{HOSTILE.replace('/', '')}"
+    made_run(inside)
+    heard_of(run, secs_ago=60)
+    assert is_harmless(" ".join(invoke("status", run).output.split()))
+    assert is_harmless(" ".join(invoke("status", inside).output.split()))
+    assert is_harmless(" ".join(invoke("checkpoint", "list", Path("beside")).output.split()) + "[red]text")
 
 
 def test_who_waits_behind_a_trial_is_told_so(run: Path) -> None:

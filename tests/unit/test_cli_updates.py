@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from functools import partial
@@ -13,6 +12,7 @@ import pytest
 
 from replicast import inbox
 from replicast.cli import COMMANDS, following, pushing
+from replicast.strictjson import sealed, unsealed
 from replicast.update import Stage, Update
 from replicast.validate import planned
 from tests.unit.played_job import BIAS, SCHEMA, PlayedJob, heard_of, invoke, made_run, pushed, tensors
@@ -173,7 +173,7 @@ def test_what_is_no_run_directory_is_said_clearly(run: Path, name: str) -> None:
     Path("empty").mkdir()
     result = invoke(*("empty" if word == "@" else word for word in words))
     assert result.exit_code == 2
-    assert "has no run.json" in result.output
+    assert "has no groups/*/run.json yet" in result.output
 
 
 def test_every_problem_is_listed_with_variable_expected_and_received(run: Path) -> None:
@@ -281,7 +281,7 @@ def test_when_time_is_up_a_committed_update_is_said_to_be_committed(run: Path) -
     result = invoke("push", run, "--set", "learning_rate=0.1", "--id", "x", "--wait", "--timeout", 0)
     assert result.exit_code == 3
     assert "in the journal already, as number 1" in result.output
-    assert "can no longer be withdrawn" in result.output
+    assert "Every worker will apply it; to take it back: replicast withdraw run x" in result.output
 
 
 def test_ctrl_c_while_waiting_says_that_the_update_stays(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,8 +359,8 @@ def test_a_full_disk_is_told_without_a_traceback(run: Path, monkeypatch: pytest.
 
 
 def test_a_run_of_a_later_format_is_refused(run: Path) -> None:
-    described = json.loads((run / "run.json").read_text()) | {"format": 99}
-    (run / "run.json").write_text(json.dumps(described))
+    (path,) = run.glob("groups/*/run.json")
+    path.write_bytes(sealed(unsealed(path.read_bytes()) | {"format": 99}))
     result = invoke("push", run, "--set", "learning_rate=0.1")
     assert result.exit_code == 1
     assert "Received: 99" in result.output

@@ -18,6 +18,7 @@ from replicast.cli import status
 from replicast.cli.examination import numbers_of, view_of
 from replicast.cli.texts import age_text, number_text, seconds_text, size_text, when_text
 from replicast.edits import BFLOAT16
+from replicast.fence import Fence
 from replicast.runfiles import (
     WorkerNote,
     append_metrics,
@@ -214,7 +215,7 @@ def test_an_update_of_a_job_without_a_journal_is_known_by_its_note(run: Path) ->
 
 def test_a_damaged_payload_is_told_after_what_is_known(run: Path) -> None:
     filled(run)
-    payload = run / "updates" / "000001.safetensors"
+    payload = next(run.glob("groups/*/000001.safetensors"))
     content = payload.read_bytes()
     payload.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     result = invoke("show", run, 1)
@@ -281,7 +282,7 @@ def test_inspect_lists_tensors_when_it_is_not_told_what_to_do(run: Path) -> None
 
 def test_inspect_takes_saved_updates_and_payloads_of_the_journal(run: Path) -> None:
     filled(run)
-    payload = run / "updates" / "000001.safetensors"
+    payload = next(run.glob("groups/*/000001.safetensors"))
     result = invoke("inspect", payload, "--run", run)
     assert (result.exit_code, "reset to 0" in result.output) == (0, True)
     assert invoke("inspect", payload).exit_code == 0
@@ -344,6 +345,6 @@ def test_what_a_new_start_has_yet_to_come_to_is_committed_and_not_verified(run: 
 
 def test_a_job_without_a_journal_is_not_said_to_have_committed_nothing(run: Path) -> None:
     for journaled, said in ((True, "no update has been committed yet"), (False, "keeps no journal")):
-        write_run_info(run, replace(read_run_info(run), journaled=journaled))
+        write_run_info(Fence(run, attempt=0), replace(read_run_info(run), journaled=journaled))
         for command in ("log", "status"):
             assert said in invoke(command, run).output, command

@@ -38,8 +38,51 @@ def test_what_waits_can_be_withdrawn_by_the_beginning_of_its_id(run: Path) -> No
     assert (gone.exit_code, "There is no update" in gone.output) == (1, True)
 
 
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], list[float]]:
+    """Says what happens in each moment in which the command listens; gives how long these were together."""
+
+    def hears(act: Callable[[], None]) -> list[float]:
+        moments: list[float] = []
+
+        def sleep(secs: float) -> None:
+            moments.append(secs)
+            act()
+
+        monkeypatch.setattr("replicast.cli.withdraw.sleep", sleep)
+        return moments
+
+    return hears
+
+
+@pytest.mark.parametrize("stage", [Stage.STAGED, Stage.COMMITTED])
+def test_what_a_job_has_taken_and_not_applied_is_withdrawn_by_the_job(
+    run: Path, stage: Stage, listening: Any
+) -> None:
+    invoke("push", run, "--set", "learning_rate=0.1", "--id", "x")
+    played = PlayedJob(run)
+    played.stops_at = stage
+    played.act_all()
+
+    def answer() -> None:
+        for update_id in inbox.take_withdrawals(run):
+            played.withdraw(update_id)
+
+    listening(answer)
+    result = invoke("withdraw", run, "x")
+    assert (result.exit_code, "withdrawn x: it will not be applied" in result.output) == (0, True)
+    shown = invoke("show", run, "x")
+    assert (shown.exit_code, "withdrawn" in shown.output) == (0, True)
+    again = invoke("withdraw", run, "x")
+    assert (again.exit_code, "x was withdrawn: there is nothing" in again.output) == (1, True)
+
+
 @pytest.mark.parametrize("stage", [Stage.STAGED, Stage.COMMITTED, None])
-def test_what_a_living_job_has_taken_cannot_be_withdrawn(run: Path, stage: Stage | None) -> None:
+def test_what_a_job_has_applied_or_does_not_give_back_in_time_stays(
+    run: Path, stage: Stage | None, listening: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listened = listening(lambda: None)
+    monkeypatch.setattr("replicast.cli.withdraw._ANSWER_SECS", 1.0)
     invoke("push", run, "--set", "learning_rate=0.1", "--id", "x")
     played = PlayedJob(run)
     played.stops_at = stage
@@ -49,6 +92,8 @@ def test_what_a_living_job_has_taken_cannot_be_withdrawn(run: Path, stage: Stage
     assert result.exit_code == 1
     assert "Too late: update x is" in result.output
     assert [entry.id for entry in inbox.waiting(run)] == before
+    assert sum(listened) == pytest.approx(0.0 if stage is None else 1.0)
+    assert inbox.take_withdrawals(run) == []
 
 
 def test_what_a_dead_job_had_taken_can_be_withdrawn_unless_it_is_committed(run: Path) -> None:
@@ -67,23 +112,6 @@ def test_what_a_dead_job_had_taken_can_be_withdrawn_unless_it_is_committed(run: 
     assert (result.exit_code, "y is committed, step 7" in result.output) == (1, True)
 
 
-@pytest.fixture
-def listening(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], list[float]]:
-    """Says what happens in each moment in which the command listens; gives how long these were together."""
-
-    def hears(act: Callable[[], None]) -> list[float]:
-        moments: list[float] = []
-
-        def sleep(secs: float) -> None:
-            moments.append(secs)
-            act()
-
-        monkeypatch.setattr("replicast.cli.withdraw.sleep", sleep)
-        return moments
-
-    return hears
-
-
 def taken(run: Path, taker: dict[str, Any]) -> None:
     invoke("push", run, "--set", "learning_rate=0.1", "--id", "x")
     inbox.note_stage(run, "x", Stage.STAGED, taken_by=taker)
@@ -96,7 +124,7 @@ def test_a_job_on_another_host_counts_as_alive_while_it_is_heard_of(run: Path, l
     listened = listening(lambda: None)
     taken(run, ELSEWHERE)
     assert invoke("withdraw", run, "x").exit_code == 1
-    assert listened == []
+    listened.clear()
     heard_of(run, secs_ago=60)
     assert invoke("withdraw", run, "x").exit_code == 0
     assert sum(listened) == pytest.approx(5.0)
@@ -170,20 +198,29 @@ def test_withdrawing_between_the_jobs_note_and_its_reading_is_too_late(
     assert happened == [False]
 
 
-def test_taking_between_the_withdrawals_rename_and_its_look_loses_nothing(
+def test_taking_between_the_withdrawals_rename_and_its_look_finds_nothing(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = inbox.submit(run, Update(id="x").assign("learning_rate", 1))
     happened = between(monkeypatch, "_is_taken", lambda: inbox.take(run, path))
-    assert not inbox.withdraw(run, "x", job_is_running=lambda: True)
+    assert inbox.withdraw(run, "x", job_is_running=lambda: True)
     assert happened == [None]
-    assert inbox.take(run, path) is not None
+    assert inbox.take(run, path) is None
+
+
+def test_withdrawing_between_the_jobs_look_at_the_header_and_its_note_loses_nothing(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = inbox.submit(run, Update(id="x").assign("learning_rate", 1))
+    withdraw = lambda: inbox.withdraw(run, "x", job_is_running=lambda: True)  # noqa: E731
+    happened = between(monkeypatch, "note_stage", withdraw)
+    assert inbox.take(run, path) is None
+    assert happened == [True]
 
 
 def test_a_damaged_journal_leaves_the_update_where_it_was(run: Path) -> None:
     inbox.submit(run, Update(id="x").assign("learning_rate", 1))
-    (run / "updates").mkdir()
-    write_durably(run / "updates" / "000001.json", [b"{}"])
+    write_durably(run / "groups" / "000001" / "000001.record.json", [b"{}"])
     assert invoke("withdraw", run, "x").exit_code == 1
     assert [entry.id for entry in inbox.waiting(run)] == ["x"]
 

@@ -38,6 +38,7 @@ def test_each_operation_does_what_its_comment_says(dtype: np.dtype) -> None:
         (edit(Operation.ASSIGN_ROWS, indices=indices, rows=rows), [[30, 40], [3, 4], [10, 20]]),
         (edit(Operation.ADD_LOW_RANK, a=a, b=b), [[2, 4], [6, 8], [9, 12]]),
         (edit(Operation.RESET, factor=0.25), [[0.25, 0.25]] * 3),
+        (edit(Operation.RESET_ROWS, indices=indices, factor=0.25), [[0.25, 0.25], [3, 4], [0.25, 0.25]]),
     ]
     assert {case[0].operation for case in cases} == set(Operation) == set(ARRAY_NAMES)
     for made, expected in cases:

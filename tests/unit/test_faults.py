@@ -233,6 +233,13 @@ def test_what_a_fault_writes_it_can_read() -> None:
     assert Fault.from_json(json.loads(json.dumps(fault.to_json()))) == fault
 
 
+def test_a_worker_that_is_to_fail_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    faults.read_plan(environ_of([{"worker": 5, "point": "apply"}]))
+    assert caplog.text == ""
+    faults.read_plan(environ_of([{"worker": 0, "point": "apply"}]))
+    assert "REPLICAST_FAULTS is set, this worker fails on purpose" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("plan", "expected"),
     [

@@ -1,43 +1,47 @@
-"""Only the group that was started last writes into a run directory."""
+"""What a group writes that was thought dead counts for nobody, wherever it was stopped."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from replicast.errors import JobFailed
+from replicast.checkpoint import CheckpointStore
+from replicast.digest import digest_state
+from replicast.errors import ClusterError, FileDamaged, JobFailed
 from replicast.fence import Fence
 from replicast.journal import Journal, Receipt, Record, StagedPayload
 from replicast.runfiles import FORMAT, RunInfo, read_run_info, write_run_info
 from replicast.schema import Schema
 from replicast.trial import TrialOutcome
 from replicast.update import Stage, Update
+from tests.unit.checkpoint.operations import Operations
+from tests.unit.checkpoint.samples import draft_of, state_of
 
 
-def test_a_group_writes_until_another_takes_the_run(tmp_path: Path) -> None:
-    first = Fence(tmp_path, attempt=0)
-    first.check()
-    second = Fence(tmp_path, attempt=1)
-    second.check()
-    with pytest.raises(JobFailed, match="attempt 1"):
-        first.check()
+class Crash(BaseException):
+    """The process ends here."""
 
 
-def test_who_claims_a_run_has_its_name_on_disk_also_when_another_made_the_directory(
-    tmp_path: Path, synced: list[Path]
-) -> None:
-    (tmp_path / "run").mkdir()
-    Fence(tmp_path / "run", attempt=0)
-    assert synced == [tmp_path, tmp_path / "run"]
+def crash() -> None:
+    raise Crash
 
 
-def commit(journal: Journal, sequence: int, step: int) -> None:
-    update = Update(id=f"u{sequence}").scale("dense/bias", 2.0)
-    staged = journal.stage(update)
-    journal.commit(staged, record_of(staged, sequence, step))
+def start(run: Path) -> Journal:
+    return Journal(run, Fence(run, attempt=0))
+
+
+def commit(journal: Journal, id_: str, sequence: int | None = None) -> None:
+    """Commits an update as the next one, or as the one that a group which was stopped takes for the next."""
+    sequence = len(journal.records()) + 1 if sequence is None else sequence
+    staged = journal.stage(Update(id=id_).scale("dense/bias", 2.0))
+    journal.commit(staged, record_of(staged, sequence, step=3))
 
 
 def record_of(staged: StagedPayload, sequence: int, step: int) -> Record:
@@ -59,49 +63,307 @@ def record_of(staged: StagedPayload, sequence: int, step: int) -> Record:
 
 
 def receipt(digest: str, stage: Stage) -> Receipt:
-    return Receipt(1, "u1", 12, {0: "right", 1: digest}, 1.0, 0.1, 0.0, stage)
+    return Receipt(1, "first", 12, {0: "right", 1: digest}, 1.0, 0.1, 0.0, stage)
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
+def ids(run: Path) -> list[str]:
+    """What the journal holds, read by somebody else, with every payload."""
+    journal = Journal(run)
+    found = [journal.load(record.sequence).id for record in journal.records()]
+    assert found == [record.id for record in journal.records()]
+    return found
 
 
-def test_a_coordinator_that_was_thought_dead_writes_nothing_into_the_journal(tmp_path: Path) -> None:
-    old = Journal(tmp_path, Fence(tmp_path, attempt=0).check)
-    commit(old, 1, step=12)
-    staged = old.stage(Update(id="u2").scale("dense/bias", 2.0))
-    new = Journal(tmp_path, Fence(tmp_path, attempt=1).check)
+def test_a_group_writes_until_another_takes_the_run(tmp_path: Path) -> None:
+    first = Fence(tmp_path, attempt=0)
+    first.check()
+    second = Fence(tmp_path, attempt=1)
+    second.check()
+    with pytest.raises(JobFailed, match="attempt 1"):
+        first.check()
+
+
+def test_who_claims_a_run_has_its_name_on_disk_also_when_another_made_the_directory(
+    tmp_path: Path, synced: list[Path]
+) -> None:
+    (tmp_path / "run").mkdir()
+    fence = Fence(tmp_path / "run", attempt=0)
+    assert synced == [tmp_path / "run", tmp_path, tmp_path / "run" / "groups", fence.directory]
+
+
+def test_a_commit_that_was_stopped_anywhere_overwrites_nothing_of_the_next_group(tmp_path: Path) -> None:
+    outcomes = set()
+    for number in range(1, 1000):
+        run = tmp_path / str(number)
+        old = start(run)
+        commit(old, "first")
+
+        def take_over(run: Path = run) -> None:
+            commit(start(run), "new")
+
+        operations = Operations(number, take_over)
+        with pytest.MonkeyPatch.context() as patching:
+            operations.install(patching.setattr)
+            try:
+                commit(old, "late", sequence=2)
+                said = "committed"
+            except JobFailed:
+                said = "taken over"
+        if operations.fired is None:
+            break
+        assert said == "taken over"
+        assert ids(run) in (["first", "new"], ["first", "late", "new"])
+        outcomes.add(len(ids(run)))
+        commit(start(run), "next")
+        assert ids(run)[-2:] == ["new", "next"]
+    assert number > 5
+    assert outcomes == {2, 3}
+
+
+def test_a_commit_that_was_killed_anywhere_is_there_or_not_and_the_next_start_goes_on(tmp_path: Path) -> None:
+    outcomes = set()
+    for number in range(1, 1000):
+        run = tmp_path / str(number)
+        old = start(run)
+        commit(old, "first")
+        operations = Operations(number, crash)
+        with pytest.MonkeyPatch.context() as patching:
+            operations.install(patching.setattr)
+            try:
+                commit(old, "killed")
+                break
+            except Crash:
+                pass
+        outcomes.add(tuple(ids(run)))
+        new = start(run)
+        new.clean()
+        commit(new, "new")
+        assert ids(run) in (["first", "new"], ["first", "killed", "new"])
+    assert outcomes == {("first",), ("first", "killed")}
+
+
+def test_of_two_groups_that_claim_at_once_one_has_the_run_and_the_other_knows(tmp_path: Path) -> None:
+    for number in range(1, 1000):
+        run, others = tmp_path / str(number), []
+        commit(start(run), "first")
+
+        def claim_too(run: Path = run, others: list[Journal] = others) -> None:
+            others.append(start(run))
+            commit(others[0], "other")
+
+        operations = Operations(number, claim_too)
+        with pytest.MonkeyPatch.context() as patching:
+            operations.install(patching.setattr)
+            try:
+                mine = start(run)
+            except JobFailed:
+                mine = None
+        if operations.fired is None:
+            break
+        assert ids(run) == ["first", "other"]
+        if mine is None:
+            commit(others[0], "more")
+        else:
+            commit(mine, "more")
+            with pytest.raises(JobFailed):
+                commit(others[0], "void", sequence=3)
+        assert ids(run) == ["first", "other", "more"]
+    assert number > 5
+
+
+def test_a_group_that_was_killed_while_it_claimed_has_taken_nothing_away(tmp_path: Path) -> None:
+    for number in range(1, 1000):
+        run = tmp_path / str(number)
+        commit(start(run), "first")
+        operations = Operations(number, crash)
+        with pytest.MonkeyPatch.context() as patching:
+            operations.install(patching.setattr)
+            try:
+                start(run)
+                break
+            except Crash:
+                pass
+        assert ids(run) == ["first"]
+        commit(start(run), "next")
+        assert ids(run) == ["first", "next"]
+    assert number > 5
+
+
+def test_nothing_that_a_coordinator_writes_later_changes_what_the_journal_says(tmp_path: Path) -> None:
+    old = start(tmp_path)
+    commit(old, "first")
+    staged = old.stage(Update(id="late").scale("dense/bias", 2.0))
+    new = start(tmp_path)
     new.write_receipt(receipt("right", Stage.VERIFIED))
-    before = contents(tmp_path / "updates")
-    outcome = TrialOutcome(1, "kept", 12, "loss", 1.0, 0.5, "why")
     writes: list[Callable[[], object]] = [
-        lambda: old.stage(Update(id="u3").scale("dense/bias", 2.0)),
         lambda: old.commit(staged, record_of(staged, 2, 13)),
-        lambda: old.discard(staged),
         lambda: old.write_receipt(receipt("another", Stage.FAILED)),
         lambda: old.move(1, 11),
-        lambda: old.write_outcome(outcome),
-        old.clean,
+        lambda: old.write_outcome(TrialOutcome(1, "kept", 12, "loss", 1.0, 0.5, "why")),
     ]
     for write in writes:
         with pytest.raises(JobFailed, match="taken over"):
             write()
-        assert contents(tmp_path / "updates") == before
-    assert new.moves() == {}
-    assert new.receipts()[1].stage is Stage.VERIFIED
+        for run in (Journal(tmp_path), new):
+            assert [record.id for record in run.records()] == ["first"]
+            assert (run.moves(), run.outcomes()) == ({}, {})
+            assert run.receipts()[1].stage is Stage.VERIFIED
+    old.clean()
+    start(tmp_path).clean()
+    assert ids(tmp_path) == ["first"]
+    assert Journal(tmp_path).receipts()[1].stage is Stage.VERIFIED
 
 
-def test_a_place_that_the_next_group_has_filled_is_no_damage_to_who_was_thought_dead(tmp_path: Path) -> None:
-    old = Journal(tmp_path, Fence(tmp_path, attempt=0).check)
-    staged = old.stage(Update(id="old").scale("dense/bias", 2.0))
-    commit(Journal(tmp_path, Fence(tmp_path, attempt=1).check), 1, step=5)
-    with pytest.raises(JobFailed, match="taken over"):
-        old.commit(staged, record_of(staged, 1, 4))
+def test_what_was_written_before_the_run_was_taken_over_counts(tmp_path: Path) -> None:
+    old = start(tmp_path)
+    commit(old, "first")
+    old.write_receipt(receipt("right", Stage.VERIFIED))
+    old.move(1, 11)
+    old.write_outcome(TrialOutcome(1, "kept", 12, "loss", 1.0, 0.5, "why"))
+    for _ in range(3):
+        new = start(tmp_path)
+        new.clean()
+    assert ids(tmp_path) == ["first"]
+    assert (new.moves(), list(new.receipts()), new.outcomes()[1].outcome) == ({1: 11}, [1], "kept")
 
 
 def test_what_a_run_is_about_is_said_by_the_group_that_has_it(tmp_path: Path) -> None:
     old, info = Fence(tmp_path, attempt=0), RunInfo(FORMAT, Schema([]), 2, 1, 0.0)
-    write_run_info(tmp_path, info, Fence(tmp_path, attempt=1).check)
+    write_run_info(Fence(tmp_path, attempt=1), info)
     with pytest.raises(JobFailed, match="taken over"):
-        write_run_info(tmp_path, replace(info, workers=7, attempt=0), old.check)
+        write_run_info(old, replace(info, workers=7, attempt=0))
     assert read_run_info(tmp_path).workers == 2
+
+
+OLD, LATE, NEW = (digest_state(state_of(seed)) for seed in range(3))
+
+
+def save(run: Path, fence: Fence, seed: int, step: int = 5) -> None:
+    arrays = state_of(seed)
+    CheckpointStore(run, fence).write(draft_of(arrays, step), arrays.items())
+
+
+def saved(run: Path) -> dict[int, str]:
+    """What a reader finds, to the last byte."""
+    store = CheckpointStore(run)
+    assert store.problems() == []
+    for manifest in store.list():
+        store.open(manifest.step, verify=True).close()
+    return {manifest.step: manifest.state_digest for manifest in store.list()}
+
+
+def test_a_checkpoint_that_was_stopped_anywhere_takes_the_place_of_none_of_the_next_group(
+    tmp_path: Path,
+) -> None:
+    for number in range(1, 1000):
+        run = tmp_path / str(number)
+        old = Fence(run, attempt=0)
+        save(run, old, 0)
+        save(run, old, 0, step=4)
+
+        def take_over(run: Path = run) -> None:
+            save(run, Fence(run, attempt=1), 2)
+
+        operations = Operations(number, take_over)
+        with pytest.MonkeyPatch.context() as patching:
+            operations.install(patching.setattr)
+            # Unless it was stopped when it had looked at the claim, and removed what it had replaced.
+            with contextlib.suppress(JobFailed):
+                save(run, old, 1)
+        if operations.fired is None:
+            break
+        assert saved(run) == {4: OLD, 5: NEW}, operations.fired
+        CheckpointStore(run, Fence(run, attempt=2)).clean()
+        assert saved(run) == {4: OLD, 5: NEW}
+    assert number > 10
+
+
+def test_a_checkpoint_that_a_group_writes_after_it_was_thought_dead_is_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = Fence(tmp_path, attempt=0)
+    save(tmp_path, old, 0, step=5)
+    new = Fence(tmp_path, attempt=1)
+    for step in (5, 6):
+        with pytest.raises(JobFailed, match="taken over"):
+            save(tmp_path, old, 1, step=step)
+    assert saved(tmp_path) == {5: OLD}
+    CheckpointStore(tmp_path, new).clean()
+    assert saved(tmp_path) == {5: OLD}
+    assert "00000006-1 does not count" in caplog.text
+
+
+@pytest.mark.parametrize("starts", [0, 1, 3])
+@pytest.mark.parametrize("name", ["00000005", "00000005-2"])
+def test_a_copy_of_another_runs_checkpoint_is_found_by_the_next_start(
+    tmp_path: Path, name: str, starts: int
+) -> None:
+    for attempt in range(starts):
+        Fence(tmp_path, attempt)
+    Fence(tmp_path / "other", attempt=0)
+    save(tmp_path / "other", Fence(tmp_path / "other", attempt=1), 0)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "other" / "checkpoints" / "00000005-2").rename(tmp_path / "checkpoints" / name)
+    store = CheckpointStore(tmp_path, Fence(tmp_path, attempt=9))
+    store.clean()
+    # The second of three groups is one of this run's own: such a name says that this one wrote it.
+    counts = name == "00000005" or starts < 2
+    assert saved(tmp_path) == ({5: OLD} if counts else {})
+    assert (tmp_path / "checkpoints" / name).exists()
+
+
+@pytest.mark.parametrize("damage", ["flipped", "another's"])
+def test_a_damaged_claim_is_named_and_nobody_guesses_what_counts(tmp_path: Path, damage: str) -> None:
+    commit(start(tmp_path), "first")
+    second = Fence(tmp_path, attempt=1)
+    path = second.directory / "claim.json"
+    content = bytearray((tmp_path / "groups" / "000001" / "claim.json").read_bytes())
+    if damage == "flipped":
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(FileDamaged, match=r"000002/claim\.json"):
+        Journal(tmp_path).records()
+    with pytest.raises(FileDamaged, match=r"000002/claim\.json"):
+        Fence(tmp_path, attempt=2)
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from replicast.fence import Fence
+fence = Fence(Path(sys.argv[1]), attempt=0)
+print("claimed", flush=True)
+if sys.stdin.readline() == "release\\n":
+    fence.release()
+    print("released", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("end", ["release", "exit", "zombie"])
+def test_the_run_directory_of_a_job_that_runs_is_not_taken_over(tmp_path: Path, end: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "claimed\n"
+        with pytest.raises(ClusterError, match=f"process {holder.pid}.*End it first"):
+            Fence(tmp_path, attempt=1)
+        if end == "release":
+            holder.stdin.write("release\n")
+            holder.stdin.flush()
+            assert holder.stdout.readline() == "released\n"
+        elif end == "zombie":
+            holder.kill()
+            os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
+        else:
+            holder.stdin.write("\n")
+            holder.stdin.flush()
+            holder.wait()
+        assert Fence(tmp_path, attempt=1).number == 2
+        holder.kill()

@@ -7,7 +7,7 @@ import pytest
 import safetensors.numpy
 
 from replicast import inbox
-from replicast.errors import FileDamaged, UpdateRefused
+from replicast.errors import UpdateRefused
 from replicast.files import write_durably
 from replicast.trial import Trial
 from replicast.update import Stage, Update
@@ -53,6 +53,30 @@ def test_a_trial_is_read_back_and_another_one_under_the_same_id_is_refused(tmp_p
         inbox.submit(tmp_path, update_of("a"))
     write_durably(path, update_of("a").file_chunks({"trial": {"steps": 0}}))
     with pytest.raises(UpdateRefused, match="at least 1"):
+        inbox.read(path)
+
+
+@pytest.mark.parametrize(
+    "trial",
+    [
+        {"steps": 5, "max_increase": 10**400},
+        {"steps": 5, "max_increase": -(10**400)},
+        {"steps": 5, "max_increase": 1e300},
+        {"steps": 10**30},
+        {"steps": 5, "metric": "loss" * 1000},
+        {"steps": 5, "metric": "loss\x1b[2J"},
+        {"steps": 5, "metric": ["loss"]},
+        {"steps": 5, "mode": {"a": 1}},
+        [5],
+        "trial",
+        5,
+    ],
+)
+def test_a_trial_has_bounds_and_whatever_is_beyond_them_is_refused(tmp_path: Path, trial: Any) -> None:
+    path = tmp_path / "inbox" / "a.safetensors"
+    path.parent.mkdir()
+    write_durably(path, update_of("a").file_chunks({"trial": trial}))
+    with pytest.raises(UpdateRefused, match=r"trial|JSON"):
         inbox.read(path)
 
 
@@ -167,8 +191,11 @@ def test_stages_are_noted_over_each_other(tmp_path: Path) -> None:
     assert inbox.waiting(tmp_path) == []
 
 
-def test_a_damaged_reason_is_named(tmp_path: Path) -> None:
-    (tmp_path / "refused").mkdir()
-    (tmp_path / "refused" / "a.json").write_text('{"reason": 3}')
-    with pytest.raises(FileDamaged, match=r"a\.json"):
-        inbox.refusals(tmp_path)
+@pytest.mark.parametrize("content", ['{"reason": 3}', "", "[" * 1000])
+def test_a_damaged_reason_is_said_and_hides_no_other(tmp_path: Path, content: str) -> None:
+    inbox.refuse(tmp_path, inbox.submit(tmp_path, update_of("b")), UpdateRefused("Wrong"))
+    (tmp_path / "refused" / "a.json").write_text(content)
+    found = inbox.refusals(tmp_path)
+    assert list(found) == ["a", "b"]
+    assert "a.json" in str(found["a"])
+    assert found["b"].problem == "Wrong"

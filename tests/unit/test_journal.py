@@ -1,5 +1,4 @@
 import errno
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,10 @@ import pytest
 
 from replicast import anyjournal
 from replicast.errors import FileDamaged, UpdateRefused
+from replicast.fence import Fence
 from replicast.journal import AnyJournal, Journal, MemoryJournal, Receipt, Record, StagedPayload, summarized
+from replicast.strictjson import sealed, unsealed
+from replicast.trial import TrialOutcome
 from replicast.update import Stage, Update
 
 
@@ -40,6 +42,16 @@ def receipt_of(sequence: int) -> Receipt:
     return Receipt(sequence, f"u{sequence}", 10, {0: "aa", 11: "aa"}, 0.25, 0.125, 2.5, Stage.VERIFIED)
 
 
+def writer(run_dir: Path) -> Journal:
+    """A journal of a new group."""
+    return Journal(run_dir, Fence(run_dir, attempt=0))
+
+
+def folder(run_dir: Path) -> Path:
+    """Where the first group writes."""
+    return run_dir / "groups" / "000001"
+
+
 def commit(journal: AnyJournal, sequence: int) -> Record:
     update = update_of(sequence)
     staged = journal.stage(update)
@@ -50,7 +62,7 @@ def commit(journal: AnyJournal, sequence: int) -> Record:
 
 @pytest.fixture(params=["files", "memory"])
 def journal(request: pytest.FixtureRequest, tmp_path: Path) -> AnyJournal:
-    return Journal(tmp_path) if request.param == "files" else MemoryJournal()
+    return writer(tmp_path) if request.param == "files" else MemoryJournal()
 
 
 def test_what_is_committed_is_read_back_in_order(journal: AnyJournal) -> None:
@@ -93,73 +105,81 @@ def test_a_place_beyond_the_next_and_a_record_of_another_are_mistakes(journal: A
 
 
 def test_a_second_journal_sees_what_the_first_wrote(tmp_path: Path) -> None:
-    record = commit(Journal(tmp_path), 1)
+    record = commit(writer(tmp_path), 1)
     assert Journal(tmp_path).records() == [record]
-    assert sorted(path.name for path in (tmp_path / "updates").iterdir()) == [
-        "000001.json",
+    assert sorted(path.name for path in folder(tmp_path).iterdir()) == [
+        "000001.record.json",
         "000001.safetensors",
+        "claim.json",
     ]
+    with pytest.raises(ValueError, match="Only the group that has claimed"):
+        commit(Journal(tmp_path), 2)
 
 
 def test_what_the_first_update_of_a_run_is_reached_by_is_on_disk_too(
     tmp_path: Path, synced: list[Path]
 ) -> None:
     run_dir = tmp_path / "runs" / "first"
-    commit(Journal(run_dir), 1)
-    assert {tmp_path, tmp_path / "runs", run_dir, run_dir / "updates"} <= set(synced)
+    commit(writer(run_dir), 1)
+    assert {tmp_path, tmp_path / "runs", run_dir, run_dir / "groups", folder(run_dir)} <= set(synced)
 
 
-def test_the_millionth_update_has_more_digits(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    (tmp_path / "updates").mkdir()
-    (tmp_path / "updates" / "999999.json").write_text("{}")
-    commit(journal, 1_000_000)
-    assert (tmp_path / "updates" / "1000000.json").exists()
-    with pytest.raises(FileDamaged, match=r"000001\.json"):
+def test_the_millionth_entry_has_more_digits(tmp_path: Path) -> None:
+    journal = writer(tmp_path)
+    commit(journal, 1)
+    journal._writer._entries = 999_999  # rather than to write them all
+    journal.write_receipt(receipt_of(1))
+    assert (folder(tmp_path) / "1000000.receipt.json").exists()
+    with pytest.raises(FileDamaged, match="000002"):
         journal.records()
 
 
-def test_a_place_that_is_taken_is_never_overwritten(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+def test_a_place_that_is_taken_is_given_to_no_other(tmp_path: Path) -> None:
+    journal = writer(tmp_path)
     record = commit(journal, 1)
     staged = journal.stage(update_of(2))
-    with pytest.raises(FileDamaged, match="has this place"):
+    with pytest.raises(ValueError, match="The next place is 2"):
         journal.commit(staged, record_of(1, update_of(2), staged))
     assert journal.records() == [record]
 
 
-def test_a_payload_without_a_record_is_ignored_and_replaced(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    commit(journal, 1)
-    (tmp_path / "updates" / "000002.safetensors").write_bytes(b"a coordinator died here")
-    (tmp_path / "updates" / ".tmp-123").write_bytes(b"and here")
-    (tmp_path / "updates" / ".pending-x.safetensors").write_bytes(b"and here")
+def test_what_a_coordinator_that_died_left_behind_is_ignored_and_removed_by_the_next(tmp_path: Path) -> None:
+    commit(writer(tmp_path), 1)
+    left = ("000002.safetensors", ".tmp-123", ".pending-x.safetensors")
+    for name in left:
+        (folder(tmp_path) / name).write_bytes(b"a coordinator died here")
+    journal = writer(tmp_path)
     assert len(journal.records()) == 1
     journal.clean()
-    assert not list((tmp_path / "updates").glob(".*"))
+    assert not [name for name in left if (folder(tmp_path) / name).exists()]
     commit(journal, 2)
-    assert journal.load(2).id == "u2"
+    assert [journal.load(sequence).id for sequence in (1, 2)] == ["u1", "u2"]
 
 
 def damage_json(directory: Path) -> str:
-    (directory / "000001.json").write_text("{")
-    return "000001.json"
+    (directory / "000001.record.json").write_text("{")
+    return "000001.record.json"
 
 
 def damage_fields(directory: Path) -> str:
-    (directory / "000001.json").write_text('{"sequence": "x"}')
-    return "000001.json"
+    (directory / "000001.record.json").write_bytes(sealed({"sequence": "x", "group": 1, "entry": 1}))
+    return "000001.record.json"
 
 
 def damage_number(directory: Path) -> str:
-    fields = json.loads((directory / "000001.json").read_text())
-    (directory / "000001.json").write_text(json.dumps(fields | {"sequence": 2}))
-    return "000001.json"
+    fields = unsealed((directory / "000001.record.json").read_bytes())
+    (directory / "000001.record.json").write_bytes(sealed(fields | {"sequence": 2}))
+    return "000001.record.json"
+
+
+def damage_place(directory: Path) -> str:
+    (directory / "000001.record.json").write_bytes((directory / "000002.record.json").read_bytes())
+    return "000001.record.json"
 
 
 def damage_hole(directory: Path) -> str:
-    (directory / "000001.json").unlink()
-    return "000001.json"
+    (directory / "000001.record.json").unlink()
+    return "000001"
 
 
 def damage_missing_payload(directory: Path) -> str:
@@ -174,24 +194,58 @@ def damage_short_payload(directory: Path) -> str:
 
 @pytest.mark.parametrize(
     "damage",
-    [damage_json, damage_fields, damage_number, damage_hole, damage_missing_payload, damage_short_payload],
+    [
+        damage_json,
+        damage_fields,
+        damage_number,
+        damage_place,
+        damage_hole,
+        damage_missing_payload,
+        damage_short_payload,
+    ],
 )
 def test_damage_is_named_by_its_file(tmp_path: Path, damage: Callable[[Path], str]) -> None:
-    journal = Journal(tmp_path)
+    journal = writer(tmp_path)
     commit(journal, 1)
     commit(journal, 2)
-    name = damage(tmp_path / "updates")
+    name = damage(folder(tmp_path))
     with pytest.raises(FileDamaged) as raised:
-        journal.records()
+        Journal(tmp_path).records()
     assert raised.value.path.name == name
     with pytest.raises(FileDamaged):
-        journal.load(1)
+        Journal(tmp_path).load(1)
+
+
+@pytest.mark.parametrize("kind", ["record", "receipt", "moved", "trial", "withdrawn"])
+def test_a_flipped_bit_of_an_entry_is_noticed(tmp_path: Path, kind: str) -> None:
+    journal = writer(tmp_path)
+    commit(journal, 1)
+    journal.write_receipt(receipt_of(1))
+    journal.move(1, 9)
+    journal.write_outcome(TrialOutcome(1, "kept", 12, "loss", 1.0, 0.5, "why"))
+    journal.withdraw(1)
+    (path,) = folder(tmp_path).glob(f"*.{kind}.json")
+    whole = path.read_bytes()
+    for bit in range(0, 8 * len(whole), 101):  # test_strictjson.py: every one
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(FileDamaged, match=f"{kind}.json"):
+            all_of(Journal(tmp_path))
+    path.write_bytes(whole)
+    assert all_of(Journal(tmp_path)) == [1] * 5
+
+
+def all_of(journal: Journal) -> list[int]:
+    """Reads everything; how much there is of each kind."""
+    details = (journal.receipts(), journal.moves(), journal.outcomes(), journal.withdrawn())
+    return [len(journal.records()), *map(len, details)]
 
 
 def test_every_flipped_byte_of_a_payload_is_noticed(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = writer(tmp_path)
     commit(journal, 1)
-    path = tmp_path / "updates" / "000001.safetensors"
+    path = folder(tmp_path) / "000001.safetensors"
     whole = path.read_bytes()
     for position in range(0, len(whole), 7):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
@@ -202,10 +256,11 @@ def test_every_flipped_byte_of_a_payload_is_noticed(tmp_path: Path) -> None:
 
 
 def test_a_damaged_receipt_is_named(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = writer(tmp_path)
     commit(journal, 1)
-    (tmp_path / "updates" / "000001.receipt.json").write_text('{"sequence": 1, "stage": "dreamt"}')
-    with pytest.raises(FileDamaged, match=r"000001\.receipt\.json"):
+    described = {"sequence": 1, "stage": "dreamt", "group": 1, "entry": 2}
+    (folder(tmp_path) / "000002.receipt.json").write_bytes(sealed(described))
+    with pytest.raises(FileDamaged, match=r"000002\.receipt\.json"):
         journal.receipts()
 
 
@@ -228,7 +283,7 @@ def test_wherever_the_disk_fails_an_update_is_committed_or_not_or_nobody_can_kno
     outcomes: list[tuple[str | None, str]] = []
     for call in range(100):
         run_dir, fired = tmp_path / str(call), []
-        journal = Journal(run_dir)
+        journal = writer(run_dir)
         commit(journal, 1)
         with pytest.MonkeyPatch.context() as monkeypatch:
             fail_at(monkeypatch, call, fired)
@@ -240,13 +295,13 @@ def test_wherever_the_disk_fails_an_update_is_committed_or_not_or_nobody_can_kno
             except FileDamaged:
                 outcome = "unknown"
         outcomes.append((fired[0] if fired else None, outcome))
-        names = {path.name for path in (run_dir / "updates").iterdir()}
-        expected = {"000001.json", "000001.safetensors"}
+        names = {path.name for path in folder(run_dir).iterdir()}
+        expected = {"claim.json", "000001.record.json", "000001.safetensors"}
         if outcome == "refused":
             assert names == expected
             assert len(Journal(run_dir).records()) == 1
         else:
-            assert names == expected | {"000002.json", "000002.safetensors"}
+            assert names == expected | {"000002.record.json", "000002.safetensors"}
             assert Journal(run_dir).load(2).id == "u2"
         if not fired:
             break

@@ -10,11 +10,11 @@ import pytest
 import replicast
 
 LAYERS = [
-    {"errors", "config", "faults", "processes"},
+    {"errors", "config", "faults", "processes", "strictjson"},
     {"digest", "edits", "schema", "mapping", "blocks", "finite", "storing"},
     {"files", "tensorfiles", "parts"},
     {"update", "state", "trial", "records", "distances", "agreement", "audit", "guard"},
-    {"fence", "validate", "anyjournal", "journal", "inbox", "runfiles", "auditfiles", "checkpoint"},
+    {"groups", "fence", "validate", "anyjournal", "journal", "inbox", "runfiles", "auditfiles", "checkpoint"},
     {"coordination"},
     {"transport", "lifetime"},
     {"strategy"},

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from replicast.errors import FileDamaged
+from replicast.fence import Fence
 from replicast.runfiles import (
+    FORMAT,
     RunInfo,
     WorkerNote,
     append_metrics,
@@ -17,9 +19,10 @@ from replicast.runfiles import (
     write_worker_note,
 )
 from replicast.schema import Schema, Variable
+from replicast.strictjson import sealed
 
 INFO = RunInfo(
-    1, Schema([Variable("x", (2, 3), "bfloat16", "trainable")]), workers=2, attempt=1, created_at=1.5
+    FORMAT, Schema([Variable("x", (2, 3), "bfloat16", "trainable")]), workers=2, attempt=1, created_at=1.5
 )
 
 
@@ -28,16 +31,18 @@ def note(rank: int, step: int = 3) -> WorkerNote:
 
 
 def test_what_a_run_is_about_is_read_back(tmp_path: Path) -> None:
-    write_run_info(tmp_path / "run", INFO)
+    write_run_info(Fence(tmp_path / "run", attempt=0), INFO)
     found = read_run_info(tmp_path / "run")
     assert found.to_json() == INFO.to_json()
     assert found.schema.digest() == INFO.schema.digest()
 
 
 def test_the_names_of_a_run_and_of_its_workers_notes_are_on_disk(tmp_path: Path, synced: list[Path]) -> None:
-    write_run_info(tmp_path / "run", INFO)
+    fence = Fence(tmp_path / "run", attempt=0)
+    synced.clear()
+    write_run_info(fence, INFO)
     write_worker_note(tmp_path / "run", note(0))
-    assert synced == [tmp_path, tmp_path / "run", tmp_path / "run"]
+    assert synced == [fence.directory, tmp_path / "run"]
 
 
 def test_a_directory_of_something_else_is_told_apart(tmp_path: Path) -> None:
@@ -48,10 +53,11 @@ def test_a_directory_of_something_else_is_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"format": 2}, {"schema": 3}, {"schema": {}}, {"workers": "many"}, {"created_at": None}]
+    "change",
+    [{"format": 1}, {"format": 3}, {"schema": 3}, {"schema": {}}, {"workers": "many"}, {"created_at": None}],
 )
 def test_a_run_of_a_later_format_or_damaged_is_named(tmp_path: Path, change: dict) -> None:
-    (tmp_path / "run.json").write_text(json.dumps(INFO.to_json() | change))
+    (Fence(tmp_path, attempt=0).directory / "run.json").write_bytes(sealed(INFO.to_json() | change))
     with pytest.raises(FileDamaged, match=r"run\.json"):
         read_run_info(tmp_path)
 
@@ -68,12 +74,12 @@ def test_temporaries_of_writers_that_died_are_removed_from_the_run_and_from_the_
     tmp_path: Path,
 ) -> None:
     clean_run(tmp_path / "nowhere")
-    write_run_info(tmp_path, INFO)
+    write_run_info(Fence(tmp_path, attempt=0), INFO)
     write_worker_note(tmp_path, note(0))
     (tmp_path / ".tmp-fence").touch()
     (tmp_path / "workers" / ".tmp-note").touch()
     clean_run(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json", "workers"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["groups", "workers"]
     assert [path.name for path in (tmp_path / "workers").iterdir()] == ["0.json"]
 
 

@@ -1,6 +1,8 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -11,8 +13,15 @@ from replicast.cli import main
 from replicast.config import FAILED_BECAUSE_OF_ANOTHER, FAULTS
 from replicast.errors import LaunchRefused
 from replicast.supervisor.group import GroupEnd, first_failure
-from replicast.supervisor.plan import Job, absent_workers
-from replicast.supervisor.report import absent_line, duration, failure_line, others_line, told_to_end_line
+from replicast.supervisor.plan import Job, absent_workers, planned_faults
+from replicast.supervisor.report import (
+    absent_line,
+    duration,
+    failure_line,
+    faults_line,
+    others_line,
+    told_to_end_line,
+)
 from replicast.supervisor.rundir import locked, make_attempt_dir, make_run_dir, next_attempt
 from replicast.supervisor.supervisor import exit_code
 from replicast.supervisor.worker import WorkerExit
@@ -81,6 +90,20 @@ def test_a_run_directory_in_which_nothing_can_be_written_is_refused(tmp_path: Pa
     assert "Traceback" not in result.output
 
 
+def test_the_lock_is_not_taken_through_a_link_or_a_pipe(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("all of it")
+    lock = tmp_path / "launcher-0.lock"
+    lock.symlink_to(precious)
+    with pytest.raises(LaunchRefused, match="cannot be used as a run directory"), locked(tmp_path, 0):
+        pass
+    assert precious.read_text() == "all of it"
+    lock.unlink()
+    os.mkfifo(lock)
+    with pytest.raises(LaunchRefused, match="no plain file"), locked(tmp_path, 0):
+        pass
+
+
 def test_a_full_disk_lets_go_of_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -139,6 +162,27 @@ def test_a_group_that_was_told_to_end_is_not_called_a_failure() -> None:
         "Log: /logs/x.log"
     )
     assert others_line(GroupEnd((first, ended(0, 143)), first, None)) == "replicast: worker 0 left too."
+
+
+def test_faults_that_are_planned_are_announced() -> None:
+    plan = [{"worker": number, "point": "apply", "action": "stop"} for number in range(7)]
+    line = faults_line(planned_faults({FAULTS: json.dumps(plan)}))
+    assert line == (
+        "replicast: warning: REPLICAST_FAULTS is set, workers fail on purpose: stop worker 0 at apply, stop "
+        "worker 1 at apply, stop worker 2 at apply, stop worker 3 at apply, stop worker 4 at apply, 2 more"
+    )
+    assert planned_faults({}) == ()
+
+
+def test_a_launcher_announces_the_faults_that_it_hands_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FAULTS, '[{"worker": 0, "point": "apply"}]')
+    (tmp_path / "nothing.py").touch()
+    command = ["run", "--run-dir", str(tmp_path / "run"), str(tmp_path / "nothing.py")]
+    result = subprocess.run([sys.executable, "-m", "replicast", *command], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "REPLICAST_FAULTS is set, workers fail on purpose: kill worker 0 at apply" in result.stderr
 
 
 def test_a_fault_for_a_worker_that_is_not_there_is_named() -> None:

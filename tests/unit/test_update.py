@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from replicast.edits import DTYPES, Operation
+from replicast.edits import DTYPES, RESETS, Operation
 from replicast.errors import UpdateRefused
 from replicast.files import tensor_chunks
 from replicast.update import Stage, Update
@@ -70,7 +70,7 @@ def test_each_method_makes_its_edit() -> None:
         .assign_rows("v", np.array([2]), ONES)
         .add_low_rank("v", np.ones((3, 1)), np.ones((1, 2)))
     )
-    assert [edit.operation for edit in update.edits] == [op for op in Operation if op is not Operation.RESET]
+    assert [edit.operation for edit in update.edits] == [op for op in Operation if op not in RESETS]
     assert [edit.factor for edit in update.edits] == [None, None, 0.5, 0.25, None, None, None]
     assert [edit.loose for edit in update.edits] == [False, False, False, False, True, False, False]
     assert [sorted(edit.arrays) for edit in update.edits][3:] == [
@@ -410,4 +410,4 @@ def test_a_plain_file_without_operation_says_how_to_push_it(tmp_path: Path) -> N
 
 def test_stages_are_words() -> None:
     assert Stage("verified") is Stage.VERIFIED
-    assert len(set(Stage)) == 7
+    assert len(set(Stage)) == 8

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicast.edits import Edit, Operation
+from replicast.edits import Edit, Operation, apply_edit
 from replicast.errors import UpdateRefused
 from replicast.schema import Schema, Variable
 from replicast.update import Update
@@ -58,6 +58,27 @@ def test_each_slot_of_a_touched_variable_is_reset_once_at_the_end() -> None:
     ]
     assert not made.reset_slots
     assert len(planned(Update().scale("kernel", 2), SCHEMA).edits) == 1
+
+
+def test_of_a_variable_of_which_rows_are_touched_the_same_rows_of_its_slots_are_reset() -> None:
+    rows = (
+        Update(reset_slots=True)
+        .assign_rows("kernel", [2], KERNEL[:1])
+        .add_rows("kernel", np.array([0, 2], np.int32), KERNEL[:2])
+    )
+    once = planned(rows, SCHEMA)
+    resets = once.edits[2:]
+    assert [(edit.operation, edit.variable, edit.factor) for edit in resets] == [
+        (Operation.RESET_ROWS, "adam/m", 0.0),
+        (Operation.RESET_ROWS, "adam/v", 0.5),
+    ]
+    before = np.arange(6, dtype=np.float32).reshape(3, 2) + 1
+    assert apply_edit(resets[1], before).tolist() == [[0.5, 0.5], [3.0, 4.0], [0.5, 0.5]]
+    assert before[0, 0] == 1.0
+    assert planned(once, SCHEMA).describe() == once.describe()
+    assert len(planned(Update(reset_slots=True).add_rows("kernel", [], KERNEL[:0]), SCHEMA).edits) == 1
+    whole = planned(rows.scale("kernel", 2.0), SCHEMA)
+    assert [edit.operation for edit in whole.edits[3:]] == [Operation.RESET] * 2
 
 
 def test_planning_twice_changes_nothing() -> None:
@@ -201,6 +222,7 @@ def test_size_and_number_have_limits() -> None:
         [Edit(Operation.SCALE, "kernel", {}, 2.0), Edit(Operation.RESET, "adam/m", {}, 1.0)],
         [Edit(Operation.SCALE, "kernel", {}, 2.0), Edit(Operation.RESET, "model/dense/bias", {}, 0.0)],
         [Edit(Operation.SCALE, "kernel", {}, 2.0), Edit(Operation.RESET, "adam/m", {}, None)],
+        [Edit(Operation.RESET_ROWS, "adam/m", {"indices": np.array([0])}, 0.0)],
     ],
 )
 def test_a_reset_by_hand_is_refused(edits: list[Edit]) -> None:

@@ -122,7 +122,7 @@ def test_a_checkpoint_has_the_digests_of_every_worker_and_is_written_by_worker_0
     assert_equal_on_all([result["digests"] for result in results])
     manifest = results[0]["manifest"]
     assert [result["manifest"] for result in results[1:]] == [None, None]
-    path = tmp_path / "run-0" / "checkpoints" / "00000004"
+    path = tmp_path / "run-0" / "checkpoints" / "00000004-1"
     assert sorted(file.name for file in path.iterdir()) == ["COMMITTED", "manifest.json", "state.safetensors"]
     with open_checkpoint(path) as reader:
         reader.verify()

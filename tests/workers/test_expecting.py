@@ -10,6 +10,7 @@ import pytest
 
 from replicast.checkpoint import CheckpointStore, Draft
 from replicast.errors import FileDamaged
+from replicast.fence import Fence
 from replicast.journal import Journal, Record
 from replicast.replicas.expecting import Expectation
 from tests.unit.protocol.twins import Job, bias, eventually
@@ -63,7 +64,7 @@ def propose(job: Job, amount: float) -> None:
 
 
 def test_the_journal_is_read_once_for_all_variables_of_an_audit(tmp_path: Path) -> None:
-    journal = CountingJournal(tmp_path)
+    journal = CountingJournal(tmp_path, Fence(tmp_path, attempt=0))
     with Job(2, journal, durable=True) as job:
         expectation = Expectation(job.workers[0].member, tmp_path, journal)
         job.workers[0].member.examiner.expected = expectation.fingerprint
@@ -80,7 +81,7 @@ def test_the_journal_is_read_once_for_all_variables_of_an_audit(tmp_path: Path) 
 
 
 def test_a_checkpoint_that_was_made_since_is_what_the_next_audit_goes_by(tmp_path: Path) -> None:
-    journal = CountingJournal(tmp_path)
+    journal = CountingJournal(tmp_path, Fence(tmp_path, attempt=0))
     with Job(2, journal, durable=True) as job:
         expectation = Expectation(job.workers[0].member, tmp_path, journal)
         job.workers[0].member.examiner.expected = expectation.fingerprint
@@ -94,7 +95,7 @@ def test_a_checkpoint_that_was_made_since_is_what_the_next_audit_goes_by(tmp_pat
 def test_a_damaged_journal_is_said_once_for_all_variables(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    journal = CountingJournal(tmp_path)
+    journal = CountingJournal(tmp_path, Fence(tmp_path, attempt=0))
     with Job(2, journal, durable=True) as job:
         expectation = Expectation(job.workers[0].member, tmp_path, journal)
         job.workers[0].member.examiner.expected = expectation.fingerprint

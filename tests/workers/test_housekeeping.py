@@ -5,6 +5,7 @@ Threads play the workers; but for the last test, TensorFlow is only imported.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator
@@ -101,11 +102,11 @@ def test_a_disk_that_is_away_stops_no_training_and_is_said_once(
 ) -> None:
     keeping = keeping_of(job, tmp_path, Fence(tmp_path, attempt=0))
     inbox.submit(tmp_path, bias(1.0, id="later"))
-    (tmp_path / "fence.json").rename(tmp_path / "away.json")
+    (tmp_path / "groups").rename(tmp_path / "away")
     keeping.start()
     eventually(lambda: "cannot be kept up to date" in caplog.text)
     assert read_worker_notes(tmp_path) == []
-    (tmp_path / "away.json").rename(tmp_path / "fence.json")
+    (tmp_path / "away").rename(tmp_path / "groups")
     train_until(job, lambda: stage_of(tmp_path, "later") == Stage.VERIFIED)
     assert caplog.text.count("cannot be kept up to date") == 1
 
@@ -179,6 +180,59 @@ def test_an_entry_that_was_set_aside_is_tried_again(
     (tmp_path / "refused" / "bad.safetensors").rmdir()
     eventually(lambda: not bad.exists())
     assert isinstance(inbox.refusals(tmp_path)["bad"], UpdateRefused)
+
+
+def put(run: Path, update: Update, trial: object) -> Path:
+    """Puts a file into the inbox that `submit` would not write."""
+    path = run / "inbox" / f"{update.id}.safetensors"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"".join(update.file_chunks({"trial": trial})))
+    return path
+
+
+def test_an_entry_with_an_absurd_number_is_refused_and_the_job_goes_on(job: Job, tmp_path: Path) -> None:
+    put(tmp_path, bias(1.0, id="absurd"), {"steps": 5, "max_increase": 10**400})
+    inbox.submit(tmp_path, bias(1.0, id="good"))
+    keeping_of(job, tmp_path).start()
+    train_until(job, lambda: stage_of(tmp_path, "good") == Stage.VERIFIED)
+    assert list(inbox.refusals(tmp_path)) == ["absurd"]
+    eventually(lambda: inbox.waiting(tmp_path) == [])
+
+
+@pytest.mark.parametrize("where", ["replicast.inbox._checked_step", "replicast.protocol.member.planned"])
+def test_an_entry_that_causes_an_unexpected_error_is_refused_with_it_and_the_job_goes_on(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    module, _, name = where.rpartition(".")
+    real, calls = getattr(importlib.import_module(module), name), []
+
+    def faulty(*arguments: Any, **named: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise ZeroDivisionError("nobody foresaw this")
+        return real(*arguments, **named)
+
+    put(tmp_path, bias(1.0, id="a-bad"), None)
+    monkeypatch.setattr(where, faulty)
+    keeping_of(job, tmp_path).start()
+    eventually(lambda: "a-bad" in inbox.refusals(tmp_path))
+    assert "ZeroDivisionError: nobody foresaw this" in str(inbox.refusals(tmp_path)["a-bad"])
+    put(tmp_path, bias(1.0, id="good"), None)
+    train_until(job, lambda: stage_of(tmp_path, "good") == Stage.VERIFIED)
+    eventually(lambda: inbox.waiting(tmp_path) == [])
+
+
+def test_an_update_that_a_job_has_taken_for_a_later_step_is_given_back_when_it_is_asked_for(
+    job: Job, tmp_path: Path
+) -> None:
+    path = inbox.submit(tmp_path, bias(1.0, id="later"), at_step=10**6)
+    keeping_of(job, tmp_path).start()
+    eventually(lambda: stage_of(tmp_path, "later") == Stage.COMMITTED)
+    inbox.request_withdrawal(tmp_path, "later")
+    train_until(job, lambda: stage_of(tmp_path, "later") == Stage.WITHDRAWN)
+    eventually(lambda: not path.exists())
+    assert inbox.refusals(tmp_path) == {}
+    assert inbox.take_withdrawals(tmp_path) == []
 
 
 def begin(strategy: Any, directory: Path) -> list[str]:

@@ -209,7 +209,8 @@ def the_step_can_be_chosen(job: subprocess.Popen[str], directory: Path) -> None:
     given_up = command(*far, "--wait", "--timeout", 0)
     assert given_up.code == 3, given_up
     assert f"committed for step {10**9}" in given_up.said
-    assert command("withdraw", "run", "far").code == 1
+    assert command("withdraw", "run", "far").code == 0
+    assert command("withdraw", "run", "delta").code == 1, "it is applied already"
 
     (directory / "hold").touch()
     eventually((directory / "held").exists, job, "the training was not held")
@@ -230,7 +231,7 @@ def the_other_commands_tell_of_it(directory: Path) -> None:
     listed = {one["id"]: one for one in map(json.loads, log.said.splitlines())}
     assert {name: one["stage"] for name, one in listed.items()} == {
         "delta": "verified",
-        "far": "committed",
+        "far": "withdrawn",
         "near": "verified",
     }
     assert listed["delta"]["note"] == "by hand"

@@ -264,6 +264,32 @@ def reset(strategy: Any, make: Callable[[], Any]) -> dict[str, Any]:
     return {"changed": changed, "unchanged": unchanged, "digest": digest(model)}
 
 
+def reset_rows(strategy: Any) -> dict[str, Any]:
+    """The moments of a kernel before and after an update of two of its rows with reset_slots."""
+    model = perceptron(strategy, adam)
+    with replicas_of(model) as replicas:
+        train(replicas, "fit", lambda step: None, lambda: True)
+        slots = [f"optimizer/sequential_dense_kernel_{ending}" for ending in ("momentum", "velocity")]
+        before = replicas._state.read(slots)
+        width = before[slots[0]].shape[1]
+        if strategy.rank == 1:
+            rows = np.zeros((2, width), np.float32)
+            replicas.propose(Update(reset_slots=True).assign_rows("dense/kernel", [2, 0], rows))
+        quietly(replicas, lambda step: None, lambda: len(replicas.history) == 1)
+        return {"before": before, "after": replicas._state.read(slots), "digest": digest(model)}
+
+
+def test_where_rows_are_touched_the_moments_of_the_other_rows_are_kept(pool2: Pool) -> None:
+    results = pool2.run(reset_rows)
+    assert_equal_on_all(results)
+    for name, before in results[0]["before"].items():
+        after = results[0]["after"][name]
+        assert not after[[0, 2]].any()
+        kept = [row for row in range(len(before)) if row not in (0, 2)]
+        assert before[kept].any()
+        assert before[kept].tobytes() == after[kept].tobytes()
+
+
 def averaging() -> Any:
     return keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.5)
 

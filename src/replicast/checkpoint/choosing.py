@@ -41,7 +41,7 @@ def choose(store: CheckpointStore, step: int | None, damaged: dict[int, str]) ->
         return None
     newest = max(damaged)
     whole = store.last_whole(without=newest) if step is not None else None
-    begin = f"remove {store.path(newest).parent} to begin anew"
+    begin = f"remove {store.directory} to begin anew"
     raise CheckpointError(
         f"The checkpoint of step {newest} is damaged: {damaged[newest]}"
         if step is not None

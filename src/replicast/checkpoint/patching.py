@@ -13,15 +13,10 @@ from replicast.checkpoint.layout import dtype_of
 from replicast.checkpoint.manifest import Draft, Manifest
 from replicast.checkpoint.reading import CheckpointReader, Progress, open_checkpoint
 from replicast.checkpoint.slices import apply_edits, blocks_of
-from replicast.checkpoint.writing import (
-    Pieces,
-    put_in_place,
-    replaced_path,
-    temporary_directory,
-    write_contents,
-)
+from replicast.checkpoint.writing import Pieces, put_in_place, temporary_directory, write_contents
 from replicast.edits import Edit
 from replicast.errors import CheckpointError
+from replicast.groups import checkpoint_parts
 from replicast.update import Update
 from replicast.validate import planned
 
@@ -66,21 +61,27 @@ def patch(
 
 
 def _check_destination(destination: Path, manifest: Manifest) -> None:
-    # One that is just being replaced is there too, under another name.
-    if any(path.exists() or path.is_symlink() for path in (destination, replaced_path(destination))):
+    try:
+        step = checkpoint_parts(destination.name)[0]
+    except ValueError:
+        step = None  # A name that is none of a run's checkpoints.
+    beside = [destination]
+    if step is not None:  # Where a job finds it, nothing else may be of this step.
+        beside += destination.absolute().parent.glob(f"{step:08d}-*")
+    there = [path for path in beside if path.exists() or path.is_symlink()]
+    if there:
         raise CheckpointError(
             "There is something at the destination already",
             path=destination,
-            received=str(destination),
+            received=str(there[0]),
             remedy="Give a directory that is not there yet",
         )
-    name = destination.name
-    if name.isascii() and name.isdigit() and len(name) >= 8 and int(name) != manifest.step:
+    if step is not None and step != manifest.step:
         raise CheckpointError(
             "The destination has the name of another step",
             path=destination,
             expected=f"{manifest.step:08d}, or a name that is no number",
-            received=name,
+            received=destination.name,
         )
 
 

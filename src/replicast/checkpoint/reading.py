@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,8 +16,9 @@ from replicast.checkpoint.layout import Layout, Span, dtype_of, layout_of
 from replicast.checkpoint.manifest import Manifest
 from replicast.checkpoint.writing import COMMITTED, MANIFEST, PIECE_BYTES, STATE
 from replicast.edits import Array
-from replicast.errors import CheckpointError, FileDamaged, UpdateRefused
-from replicast.files import loads_strictly
+from replicast.errors import CheckpointError, FileDamaged
+from replicast.files import MAX_JSON_BYTES, open_plain, read_small
+from replicast.strictjson import parse_object
 
 Progress = Callable[[int, int], None]
 """Called now and then with the bytes that are done and those there are."""
@@ -41,7 +41,6 @@ class CheckpointReader:
         self.layout = layout
         self._descriptor = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)
-        self._mapped: mmap.mmap | None = None
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -60,25 +59,18 @@ class CheckpointReader:
         return tuple(variable.name for variable in self.manifest.schema)
 
     def read(self, name: str) -> Array:
-        """A variable's value: a read-only view of the file, without a copy.
+        """A variable's value, in memory of its own: a mapped file that is truncated would end the process.
 
         Raises:
             CheckpointError: There is no such variable.
-            FileDamaged: A bool is neither true nor false. Other damage is found by `verify`.
+            FileDamaged: The bytes are not those that were written.
         """
-        span = self._span(name)
-        dtype, shape = dtype_of(span.variable), span.variable.shape
-        if not span.nbytes:
-            empty: Array = np.empty(shape, dtype)
-            empty.flags.writeable = False
-            return empty
-        if self._mapped is None:
-            self._check_open()
-            self._mapped = mmap.mmap(self._descriptor, self.layout.nbytes, access=mmap.ACCESS_READ)
-        flat = np.frombuffer(self._mapped, np.uint8, span.nbytes, span.start)
-        if dtype == np.bool_ and flat.max() > 1:
-            raise self._damaged([f"{name} has bytes that are no bool"])
-        return flat.view(dtype).reshape(shape)
+        variable = self._span(name).variable
+        value: Array = np.empty(variable.shape, dtype_of(variable))
+        if not self.read_into(name, value):
+            raise self._damaged([f"the bytes of {name} are not those that were written"])
+        value.flags.writeable = False
+        return value
 
     def read_into(self, name: str, target: Array) -> bool:
         """Reads a variable's bytes into memory of its size; False if they are not those that were written.
@@ -188,6 +180,10 @@ def advice(path: Path) -> str:
     return f"Use another checkpoint, or put a copy of this one in its place; remove {path} to get rid of it"
 
 
+def _unreadable(file: Path, error: OSError | ValueError) -> FileDamaged:
+    return _damaged(file, f"it cannot be read ({getattr(error, 'strerror', None) or error})")
+
+
 def _damaged(file: Path, problem: str) -> FileDamaged:
     return FileDamaged(file, f"{problem.rstrip('.')}. {advice(file.parent)}")
 
@@ -227,7 +223,7 @@ def open_checkpoint(path: Path | str, *, verify: bool = False) -> CheckpointRead
 
 def _read_manifest(path: Path, directory: int) -> Manifest:
     try:
-        committed = _read_file(COMMITTED, directory, _MAX_COMMITTED)
+        committed = read_small(COMMITTED, max_bytes=_MAX_COMMITTED, directory=directory)
     except FileNotFoundError:
         raise CheckpointError(
             "The checkpoint is not committed: its writer did not come to the end, or it is none",
@@ -235,12 +231,12 @@ def _read_manifest(path: Path, directory: int) -> Manifest:
             expected=f"a file {COMMITTED}",
             received="none",
         ) from None
-    except OSError as error:
-        raise _damaged(path / COMMITTED, f"it cannot be read ({error.strerror})") from error
+    except (OSError, ValueError) as error:
+        raise _unreadable(path / COMMITTED, error) from error
     try:
-        content = _read_file(MANIFEST, directory)
-    except OSError as error:
-        raise _damaged(path / MANIFEST, f"it cannot be read ({error.strerror})") from error
+        content = read_small(MANIFEST, max_bytes=MAX_JSON_BYTES, directory=directory)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path / MANIFEST, error) from error
     sha256 = hashlib.sha256(content).hexdigest()
     if committed != f"{sha256}\n".encode():
         said = committed[:100].decode("utf-8", "replace").strip()
@@ -249,19 +245,16 @@ def _read_manifest(path: Path, directory: int) -> Manifest:
             f"its sha256 is not the one in {COMMITTED}, {said!r}. Received: {sha256}",
         )
     try:
-        described = loads_strictly(content, MANIFEST)
-        if not isinstance(described, dict):
-            raise ValueError(f"It must hold a JSON object. Received: {type(described).__name__}")
-        return Manifest.from_json(described)
-    except (UpdateRefused, ValueError) as error:
-        raise _damaged(path / MANIFEST, str(error)) from error
+        return Manifest.from_json(parse_object(content))
+    except ValueError as error:
+        raise _damaged(path / MANIFEST, f"it holds no valid manifest: {error}") from error
 
 
 def _open_state(path: Path, directory: int, manifest: Manifest, layout: Layout) -> int:
     try:
-        descriptor = os.open(STATE, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+        descriptor = open_plain(STATE, directory=directory, follow=True)
     except OSError as error:
-        raise _damaged(path / STATE, f"it cannot be read ({error.strerror})") from error
+        raise _unreadable(path / STATE, error) from error
     try:
         size = os.fstat(descriptor).st_size
         if not size == manifest.nbytes == layout.nbytes:
@@ -275,9 +268,3 @@ def _open_state(path: Path, directory: int, manifest: Manifest, layout: Layout) 
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _read_file(name: str, directory: int, most: int = 2**30) -> bytes:
-    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
-    with os.fdopen(descriptor, "rb") as file:
-        return file.read(min(most, os.fstat(descriptor).st_size))  # It takes memory for all it is asked.

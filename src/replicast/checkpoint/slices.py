@@ -14,6 +14,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from replicast.edits import Array, Edit, Operation, apply_edit
 from replicast.schema import Variable
 
@@ -83,13 +86,22 @@ def _part(edit: Edit, variable: Variable, block: Block) -> Edit | None:
             part = {"value": arrays["value"].reshape(rows, width)[block.rows, block.columns]}
         case Operation.ADD_ROWS | Operation.ASSIGN_ROWS:
             indices = arrays["indices"]
-            chosen = (indices >= block.rows.start) & (indices < block.rows.stop)
+            chosen = _rows_in(indices, block)
             if not chosen.any():
                 return None
             values = arrays["rows"].reshape(len(indices), width)[:, block.columns]
             part = {"indices": indices[chosen] - block.rows.start, "rows": values[chosen]}
         case Operation.ADD_LOW_RANK:
             part = {"a": arrays["a"][block.rows], "b": arrays["b"][:, block.columns]}
+        case Operation.RESET_ROWS:
+            chosen = _rows_in(arrays["indices"], block)
+            if not chosen.any():
+                return None
+            part = {"indices": arrays["indices"][chosen] - block.rows.start}
         case Operation.SCALE | Operation.RESET:
             part = {}
     return Edit(edit.operation, edit.variable, part, edit.factor)
+
+
+def _rows_in(indices: Array, block: Block) -> npt.NDArray[np.bool_]:
+    return np.asarray((indices >= block.rows.start) & (indices < block.rows.stop))

@@ -1,11 +1,13 @@
-"""The checkpoints of a run: `RUN/checkpoints/00001200/`. One process writes, any may read."""
+"""The checkpoints of a run: `RUN/checkpoints/00001200-3/`, of step 1200 and the third group of workers.
+
+One process writes, any may read. No name is written twice: a second checkpoint of a step lies beside the
+first until it is durable. What a group writes that was thought dead does not count (`groups.py`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +18,19 @@ import numpy as np
 from replicast.checkpoint.layout import dtype_of
 from replicast.checkpoint.manifest import LINE, Draft, Manifest
 from replicast.checkpoint.ordering import Best, best_of, latest_first, line_of_next, with_unreadable
+from replicast.checkpoint.places import Places
 from replicast.checkpoint.reading import CheckpointReader, advice, open_checkpoint
 from replicast.checkpoint.writing import (
     PIECE_BYTES,
     Pieces,
     put_in_place,
-    replaced_path,
     temporary_directory,
     write_contents,
 )
 from replicast.edits import Array
 from replicast.errors import CheckpointError, FileDamaged
-from replicast.files import TEMPORARY, sync_directory
+from replicast.fence import Fence
+from replicast.files import sync_directory
 from replicast.schema import Variable
 
 logger = logging.getLogger("replicast")
@@ -43,27 +46,33 @@ class CheckpointStore:
 
     Args:
         run_dir: The run directory; `checkpoints` is made in it by the first write.
+        fence: The claim of the group of workers that writes, if one does.
+
+    Attributes:
+        directory: Where they are.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self._directory = Path(run_dir) / "checkpoints"
+    def __init__(self, run_dir: Path, fence: Fence | None = None) -> None:
+        self._fence = fence
+        self._places = Places(Path(run_dir), 0 if fence is None else fence.number)
+        self.directory = self._places.directory
         self._stuck: set[Path] = set()
 
     def path(self, step: int) -> Path:
         """The directory that the checkpoint of a step has, or would have."""
-        return self._directory / f"{step:08d}"
+        there = self._places.counting().get(step)
+        return there[-1] if there else self._places.new(step)
 
     def find(self, step: int) -> Path:
-        """Where the checkpoint of a step lies: under its own name, or aside while another takes its place.
+        """Where the checkpoint of a step lies.
 
         Raises:
             CheckpointError: There is none.
         """
+        paths = self._places.counting().get(step)
+        if paths:
+            return paths[-1]
         path = self.path(step)
-        # Once more at the end: the other may have taken the place after the first look.
-        for candidate in (path, replaced_path(path), path):
-            if candidate.exists():
-                return candidate
         steps = [manifest.step for manifest in self.list()]
         there = f"one of {', '.join(map(str, steps[-5:]))}" if steps else "a run with checkpoints"
         raise CheckpointError(
@@ -162,22 +171,29 @@ class CheckpointStore:
         Raises:
             CheckpointError: The arrays are not those of the draft's schema, or not those of the digests.
             TypeError, ValueError: The draft cannot be written as JSON.
+            JobFailed: Another group has taken the run over. The checkpoint may count or not.
             OSError: It cannot be written. What was there before is still there, and nothing half; unless it
                 was the parent directory that could not be synced: the new one is there then, whole.
         """
         if draft.step < 0:
             raise ValueError(f"A step is counted from 0. Received: {draft.step}")
-        path, line = self.path(draft.step), line_of_next(self.list(), draft.step)
+        line = line_of_next(self.list(), draft.step)
         if line:
             draft = replace(draft, extra={**draft.extra, LINE: line})
         variables = {variable.name: variable for variable in draft.schema}
-        with temporary_directory(self._directory) as temporary:
+        with temporary_directory(self.directory) as temporary:
             manifest = write_contents(temporary, draft, _in_pieces(arrays, variables))
             _check_digests(manifest, digests)
             existing = self._same(manifest)
             if existing is not None:
                 return existing
-            put_in_place(temporary, path)
+            replaced = self._places.counting().get(draft.step, [])
+            put_in_place(temporary, self._places.new(draft.step))
+        if self._fence is not None:
+            self._fence.check()
+        # Only now: the new name is durable, and counts for whoever takes the run over.
+        with contextlib.suppress(OSError):  # It takes room, and is no longer looked at.
+            self._places.remove(replaced)
         return manifest
 
     def prune(self, keep: int, best: Best | None = None, named: int | None = None) -> _Steps:
@@ -212,14 +228,10 @@ class CheckpointStore:
             CheckpointError: There is none.
             OSError: It cannot be removed.
         """
-        path = self.find(step)
+        self.find(step)
         # First what waits behind it, which a reader would find once it is gone.
-        for each in dict.fromkeys((replaced_path(self.path(step)), path)):
-            if each.exists():
-                aside = self._directory / f"{TEMPORARY}{secrets.token_hex(8)}"
-                each.rename(aside)
-                shutil.rmtree(aside, ignore_errors=True)
-        sync_directory(self._directory)
+        self._places.remove(self._places.counting().get(step, []))
+        sync_directory(self.directory)
 
     def _removed(self, step: int) -> bool:
         """Removes an old checkpoint, if that is possible: what was just written is whole in any case."""
@@ -236,18 +248,8 @@ class CheckpointStore:
         return True
 
     def clean(self) -> None:
-        """Removes what a writer that died left behind, or finishes it. Only when nobody is writing."""
-        if not self._directory.is_dir():
-            return
-        for path in sorted(self._directory.iterdir()):
-            if not path.name.startswith(TEMPORARY):
-                continue
-            final = self._directory / path.name.removeprefix(f"{TEMPORARY}replaced-")
-            if final.name != path.name and not final.exists():
-                path.rename(final)  # It was to be replaced, and the new one never came.
-            else:
-                shutil.rmtree(path, ignore_errors=True)
-        sync_directory(self._directory)
+        """Removes what a writer that died left behind. Only when nobody is writing."""
+        self._places.clean()
 
     def _same(self, manifest: Manifest) -> Manifest | None:
         """The checkpoint of that step, if training would go on the same from it and its bytes are right."""
@@ -265,15 +267,17 @@ class CheckpointStore:
     def _look(self) -> dict[int, Manifest | FileDamaged]:
         """What every checkpoint says of itself, or what is wrong with it, by step."""
         looked: dict[int, Manifest | FileDamaged] = {}
-        for step in sorted(self._steps()):
+        for step, paths in sorted(self._places.counting().items()):
             try:
                 looked[step] = self.manifest(step)
             except FileDamaged as error:
                 looked[step] = error
             except CheckpointError as error:
-                if self.path(step).exists():  # It is not gone meanwhile.
-                    problem = f"{error.problem}. {advice(self.path(step))}"
-                    looked[step] = FileDamaged(self.path(step), problem)
+                if paths[-1].exists():  # It is not gone meanwhile.
+                    looked[step] = FileDamaged(paths[-1], f"{error.problem}. {advice(paths[-1])}")
+            except Exception as error:  # Whatever one of them causes, it hides none of the others.
+                said = f"reading it caused an unexpected error ({type(error).__name__}: {str(error)[:200]})"
+                looked[step] = FileDamaged(paths[-1], f"{said}. {advice(paths[-1])}")
         return looked
 
     @staticmethod
@@ -281,15 +285,6 @@ class CheckpointStore:
         ordered = latest_first(found for found in looked.values() if isinstance(found, Manifest))
         readable = [manifest.step for manifest in ordered]
         return with_unreadable(readable, set(looked) - set(readable))
-
-    def _steps(self) -> set[int]:
-        if not self._directory.is_dir():
-            return set()
-        prefix = f"{TEMPORARY}replaced-"
-        names = {path.name.removeprefix(prefix) for path in self._directory.iterdir()}
-        return {
-            int(name) for name in names if name.isascii() and name.isdigit() and f"{int(name):08d}" == name
-        }
 
 
 def _check_digests(manifest: Manifest, known: Mapping[str, str] | None) -> None:

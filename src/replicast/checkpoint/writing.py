@@ -1,10 +1,7 @@
 """Writes the directory of a checkpoint: whole and durable under its final name, or not at all.
 
-    .tmp-<random>/              state.safetensors, manifest.json, COMMITTED: each fsynced, then the directory
-    00001200/                   the same directory, renamed; then its parent is fsynced
-    .tmp-replaced-00001200/     what was there before, from the moment it makes room until the new one is safe
-
-A crash between the two renames leaves no `00001200`: a reader takes the replaced one then, which is whole.
+.tmp-<random>/              state.safetensors, manifest.json, COMMITTED: each fsynced, then the directory
+00001200-3/                 the same directory, renamed; then its parent is fsynced
 """
 
 from __future__ import annotations
@@ -28,11 +25,6 @@ STATE, MANIFEST, COMMITTED = "state.safetensors", "manifest.json", "COMMITTED"
 PIECE_BYTES = 4 * 2**20  # Written and digested while it is in the processor's cache.
 
 Pieces = Iterable[memoryview]
-
-
-def replaced_path(path: Path) -> Path:
-    """Where a checkpoint waits while another takes its place."""
-    return path.with_name(f"{TEMPORARY}replaced-{path.name}")
 
 
 @contextlib.contextmanager
@@ -69,27 +61,15 @@ def write_contents(directory: Path, draft: Draft, variables: Iterable[tuple[str,
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Gives a written checkpoint its final name, in place of what may be there.
+    """Gives a written checkpoint its final name, which no other must have.
 
     Raises:
-        OSError: It could not be done. What was there before is still there; unless it was the parent that
-            could not be synced: the new one is there then, whole.
+        OSError: It could not be done, or there is something of that name; unless it was the parent that could
+            not be synced: the checkpoint is there then, whole.
     """
-    replaced = replaced_path(path)
-    if path.exists():
-        if replaced.exists():
-            shutil.rmtree(replaced)  # Of a replacement that had come to its end, but for this.
-        path.rename(replaced)
     faults.point("rename")
-    try:
-        temporary.rename(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            replaced.rename(path)
-        raise
+    temporary.rename(path)
     sync_directory(path.parent)
-    # Only now: until the new name is durable, a power cut may bring back the time when there was none.
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _write_state(path: Path, draft: Draft, variables: Iterable[tuple[str, Pieces]]) -> Manifest:

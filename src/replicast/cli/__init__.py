@@ -17,7 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "log": ("replicast.cli.log:log", "List the updates that a run has committed."),
     "show": ("replicast.cli.show:show", "Show everything about one update."),
     "inspect": ("replicast.cli.inspect:inspect", "Say what a file would do; list a run's variables."),
-    "withdraw": ("replicast.cli.withdraw:withdraw", "Take back an update that still waits."),
+    "withdraw": ("replicast.cli.withdraw:withdraw", "Take back an update that is not applied yet."),
     "audit": ("replicast.cli.audit:audit", "Show whether the replicas are equal; --now looks."),
     "checkpoint": ("replicast.cli.checkpoint:checkpoint", "List, verify, compare and patch checkpoints."),
     "demo": ("replicast.cli.demo:demo", "See it work, in under a minute."),
@@ -73,11 +73,15 @@ class LazyGroup(click.Group):
 
             raise Refused(printable(str(error))) from error
         except ReplicastError as error:
-            raise Refusal(str(error)) from error
+            from replicast.cli.texts import printable_lines
+
+            raise Refusal(printable_lines(str(error))) from error
         except OSError as error:
             if error.filename is None:  # a pipe that nobody reads, for one, which click knows how to end
                 raise
-            raise Refusal(f"{error.filename}: {error.strerror}") from error
+            from replicast.cli.texts import printable
+
+            raise Refusal(printable(f"{error.filename}: {error.strerror}")) from error
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

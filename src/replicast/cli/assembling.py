@@ -12,8 +12,8 @@ from typing import Any
 
 from replicast.edits import Array, Edit, Operation
 from replicast.errors import UpdateRefused
-from replicast.files import parse_tensors, read_bytes
-from replicast.parts import MAX_EDITS_IN_FILE, array_to_json, edit_from_values, edit_to_json, edits_of_tensors
+from replicast.files import parse_tensors, read_tensor_bytes
+from replicast.parts import MAX_TENSORS, array_to_json, edit_from_values, edit_to_json, edits_of_tensors
 from replicast.update import FORMAT, Update
 
 _METADATA = "replicast"
@@ -68,8 +68,8 @@ def read_file(path: Path) -> Update | Tensors:
     Raises:
         UpdateRefused: It cannot be read, or is damaged.
     """
-    content = read_bytes(path)
-    file = parse_tensors(content, str(path), max_tensors=2 * MAX_EDITS_IN_FILE)
+    content = read_tensor_bytes(path, max_tensors=MAX_TENSORS)
+    file = parse_tensors(content, str(path), max_tensors=MAX_TENSORS)
     if _METADATA in file.metadata:
         return Update.parse(content, str(path))[0]
     return Tensors(dict(file.tensors))

@@ -36,13 +36,13 @@ class CheckpointGroup(click.Group):
 def checkpoint() -> None:
     """List, show, verify, compare and patch checkpoints.
 
-    A checkpoint is a directory such as RUN/checkpoints/00001200. TensorFlow is not needed here.
+    A checkpoint is a directory such as RUN/checkpoints/00001200-1. TensorFlow is not needed here.
 
     \b
     Examples:
       replicast checkpoint list runs/first
       replicast checkpoint verify runs/first
-      replicast checkpoint patch runs/first/checkpoints/00001200 --add delta.safetensors -o patched
+      replicast checkpoint patch runs/first/checkpoints/00001200-1 --add delta.safetensors -o patched
     """  # noqa: D301 - click wants a real backspace
 
 
@@ -78,7 +78,7 @@ def show(path: Path, step: int | None, as_json: bool) -> None:
     Examples:
       replicast checkpoint show runs/first
       replicast checkpoint show runs/first 1200
-      replicast checkpoint show runs/first/checkpoints/00001200 --json | jq .metrics
+      replicast checkpoint show runs/first/checkpoints/00001200-1 --json | jq .metrics
 
     Exit code: 0; 1 when there is no such checkpoint or it is damaged; 2 when the command is wrong.
     """  # noqa: D301 - click wants a real backspace
@@ -126,7 +126,7 @@ def diff(first: Path, second: Path, digests_only: bool, also_equal: bool, as_jso
 
     \b
     Examples:
-      replicast checkpoint diff runs/first/checkpoints/00001200 patched
+      replicast checkpoint diff runs/first/checkpoints/00001200-1 patched
       replicast checkpoint diff runs/first runs/second --digests-only
 
     Exit code: 0 when every bit is equal; 1 when not, or when one is damaged; 2 when the command is wrong.

@@ -36,9 +36,9 @@ def patch(context: click.Context, /, path: Path, output: Path | None, **options:
 
     \b
     Examples:
-      replicast checkpoint patch runs/first/checkpoints/00001200 --add delta.safetensors -o patched
-      replicast checkpoint patch runs/first/checkpoints/00001200 --set learning_rate=1e-4 -o patched
-      replicast checkpoint patch old/00001200 --update fix.safetensors -o runs/second/checkpoints/00001200
+      replicast checkpoint patch runs/first/checkpoints/00001200-1 --add delta.safetensors -o patched
+      replicast checkpoint patch runs/first/checkpoints/00001200-1 --set learning_rate=1e-4 -o patched
+      replicast checkpoint patch old/00001200-1 --update fix.safetensors -o runs/second/checkpoints/00001200
 
     Exit code: 0; 1 when the update is refused, the checkpoint is damaged, or OUT is there already; 2 when the
     command is wrong.

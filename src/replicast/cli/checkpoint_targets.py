@@ -9,6 +9,7 @@ import click
 
 from replicast.checkpoint import CheckpointStore
 from replicast.checkpoint.writing import COMMITTED, MANIFEST, STATE
+from replicast.cli.rundirs import is_run
 from replicast.cli.texts import printable
 from replicast.errors import CheckpointError
 
@@ -24,15 +25,16 @@ def checked_run(path: Path) -> Path:
     Raises:
         click.BadParameter: It is none.
     """
+    name = printable(str(path))
     if not path.is_dir():
-        raise click.BadParameter(f"There is no directory {path}.")
+        raise click.BadParameter(f"There is no directory {name}.")
     if not os.access(path, os.R_OK | os.X_OK):
-        raise click.BadParameter(f"The directory {path} cannot be read by this user.")
-    if (path / "run.json").is_file() or (path / "checkpoints").is_dir():
+        raise click.BadParameter(f"The directory {name} cannot be read by this user.")
+    if is_run(path) or (path / "checkpoints").is_dir():
         return path
     near = path.parent if path.name == "checkpoints" else None
-    hint = f" Perhaps: {near}." if near is not None else ""
-    raise click.BadParameter(f"{path} is no run directory: it has neither run.json nor checkpoints.{hint}")
+    hint = f" Perhaps: {printable(str(near))}." if near is not None else ""
+    raise click.BadParameter(f"{name} is no run directory: it has neither groups nor checkpoints.{hint}")
 
 
 def the_checkpoint(path: Path, step: int | None) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from replicast.edits import FLOAT_DTYPES, Array, Edit, Operation
+from replicast.edits import FLOAT_DTYPES, RESETS, Array, Edit, Operation
 from replicast.errors import UpdateRefused
 from replicast.parts import factor_to_json
 from replicast.schema import Schema, Variable
@@ -107,9 +107,7 @@ def examine(update: Update, schema: Schema | None) -> Examination:
     for edit in update.edits:
         try:
             # A reset is judged together with the others: it needs the edit whose slots it resets.
-            alone = (
-                () if edit.operation is Operation.RESET else planned(update.replaced([edit]), schema).edits
-            )
+            alone = () if edit.operation in RESETS else planned(update.replaced([edit]), schema).edits
             edits += alone
         except UpdateRefused as error:
             problems.append(error)

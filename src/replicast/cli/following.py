@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from replicast import inbox
 from replicast.cli.rundirs import is_running, not_running_text
 from replicast.cli.standings import Standing, committed, of_note, refused
+from replicast.cli.texts import one_line
 from replicast.runfiles import WorkerNote, read_worker_notes
 from replicast.update import Stage
 
 LOOK_SECS = 0.1
 _LOOK_AT_WORKERS_SECS = 1.0
-_ENDS = (Stage.VERIFIED, Stage.REFUSED, Stage.FAILED)
+_ENDS = (Stage.VERIFIED, Stage.REFUSED, Stage.FAILED, Stage.WITHDRAWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class Sight:
             if moving and self.notes:
                 text += f", the job is at {max(note.step for note in self.notes)}"
         if self.waits_for and stage in (Stage.PROPOSED, Stage.STAGED):
-            text += f" and waits for {self.waits_for}"
+            text += f" and waits for {one_line(self.waits_for)}"
         if not is_running(self.notes, self.now):
             said = not_running_text(self.notes, self.now) if moving else "The job is not running"
             text += f". {said}: its next start goes on with this"
@@ -104,7 +106,8 @@ def line(console: Console, begin: str) -> Iterator[Callable[[Sight], None]]:
     """One live line on a terminal, gone in the end; elsewhere a line for each change."""
     if console.is_terminal and not console.is_dumb_terminal:
         with console.status(begin) as status:
-            yield lambda sight: status.update(sight.text(moving=True))
+            # As `Text`: a string would be searched for markup, and it holds what others have written.
+            yield lambda sight: status.update(Text(sight.text(moving=True)))
         return
     last = ""
 
@@ -133,5 +136,5 @@ def _look(run_dir: Path, update_id: str, *, into_journal: bool) -> Standing:
         said_no = [] if waits else [one for one in refused(run_dir) if one.id == update_id]
         written = said_no or [one for one in committed(run_dir) if one.id == update_id]
         if written:
-            return written[0]
+            return written[-1]
     return noted if noted is not None else Standing(update_id, Stage.PROPOSED, time.time())

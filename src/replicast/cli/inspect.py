@@ -34,7 +34,7 @@ def inspect(file: Path, run: Path | None, operation: str | None, weight: float |
       replicast inspect runs/first
       replicast inspect delta.safetensors --as add --run runs/first
       replicast inspect saved-update.safetensors
-      replicast inspect runs/first/updates/000042.safetensors
+      replicast inspect runs/first/groups/000001/000042.safetensors
 
     Exit code: 0; 1 when it would be refused; 2 when the command is wrong, or --run is given without --as.
     """  # noqa: D301 - click wants a real backspace

@@ -133,7 +133,7 @@ def rendered(seen: Overview) -> RenderableType:
 
 
 def _head(seen: Overview) -> Text:
-    head = Text(f"{seen.run}: {counted(seen.workers, 'worker')}", style="bold")
+    head = Text(f"{printable(str(seen.run))}: {counted(seen.workers, 'worker')}", style="bold")
     if not seen.is_running:
         said = (
             f"{not_running_text(list(seen.notes), seen.now)}. {running_beside(seen.run, seen.now)}".rstrip()
@@ -177,7 +177,7 @@ def _waiting_table(seen: Overview) -> Table:
     table = make_table("id", "stage", "size", "waits for", right=("size",), whole=("stage", "size"))
     for one in seen.waiting:
         size = "" if one.nbytes is None else size_text(one.nbytes)
-        table.add_row(short_id(one.id), stage_cell(one.stage), size, age_text(seen.now - one.at))
+        table.add_row(short_id(one.id), stage_cell(one), size, age_text(seen.now - one.at))
     return table
 
 

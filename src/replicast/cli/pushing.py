@@ -41,7 +41,7 @@ from replicast.update import Stage, Update
 from replicast.validate import planned
 
 TIME_IS_UP = 3
-TAKEN_BACK = 4
+REVERTED = 4
 _LARGE = 16 * 10**6
 
 
@@ -151,7 +151,8 @@ def _part(wish: Wish, name: str, value: Path | tuple[str, float | int | bool]) -
 
 def _known(wish: Wish, update: Update, schema: Schema) -> int | None:
     """The place that the same update has in the journal already; another one of its id is refused."""
-    record = next((one.record for one in committed(wish.run) if one.id == update.id), None)
+    standings = (one for one in committed(wish.run) if one.stage is not Stage.WITHDRAWN)
+    record = next((one.record for one in standings if one.id == update.id), None)
     if record is None:
         return None
     written = Journal(wish.run).load(record.sequence)
@@ -215,15 +216,15 @@ def _wait(run: Path, update_id: str, timeout_secs: float, console: Console) -> i
 
 def _say_it_stays(run: Path, sight: Sight, why: str) -> None:
     standing, where = sight.standing, shlex.quote(str(run))
-    if standing.stage in (Stage.COMMITTED, Stage.APPLIED):
-        stays = "It can no longer be withdrawn, and every worker will apply it."
+    back = f"to take it back: replicast withdraw {where} {standing.id}"
+    if standing.stage is Stage.APPLIED:
+        stays = "Every worker has applied it."
+    elif standing.stage is Stage.COMMITTED:
+        stays = f"Every worker will apply it; {back}"
     elif sight.waits_for:
-        stays = "The job has taken it, and decides about it then."
+        stays = f"The job has taken it, and decides about it then; {back}"
     else:
-        stays = (
-            f"It stays in the inbox until the job takes it; to take it back: "
-            f"replicast withdraw {where} {standing.id}"
-        )
+        stays = f"It stays in the inbox until the job takes it; {back}"
     click.echo(f"{why}: update {standing.id} is {sight.text(moving=True)}.\n{stays}", err=True)
 
 
@@ -234,16 +235,21 @@ def _say_how_it_ended(run: Path, standing: Standing) -> int:
         reason = refusal_text(standing.refusal) if standing.refusal is not None else "no reason is known"
         click.echo(f"Refused: {reason}\nNo replica has changed.", err=True)
         return 1
+    if standing.stage is Stage.WITHDRAWN:
+        click.echo("Withdrawn: it was taken back before it was applied. No replica has changed.", err=True)
+        return 1
     if standing.stage is Stage.VERIFIED and receipt is not None:
         secs, stall = seconds_text(receipt.propose_to_applied_secs), seconds_text(receipt.stall_secs)
+        reverted = receipt.trial is not None and receipt.trial.outcome == "reverted"
+        how = "reverted" if reverted else "verified"
         click.echo(
-            f"verified: number {receipt.sequence}, applied at step {receipt.step}\n"
+            f"{how}: number {receipt.sequence}, applied at step {receipt.step}\n"
             f"  digest {digest_text(dict(receipt.digests))}\n"
             f"  {secs} from proposed to applied by all; training stood still for {stall}"
         )
         if receipt.trial is not None:
             click.echo(f"  {outcome_text(receipt.trial)}")
-            return 0 if receipt.trial.outcome == "kept" else TAKEN_BACK
+            return REVERTED if reverted else 0
         return 0
     digests = f"\n  digest {digest_text(dict(receipt.digests))}" if receipt is not None else ""
     reason = f": {one_line(standing.reason)}" if standing.reason else ""

@@ -78,27 +78,36 @@ def not_running_text(notes: list[WorkerNote], now: float) -> str:
 
 def running_beside(run: Path, now: float) -> str:
     """Which further `Replicas` of the same script are running, in a sentence; nothing when none is."""
+    from replicast.cli.texts import printable
     from replicast.runfiles import read_worker_notes
 
-    found = [child.parent for child in sorted(run.glob("replicas-*/run.json"))]
-    running = [str(child) for child in found if is_running(read_worker_notes(child), now)]
+    found = [child for child in sorted(run.glob("replicas-*")) if is_run(child)]
+    running = [printable(str(child)) for child in found if is_running(read_worker_notes(child), now)]
     if not running:
         return ""
     return f"Another Replicas of the same script is running: give {' or '.join(running)} instead."
 
 
+def is_run(path: Path) -> bool:
+    """Whether a job has written into this directory what it is about."""
+    return next(path.glob("groups/*/run.json"), None) is not None
+
+
 def checked_run(path: Path) -> Path:
     """The path, if it is a run directory; else a usage error that names those near it."""
-    if (path / "run.json").is_file():
+    if is_run(path):
         return path
+    from replicast.cli.texts import printable
+
+    name = printable(str(path))
     if not path.is_dir():
-        raise click.BadParameter(f"There is no directory {path}. Give the --run-dir of the job.")
+        raise click.BadParameter(f"There is no directory {name}. Give the --run-dir of the job.")
     if not os.access(path, os.R_OK | os.X_OK):
-        raise click.BadParameter(f"The directory {path} cannot be read by this user.")
-    near = [str(child.parent) for child in sorted(path.glob("*/run.json"))][-_MOST_NEAR:]
+        raise click.BadParameter(f"The directory {name} cannot be read by this user.")
+    near = [printable(str(child)) for child in sorted(path.iterdir()) if is_run(child)][-_MOST_NEAR:]
     if near:
-        raise click.BadParameter(f"{path} is no run directory. Perhaps: {', '.join(near)}.")
+        raise click.BadParameter(f"{name} is no run directory. Perhaps: {', '.join(near)}.")
     raise click.BadParameter(
-        f"{path} is no run directory: it has no run.json. Give the --run-dir of the job; if it is that, "
-        "its program has not made its replicast.Replicas yet."
+        f"{name} has no groups/*/run.json yet. Give the --run-dir of the job; if it is that, its program has "
+        "not made its replicast.Replicas yet."
     )

@@ -100,7 +100,7 @@ def print_facts(standing: Standing) -> None:
 
     facts: list[tuple[str, str | Text]] = [
         ("update", printable(standing.id)),
-        ("stage", stage_cell(standing.stage)),
+        ("stage", stage_cell(standing)),
     ]
     record, receipt = standing.record, standing.receipt
     if record is not None:

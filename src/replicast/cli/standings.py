@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from replicast import inbox
-from replicast.edits import Operation
+from replicast.edits import RESETS
 from replicast.errors import UpdateRefused
 from replicast.journal import Journal
 from replicast.records import Receipt, Record
@@ -74,7 +74,7 @@ def committed(run_dir: Path) -> list[Standing]:
     """
     journal = Journal(run_dir)
     records = journal.records()
-    receipts, outcomes = journal.receipts(), journal.outcomes()
+    receipts, outcomes, withdrawn = journal.receipts(), journal.outcomes(), journal.withdrawn()
     attempt, reached = _reached(run_dir)
     standings = []
     for record in records:
@@ -82,6 +82,8 @@ def committed(run_dir: Path) -> list[Standing]:
         # A start that begins before its step applies it again: until then its replicas do not have it.
         if record.attempt < attempt and (standing.step or 0) > reached:
             standing = replace(standing, stage=Stage.COMMITTED)
+        if record.sequence in withdrawn:
+            standing = replace(standing, stage=Stage.WITHDRAWN)
         standings.append(replace(standing, trial=outcomes.get(record.sequence)))
     return standings
 
@@ -148,7 +150,9 @@ def matching(run_dir: Path, given: str) -> list[Standing]:
             return by_sequence
     exact = [one for one in found if one.id == given]
     if exact:
-        return exact[:1]  # The journal's comes first: one that was refused may have been corrected since.
+        # The journal's comes first: one that was refused may have been corrected since. One that was
+        # withdrawn may have come again.
+        return sorted(exact, key=lambda one: (one.record is None, one.stage is Stage.WITHDRAWN))[:1]
     noted = of_note(run_dir, given)
     if noted is not None:
         return [noted]
@@ -185,7 +189,7 @@ def receipt_in(noted: Mapping[str, Any]) -> Receipt | None:
 def what_text(edits: Iterable[Mapping[str, Any]], most: int = 2) -> str:
     """The edits of a record in a few words: "add dense/bias, scale optimizer/learning_rate (+3)"."""
     listed = list(edits)
-    asked = [edit for edit in listed if edit.get("operation") != Operation.RESET]
+    asked = [edit for edit in listed if edit.get("operation") not in RESETS]
     shown = [f"{words(str(edit.get('operation')))} {edit.get('variable')}" for edit in asked[:most]]
     text = ", ".join(shown)
     if len(asked) > most:

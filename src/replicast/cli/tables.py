@@ -21,7 +21,7 @@ from replicast.cli.texts import (
     trial_text,
     when_text,
 )
-from replicast.edits import Operation
+from replicast.edits import RESETS, Operation
 from replicast.records import Record
 from replicast.update import Stage
 
@@ -35,6 +35,7 @@ STAGE_STYLES = {
     Stage.VERIFIED: "green",
     Stage.REFUSED: "red",
     Stage.FAILED: "bold red",
+    Stage.WITHDRAWN: "yellow",
 }
 
 
@@ -67,9 +68,11 @@ def make_table(*headings: str, right: Sequence[str] = (), whole: Sequence[str] =
     return table
 
 
-def stage_cell(stage: Stage) -> Text:
-    """A stage in its colour."""
-    return Text(str(stage), style=STAGE_STYLES[stage])
+def stage_cell(standing: Standing) -> Text:
+    """How far an update has come, in its colour. One that a trial has reverted is not called verified."""
+    if standing.trial is not None and standing.trial.outcome == "reverted":
+        return Text("reverted", style="yellow")
+    return Text(str(standing.stage), style=STAGE_STYLES[standing.stage])
 
 
 def updates_table(standings: Iterable[Standing], now: float) -> Table:
@@ -84,7 +87,7 @@ def updates_table(standings: Iterable[Standing], now: float) -> Table:
             table.add_row(
                 str(record.sequence),
                 str(standing.step),
-                stage_cell(standing.stage),
+                stage_cell(standing),
                 _what_cell(standing, record),
                 size_text(record.nbytes),
                 "" if receipt is None else seconds_text(receipt.propose_to_applied_secs),
@@ -170,7 +173,7 @@ def _operation_text(edit: EditView) -> str:
         return f"{text} ({edit.rank})"
     if edit.factor is None:
         return text
-    link = {Operation.SCALE: " by ", Operation.BLEND: " with weight ", Operation.RESET: " to "}
+    link = {Operation.SCALE: " by ", Operation.BLEND: " with weight "} | dict.fromkeys(RESETS, " to ")
     return f"{text}{link.get(edit.operation, ' ')}{number_text(edit.factor)}"
 
 

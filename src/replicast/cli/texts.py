@@ -22,6 +22,11 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "�" for character in text)
 
 
+def printable_lines(text: str) -> str:
+    """Text of several lines, each without what a terminal would obey."""
+    return "\n".join(printable(line) for line in text.split("\n"))
+
+
 def one_line(text: str) -> str:
     """Text from a file in one line."""
     return printable(" ".join(text.split()))
@@ -124,10 +129,14 @@ def trial_text(trial: Mapping[str, Any]) -> str:
     words = "no worse" if part == 0 else f"at most {100 * part:g} % worse"
     if part < 0:
         words = f"at least {-100 * part:g} % better"
-    return f"{trial.get('steps')} steps, {trial.get('metric')}, {words}"
+    return one_line(f"{trial.get('steps')} steps, {trial.get('metric')}, {words}")
 
 
 def outcome_text(outcome: TrialOutcome) -> str:
     """How a trial ended."""
-    words = "kept" if outcome.outcome == "kept" else "taken back, every replica has the state of before"
-    return f"{words} (step {outcome.step}): {outcome.reason}"
+    reason = one_line(outcome.reason)
+    if outcome.outcome == "kept":
+        return f"kept at step {outcome.step}: {reason}"
+    return (
+        f"reverted at step {outcome.step}: all replicas are back at their state before the update ({reason})"
+    )

@@ -1,4 +1,4 @@
-"""`replicast withdraw`: takes an update out of the inbox, if the job has not taken it yet."""
+"""`replicast withdraw`: takes back an update that is not applied yet."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import time
 from functools import partial
 from pathlib import Path
 from time import sleep
+from typing import TYPE_CHECKING
 
 import click
 
 from replicast.cli.rundirs import run_argument
 
+if TYPE_CHECKING:
+    from replicast.cli.standings import Standing
+
 _LISTEN_SECS = 5.0
+_ANSWER_SECS = 30.0
 _LOOK_SECS = 0.1
 
 
@@ -19,10 +24,10 @@ _LOOK_SECS = 0.1
 @run_argument
 @click.argument("update_id", metavar="ID")
 def withdraw(run: Path, update_id: str) -> None:
-    """Take back an update that still waits in the inbox of RUN.
+    """Take back an update that no replica of RUN has applied yet.
 
-    A job that runs takes an update within a fraction of a second; from then on it is too late. ID may be the
-    beginning of one.
+    It may wait in the inbox, behind a trial, or for the step that it is scheduled for. A running job is
+    asked, and answers within a few steps of its training. ID may be the beginning of one.
 
     \b
     Examples:
@@ -45,10 +50,44 @@ def withdraw(run: Path, update_id: str) -> None:
         click.echo(f"withdrawn {printable(full_id)}: it will not be applied.")
         return
     standing = the_one(run, full_id)
-    if standing.stage is Stage.REFUSED:
-        raise Refused(f"Update {printable(full_id)} was refused: there is nothing to withdraw.")
+    if standing.stage in (Stage.PROPOSED, Stage.STAGED, Stage.COMMITTED) and _is_running(run):
+        standing = _asked(run, full_id)
+        if standing.stage is Stage.WITHDRAWN:
+            click.echo(f"withdrawn {printable(full_id)}: it will not be applied.")
+            return
+    if standing.stage in (Stage.REFUSED, Stage.WITHDRAWN):
+        raise Refused(f"Update {printable(full_id)} was {standing.stage}: there is nothing to withdraw.")
     step = "" if standing.step is None else f", step {standing.step}"
     raise Refused(f"Too late: update {printable(full_id)} is {standing.stage}{step}. The job has taken it.")
+
+
+def _is_running(run: Path) -> bool:
+    from replicast.cli.rundirs import is_running
+    from replicast.runfiles import read_worker_notes
+
+    return is_running(read_worker_notes(run), time.time())
+
+
+def _asked(run: Path, update_id: str) -> Standing:
+    """Asks the job to take an update back, and waits for what becomes of it.
+
+    Blocks until the job has taken it back or applied it, at most `_ANSWER_SECS`: it may be far from its next
+    boundary, in an evaluation for example.
+    """
+    from replicast import inbox
+    from replicast.cli.show import the_one
+    from replicast.update import Stage
+
+    request = inbox.request_withdrawal(run, update_id)
+    try:
+        for _ in range(round(_ANSWER_SECS / _LOOK_SECS)):
+            sleep(_LOOK_SECS)
+            standing = the_one(run, update_id)
+            if standing.stage not in (Stage.PROPOSED, Stage.STAGED, Stage.COMMITTED):
+                return standing
+    finally:
+        request.unlink(missing_ok=True)
+    return the_one(run, update_id)
 
 
 def _is_heard_of(run: Path) -> bool:

@@ -15,10 +15,22 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from replicast.errors import UpdateRefused
-from replicast.journal import AnyJournal
+from replicast.journal import AnyJournal, Record
 from replicast.protocol.audits import Audits
 from replicast.protocol.member import Member
-from replicast.protocol.messages import Again, Coming, Expect, Parked, Paused, Proposal, Request
+from replicast.protocol.messages import (
+    WITHDRAW,
+    WITHDRAWN,
+    Again,
+    Coming,
+    Drop,
+    Expect,
+    Free,
+    Parked,
+    Paused,
+    Proposal,
+    Request,
+)
 from replicast.protocol.pauses import Pauses, apart
 from replicast.protocol.replays import Replays
 from replicast.protocol.rounds import Ready, Rounds
@@ -112,6 +124,8 @@ class Coordinator:
                     self._audits.look_into_suspicion()
                 case Request("audit"):
                     self._audits.open()
+                case Request(action) if action.startswith(WITHDRAW):
+                    self._withdraw(action.removeprefix(WITHDRAW))
                 case Request(action):
                     self._rounds.act(action)
                 case Proposal() if self._held_back or self._must_wait():
@@ -269,6 +283,42 @@ class Coordinator:
             if proposal.source is not None:
                 self._failed_functions[proposal.id] = error
             self._rounds.drop(proposal, error, self._twins.pop(proposal.id, ()))
+
+    def _withdraw(self, id_: str) -> None:
+        """Takes an update back that no worker has applied: undecided, or committed for a later step."""
+        error = UpdateRefused(WITHDRAWN, received=id_)
+        held_back = [proposal for proposal in self._held_back if proposal.id == id_]
+        self._held_back = [proposal for proposal in self._held_back if proposal.id != id_]
+        for proposal in held_back:
+            if proposal.parcel is not None:
+                self._channel.append(Expect(proposal.parcel, needless=True))
+            self._rounds.drop(proposal, error)
+        for ready in [one for one in self._behind if one.proposal.id == id_]:
+            self._behind.remove(ready)
+            if ready.round:
+                self._channel.append(Free(ready.round))
+            self._drop(self._rounds.discard([ready], error))
+        committed = self._verifier.scheduled(id_)
+        later = (
+            (committed.record, committed.step) if committed is not None else self._replays.waiting_for(id_)
+        )
+        # Before the first boundary it is not known what the state holds that training starts from.
+        if later is not None and self._replays.announced:
+            self._call_off(*later, error)
+
+    def _call_off(self, record: Record, step: int, error: UpdateRefused) -> None:
+        try:
+            tickets = self._rounds.call_off(record.sequence, step)
+        except (UpdateRefused, OSError) as problem:
+            logger.warning("update %d is not withdrawn: %s", record.sequence, problem)
+            return
+        if tickets is None:
+            return
+        self._replays.forget(record.sequence)
+        self._known.pop(record.id, None)
+        tickets += self._twins.pop(record.id, [])
+        self._channel.append(Drop(record.id, record.content_digest, tickets, error.to_json()))
+        logger.warning("update %d, for step %d, is withdrawn", record.sequence, step)
 
     def _refuse_sourceless(self) -> None:
         """All workers stand here, and what they proposed is known: nobody will propose these functions."""

@@ -11,6 +11,7 @@ Everything that can fail or wait happens in the two background threads, before t
 from __future__ import annotations
 
 import itertools
+import logging
 import queue
 import threading
 import time
@@ -19,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from replicast import faults
-from replicast.errors import UpdateRefused
+from replicast.errors import ReplicastError, UpdateRefused, refusal_of
 from replicast.guard import Guard
 from replicast.journal import Receipt
 from replicast.protocol.audit_messages import Audited, Examine, Lend, Weigh
@@ -28,6 +29,7 @@ from replicast.protocol.examining import Examiner
 from replicast.protocol.functions import Function, computed_update
 from replicast.protocol.gate import Gate
 from replicast.protocol.messages import (
+    WITHDRAW,
     Advance,
     Again,
     Aim,
@@ -64,6 +66,8 @@ from replicast.trial import Trial
 from replicast.update import Stage as Standing
 from replicast.update import Update
 from replicast.validate import Limits, planned
+
+logger = logging.getLogger("replicast")
 
 
 class Member:
@@ -151,6 +155,10 @@ class Member:
         """Asks for an action of all workers at one of the next boundaries. A signal handler may call it."""
         request = Request(action, self.channel.rank)
         self._outbox.put(lambda: self.channel.post(request))  # a SimpleQueue may be interrupted in its `put`
+
+    def withdraw(self, id_: str) -> None:
+        """Takes an update back, if no worker has applied it yet. Its tickets are refused then."""
+        self.wish(f"{WITHDRAW}{id_}")
 
     def send(self, act: Callable[[], None]) -> None:
         """Has the proposer thread do something that may take a moment, after what it was given before."""
@@ -267,8 +275,12 @@ class Member:
             update = planned(update, self.state.schema, self.limits, look_at=lambda _: False)
             self._check_by_guard(update)
             parcel = self.shelf.publish(update.labelled("", ""), ticket=ticket.number)
-        except UpdateRefused as error:
-            self.outcomes.refuse(ticket, error)
+        except Exception as error:
+            if isinstance(error, ReplicastError) and not isinstance(error, UpdateRefused):
+                raise  # of the job, not of this update
+            if not isinstance(error, UpdateRefused):
+                logger.exception("update %s is refused: checking it caused an unexpected error", update.id)
+            self.outcomes.refuse(ticket, refusal_of(error))
             self.gate.wake()
             return
         ticket.content_digest = parcel.digest

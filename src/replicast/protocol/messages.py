@@ -86,6 +86,12 @@ class Request:
     rank: int
 
 
+WITHDRAW = "withdraw\n"
+"""How the action of a request begins that takes an update back; its id follows."""
+WITHDRAWN = "It was withdrawn before it was applied"
+"""Why such an update is refused."""
+
+
 @dataclass(frozen=True, slots=True)
 class Expect:
     """These bytes are being written: take what is there of them already.

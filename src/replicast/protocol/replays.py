@@ -36,7 +36,8 @@ class Replays:
         self._trials = trials
         self._waiting: list[tuple[int, Record]] = []
         self._receipts: dict[int, Receipt] = {}
-        self._announced = False
+        self.announced = False
+        """Whether the stops of this start are put up: from then on training goes on."""
 
     def read(self, after_step: int) -> dict[str, str]:
         """Reads the journal.
@@ -49,9 +50,10 @@ class Replays:
         """
         records, receipts = self._journal.records(), self._journal.receipts()
         self._trials.read()
-        moves = self._journal.moves()
+        moves, withdrawn = self._journal.moves(), self._journal.withdrawn()
         self._rounds.sequence = records[-1].sequence if records else 0
         self._receipts = receipts
+        records = [record for record in records if record.sequence not in withdrawn]
         for record in records:
             receipt = receipts.get(record.sequence)
             # A pause of the training may have brought it forward.
@@ -70,7 +72,7 @@ class Replays:
         Raises:
             UpdateRefused: Something was decided already for the state before.
         """
-        if self._announced:
+        if self.announced:
             raise UpdateRefused(
                 "Updates were decided before the state was restored",
                 remedy="Restore before anything is proposed and before training",
@@ -84,12 +86,20 @@ class Replays:
         """The step for which an update waits, if it waits."""
         return next((step for step, record in self._waiting if record.id == id_), None)
 
+    def waiting_for(self, id_: str) -> tuple[Record, int] | None:
+        """An update that is not staged yet, and its step."""
+        return next(((record, step) for step, record in self._waiting if record.id == id_), None)
+
+    def forget(self, sequence: int) -> None:
+        """An update is withdrawn."""
+        self._waiting = [(step, record) for step, record in self._waiting if record.sequence != sequence]
+
     def announce(self) -> None:
         """Puts a stop before every step at which something is to be applied again, once.
 
         Before anything else is decided: what the journal holds comes before what is proposed in this life.
         """
-        if self._waiting and not self._announced:
+        if self._waiting and not self.announced:
             stops = [[REPLAY_ROUND + record.sequence, step] for step, record in self._waiting]
             steps = ", ".join(str(step) for _, step in stops[:10])
             what = (
@@ -100,12 +110,12 @@ class Replays:
             logger.warning("%s applied again, at step%s %s", what, "s" if "," in steps else "", steps)
             healing = [REPLAY_ROUND + record.sequence for _, record in self._waiting if is_healing(record)]
             self._member.channel.append(Replay(stops, healing))
-        self._announced = True
+        self.announced = True
         self.stage_next()
 
     def stage_next(self) -> None:
         """Stages the next few; their stops are up already, so training waits should it come there first."""
-        while self._announced and self._waiting and self._ahead() < AHEAD:
+        while self.announced and self._waiting and self._ahead() < AHEAD:
             step, record = self._waiting.pop(0)
             update = self._journal.load(record.sequence)
             parcel = self._member.shelf.publish(update, record.content_digest)

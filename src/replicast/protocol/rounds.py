@@ -22,6 +22,7 @@ from replicast.errors import JobFailed, UpdateRefused
 from replicast.journal import AnyJournal, Record, StagedPayload, summarized
 from replicast.protocol.member import Member
 from replicast.protocol.messages import (
+    REPLAY_ROUND,
     Compute,
     Computed,
     Drop,
@@ -69,6 +70,7 @@ class Rounds(Stops):
         self._attempt = attempt
         self.sequence = 0
         """The number of the last committed update."""
+        self._scheduled: dict[int, tuple[int, str]] = {}
 
     def stage(self, proposal: Proposal, *, alone: bool = False) -> Ready:
         """Has all workers stage it, and its payload written.
@@ -246,6 +248,8 @@ class Rounds(Stops):
             self._verifier.expect(
                 Committed(record, proposal.content_digest, proposal.proposed_at, step, scheduled)
             )
+            if scheduled:
+                self._scheduled[record.sequence] = round_, proposal.ticket
         faults.point("commit")
         go = Go(round_, step, updates, scheduled, trial=trial)
         self._channel.append(go if updates else Free(round_))
@@ -269,6 +273,30 @@ class Rounds(Stops):
             committed_at=time.time(),
             trial=None if trial is None else {**trial, "before": ready.before},
         )
+
+    def call_off(self, sequence: int, step: int) -> list[str] | None:
+        """Withdraws an update that is committed for a later step, before any worker has come there.
+
+        All workers stand still meanwhile, so that none can come to the step.
+
+        Returns:
+            The ticket of its proposal, if it was proposed in this start; None when it is too late.
+
+        Raises:
+            UpdateRefused: A worker does not answer.
+            OSError: It cannot be written down.
+        """
+        round_, ticket = self._scheduled.get(sequence, (REPLAY_ROUND + sequence, ""))
+        held, stands_at = self.stop_all()
+        try:
+            if step <= stands_at:
+                return None
+            self._journal.withdraw(sequence)
+            self._verifier.forget(sequence)
+            self._channel.append(Free(round_))
+        finally:
+            self._channel.append(Free(held))
+        return [ticket] if ticket else []
 
     def discard(self, ready: list[Ready], error: UpdateRefused) -> list[tuple[Proposal, UpdateRefused]]:
         """Forgets the payloads of what is not committed, for this reason."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from replicast import faults
 from replicast.edits import Operation
-from replicast.errors import UpdateRefused
+from replicast.errors import ReplicastError, UpdateRefused
 from replicast.protocol.channel import Channel
 from replicast.protocol.messages import Answer, Coming, Drop, Expect, Failed, Stage, Verified
 from replicast.protocol.receiving import Receiving
@@ -24,6 +25,8 @@ from replicast.schema import Schema
 from replicast.transport import Parcel, Transport
 from replicast.update import Update
 from replicast.validate import Limits
+
+logger = logging.getLogger("replicast")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,10 @@ class Shelf:
             update = self._receiving.take(parcel, timeout_secs)
         except UpdateRefused as error:
             return Answer(error=by_worker(error, self._channel.rank))
-        except (OSError, MemoryError, ValueError) as error:
+        except ReplicastError:
+            raise  # of the job, not of this update
+        except Exception as error:
+            logger.warning("an update cannot be staged", exc_info=True)
             said = f"A worker could not stage it ({type(error).__name__}: {error})"
             return Answer(error=UpdateRefused(said, worker=self._channel.rank).to_json())
         self._staged[message.id] = Staged(update, parcel.id, message.content_digest)

@@ -116,6 +116,18 @@ class Verifier:
             if one is not None:
                 self._open[sequence] = replace(one, step=step)
 
+    def scheduled(self, id_: str) -> Committed | None:
+        """An update that is committed for the step that its author chose, and not told yet."""
+        with self._changed:
+            found = (one for one in self._open.values() if one.record.id == id_ and one.scheduled)
+            return next(found, None)
+
+    def forget(self, sequence: int) -> None:
+        """An update is withdrawn: nobody will report it."""
+        with self._changed:
+            self._open.pop(sequence, None)
+            self._changed.notify_all()
+
     def step_of(self, id_: str) -> int | None:
         """The step for which an update is committed that is not told yet."""
         with self._changed:
@@ -143,7 +155,8 @@ class Verifier:
             with contextlib.suppress(queue.Empty):
                 waiting.append(self._queue.get(timeout=0.0 if waiting else LOOK_SECS))
             with self._changed:  # a pause may have brought some forward
-                waiting = [self._open[one.record.sequence] for one in waiting]
+                still = (one for one in waiting if one.record.sequence in self._open)  # others are withdrawn
+                waiting = [self._open[one.record.sequence] for one in still]
             # One for a later step must not keep those behind it: whoever is applied first is told first. What
             # an audit heals is applied at once, also in a trial, to whose end others may have to wait.
             waiting.sort(key=lambda one: (not is_healing(one.record), one.step, one.record.sequence))

@@ -72,7 +72,7 @@ class Expectation:
     def _checkpoints_changed_at(self) -> int | None:
         try:
             # Every checkpoint that comes or goes is renamed in it.
-            return self._store.path(0).parent.stat().st_mtime_ns
+            return self._store.directory.stat().st_mtime_ns
         except OSError:
             return None
 

@@ -23,10 +23,12 @@ from replicast.errors import (
     UpdateFailed,
     UpdatePending,
     UpdateRefused,
+    refusal_of,
 )
 from replicast.fence import Fence
 from replicast.processes import this_process
 from replicast.protocol import Member, Ticket
+from replicast.protocol.messages import WITHDRAWN
 from replicast.replicas.recovery import numbers
 from replicast.runfiles import ENDED, WorkerNote, append_metrics, write_worker_note
 from replicast.update import Stage
@@ -49,7 +51,7 @@ class Housekeeping:
         member: This worker's part in the updates.
         run_dir: Where files go, if anywhere.
         attempt: Which life of the job this is.
-        fence: On worker 0: whether this group may still write.
+        fence: On worker 0: whether what this group writes still counts.
 
     Attributes:
         logs: The latest loss and metrics. Written by the training thread.
@@ -83,6 +85,8 @@ class Housekeeping:
         self._waiting_for = ENDED
         self._aside.clear()  # a last try
         self._say_last(partial(self._tend, inbox_too=True))
+        if self._fence is not None:
+            self._fence.release()
 
     def say_ended(self) -> None:
         """The process ends, in whatever state: others need not wonder for ten seconds."""
@@ -102,8 +106,8 @@ class Housekeeping:
                 noted = now
                 self._tend(self._run_dir, inbox_too=False)
             if is_first:
-                looks = self._look_into_inbox, self._look_for_audit_requests, self._settle_inbox
-                self._with_files(self._run_dir, *looks)
+                looks = self._look_into_inbox, self._look_for_audit_requests, self._look_for_withdrawals
+                self._with_files(self._run_dir, *looks, self._settle_inbox)
 
     def _tend(self, run_dir: Path, *, inbox_too: bool) -> None:
         settling = [self._settle_inbox] if inbox_too else []
@@ -165,20 +169,33 @@ class Housekeeping:
 
     def _look_into_inbox(self, run_dir: Path) -> None:
         # What is pushed while nobody trains waits for a training: it would come after the script's last look.
+        ends = (
+            time.monotonic() + NOTE_SECS / 2
+        )  # The rest comes next time: this thread also writes the notes.
         for waiting in inbox.waiting(run_dir) if self.training else ():
             if waiting.path not in self._proposed:
                 self._with_entry(waiting.path, self._propose, run_dir)
+            if time.monotonic() > ends:
+                return
 
     def _with_entry(self, path: Path, act: Callable[[Path, Path], None], run_dir: Path) -> None:
         """Does something with one update of the inbox; sets it aside for a while if the disk does not let it.
 
-        A full disk may have room again, so it is tried again; now and then, since a refusal is fsynced.
+        A full disk may have room again, so it is tried again; now and then, since a refusal is fsynced. Any
+        other error is the entry's own: it is refused, and the job goes on.
         """
         if time.monotonic() < self._aside.get(path, 0.0):
             return
         self._aside.pop(path, None)
         try:
-            act(run_dir, path)
+            try:
+                act(run_dir, path)
+            except (OSError, ReplicastError):
+                raise
+            except Exception as error:
+                logger.exception("%s is refused: handling it caused an unexpected error", path)
+                inbox.refuse(run_dir, path, refusal_of(error))
+                self._proposed.pop(path, None)
         except OSError as error:
             self._aside[path] = time.monotonic() + ASIDE_SECS
             self._complain(path, f"{path} stays in the inbox, others are taken before it", error)
@@ -192,11 +209,15 @@ class Housekeeping:
             self._member.wish("audit")
         self._audits_wished = requests
 
+    def _look_for_withdrawals(self, run_dir: Path) -> None:
+        for update_id in inbox.take_withdrawals(run_dir) if self.training else ():
+            self._member.withdraw(update_id)
+
     def _propose(self, run_dir: Path, path: Path) -> None:
         try:
             taken = inbox.take(run_dir, path, self._member.limits.max_bytes)
         except UpdateRefused as error:
-            inbox.refuse(run_dir, path, error)
+            inbox.refuse(run_dir, path, error, durably=False)
             return
         if taken is not None:
             ticket = self._member.propose(taken.update, taken.at_step, taken.trial)
@@ -227,7 +248,11 @@ class Housekeeping:
         try:
             receipt = ticket.result(timeout=0)
         except UpdateRefused as error:
-            inbox.refuse(run_dir, path, error)
+            if error.problem == WITHDRAWN:
+                inbox.note_stage(run_dir, ticket.id, Stage.WITHDRAWN)
+                inbox.done(path)
+            else:
+                inbox.refuse(run_dir, path, error)
         except UpdatePending:
             return  # the job has ended: what is not committed stays for the next one
         except UpdateFailed as error:

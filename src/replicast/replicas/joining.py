@@ -15,7 +15,7 @@ import keras
 
 from replicast.config import read_launch
 from replicast.errors import ClusterError, NotSupported, ReplicastError
-from replicast.fence import Fence
+from replicast.fence import Fence, check_free
 from replicast.guard import Guard, checked_guard
 from replicast.journal import AnyJournal, Journal, MemoryJournal
 from replicast.protocol import Channel, Coordinator, Member, Patience
@@ -140,6 +140,7 @@ def join(
     may_differ = declared(state.schema, settings.may_differ, local_statistics=local)
     channel = Channel(strategy.coordination, settings.name, strategy.rank, strategy.size, strategy.has_left)
     if strategy.rank == 0 and settings.run_dir is not None:
+        check_free(settings.run_dir)
         # Before the others hear of this worker: until then none of them writes.
         with contextlib.suppress(OSError):  # Whatever is wrong with the disk, the first write will say.
             clean_run(settings.run_dir)
@@ -187,9 +188,9 @@ def _coordinate(member: Member, settings: Settings, fence: Fence | None) -> None
         _say_if_other_size(settings.run_dir, size)
         schema, now = member.state.schema, time.time()
         info = RunInfo(FORMAT, schema, size, settings.attempt, now, journaled=settings.durable)
-        write_run_info(settings.run_dir, info, fence.check)
+        write_run_info(fence, info)
         if settings.durable:
-            journal = Journal(settings.run_dir, fence.check)
+            journal = Journal(settings.run_dir, fence)
             journal.clean()
         member.examiner.expected = Expectation(member, settings.run_dir, journal).fingerprint
     Coordinator(member, journal, durable=settings.durable, attempt=settings.attempt).start()

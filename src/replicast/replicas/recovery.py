@@ -73,8 +73,8 @@ class Recovery:
         self._run_dir = run_dir
         self._saver: Saver | None = None
         if run_dir is not None:
-            store = CheckpointStore(run_dir)
-            self._saver = Saver(member, state, store, attempt, fence)
+            store = CheckpointStore(run_dir, fence)
+            self._saver = Saver(member, state, store, attempt)
             if member.channel.rank == 0:
                 store.clean()
                 self._saver.start()

@@ -26,7 +26,6 @@ from replicast import faults
 from replicast.checkpoint import CheckpointStore, Draft, Manifest, file_order
 from replicast.digest import digest_array
 from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged, ReplicastError
-from replicast.fence import Fence
 from replicast.protocol import Member
 from replicast.protocol.measures import History, mean_history
 from replicast.replicas.complaining import complained, not_written
@@ -126,17 +125,13 @@ class Saver:
     Args:
         store: Where; only worker 0 looks at it.
         attempt: Which life of the job this is.
-        fence: On worker 0: whether this group may still write.
 
     Attributes:
         named: The step of a checkpoint that stays: the script asked for it, and does so again if restarted.
     """
 
-    def __init__(
-        self, member: Member, state: KerasState, store: CheckpointStore, attempt: int, fence: Fence | None
-    ) -> None:
+    def __init__(self, member: Member, state: KerasState, store: CheckpointStore, attempt: int) -> None:
         self._member = member
-        self._fence = fence
         self._state = state
         self._store = store
         self._attempt = attempt
@@ -298,8 +293,6 @@ class Saver:
             np.copyto(snapshot.arrays[name], mean(snapshot.arrays[name], others, name))
             digests[name] = digest_array(snapshot.arrays[name])
         self._witnesses.wait_for_decisions(said, snapshot.undecided)
-        if self._fence is not None:
-            self._fence.check()
         arrays = ((name, snapshot.arrays[name]) for name in file_order(snapshot.draft.schema))
         # As one line of text: it is much, and for no human eye. A trial after a restart is compared with it.
         measured = json.dumps(mean_history([snapshot.measured, *(each["measured"] for each in said)]))

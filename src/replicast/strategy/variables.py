@@ -207,6 +207,10 @@ def _change(variable: tf.Variable, edit: Edit) -> None:
                 variable.assign_add(a[:, rank : rank + 1] * b[rank : rank + 1, :], read_value=False)
         case Operation.RESET:
             variable.assign(tf.fill(variable.shape, _number(variable, edit)), read_value=False)
+        case Operation.RESET_ROWS:
+            indices = tf.constant(edit.arrays["indices"].astype(np.int64))
+            rows = tf.fill((len(edit.arrays["indices"]), *variable.shape[1:]), _number(variable, edit))
+            variable.scatter_update(tf.IndexedSlices(rows, indices))
 
 
 def _number(variable: tf.Variable, edit: Edit) -> tf.Tensor:

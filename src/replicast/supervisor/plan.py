@@ -96,13 +96,22 @@ def check_job(job: Job) -> None:
         raise ClusterError("--node-rank needs --hosts", remedy="For example: --hosts h1,h2 --node-rank 1")
 
 
+def planned_faults(environ: Mapping[str, str]) -> tuple[Fault, ...]:
+    """The faults that the environment plans.
+
+    Raises:
+        ClusterError: What is there is no plan of faults.
+    """
+    return tuple(Fault.from_json(described) for described in read_faults(environ))
+
+
 def absent_workers(job: Job, environ: Mapping[str, str]) -> tuple[int, ...]:
     """The workers for which the environment plans faults and that the job does not have.
 
     Raises:
         ClusterError: What is there is no plan of faults.
     """
-    planned = {Fault.from_json(described).worker for described in read_faults(environ)}
+    planned = {fault.worker for fault in planned_faults(environ)}
     return tuple(sorted(worker for worker in planned if worker >= job.world_size))
 
 

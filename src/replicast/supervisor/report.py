@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from replicast.config import FAILED_BECAUSE_OF_ANOTHER, FAULTS, TOLD_TO_END
+from replicast.faults import Fault
 from replicast.supervisor.group import GroupEnd
 from replicast.supervisor.lines import cropped
 from replicast.supervisor.worker import WorkerExit
@@ -34,6 +35,13 @@ def told_to_end_line(first: WorkerExit) -> str:
         f"replicast: the group was told to end (SIGTERM); worker {first.rank} left first, with {first.code}, "
         f"after {duration(first.ran_secs)}. Log: {short_path(first.log)}"
     )
+
+
+def faults_line(faults: Sequence[Fault]) -> str:
+    """One line: workers are made to fail on purpose."""
+    shown = [f"{fault.action} worker {fault.worker} at {fault.point}" for fault in faults[:5]]
+    shown += [f"{len(faults) - 5} more"] if len(faults) > 5 else []
+    return f"replicast: warning: {FAULTS} is set, workers fail on purpose: {', '.join(shown)}"
 
 
 def absent_line(absent: Sequence[int], world_size: int) -> str:

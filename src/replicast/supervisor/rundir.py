@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -79,8 +81,12 @@ def locked(run_dir: Path, first_rank: int) -> Iterator[None]:
 def _taken(run_dir: Path, first_rank: int) -> int:
     """The lock's descriptor, with the number of this process in the file."""
     path = run_dir / f"launcher-{first_rank}.lock"
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    # Not through a link: the file that it leads to would lose what it holds.
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    lock = os.open(path, flags, 0o666)
     try:
+        if not stat.S_ISREG(os.fstat(lock).st_mode):
+            raise OSError(errno.EINVAL, "It is no plain file", str(path))
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(lock, 0)
         os.write(lock, f"{os.getpid()}\n".encode())

@@ -13,11 +13,19 @@ from replicast.config import TOLD_TO_END
 from replicast.supervisor.group import Group, GroupEnd, Patience
 from replicast.supervisor.interruptions import Interruptions
 from replicast.supervisor.machine import this_machine
-from replicast.supervisor.plan import Job, absent_workers, check_job, log_path, plan_workers
+from replicast.supervisor.plan import (
+    Job,
+    absent_workers,
+    check_job,
+    log_path,
+    plan_workers,
+    planned_faults,
+)
 from replicast.supervisor.ports import HeldPorts, hold_free_ports, hold_ports
 from replicast.supervisor.report import (
     absent_line,
     failure_line,
+    faults_line,
     finished_line,
     interruption_line,
     others_line,
@@ -63,12 +71,14 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
     """
     began = time.monotonic()
     check_job(job)
-    absent = absent_workers(job, environ)
+    faults, absent = planned_faults(environ), absent_workers(job, environ)
     with (
         locked(settings.run_dir, job.ranks[0]),
         Interruptions() as interruptions,
         contextlib.closing(make_screen(sys.stdout, sys.stderr, tee=settings.tee, environ=environ)) as screen,
     ):
+        if faults:
+            screen.tell(faults_line(faults))
         if absent:
             screen.tell(absent_line(absent, job.world_size))
         first_attempt = next_attempt(settings.log_dir, job.ranks)

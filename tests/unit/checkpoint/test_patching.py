@@ -125,9 +125,9 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
             occupied.symlink_to(tmp_path / "nowhere")
         with pytest.raises(CheckpointError, match="already"):
             patch(source, Update().scale("half", 2.0), occupied)
-    source.rename(source.with_name(".tmp-replaced-00001200"))
+    source.rename(source.with_name("00001200-3"))
     with pytest.raises(CheckpointError, match="already"):
-        patch(source.with_name(".tmp-replaced-00001200"), Update().scale("half", 2.0), source)
+        patch(source.with_name("00001200-3"), Update().scale("half", 2.0), source)
 
 
 def test_the_name_of_another_step_is_refused(tmp_path: Path) -> None:

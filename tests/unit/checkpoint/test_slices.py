@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from replicast.checkpoint import CheckpointStore, open_checkpoint, patch, patching
 from replicast.checkpoint.slices import apply_edits, blocks_of
-from replicast.edits import Edit, Operation, apply_edit
+from replicast.edits import HAVE_FACTOR, RESETS, ROWS, Edit, Operation, apply_edit
 from replicast.schema import Variable
 from replicast.update import Update
 from tests.unit.checkpoint.samples import BFLOAT16, Arrays, draft_of
@@ -73,21 +73,22 @@ def cases(draw: st.DrawFn) -> tuple[Variable, npt.NDArray[Any], list[Edit], int]
     if dtype.kind != "i":
         possible += [Operation.SCALE, Operation.BLEND, Operation.RESET]
     if shape:
-        possible += [Operation.ADD_ROWS, Operation.ASSIGN_ROWS]
+        possible += [Operation.ADD_ROWS, Operation.ASSIGN_ROWS, Operation.RESET_ROWS]
     if len(shape) == 2:
         possible += [Operation.ADD_LOW_RANK]
     edits = []
     for operation in draw(st.lists(st.sampled_from(possible), min_size=1, max_size=4)):
         arrays: Arrays = {}
         factor = None
-        if operation in (Operation.SCALE, Operation.BLEND, Operation.RESET):
+        if operation in HAVE_FACTOR:
             factor = draw(st.floats(width=16, allow_nan=False, allow_infinity=False))
         if operation in (Operation.ADD, Operation.ASSIGN, Operation.BLEND):
             arrays["value"] = array(shape)
-        elif operation in (Operation.ADD_ROWS, Operation.ASSIGN_ROWS):
+        elif operation in ROWS:
             rows = st.permutations(range(shape[0])).map(lambda order: order[: len(order) // 2 + 1])
             arrays["indices"] = np.array(draw(rows), np.int64)
-            arrays["rows"] = array((len(arrays["indices"]), *shape[1:]))
+            if operation is not Operation.RESET_ROWS:
+                arrays["rows"] = array((len(arrays["indices"]), *shape[1:]))
         elif operation is Operation.ADD_LOW_RANK:
             rank = draw(st.integers(1, 3))
             arrays |= {"a": array((shape[0], rank)), "b": array((rank, shape[1]))}
@@ -113,7 +114,7 @@ def test_a_patched_file_holds_the_bits_of_edits_on_the_whole(
     case: tuple[Variable, npt.NDArray[Any], list[Edit], int],
 ) -> None:
     _, before, edits, elements = case
-    edits = [edit for edit in edits if edit.operation is not Operation.RESET]  # Only planning makes those.
+    edits = [edit for edit in edits if edit.operation not in RESETS]  # Only planning makes those.
     assume(edits)
     whole = before
     for edit in edits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy.typing as npt
 import pytest
 import safetensors.numpy
 
-from replicast.checkpoint import CheckpointStore, file_order, open_checkpoint
+from replicast.checkpoint import CheckpointStore, Manifest, file_order, open_checkpoint
 from replicast.digest import digest_array, digest_state
 from replicast.errors import CheckpointError
 from replicast.schema import Schema, Variable
@@ -208,7 +209,7 @@ def test_another_checkpoint_of_the_same_step_takes_its_place(
     assert first != second
     assert store.list() == [second]
     assert_holds(store, 5, state_of(fields.get("seed", 0)))
-    assert [path.name for path in store.path(5).parent.iterdir()] == ["00000005"]
+    assert list(store.directory.iterdir()) == [store.path(5)]
 
 
 def test_a_damaged_checkpoint_is_replaced_by_the_same_one(store: CheckpointStore) -> None:
@@ -218,36 +219,39 @@ def test_a_damaged_checkpoint_is_replaced_by_the_same_one(store: CheckpointStore
     assert_holds(store, 5, state_of())
 
 
-def test_a_crash_between_the_two_renames_leaves_the_old_one_readable(store: CheckpointStore) -> None:
+def two_of_a_step(store: CheckpointStore, tmp_path: Path) -> tuple[Manifest, Manifest]:
+    """What a crash leaves that comes after the rename of the second one, and before the first is removed."""
     first = written(store, 5)
-    aside = store.path(5).with_name(".tmp-replaced-00000005")
-    store.path(5).rename(aside)
-    assert store.list() == [first]
-    assert store.last() == first
-    assert_holds(store, 5, state_of())
+    shutil.copytree(store.path(5), tmp_path / "copy")
     second = written(store, 5, seed=1)
+    (tmp_path / "copy").rename(store.directory / "00000005")
+    return first, second
+
+
+def test_a_crash_before_the_old_one_of_a_step_is_removed_leaves_the_new_one(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    first, second = two_of_a_step(store, tmp_path)
+    assert first != second
     assert store.list() == [second]
-    assert not aside.exists()
+    assert_holds(store, 5, state_of(1))
+    store.clean()
+    assert len(list(store.directory.iterdir())) == 1
+    assert store.list() == [second]
 
 
-def test_cleaning_puts_back_what_was_to_be_replaced_and_removes_the_rest(store: CheckpointStore) -> None:
+def test_cleaning_removes_what_is_under_a_temporary_name(store: CheckpointStore) -> None:
     store.clean()
     first, second = written(store, 5), written(store, 6)
-    folder = store.path(5).parent
-    store.path(5).rename(folder / ".tmp-replaced-00000005")
-    (folder / ".tmp-replaced-00000006").mkdir()
-    (folder / ".tmp-0123").mkdir()
-    (folder / ".tmp-0123" / "state.safetensors").write_bytes(b"half")
+    (store.directory / ".tmp-0123").mkdir()
+    (store.directory / ".tmp-0123" / "state.safetensors").write_bytes(b"half")
     store.clean()
-    assert sorted(path.name for path in folder.iterdir()) == ["00000005", "00000006"]
+    assert sorted(path.name for path in store.directory.iterdir()) == ["00000005", "00000006"]
     assert store.list() == [first, second]
 
 
-def test_removing_takes_what_waits_behind_too(store: CheckpointStore) -> None:
-    written(store, 5)
-    store.path(5).rename(store.path(5).with_name(".tmp-replaced-00000005"))
-    store.write(draft_of({}, 6), [])
-    store.path(6).rename(store.path(5))  # The newer one, before the older was cleaned away.
+def test_removing_takes_what_waits_behind_too(store: CheckpointStore, tmp_path: Path) -> None:
+    two_of_a_step(store, tmp_path)
     store.remove(5)
     assert store.list() == []
     with pytest.raises(CheckpointError, match="Received: 5"):

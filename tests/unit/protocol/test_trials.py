@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 from replicast.errors import FileDamaged, ReplicasDiverged, UpdatePending, UpdateRefused
+from replicast.fence import Fence
 from replicast.journal import Journal, MemoryJournal
 from replicast.protocol import Ticket
 from replicast.protocol.measures import MOST, Measures, mean_history
 from replicast.state import MemoryState
+from replicast.strictjson import sealed, unsealed
 from replicast.trial import Trial, TrialOutcome, judged
 from replicast.update import Stage, Update
 from tests.unit.protocol.twins import DEADLINE_SECS, Job, Worker, bias, eventually
@@ -742,10 +744,9 @@ def test_a_trial_that_makes_no_sense_is_a_mistake(options: dict[str, Any]) -> No
 
 def test_the_journal_keeps_how_a_trial_ended(tmp_path: Any) -> None:
     outcome = TrialOutcome(42, "reverted", 1250, "loss", 0.5, None, "loss was no finite number in the trial")
-    (tmp_path / "updates").mkdir()
-    Journal(tmp_path).write_outcome(outcome)
-    assert (tmp_path / "updates" / "000042.trial.json").exists()
+    Journal(tmp_path, Fence(tmp_path, attempt=0)).write_outcome(outcome)
     assert Journal(tmp_path).outcomes() == {42: outcome}
-    (tmp_path / "updates" / "000042.trial.json").write_text('{"sequence": 42, "outcome": "maybe"}')
+    (path,) = tmp_path.glob("groups/000001/000001.trial.json")
+    path.write_bytes(sealed(unsealed(path.read_bytes()) | {"outcome": "maybe"}))
     with pytest.raises(FileDamaged, match="maybe"):
         Journal(tmp_path).outcomes()

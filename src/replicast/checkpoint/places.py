@@ -1,0 +1,93 @@
+"""Where the checkpoints of a run lie, and which of them count."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from replicast.files import TEMPORARY, sync_directory
+from replicast.groups import checkpoint_name, checkpoint_parts, last_claim
+
+logger = logging.getLogger("replicast")
+
+
+class Places:
+    """The directories of checkpoints, by their names.
+
+    Args:
+        run_dir: The run directory.
+        group: The number of the group of workers that writes; 0 for who is none.
+
+    Attributes:
+        directory: Where they are.
+    """
+
+    def __init__(self, run_dir: Path, group: int) -> None:
+        self._run_dir = run_dir
+        self._group = group
+        self.directory = run_dir / "checkpoints"
+
+    def counting(self) -> dict[int, list[Path]]:
+        """The directories of the checkpoints that count, by step; of one step, the last one is the newest.
+
+        Raises:
+            FileDamaged: The claim that says what counts is not what was written.
+        """
+        claim = last_claim(self._run_dir)
+        counting: dict[int, list[Path]] = {}
+        for (step, _, _), path in self._named():
+            if claim is None or claim.counts(path.name):
+                counting.setdefault(step, []).append(path)
+        return counting
+
+    def new(self, step: int) -> Path:
+        """A name for a checkpoint of this step that this group has not used."""
+        own = [parts[2] for parts, _ in self._named() if parts[:2] == (step, self._group)]
+        return self.directory / checkpoint_name(step, self._group, max(own, default=0) + 1)
+
+    def remove(self, paths: Iterable[Path]) -> None:
+        """Removes checkpoints, each at once for every reader, in this order.
+
+        Raises:
+            OSError: One cannot be removed.
+        """
+        for path in paths:
+            aside = self.directory / f"{TEMPORARY}{secrets.token_hex(8)}"
+            with contextlib.suppress(FileNotFoundError):
+                path.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def clean(self) -> None:
+        """Removes what a writer that died left behind. Only when nobody is writing.
+
+        What does not count stays, and is said: it may be a copy that somebody needs.
+        """
+        if not self.directory.is_dir():
+            return
+        for path in self.directory.iterdir():
+            if path.name.startswith(TEMPORARY):
+                shutil.rmtree(path, ignore_errors=True)
+        counting = self.counting()
+        self.remove(path for paths in counting.values() for path in paths[:-1])
+        sync_directory(self.directory)
+        for (step, _, _), path in self._named():
+            if path not in counting.get(step, []):
+                logger.warning(
+                    "%s does not count: a group of workers wrote it that was thought dead. If it is a copy "
+                    "of another run's, rename it to %08d",
+                    path,
+                    step,
+                )
+
+    def _named(self) -> list[tuple[tuple[int, int, int], Path]]:
+        """All that has the name of a checkpoint, with what the name says, in its order."""
+        found = []
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for path in self.directory.iterdir():
+                with contextlib.suppress(ValueError):
+                    found.append((checkpoint_parts(path.name), path))
+        return sorted(found)

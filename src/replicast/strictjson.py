@@ -1,0 +1,125 @@
+"""JSON of files and messages: one way to write it, one strict way to read it, and a seal against damage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+MAX_DEPTH = 64
+MAX_INTEGER = 2**64
+SEAL = "seal"
+"""The last entry of a sealed object: the SHA-256 of the file as it is without this line."""
+
+
+def json_bytes(value: object) -> bytes:
+    """JSON as it lies in files: keys sorted, one per line, so that the same value has the same bytes."""
+    text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+    # What is no Unicode, as in a file's name, becomes an escape.
+    return text.encode(errors="backslashreplace")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text: no name twice in one object, no NaN, no absurd number, no deep nesting.
+
+    Raises:
+        ValueError: It is not that.
+    """
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_without_doubles,
+            parse_constant=_no_constant,
+            parse_int=_integer,
+            parse_float=_float,
+        )
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    _check_depth(value)
+    return value
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """The JSON object in a text, read as strictly.
+
+    Raises:
+        ValueError: It is none.
+    """
+    value = parse_json(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"it must hold a JSON object. Received: {type(value).__name__}")
+    return value
+
+
+def sealed(fields: Mapping[str, Any]) -> bytes:
+    """An object as it lies in a file that checks itself: the seal is its last entry, in a line of its own."""
+    if not fields or SEAL in fields:
+        raise ValueError(
+            f"An object with fields, none of them {SEAL!r}, can be sealed. Received: {list(fields)}"
+        )
+    content = json_bytes(fields)
+    return content.removesuffix(_END) + _seal_of(content)
+
+
+def unsealed(content: bytes) -> dict[str, Any]:
+    """What `sealed` was given.
+
+    Raises:
+        ValueError: The content differs from what was written, in whatever bit.
+    """
+    body = content[:-_SEAL_BYTES] + _END
+    if content[-_SEAL_BYTES:] != _seal_of(body):
+        raise ValueError("its seal does not fit its content: it was changed after it was written")
+    return parse_object(body)
+
+
+def _seal_of(content: bytes) -> bytes:
+    """What stands in the place of the end of an object's JSON when it is sealed."""
+    return f',\n "{SEAL}": "{hashlib.sha256(content).hexdigest()}"\n}}\n'.encode()
+
+
+_END = b"\n}\n"
+_SEAL_BYTES = len(_seal_of(b""))
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name appears twice in one object")
+    return made
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _integer(text: str) -> int:
+    # By length first: Python takes quadratic time for a long one.
+    if len(text) > len(str(MAX_INTEGER)) + 1 or abs(int(text)) > MAX_INTEGER:
+        raise ValueError(f"the integer {text[:30]} is too large")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:30]} is too large")
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    """Level by level: a recursion would fail at just what it looks for."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for parent in level
+            if isinstance(parent, dict | list)
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return
+    raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")

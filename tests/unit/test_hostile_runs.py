@@ -1,0 +1,218 @@
+"""Whatever lies in a run directory, readers end in bounded time and memory, and find what is good."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from replicast import inbox
+from replicast.auditfiles import last_audits
+from replicast.checkpoint import CheckpointStore
+from replicast.checkpoint.choosing import choose
+from replicast.errors import FileDamaged, UpdateRefused
+from replicast.runfiles import (
+    WorkerNote,
+    append_metrics,
+    last_metrics,
+    lines_from_the_end,
+    read_worker_notes,
+    write_worker_note,
+)
+from replicast.update import Update
+from tests.unit.checkpoint.samples import assert_holds, state_of, written
+from tests.unit.played_job import invoke, made_run
+
+NOTE = WorkerNote(0, 100, "host", 3, 0, 2.5, training=True, waiting_for="")
+
+
+def manifest_with_shape(path: Path, shape: list[Any]) -> None:
+    """Gives the first variable of a checkpoint another shape, and the manifest the checksum that fits."""
+    described = json.loads((path / "manifest.json").read_bytes())
+    described["schema"]["variables"][0]["shape"] = shape
+    content = json.dumps(described).encode()
+    (path / "manifest.json").write_bytes(content)
+    (path / "COMMITTED").write_text(hashlib.sha256(content).hexdigest() + "\n")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [[2**40, 2**40], [2**62], [0, 2**40, 2**40], [1] * 100, [True], ["3"], [1.5], [[3]], [-1], [None]],
+    ids=str,
+)
+def test_a_manifest_with_an_impossible_shape_hides_no_other_checkpoint(
+    tmp_path: Path, shape: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = CheckpointStore(made_run())
+    good = written(store, 5)
+    written(store, 6)
+    manifest_with_shape(store.path(6), shape)
+    assert store.list() == [good]
+    assert [problem.path.parent for problem in store.problems()] == [store.path(6)]
+    damaged: dict[int, str] = {}
+    with choose(store, None, damaged) as reader:
+        assert reader.manifest == good
+    assert list(damaged) == [6]
+    assert "00000006" in invoke("checkpoint", "list", "run").output
+    assert "00000005  as it was written" in invoke("checkpoint", "verify", "run").output
+
+
+def test_a_checkpoint_that_is_truncated_while_it_is_open_is_damaged_and_ends_no_process(
+    tmp_path: Path,
+) -> None:
+    store = CheckpointStore(tmp_path)
+    written(store, 5)
+    with store.open(5) as reader:
+        name = reader.names()[0]
+        before = reader.read(name)
+        os.truncate(store.path(5) / "state.safetensors", 10)
+        np.testing.assert_array_equal(before, state_of()[name])
+        with pytest.raises(FileDamaged, match="became shorter"):
+            reader.read(name)
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "COMMITTED", "state.safetensors"])
+def test_a_pipe_or_a_device_in_a_checkpoint_is_damage(tmp_path: Path, file: str) -> None:
+    store = CheckpointStore(tmp_path)
+    good = written(store, 4)
+    for step in (5, 6):
+        written(store, step)
+        (store.path(step) / file).unlink()
+    os.mkfifo(store.path(5) / file)
+    (store.path(6) / file).symlink_to("/dev/zero")
+    assert store.list() == [good]
+    assert len(store.problems()) == 2
+    assert_holds(store, 4, state_of())
+
+
+def strange(path: Path) -> None:
+    """Puts beside `path` what is no plain file, and what is too large."""
+    os.mkfifo(path.with_name("7.json"))
+    path.with_name("8.json").symlink_to("/dev/zero")
+    path.with_name("9.json").mkdir()
+    path.with_name("10.json").symlink_to(path.with_name("nowhere"))
+    with path.with_name("11.json").open("wb") as file:
+        file.truncate(2**40)
+    path.with_name("12.json").write_bytes(path.read_bytes())
+
+
+def test_notes_that_are_none_hang_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_worker_note(tmp_path, NOTE)
+    strange(tmp_path / "workers" / "0.json")
+    assert read_worker_notes(tmp_path) == [NOTE]
+    monkeypatch.chdir(tmp_path)
+    run = made_run()
+    strange(run / "workers" / "0.json")
+    assert invoke("status", run).exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "audits.jsonl"])
+def test_a_pipe_in_the_place_of_a_list_hangs_neither_reader_nor_writer(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    assert last_metrics(tmp_path) is None
+    assert last_audits(tmp_path, 1) == []
+    if name == "metrics.jsonl":
+        with pytest.raises(OSError, match="plain file"):
+            append_metrics(tmp_path, 1, {"loss": 1.0})
+
+
+def test_a_line_that_is_too_long_is_left_out_in_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_metrics(tmp_path, 1, {"loss": 0.5})
+    with path.open("ab") as file:
+        file.write(b"x" * 50_000_000 + b"\n")
+    tracemalloc.start()
+    found = last_metrics(tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found is not None
+    assert (found["step"], found["values"]) == (1, {"loss": 0.5})
+    assert peak < 20_000_000
+    append_metrics(tmp_path, 2, {"loss": 0.25})
+    assert len(list(lines_from_the_end(path))) == 2
+
+
+@pytest.mark.parametrize("line", ['{"step": 1, "time": NaN, "values": {}}', '{"step": 1e400}', "[" * 3000])
+def test_a_line_that_is_no_json_of_ours_is_left_out(tmp_path: Path, line: str) -> None:
+    append_metrics(tmp_path, 1, {"loss": 0.5})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    found = last_metrics(tmp_path)
+    assert found is not None
+    assert found["step"] == 1
+
+
+def sparse(path: Path, begin: bytes) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with path.open("wb") as file:
+        file.write(begin)
+        file.truncate(4 * 2**30)
+
+
+UPDATE = Update(id="large").add("x", np.ones(3, np.float32))
+
+
+@pytest.mark.parametrize(
+    "begin", [b"", b"\xff" * 8, b"".join(UPDATE.file_chunks())], ids=["0", "ff", "update"]
+)
+def test_of_a_large_file_in_the_inbox_the_header_is_read_first(
+    tmp_path: Path, begin: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sparse(tmp_path / "inbox" / "large.safetensors", begin)
+    monkeypatch.setattr(os, "readv", lambda *_: pytest.fail("it is read as a whole"))
+    (entry,) = inbox.waiting(tmp_path)
+    for act in (lambda: inbox.read(entry.path), lambda: inbox.take(tmp_path, entry.path)):
+        with pytest.raises(UpdateRefused):
+            act()
+    with pytest.raises(UpdateRefused):
+        Update.load(entry.path)
+    assert inbox.stage_of(tmp_path, "large") is None
+
+
+def test_a_link_in_the_inbox_is_refused_wherever_it_leads(tmp_path: Path) -> None:
+    UPDATE.save(tmp_path / "there.safetensors")
+    (tmp_path / "inbox").mkdir()
+    for name, target in (("nowhere", "nowhere"), ("large", "there.safetensors"), ("zero", "/dev/zero")):
+        (tmp_path / "inbox" / f"{name}.safetensors").symlink_to(tmp_path / target)
+    for entry in inbox.waiting(tmp_path):
+        with pytest.raises(UpdateRefused, match="cannot be read") as raised:
+            inbox.take(tmp_path, entry.path)
+        inbox.refuse(tmp_path, entry.path, raised.value)
+    assert inbox.waiting(tmp_path) == []
+    assert (tmp_path / "there.safetensors").exists()
+
+
+def test_files_that_are_no_updates_are_refused_without_waiting_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "inbox").mkdir()
+    for number in range(20):
+        (tmp_path / "inbox" / f"junk-{number}.safetensors").write_bytes(b"junk" * 100)
+    inbox.refuse(tmp_path, tmp_path / "inbox" / "junk-0.safetensors", UpdateRefused("Wrong"), durably=False)
+    monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("it waits for the disk"))
+    for entry in inbox.waiting(tmp_path):
+        with pytest.raises(UpdateRefused) as raised:
+            inbox.take(tmp_path, entry.path)
+        inbox.refuse(tmp_path, entry.path, raised.value, durably=False)
+    assert inbox.waiting(tmp_path) == []
+    assert len(inbox.refusals(tmp_path)) == 20
+    assert not list((tmp_path / "inbox").iterdir())
+
+
+def test_a_note_that_no_clock_can_show_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = made_run()
+    inbox.submit(run, Update(id="good").assign("learning_rate", 1))
+    path = run / "workers" / "1.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"time": 1e300, "step": 2**63}))
+    os.utime(run / "inbox" / "good.safetensors", (time.time(), 2**33))
+    result = invoke("status", run)
+    assert (result.exit_code, "good" in result.output) == (0, True)

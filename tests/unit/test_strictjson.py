@@ -1,0 +1,66 @@
+"""JSON that is read is what was meant, or refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from replicast.strictjson import MAX_DEPTH, json_bytes, parse_json, parse_object, sealed, unsealed
+
+FIELDS = {"step": 1200, "note": "fix é\udc80", "sizes": [1, -2.5, None], "digests": {"0": "aa"}, "on": True}
+
+
+def test_what_is_sealed_is_read_back() -> None:
+    assert unsealed(sealed(FIELDS)) == FIELDS
+    for fields in ({}, {"seal": 1}):
+        with pytest.raises(ValueError, match="can be sealed"):
+            sealed(fields)
+
+
+def test_every_flipped_bit_breaks_the_seal() -> None:
+    whole = sealed(FIELDS)
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ValueError, match=r"."):
+            unsealed(bytes(flipped))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [json_bytes(FIELDS), json_bytes(FIELDS | {"seal": ""}), sealed(FIELDS)[:-1], sealed(FIELDS) * 2],
+)
+def test_a_seal_that_is_missing_or_does_not_fit_is_refused(content: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        unsealed(content)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": NaN}',
+        '{"a": Infinity}',
+        '{"a": 1e400}',
+        '{"a": -1e400}',
+        f'{{"a": {10**400}}}',
+        '{"a": 1' + "0" * 10_000 + "}",
+        '{"a": 36893488147419103232}',
+        '{"a": 1, "a": 2}',
+        '{"b": {"a": 1, "a": 1}}',
+        "[" * 100_000,
+        '{"a":' * 500 + "1" + "}" * 500,
+        "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1),
+        "",
+        "{",
+    ],
+)
+def test_what_no_file_of_ours_holds_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_json(text)
+
+
+def test_what_our_files_hold_is_read() -> None:
+    nested = "[" * MAX_DEPTH + "]" * MAX_DEPTH
+    for text in ("1", "-0.0", "18446744073709551615", '{"a": [1, {"b": null}]}', nested):
+        parse_json(text)
+    with pytest.raises(ValueError, match="Received: list"):
+        parse_object("[]")
