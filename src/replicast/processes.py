@@ -39,10 +39,22 @@ def is_alive(process: Mapping[str, Any]) -> bool | None:
     return None if started is None or now is None else started == now
 
 
+def is_frozen(pid: int) -> bool:
+    """Whether a process of this host is stopped by a signal such as SIGSTOP, or by a debugger."""
+    return _stat(pid)[:1] in ([b"T"], [b"t"])
+
+
 def _started(pid: int) -> int | None:
     """When a process was started, in ticks since the host was; None where that cannot be known."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return int(fields[19])  # The 22nd of all, and the 20th behind the name, which may hold anything.
-    except (OSError, ValueError, IndexError):
+        return int(_stat(pid)[19])
+    except (ValueError, IndexError):
         return None
+
+
+def _stat(pid: int) -> list[bytes]:
+    """What the kernel says about a process, from its state on: behind the name, which may hold anything."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return []
