@@ -11,13 +11,13 @@ from typing import Any, Literal
 import keras
 
 from replicast.audit import AuditReport, Policy
-from replicast.errors import ReplicastError
 from replicast.guard import Guard
 from replicast.journal import Receipt
 from replicast.protocol import Patience, Ticket
 from replicast.protocol.functions import Function
 from replicast.replicas.auditing import AuditPlan
 from replicast.replicas.callback import BoundaryCallback
+from replicast.replicas.ending import Ending
 from replicast.replicas.joining import (
     Durability,
     Parts,
@@ -26,13 +26,12 @@ from replicast.replicas.joining import (
     settle,
     strategy_of,
 )
-from replicast.replicas.looping import OwnLoop
 from replicast.replicas.moving import move, read_model, write_model
 from replicast.replicas.proposing import checked_worker
 from replicast.replicas.recovery import SaveEvery, Saves
 from replicast.replicas.restoring import Restored
 from replicast.replicas.saving import Keeping, Saving, WhenBusy
-from replicast.replicas.signals import on_sigterm
+from replicast.replicas.signals import heed_sigterm
 from replicast.replicas.syncing import sync
 from replicast.trial import Trial
 from replicast.update import Update
@@ -41,7 +40,7 @@ from replicast.validate import Limits
 logger = logging.getLogger("replicast")
 
 
-class Replicas(OwnLoop):
+class Replicas(Ending):
     """The replicas of one model, seen from one worker. Make it on all workers, after the model is compiled.
 
     Blocks until all workers have made theirs. Updates are applied at boundaries: give `callback()` to `fit`,
@@ -315,38 +314,13 @@ class Replicas(OwnLoop):
         self.recovery.make_up()
         self._housekeeping.training = False
 
-    def close(self) -> None:
-        """Ends the worker's part: settles what is open, together with all others, and stops the threads.
-
-        Called by itself at the end of the script. A second time does nothing. What is open when all were told
-        to end is for the next start.
-        """
-        if self._closed or self._parts is None:
-            return
-        self._housekeeping.training = False
-        try:
-            self.recovery.settle()
-            self.recovery.leaving.come_to_the_end()
-        except ReplicastError as error:
-            logger.debug("the updates could not be settled at the end: %s", error)
-        self.recovery.say_what_was_left()
-        self._stop()
-        self._closed = True
-
     def _open(self) -> None:
         """Joins the other workers. All of them come here, each with a built model."""
         self._parts = join(self.model, self._optimizer, self._strategy, self._settings)
-        self._strategy.before_leaving(self.close, always=self._abandon)
+        self._strategy.before_leaving(self._close_at_the_end, always=self._abandon)
         # Also before a training: TensorFlow's own handler would swallow it, and data may take long to load.
-        on_sigterm(lambda: self.recovery.leaving.asked(training=self._housekeeping.training))
+        leaving = self.recovery.leaving
+        leaving.is_training = lambda: self._housekeeping.training
+        leaving.has_trained = lambda: self._trained
+        heed_sigterm(leaving, self._strategy.leavings)
         self._member.pause("begin")
-
-    def _abandon(self) -> None:
-        if self._parts is not None and not self._closed:
-            self._parts.member.abandon()
-            self._parts.housekeeping.say_ended()
-            self._parts.recovery.leaving.ends = True  # whoever tells it to end now need not
-
-    def _stop(self) -> None:
-        self._opened().member.stop()
-        self._housekeeping.finish()

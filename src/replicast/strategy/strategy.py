@@ -96,6 +96,8 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         super(tf.distribute.MultiWorkerMirroredStrategy, self).__init__(extended)
         self.statistics = statistics
         """What happens to moving statistics: "mean" or "local"."""
+        self.leavings: list[Any] = []
+        """Of each open `Replicas`, its part in leaving, in the order in which all workers made them."""
         self._named: Counter[str] = Counter()
         self._start: tuple[weakref.ref[keras.Model], feeding.Start] | None = None
         self._epoch: int | None = None
