@@ -86,6 +86,7 @@ def left(
         try:
             for step in range(1, 40):
                 barrier.wait(DEADLINE_SECS)
+                made[worker.rank].goes_on()
                 worker.member.arrive(step)
                 made[worker.rank].after_step(1)
                 at_each(worker, step)

@@ -216,6 +216,7 @@ class Replicas(Ending):
         if logs is not None:
             self._housekeeping.logs = logs
         self._strategy.wait_for_device()
+        self.recovery.goes_on()
         self.recovery.used(steps if batches is None else batches)
         step = self._member.gate.step + steps
         self._member.trying.measures.note(step, steps, logs)
@@ -312,6 +313,7 @@ class Replicas(Ending):
         finally:
             self.auditing.training_ended()
         self.recovery.make_up()
+        self.recovery.goes_on()
         self._housekeeping.training = False
 
     def _open(self) -> None:
