@@ -25,6 +25,8 @@ from replicast.records import reading
 from replicast.schema import Schema
 
 FORMAT = 1
+WITHOUT_CALLBACK = "a boundary: its fit has no replicas.callback()"
+"""What a worker waits for whose model is trained without boundaries: updates wait with it."""
 ENDED = "nothing: it has ended"
 """What a worker waits for that has come to its end."""
 _PIECE_BYTES = 64 * 1024

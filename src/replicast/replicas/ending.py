@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import logging
+from typing import Any
 
 from replicast.errors import ReplicastError
 from replicast.replicas.looping import OwnLoop
@@ -10,7 +12,7 @@ from replicast.replicas.looping import OwnLoop
 logger = logging.getLogger("replicast")
 
 
-class Ending(OwnLoop):
+class Ending(OwnLoop, abc.ABC):
     """The part of `Replicas` with which a worker leaves."""
 
     def leave(self) -> None:
@@ -31,6 +33,7 @@ class Ending(OwnLoop):
             return
         self._housekeeping.training = False
         try:
+            self._counted()
             self.recovery.settle()
             self.recovery.leaving.settle()
         except ReplicastError as error:
@@ -38,6 +41,7 @@ class Ending(OwnLoop):
         self.recovery.say_what_was_left()
         self._stop()
         self._closed = True
+        self._strategy.on_fit.remove(self._fit_begins)
         if not self.recovery.leaving.ends:  # else whoever tells the script to end need not
             self._strategy.leavings.remove(self.recovery.leaving)
 
@@ -58,3 +62,6 @@ class Ending(OwnLoop):
     def _stop(self) -> None:
         self._opened().member.stop()
         self._housekeeping.finish()
+
+    @abc.abstractmethod
+    def _fit_begins(self, model: Any, callbacks: Any) -> None: ...

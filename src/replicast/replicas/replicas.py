@@ -33,6 +33,7 @@ from replicast.replicas.restoring import Restored
 from replicast.replicas.saving import Keeping, Saving, WhenBusy
 from replicast.replicas.signals import heed_sigterm
 from replicast.replicas.syncing import sync
+from replicast.replicas.uncounted import holds_callback, warn_of_missing_callback
 from replicast.trial import Trial
 from replicast.update import Update
 from replicast.validate import Limits
@@ -96,11 +97,13 @@ class Replicas(Ending):
         )
         self._trained = False
         self._closed = False
+        self._warned = False
         self._syncs = 0
         self._moves = 0
         self.called_by: BoundaryCallback | None = None
         """The callback of the last `fit`. Written by it, when that begins."""
         self._parts: Parts | None = None
+        self._strategy.on_fit.append(self._fit_begins)
         if model.built:
             self._open()
 
@@ -143,7 +146,7 @@ class Replicas(Ending):
         Raises:
             CheckpointError: A trial is not decided yet.
         """
-        self._member.pause("save")
+        self._counted().member.pause("save")
         return self.recovery.save(when_busy="wait")
 
     def restore(self, step: int | None = None, *, partial: bool = False) -> Restored | None:
@@ -162,7 +165,7 @@ class Replicas(Ending):
         Raises:
             CheckpointError: There is none of that step, or it is of another model.
         """
-        restored = self.recovery.restore(step, partial)
+        restored = self._counted().recovery.restore(step, partial)
         if restored is not None:
             position = restored.position
             self._strategy.start_data_at(self.model, position.epoch, position.batch, restored.step)
@@ -210,6 +213,8 @@ class Replicas(Ending):
             logs: Loss and metrics of these steps, for `replicast status` and for trials.
             batches: How many batches of the dataset of `resume` they used. Default: one each.
         """
+        if self._parts is not None:
+            self._parts.uncounted.count(known=steps)
         if not self._trained:
             self.training_begins()
         self._housekeeping.training = True
@@ -242,7 +247,7 @@ class Replicas(Ending):
         chosen = list(self.schema) if variables is None else [self.schema.resolve(name) for name in variables]
         names = sorted({variable.name for variable in chosen})
         self._syncs += 1
-        return sync(self._member, source, names, self._syncs, self._settings.attempt)
+        return sync(self._counted().member, source, names, self._syncs, self._settings.attempt)
 
     def audit(self, on_divergence: Policy | None = None) -> AuditReport:
         """Compares all replicas, bit for bit, at this boundary. All workers must call it.
@@ -256,7 +261,7 @@ class Replicas(Ending):
         Raises:
             ReplicasDiverged: They differ, and the policy is "raise", or they could not be healed.
         """
-        return self._active().auditing.audit(on_divergence)
+        return self._counted().auditing.audit(on_divergence)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Writes the model for other tools. All workers must call it; worker 0 writes.
@@ -265,7 +270,7 @@ class Replicas(Ending):
             path: Ends in `.keras` (the whole model), in `.weights.h5` (Keras' weights), or is the prefix of a
                 `tf.train.Checkpoint` with `model` and `optimizer`.
         """
-        self._member.pause("export")
+        self._counted().member.pause("export")
         self._moves += 1
         move(self._member, self._moves, lambda: write_model(self.model, Path(path)))
 
@@ -283,7 +288,7 @@ class Replicas(Ending):
         Raises:
             CheckpointError: Worker 0 cannot read it.
         """
-        self._member.pause("import")
+        self._counted().member.pause("import")
         self._moves += 1
         move(self._member, self._moves, lambda: read_model(self.model, Path(path)))
         return self.sync(source=0)
@@ -297,6 +302,7 @@ class Replicas(Ending):
         if self._parts is None:
             self._open()
         check_not_compiled_again(self.model, self._optimizer, self._opened())
+        self._counted()
         if not self._trained:
             self._trained = True
             self._member.pause("train")
@@ -326,3 +332,12 @@ class Replicas(Ending):
         leaving.has_trained = lambda: self._trained
         heed_sigterm(leaving, self._strategy.leavings)
         self._member.pause("begin")
+
+    def _fit_begins(self, model: Any, callbacks: Any) -> None:
+        if model is not self.model or holds_callback(callbacks, BoundaryCallback):
+            return
+        if not self._warned:
+            self._warned = True
+            warn_of_missing_callback(self.rank)
+        if self._parts is not None:
+            self._parts.uncounted.fit_begins()
