@@ -7,6 +7,7 @@ that calls it. `MemoryCoordination` is its twin for N threads that play N worker
 from __future__ import annotations
 
 import abc
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -21,6 +22,18 @@ TIDY_SECS = 30.0
 _NOTHING = "replicast: nothing"
 _AGAIN_SECS = 0.005
 _KEYS_COUNTED = 100
+
+
+_LOST = re.compile(r"stopped sending heartbeats\)?:?\s+/job:\w+/(?:replica:\d+/)?task:(\d+)")
+
+
+def lost_worker(said: str) -> int | None:
+    """The worker whose heartbeats are missing, if that is what an error of TensorFlow says.
+
+    TensorFlow tells it in words only. `tests/faults/test_frozen.py` notices when they change.
+    """
+    found = _LOST.search(said)
+    return None if found is None else int(found[1])
 
 
 class Coordination(abc.ABC):
@@ -135,6 +148,13 @@ class ServiceCoordination(Coordination):
 
     @staticmethod
     def _service_gone(error: Exception) -> JobFailed:
+        lost = lost_worker(str(error))
+        if lost is not None:
+            return JobFailed(
+                f"worker {lost} was lost: it sent no heartbeats. It has crashed, is stopped (SIGSTOP), or "
+                "its host cannot be reached. Look for the first error in its log.",
+                worker=lost,
+            )
         return JobFailed(
             f"The coordination service, which runs in worker 0, does not answer: {error}. "
             "Look for the first error in worker 0's log.",

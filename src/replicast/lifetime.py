@@ -14,6 +14,10 @@ something outside of a step. Transfers inside steps are counted by every worker 
 started more of them than another one had at its next turn waits for something that will never come: that is
 certain, no time limit has to be guessed. In each case the thread aborts the transfer under way: the training
 thread raises.
+
+A call into the service has no time limit when worker 0, which hosts it, is stopped (SIGSTOP) or its host is
+gone: also a question with a timeout blocks. So a second thread, which calls nothing, notices when the first
+one gets no answers, and a third ends the process if it does not end by itself.
 """
 
 from __future__ import annotations
@@ -31,8 +35,9 @@ from types import TracebackType
 from typing import Any
 
 from replicast.config import FAILED_BECAUSE_OF_ANOTHER
-from replicast.coordination import Coordination
+from replicast.coordination import Coordination, lost_worker
 from replicast.errors import JobFailed
+from replicast.silence import on_silence
 
 logger = logging.getLogger("replicast")
 
@@ -40,6 +45,8 @@ PREFIX = "replicast/lifetime"
 LOOK_SECS = 0.3
 GRACE_SECS = 10.0
 """How long a worker that was told to stop may take before its process is ended."""
+SILENT_SECS = 15.0
+"""How long the coordination service may give no answer. TensorFlow takes a worker for dead after 10 s."""
 REMIND_SECS = 30.0
 PASSED_TURNS = 100
 """The keys of a turn are removed when so many others have been taken."""
@@ -48,8 +55,8 @@ PASSED_TURNS = 100
 class Lifetime:
     """Watches over one worker's part in the job.
 
-    The watching thread is started by `begin`, stopped by `leave`, and is a daemon: should it die, the job
-    goes on without its protection, and `opened` says so.
+    Its threads are started by `begin`, stopped by `leave`, and are daemons. Should the watching thread die,
+    the next turn raises.
     """
 
     def __init__(
@@ -72,6 +79,8 @@ class Lifetime:
         self._alone: tuple[str, int] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="replicast-lifetime", daemon=True)
+        self._only_once = threading.Lock()
+        self._leaves = False
         self._interrupted = False
         self._before_leaving: list[Callable[[], None]] = []
         self._at_the_end: list[Callable[[], None]] = []
@@ -94,8 +103,9 @@ class Lifetime:
         atexit.register(self.leave)
 
     def watch(self) -> None:
-        """Starts the watching thread."""
+        """Starts the threads."""
         self._thread.start()
+        on_silence(lambda: self.looks, SILENT_SECS, self._no_answers, until=self._stop)
 
     def watching(self) -> bool:
         """Whether the watching thread is alive."""
@@ -205,6 +215,8 @@ class Lifetime:
             said, blamed = lines[-1].strip() if lines else type(error).__name__, self._rank
             if isinstance(error, JobFailed) and error.worker is not None:  # it waited for that one in vain
                 said, blamed = str(error), error.worker
+            elif (lost := lost_worker(str(error))) is not None:
+                said, blamed = f"worker {lost} was lost: it sent no heartbeats", lost
             self._put("failed", {"worker": blamed, "said": said})
             self.failure = self._first_failure() or _first(blamed, said)
         if self.failure.worker != self._rank:
@@ -232,6 +244,7 @@ class Lifetime:
                 act()
         for act in self._at_the_end:
             act()
+        self._leaves = True
         self._put(f"left/{self._rank}", {})
         if not self._interrupted and (self._rank == 0 or self.failure is None):
             self._wait_for_the_others()
@@ -282,10 +295,20 @@ class Lifetime:
                 if failure is not None:
                     self._end(failure)
                     return
-        except JobFailed:
-            return  # the service is gone; the training thread gets TensorFlow's own error
+        except JobFailed as error:
+            if not self._leaves:  # else worker 0 may have left, and taken the service with it
+                self._end(error)
         except Exception:
             logger.exception("The thread that watches over the job died")
+
+    def _no_answers(self) -> None:
+        if not self.watching():  # then nobody has asked, and the next turn raises
+            return
+        said = (
+            f"worker 0, which hosts the coordination service, has given worker {self._rank} no answer for "
+            f"{SILENT_SECS:.0f} s: it is stopped (SIGSTOP), or its host cannot be reached"
+        )
+        self._end(JobFailed(said, worker=0))
 
     def _forget_turns(self) -> None:
         """Removes the keys of turns that all have taken: nobody is more than one behind, all wait at each."""
@@ -338,11 +361,21 @@ class Lifetime:
         return position is not None and position > int(other["transfers"])
 
     def _end(self, failure: JobFailed) -> None:
-        """Makes the training thread raise; if it does not within the grace period, ends the process."""
-        self.failure = failure
+        """Makes the training thread raise; if it does not within the grace period, ends the process.
+
+        That is prepared first: what follows calls the service, which may never return.
+        """
+        if not self._only_once.acquire(blocking=False):
+            return
+        self.failure = self.failure or failure
+        threading.Thread(
+            target=self._end_after_grace, args=(self.failure,), name="replicast-end", daemon=True
+        ).start()
         self._coordination.abort(str(failure))
         blamed = self._rank if failure.worker is None else failure.worker
         self._put("failed", {"worker": blamed, "said": str(failure)})
+
+    def _end_after_grace(self, failure: JobFailed) -> None:
         if not self._stop.wait(GRACE_SECS):
             sys.stderr.write(f"replicast: {failure}. Worker {self._rank} did not stop by itself\n")
             sys.stderr.flush()

@@ -41,6 +41,11 @@ def is_alive(process: Mapping[str, Any]) -> bool | None:
     return None if started is None or now is None else started == now
 
 
+def is_frozen(pid: int) -> bool:
+    """Whether a process of this host is stopped by a signal such as SIGSTOP, or by a debugger."""
+    return _state(pid) in (b"T", b"t")
+
+
 def _started(pid: int) -> int | None:
     """When a process was started, in ticks since the host was; None where that cannot be known."""
     try:
@@ -54,7 +59,7 @@ def _state(pid: int) -> bytes:
 
 
 def _stat(pid: int) -> list[bytes]:
-    """What Linux says of a process, from the third field on: the name before it may hold anything."""
+    """What the kernel says about a process, from its state on: behind the name, which may hold anything."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

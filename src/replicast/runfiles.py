@@ -32,6 +32,8 @@ from replicast.strictjson import parse_json, sealed
 
 FORMAT = 2
 RUN_FILE = "run.json"
+WITHOUT_CALLBACK = "a boundary: its fit has no replicas.callback()"
+"""What a worker waits for whose model is trained without boundaries: updates wait with it."""
 ENDED = "nothing: it has ended"
 """What a worker waits for that has come to its end."""
 _PIECE_BYTES = 64 * 1024

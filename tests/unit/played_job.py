@@ -116,11 +116,10 @@ class PlayedJob:
         return Receipt(sequence, update_id, step, digests, 0.25, 0.003, time.time(), self.fate)
 
 
-def heard_of(run: Path, secs_ago: float = 0.0) -> None:
+def heard_of(run: Path, secs_ago: float = 0.0, waiting_for: str = "") -> None:
     for rank in range(2):
-        note = WorkerNote(
-            rank, 100 + rank, "box", 5, 0, time.time() - secs_ago, training=True, waiting_for=""
-        )
+        at, training = time.time() - secs_ago, not waiting_for
+        note = WorkerNote(rank, 100 + rank, "box", 5, 0, at, training=training, waiting_for=waiting_for)
         write_worker_note(run, note)
 
 

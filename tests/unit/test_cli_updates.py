@@ -12,6 +12,7 @@ import pytest
 
 from replicast import inbox
 from replicast.cli import COMMANDS, following, pushing
+from replicast.runfiles import WITHOUT_CALLBACK
 from replicast.strictjson import sealed, unsealed
 from replicast.update import Stage, Update
 from replicast.validate import planned
@@ -271,6 +272,14 @@ def test_when_time_is_up_the_update_stays_and_can_be_withdrawn(run: Path) -> Non
     assert "0 s have passed: update x is proposed" in result.output
     assert "replicast withdraw run x" in result.output
     assert [entry.id for entry in inbox.waiting(run)] == ["x"]
+
+
+def test_who_waits_and_who_looks_is_told_that_the_training_has_no_callback(run: Path) -> None:
+    heard_of(run, waiting_for=WITHOUT_CALLBACK)
+    waited = invoke("push", run, "--set", "learning_rate=0.1", "--id", "x", "--wait", "--timeout", 0)
+    looked = invoke("status", run)
+    for said in (waited.output, looked.output):
+        assert "waits for a boundary: its fit has no replicas.callback()" in " ".join(said.split())
 
 
 def test_when_time_is_up_a_committed_update_is_said_to_be_committed(run: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import replicast
 
 LAYERS = [
-    {"errors", "config", "faults", "processes", "strictjson"},
+    {"errors", "config", "faults", "processes", "silence", "strictjson"},
     {"digest", "edits", "schema", "mapping", "blocks", "finite", "storing"},
     {"files", "tensorfiles", "parts"},
     {"update", "state", "trial", "records", "distances", "agreement", "audit", "guard"},

@@ -245,3 +245,53 @@ def test_a_worker_that_came_to_its_next_turn_has_gone_on(workers: list[Worker]) 
     assert not workers[0].lifetime.has_gone_on(1)
     workers[1].lifetime.turn()
     assert not workers[1].lifetime.has_gone_on(0)
+
+
+def freeze_the_service(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call of this worker into the service ever returns, as when worker 0 is stopped."""
+    for call in ("get", "put", "delete"):
+        monkeypatch.setattr(worker.coordination, call, lambda *_: threading.Event().wait())
+
+
+def test_a_worker_ends_when_the_service_gives_no_answer(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicast.lifetime.SILENT_SECS", 0.2)
+    monkeypatch.setattr("replicast.lifetime.GRACE_SECS", 0.2)
+    freeze_the_service(workers[1], monkeypatch)
+    script = threading.Thread(target=workers[1].lifetime.failed, args=(ValueError("x"),), daemon=True)
+    script.start()  # its end calls the service too
+    eventually(lambda: workers[1].exit_codes)
+    assert workers[1].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
+    assert workers[1].lifetime.failure is not None
+    assert workers[1].lifetime.failure.worker == 0
+    assert workers[1].coordination.aborted == [str(workers[1].lifetime.failure)]
+    workers[0].lifetime.failed(KeyboardInterrupt())
+    workers[0].lifetime.leave()
+
+
+def test_a_worker_ends_when_the_service_has_lost_another(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicast.lifetime.GRACE_SECS", 0.2)
+
+    def lost(*_: object) -> None:
+        raise JobFailed("worker 1 was lost", worker=1)
+
+    monkeypatch.setattr(workers[0].coordination, "get", lost)
+    eventually(lambda: workers[0].exit_codes)
+    assert workers[0].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
+    assert workers[0].coordination.aborted == ["worker 1 was lost"]
+
+
+def test_who_is_lost_is_read_from_the_error_of_tensorflow(workers: list[Worker]) -> None:
+    said = (
+        "Collective ops is aborted by: Error reported from /job:worker/task:1: The following tasks are "
+        "unhealthy (stopped sending heartbeats):\n/job:worker/replica:0/task:1\nThe tasks have crashed."
+    )
+    workers[0].lifetime.failed(RuntimeError(said))
+    assert workers[0].lifetime.failure is not None
+    assert workers[0].lifetime.failure.worker == 1
+    workers[1].lifetime.failed(KeyboardInterrupt())
+    leave_all(workers)
+    assert workers[0].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]

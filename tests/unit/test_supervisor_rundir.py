@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -31,6 +32,11 @@ NOON = datetime(2030, 1, 2, 12, 0, 5)
 
 def ended(rank: int, code: int, *, stopped: bool = False) -> WorkerExit:
     return WorkerExit(rank=rank, code=code, ran_secs=2.04, log=Path("/logs/x.log"), stopped=stopped)
+
+
+def frozen(rank: int) -> WorkerExit:
+    """Found stopped by a signal when another worker failed, and killed then."""
+    return replace(ended(rank, -9, stopped=True), frozen=True)
 
 
 def test_the_default_run_directory_says_when_and_what(
@@ -125,6 +131,9 @@ def test_a_full_disk_lets_go_of_the_lock(tmp_path: Path, monkeypatch: pytest.Mon
         ([ended(1, FAILED_BECAUSE_OF_ANOTHER), ended(0, 4)], 0),
         ([ended(1, FAILED_BECAUSE_OF_ANOTHER), ended(0, -15, stopped=True)], 1),
         ([ended(1, -15, stopped=True), ended(0, 1)], 0),
+        ([ended(1, FAILED_BECAUSE_OF_ANOTHER), frozen(0)], 0),
+        ([ended(1, 3), frozen(0)], 1),
+        ([ended(1, 0), frozen(0)], None),
     ],
 )
 def test_the_worker_to_blame_is_the_first_to_fail_by_itself(

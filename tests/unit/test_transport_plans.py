@@ -222,8 +222,8 @@ def test_the_directory_for_shared_memory(tmp_path: Path) -> None:
         shared_memory_directory({"REPLICAST_SHM_DIR": str(tmp_path / "nowhere")})
 
 
-def two_hosts(place: Path) -> list[BroadcastTransport]:
-    store = MemoryCoordination.Store()
+def two_hosts(place: Path, store: MemoryCoordination.Store | None = None) -> list[BroadcastTransport]:
+    store = store or MemoryCoordination.Store()
     return [
         BroadcastTransport(
             SharedMemoryTransport(f"job-{rank}", rank, directory=place),
@@ -259,3 +259,30 @@ def test_a_leader_that_does_not_say_whether_it_has_room_is_named(tmp_path: Path)
     assert not list(tmp_path.rglob("draft-*"))
     for transport in (sender, receiver):
         transport.close()
+
+
+def test_a_transfer_leaves_no_words_behind_and_no_two_have_the_same_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryCoordination.Store()
+    sent: list[int] = []
+
+    def move(transport: BroadcastTransport, parcel: Parcel, block: int, _: object) -> None:
+        if transport._rank == parcel.source:
+            sent.append(block)
+
+    monkeypatch.setattr(BroadcastTransport, "_transfer", move)
+    for _ in range(2):  # as for two models of a script
+        transports = two_hosts(tmp_path, store)
+        for source, receiver in ((0, 1), (1, 0), (0, 1)):
+            parcel = transports[source].publish("one", [np.zeros(3)])
+            with ThreadPoolExecutor() as threads:
+                received = threads.submit(transports[receiver].receive, parcel, 10.0)
+                transports[source].receive(parcel, 10.0)
+                assert not received.result()[0].any()
+            for transport in transports:
+                transport.release("one")
+            assert store.values == {}
+        for transport in transports:
+            transport.close()
+    assert len(set(sent)) == len(sent) == 6

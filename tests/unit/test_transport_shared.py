@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from replicast.transport import Parcel, SharedMemoryTransport
 from replicast.transport import directory as directory_module
 from replicast.transport.arriving import PROGRESS_BYTES
 from replicast.transport.directory import JobDirectory, remove_leftovers
-from replicast.transport.shared import ANNOUNCED_BYTES, EXPECTED_AT_ONCE
+from replicast.transport.shared import ANNOUNCED_BYTES, EXPECTED_AT_ONCE, Draft
 from tests.unit.test_transport_conformance import some
 
 PREFIX = f"replicast-{os.getuid()}-"
@@ -83,6 +85,32 @@ def test_a_released_parcel_is_gone_and_a_spare_for_the_next_is_kept_only_if_it_i
     assert not list(tmp_path.rglob("draft-*"))
     transport.close()
     assert files_in(tmp_path) == []
+
+
+def test_two_threads_that_release_at_once_leave_one_spare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
+    for name in ("one", "two"):
+        transport.publish(name, [some(1 << 18)])
+    meeting, take_spare = threading.Barrier(2), transport._take_spare
+
+    def taken_by_both() -> Draft | None:
+        spare = take_spare()
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meeting.wait(0.5)
+        return spare
+
+    monkeypatch.setattr(transport, "_take_spare", taken_by_both)
+    threads = [threading.Thread(target=transport.release, args=(name,)) for name in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    monkeypatch.undo()
+    transport.reserve(8)  # waits for the spare, and gives its room back
+    assert len(list(tmp_path.rglob("draft-*"))) == 1
+    transport.close()
 
 
 def test_a_spare_carries_nothing_of_the_parcel_before(tmp_path: Path) -> None:

@@ -79,8 +79,12 @@ class Driven:
         self._callback.on_epoch_begin(0)
         self._batch = 0
 
-    def step(self, **logs: float) -> None:
+    def go_on(self) -> None:
+        """All callbacks are done with the last step: its checkpoint can be written."""
         self._callback.on_train_batch_begin(self._batch)
+
+    def step(self, **logs: float) -> None:
+        self.go_on()
         self._batch += 1
         self._callback.on_train_batch_end(self._batch - 1, logs)
 
@@ -229,6 +233,7 @@ def busy(strategy: Any, run_dir: Path, when_busy: str) -> bool:
         training.step()
         had_to_wait = waited.is_set()
         go_on.set()
+        training.go_on()
         if strategy.rank == 0:
             until(replicas.recovery._saver._current.done)
         training.step()
@@ -261,6 +266,7 @@ def disk_full(strategy: Any, run_dir: Path) -> str:
         with mock.patch("os.fsync", fails):
             training.step()
             training.step()
+            training.go_on()
             if strategy.rank == 0:
                 until(replicas.recovery._saver._current.done)
         if strategy.rank == 0:

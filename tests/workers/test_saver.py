@@ -86,11 +86,12 @@ def left(
         try:
             for step in range(1, 40):
                 barrier.wait(DEADLINE_SECS)
+                made[worker.rank].goes_on()
                 worker.member.arrive(step)
                 made[worker.rank].after_step(1)
                 at_each(worker, step)
                 if worker.rank == 1 and step == 14:
-                    made[1].leaving.asked(training=True)
+                    made[1].leaving.ask()
                     eventually(lambda: any(stop.go is not None for stop in worker.member.gate.pending()))
         except SystemExit as exit_:
             return exit_.code

@@ -15,7 +15,7 @@ from replicast import inbox
 from replicast.cli.rundirs import is_running, not_running_text
 from replicast.cli.standings import Standing, committed, of_note, refused
 from replicast.cli.texts import one_line
-from replicast.runfiles import WorkerNote, read_worker_notes
+from replicast.runfiles import WITHOUT_CALLBACK, WorkerNote, read_worker_notes
 from replicast.update import Stage
 
 LOOK_SECS = 0.1
@@ -56,8 +56,11 @@ class Sight:
             text += f" for step {step}"
             if moving and self.notes:
                 text += f", the job is at {max(note.step for note in self.notes)}"
-        if self.waits_for and stage in (Stage.PROPOSED, Stage.STAGED):
-            text += f" and waits for {one_line(self.waits_for)}"
+        waits_for = self.waits_for
+        if any(note.waiting_for == WITHOUT_CALLBACK for note in self.notes):
+            waits_for = WITHOUT_CALLBACK
+        if waits_for and stage in (Stage.PROPOSED, Stage.STAGED):
+            text += f" and waits for {one_line(waits_for)}"
         if not is_running(self.notes, self.now):
             said = not_running_text(self.notes, self.now) if moving else "The job is not running"
             text += f". {said}: its next start goes on with this"

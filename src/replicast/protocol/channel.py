@@ -77,6 +77,8 @@ class Channel:
         self.size = size
         self.posted_here: queue.Queue[Any] = queue.Queue()
         """What this worker has posted, if it is the coordinator's."""
+        self.on_applied: Callable[[int], None] = lambda sequence: None
+        """Told of each update that this worker has applied, by its sequence number."""
         self._here = Notes() if rank == COORDINATOR else None
         self._posting = threading.Lock()
         self._next_proposal = 0
@@ -165,6 +167,7 @@ class Channel:
         """Reports that this worker has applied an update."""
         faults.point("ack")
         self._put(f"applied/{sequence}/{self.rank}", encode(applied))
+        self.on_applied(sequence)
 
     def applied_by(self, sequence: int, worker: int) -> Applied | None:
         """What a worker reported, or None when it did not for a while. Coordinator only."""

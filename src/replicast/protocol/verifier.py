@@ -42,7 +42,10 @@ class Committed:
 
 
 class Verifier:
-    """Waits for committed updates to be applied, one after the other. One thread of worker 0.
+    """Collects the reports of updates that worker 0 has applied, one after the other. One thread of worker 0.
+
+    It asks for nothing that worker 0 has not applied itself: while it waited for the reports of an update for
+    a far step, all others would wait with it.
 
     There is no deadline: a boundary may be an evaluation away. A worker that dies ends the job, and this
     thread with it.
@@ -52,7 +55,8 @@ class Verifier:
         self._channel = channel
         self._journal = journal
         self._stopping = stopping
-        self._queue: queue.Queue[Committed] = queue.Queue()
+        self._queue: queue.SimpleQueue[Committed | int] = queue.SimpleQueue()
+        channel.on_applied = self._queue.put
         self._outcomes: dict[str, Verified | Failed] = {}
         self._open: dict[int, Committed] = {}
         self._trials: dict[int, TrialOutcome] = {}
@@ -150,18 +154,35 @@ class Verifier:
 
     def run(self) -> None:
         """Until the threads are stopped."""
-        waiting: list[Committed] = []
+        waiting: dict[int, Committed] = {}
+        applied: set[int] = set()
         while not self._stopping.is_set():
-            with contextlib.suppress(queue.Empty):
-                waiting.append(self._queue.get(timeout=0.0 if waiting else LOOK_SECS))
+            for new in self._new(wait=not applied & waiting.keys()):
+                if isinstance(new, int):
+                    applied.add(new)
+                else:
+                    waiting[new.record.sequence] = new
             with self._changed:  # a pause may have brought some forward
-                still = (one for one in waiting if one.record.sequence in self._open)  # others are withdrawn
-                waiting = [self._open[one.record.sequence] for one in still]
-            # One for a later step must not keep those behind it: whoever is applied first is told first. What
-            # an audit heals is applied at once, also in a trial, to whose end others may have to wait.
-            waiting.sort(key=lambda one: (not is_healing(one.record), one.step, one.record.sequence))
-            if waiting and self._verify(waiting[0]):
-                waiting.pop(0)
+                for sequence in waiting.keys() - self._open.keys():
+                    del waiting[sequence]  # withdrawn
+                due = [self._open[sequence] for sequence in applied & waiting.keys()]
+            # Whoever is applied first is told first. What an audit heals is applied at once, also in a trial,
+            # to whose end others may have to wait.
+            due.sort(key=lambda one: (not is_healing(one.record), one.step, one.record.sequence))
+            if due and self._verify(due[0]):
+                sequence = due[0].record.sequence
+                del waiting[sequence]
+                applied.remove(sequence)
+
+    def _new(self, *, wait: bool) -> list[Committed | int]:
+        """What is committed, and the numbers of what worker 0 has applied, since the last time."""
+        new: list[Committed | int] = []
+        with contextlib.suppress(queue.Empty):
+            if wait:
+                new.append(self._queue.get(timeout=LOOK_SECS))
+            while True:
+                new.append(self._queue.get_nowait())
+        return new
 
     def _verify(self, committed: Committed) -> bool:
         record = committed.record

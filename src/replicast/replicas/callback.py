@@ -109,7 +109,7 @@ class BoundaryCallback(keras.callbacks.Callback):
         self._replicas.begin_epoch(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes where the execution starts."""
+        """Notes where the execution starts. All callbacks are done with the boundary before."""
         if self._replicas.called_by is not self:
             raise NotSupported(
                 "Two callbacks of one Replicas in one fit",
@@ -117,6 +117,7 @@ class BoundaryCallback(keras.callbacks.Callback):
                 remedy="Give fit one replicas.callback(...), with all that it is to do",
             )
         self._first_step = batch
+        self._replicas.recovery.goes_on()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """A boundary."""

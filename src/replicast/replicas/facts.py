@@ -95,6 +95,12 @@ class Facts:
             )
         return self._opened()
 
+    def _counted(self) -> Parts:
+        """For the training thread, between steps: those of a `fit` without our callback count from now on."""
+        parts = self._active()
+        parts.uncounted.count()
+        return parts
+
     def _opened(self) -> Parts:
         if self._parts is None:
             raise NotSupported(

@@ -56,6 +56,7 @@ class Housekeeping:
     Attributes:
         logs: The latest loss and metrics. Written by the training thread.
         training: Whether the training thread is inside `fit`. Written by the training thread.
+        waiting_for: What this worker waits for, in words; else empty. Written by the training thread.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Housekeeping:
         self._last_metrics_step = -1
         self._aside: dict[Path, float] = {}
         self._complained: set[Path] = set()
-        self._waiting_for = ""
+        self.waiting_for = ""
         self.logs: Mapping[str, Any] | None = None
         self.training = False
 
@@ -82,7 +83,7 @@ class Housekeeping:
     def finish(self) -> None:
         """Writes the last word, when the thread has ended."""
         self.training = False
-        self._waiting_for = ENDED
+        self.waiting_for = ENDED
         self._aside.clear()  # a last try
         self._say_last(partial(self._tend, inbox_too=True))
         if self._fence is not None:
@@ -90,7 +91,7 @@ class Housekeeping:
 
     def say_ended(self) -> None:
         """The process ends, in whatever state: others need not wonder for ten seconds."""
-        self._waiting_for, self.training = ENDED, False
+        self.waiting_for, self.training = ENDED, False
         self._say_last(lambda run_dir: self._with_files(run_dir, self._write_note))
 
     def _run(self) -> None:
@@ -156,7 +157,7 @@ class Housekeeping:
                 attempt=self._attempt,
                 time=time.time(),
                 training=self.training,
-                waiting_for=self._waiting_for,
+                waiting_for=self.waiting_for,
             ),
         )
 

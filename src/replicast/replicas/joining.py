@@ -24,6 +24,7 @@ from replicast.replicas.expecting import Expectation
 from replicast.replicas.housekeeping import Housekeeping
 from replicast.replicas.proposing import Proposing
 from replicast.replicas.recovery import Recovery
+from replicast.replicas.uncounted import Uncounted
 from replicast.runfiles import FORMAT, RunInfo, clean_run, read_run_info, write_run_info
 from replicast.strategy import KerasState, Strategy, optimizers_by_name
 from replicast.transport import open_transport
@@ -68,6 +69,7 @@ class Parts:
     recovery: Recovery
     auditing: Auditing
     proposing: Proposing
+    uncounted: Uncounted
     optimizers: dict[str, keras.optimizers.Optimizer]
 
 
@@ -167,7 +169,8 @@ def join(
     housekeeping.start()
     recovery = Recovery(member, state, settings.run_dir, settings.attempt, fence)
     auditing = Auditing(member, settings.run_dir, settings.audits)
-    return Parts(state, member, housekeeping, recovery, auditing, Proposing(member), optimizers)
+    uncounted = Uncounted(member, housekeeping, optimizers.values())
+    return Parts(state, member, housekeeping, recovery, auditing, Proposing(member), uncounted, optimizers)
 
 
 def _check_same_model(channel: Channel, state: KerasState, patience: Patience) -> None:

@@ -136,11 +136,12 @@ class Recovery:
         if due or self._saves.every == "epoch":
             self._save_due()
 
-    def save(self, when_busy: WhenBusy | None = None) -> Saving:
+    def save(self, when_busy: WhenBusy | None = None, *, goes_on_later: bool = False) -> Saving:
         """Saves the state of this boundary; returns while it is being written.
 
         Args:
             when_busy: What becomes of it if the one before is still being written; as planned unless given.
+            goes_on_later: It is written after `goes_on`, else at once: whoever saves may wait for it here.
 
         Raises:
             CheckpointError: It holds an update whose trial is not decided.
@@ -155,7 +156,15 @@ class Recovery:
                 remedy="Save when the trial is decided; save_every of the callback does so by itself",
             )
         when_busy = self._saves.when_busy if when_busy is None else when_busy
-        return self._saver.save(self.position, numbers(self._metrics), self._saves.keeping, when_busy)
+        saving = self._saver.save(self.position, numbers(self._metrics), self._saves.keeping, when_busy)
+        if not goes_on_later:
+            self._saver.seal()
+        return saving
+
+    def goes_on(self) -> None:
+        """All that was to be done at this boundary is done, by callbacks too: the next step follows."""
+        if self._saver is not None:
+            self._saver.seal()
 
     def restore(self, step: int | None, partial: bool) -> Restored | None:
         """Gives all workers the state of a checkpoint."""
@@ -263,7 +272,7 @@ class Recovery:
             )
         self._owed = trial_ends is not None
         if not self._owed:
-            self.save()
+            self.save(goes_on_later=True)
 
     def _save_before_leaving(self) -> str:
         """Saves, waits for it as long as is waited for anybody, and says what this worker knows of it."""

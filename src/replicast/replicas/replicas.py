@@ -11,13 +11,13 @@ from typing import Any, Literal
 import keras
 
 from replicast.audit import AuditReport, Policy
-from replicast.errors import ReplicastError
 from replicast.guard import Guard
 from replicast.journal import Receipt
 from replicast.protocol import Patience, Ticket
 from replicast.protocol.functions import Function
 from replicast.replicas.auditing import AuditPlan
 from replicast.replicas.callback import BoundaryCallback
+from replicast.replicas.ending import Ending
 from replicast.replicas.joining import (
     Durability,
     Parts,
@@ -26,14 +26,14 @@ from replicast.replicas.joining import (
     settle,
     strategy_of,
 )
-from replicast.replicas.looping import OwnLoop
 from replicast.replicas.moving import move, read_model, write_model
 from replicast.replicas.proposing import checked_worker
 from replicast.replicas.recovery import SaveEvery, Saves
 from replicast.replicas.restoring import Restored
 from replicast.replicas.saving import Keeping, Saving, WhenBusy
-from replicast.replicas.signals import on_sigterm
+from replicast.replicas.signals import heed_sigterm
 from replicast.replicas.syncing import sync
+from replicast.replicas.uncounted import holds_callback, warn_of_missing_callback
 from replicast.trial import Trial
 from replicast.update import Update
 from replicast.validate import Limits
@@ -41,7 +41,7 @@ from replicast.validate import Limits
 logger = logging.getLogger("replicast")
 
 
-class Replicas(OwnLoop):
+class Replicas(Ending):
     """The replicas of one model, seen from one worker. Make it on all workers, after the model is compiled.
 
     Blocks until all workers have made theirs. Updates are applied at boundaries: give `callback()` to `fit`,
@@ -97,11 +97,13 @@ class Replicas(OwnLoop):
         )
         self._trained = False
         self._closed = False
+        self._warned = False
         self._syncs = 0
         self._moves = 0
         self.called_by: BoundaryCallback | None = None
         """The callback of the last `fit`. Written by it, when that begins."""
         self._parts: Parts | None = None
+        self._strategy.on_fit.append(self._fit_begins)
         if model.built:
             self._open()
 
@@ -144,7 +146,7 @@ class Replicas(OwnLoop):
         Raises:
             CheckpointError: A trial is not decided yet.
         """
-        self._member.pause("save")
+        self._counted().member.pause("save")
         return self.recovery.save(when_busy="wait")
 
     def restore(self, step: int | None = None, *, partial: bool = False) -> Restored | None:
@@ -163,7 +165,7 @@ class Replicas(OwnLoop):
         Raises:
             CheckpointError: There is none of that step, or it is of another model.
         """
-        restored = self.recovery.restore(step, partial)
+        restored = self._counted().recovery.restore(step, partial)
         if restored is not None:
             position = restored.position
             self._strategy.start_data_at(self.model, position.epoch, position.batch, restored.step)
@@ -211,12 +213,15 @@ class Replicas(OwnLoop):
             logs: Loss and metrics of these steps, for `replicast status` and for trials.
             batches: How many batches of the dataset of `resume` they used. Default: one each.
         """
+        if self._parts is not None:
+            self._parts.uncounted.count(known=steps)
         if not self._trained:
             self.training_begins()
         self._housekeeping.training = True
         if logs is not None:
             self._housekeeping.logs = logs
         self._strategy.wait_for_device()
+        self.recovery.goes_on()
         self.recovery.used(steps if batches is None else batches)
         step = self._member.gate.step + steps
         self._member.trying.measures.note(step, steps, logs)
@@ -242,7 +247,7 @@ class Replicas(OwnLoop):
         chosen = list(self.schema) if variables is None else [self.schema.resolve(name) for name in variables]
         names = sorted({variable.name for variable in chosen})
         self._syncs += 1
-        return sync(self._member, source, names, self._syncs, self._settings.attempt)
+        return sync(self._counted().member, source, names, self._syncs, self._settings.attempt)
 
     def audit(self, on_divergence: Policy | None = None) -> AuditReport:
         """Compares all replicas, bit for bit, at this boundary. All workers must call it.
@@ -256,7 +261,7 @@ class Replicas(OwnLoop):
         Raises:
             ReplicasDiverged: They differ, and the policy is "raise", or they could not be healed.
         """
-        return self._active().auditing.audit(on_divergence)
+        return self._counted().auditing.audit(on_divergence)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Writes the model for other tools. All workers must call it; worker 0 writes.
@@ -265,7 +270,7 @@ class Replicas(OwnLoop):
             path: Ends in `.keras` (the whole model), in `.weights.h5` (Keras' weights), or is the prefix of a
                 `tf.train.Checkpoint` with `model` and `optimizer`.
         """
-        self._member.pause("export")
+        self._counted().member.pause("export")
         self._moves += 1
         move(self._member, self._moves, lambda: write_model(self.model, Path(path)))
 
@@ -283,7 +288,7 @@ class Replicas(OwnLoop):
         Raises:
             CheckpointError: Worker 0 cannot read it.
         """
-        self._member.pause("import")
+        self._counted().member.pause("import")
         self._moves += 1
         move(self._member, self._moves, lambda: read_model(self.model, Path(path)))
         return self.sync(source=0)
@@ -297,6 +302,7 @@ class Replicas(OwnLoop):
         if self._parts is None:
             self._open()
         check_not_compiled_again(self.model, self._optimizer, self._opened())
+        self._counted()
         if not self._trained:
             self._trained = True
             self._member.pause("train")
@@ -313,40 +319,25 @@ class Replicas(OwnLoop):
         finally:
             self.auditing.training_ended()
         self.recovery.make_up()
+        self.recovery.goes_on()
         self._housekeeping.training = False
-
-    def close(self) -> None:
-        """Ends the worker's part: settles what is open, together with all others, and stops the threads.
-
-        Called by itself at the end of the script. A second time does nothing. What is open when all were told
-        to end is for the next start.
-        """
-        if self._closed or self._parts is None:
-            return
-        self._housekeeping.training = False
-        try:
-            self.recovery.settle()
-            self.recovery.leaving.come_to_the_end()
-        except ReplicastError as error:
-            logger.debug("the updates could not be settled at the end: %s", error)
-        self.recovery.say_what_was_left()
-        self._stop()
-        self._closed = True
 
     def _open(self) -> None:
         """Joins the other workers. All of them come here, each with a built model."""
         self._parts = join(self.model, self._optimizer, self._strategy, self._settings)
-        self._strategy.before_leaving(self.close, always=self._abandon)
+        self._strategy.before_leaving(self._close_at_the_end, always=self._abandon)
         # Also before a training: TensorFlow's own handler would swallow it, and data may take long to load.
-        on_sigterm(lambda: self.recovery.leaving.asked(training=self._housekeeping.training))
+        leaving = self.recovery.leaving
+        leaving.is_training = lambda: self._housekeeping.training
+        leaving.has_trained = lambda: self._trained
+        heed_sigterm(leaving, self._strategy.leavings)
         self._member.pause("begin")
 
-    def _abandon(self) -> None:
-        if self._parts is not None and not self._closed:
-            self._parts.member.abandon()
-            self._parts.housekeeping.say_ended()
-            self._parts.recovery.leaving.ends = True  # whoever tells it to end now need not
-
-    def _stop(self) -> None:
-        self._opened().member.stop()
-        self._housekeeping.finish()
+    def _fit_begins(self, model: Any, callbacks: Any) -> None:
+        if model is not self.model or holds_callback(callbacks, BoundaryCallback):
+            return
+        if not self._warned:
+            self._warned = True
+            warn_of_missing_callback(self.rank)
+        if self._parts is not None:
+            self._parts.uncounted.fit_begins()

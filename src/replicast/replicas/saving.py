@@ -1,11 +1,15 @@
 """Checkpoints of a running job: the whole state at a boundary, written by worker 0 while training goes on.
 
     training threads    at one boundary: worker 0 copies its state, the others digest theirs
-    saver thread        on worker 0: digests the copy, hears the others' digests, and only if all are equal
-                        writes the checkpoint
+    training threads    when they go on behind that boundary: say what they have proposed up to here
+    saver thread        on worker 0: digests the copy, hears the others' digests, and only if all are equal,
+                        and what was proposed is decided, writes the checkpoint
 
 A state that is not the same on all workers is never saved as if it were one. Of what was declared to differ,
 the mean is saved.
+
+A restarted script does not come again to what callbacks have proposed at the boundary of the checkpoint. So
+it is written when that is in the journal: a worker that dies with its proposal leaves the checkpoint before.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from replicast.protocol.measures import History, mean_history
 from replicast.replicas.complaining import complained, not_written
 from replicast.replicas.position import Position
 from replicast.replicas.reconciling import averaged_names, mean
-from replicast.replicas.witnessing import ENDED, Witnesses
+from replicast.replicas.witnessing import ENDED, Seal, Witnesses
 from replicast.state import Arrays
 from replicast.strategy import KerasState
 
@@ -67,15 +71,15 @@ class Snapshot:
     """A copy of the state, on its way to a file.
 
     Attributes:
-        undecided: What worker 0 had proposed by then and nobody had decided about, by id.
         measured: What worker 0's last steps have measured.
+        seal: Given when worker 0's training goes on.
     """
 
     number: int
     draft: Draft
     arrays: Arrays
-    undecided: tuple[str, ...]
     measured: History
+    seal: Seal
 
 
 class Saving:
@@ -137,6 +141,8 @@ class Saver:
         self._attempt = attempt
         self._witnesses = Witnesses(member, state)
         self._saves = 0
+        self._unsealed: int | None = None
+        self._seal = Seal()
         self._buffers: Arrays = {}
         self._queue: queue.Queue[tuple[Snapshot, Keeping, Saving]] = queue.Queue()
         self._current: Saving | None = None
@@ -165,11 +171,15 @@ class Saver:
     ) -> Saving:
         """Takes the state of this boundary. The training thread pays for a copy, or for digests.
 
+        It is written when all workers have called `seal`.
+
         Raises:
             JobFailed: The job ended while the checkpoint before was being written.
         """
         faults.point("snapshot")
+        self.seal()
         self._saves += 1
+        self._unsealed = self._saves
         saving = Saving()
         if self._member.channel.rank != 0:
             self._witnesses.testify(self._saves, self._averaged())
@@ -182,8 +192,9 @@ class Saver:
                 return saving
             self._wait_for(self._current)
         self._state.snapshot(self._buffers)
-        undecided = tuple(self._member.outcomes.undecided())
-        snapshot = Snapshot(self._saves, self._draft(position, metrics), self._buffers, undecided, measured)
+        self._seal = Seal()
+        draft = self._draft(position, metrics)
+        snapshot = Snapshot(self._saves, draft, self._buffers, measured, self._seal)
         self._current = saving
         with self._ending:
             if self._ended is None:
@@ -192,13 +203,24 @@ class Saver:
                 saving.finish(error=self._ended)
         return saving
 
+    def seal(self) -> None:
+        """This worker's training goes on behind the last checkpoint: its proposals so far belong to that."""
+        unsealed, self._unsealed = self._unsealed, None
+        if unsealed is None:
+            return
+        if self._member.channel.rank == 0:
+            self._seal.give(self._member.outcomes.undecided())
+        else:
+            self._witnesses.seal(unsealed)
+
     def settle(self, timeout_secs: float | None = None) -> None:
-        """Blocks until nothing is being written. Worker 0's training thread, at a pause or at the end.
+        """Blocks until nothing is being written. All workers' training threads, at a pause or at the end.
 
         Raises:
             CheckpointError: It is, after `timeout_secs`.
             JobFailed: The job ended before.
         """
+        self.seal()
         if self._current is None:
             return
         if timeout_secs is not None and not self._current.wait(timeout_secs):
@@ -292,7 +314,8 @@ class Saver:
         for name in self._averaged() if others else ():
             np.copyto(snapshot.arrays[name], mean(snapshot.arrays[name], others, name))
             digests[name] = digest_array(snapshot.arrays[name])
-        self._witnesses.wait_for_decisions(said, snapshot.undecided)
+        mine = snapshot.seal.wait(self._member.threads.stopping)
+        self._witnesses.wait_for_decisions(mine | self._witnesses.hear_seals(snapshot.number))
         arrays = ((name, snapshot.arrays[name]) for name in file_order(snapshot.draft.schema))
         # As one line of text: it is much, and for no human eye. A trial after a restart is compared with it.
         measured = json.dumps(mean_history([snapshot.measured, *(each["measured"] for each in said)]))

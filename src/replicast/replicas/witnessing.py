@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from replicast.audit import what_follows
@@ -17,13 +18,34 @@ from replicast.state import State
 
 logger = logging.getLogger("replicast")
 
+REMIND_LOOKS = 60
 ENDED = "The job ended before its checkpoint was written"
 Said = dict[str, Any]
-"""A worker's `step`, `digests`, `values` of what may differ, `undecided` proposals and last measures."""
+"""A worker's `step`, `digests`, `values` of what may differ, and last measures."""
+
+
+class Seal:
+    """What worker 0 has proposed and nobody has decided about when its training goes on, by id."""
+
+    def __init__(self) -> None:
+        self._given = threading.Event()
+        self._undecided: set[str] = set()
+
+    def give(self, undecided: Iterable[str]) -> None:
+        """The training goes on."""
+        self._undecided.update(undecided)
+        self._given.set()
+
+    def wait(self, stopping: threading.Event) -> set[str]:
+        """Blocks until the training goes on, or the job stops."""
+        while not self._given.wait(LOOK_SECS):
+            if stopping.is_set():
+                raise JobFailed(ENDED)
+        return self._undecided
 
 
 class Witnesses:
-    """The other workers of one job. `testify` is for their training threads; all else, for the saver."""
+    """The other workers. `testify` and `seal` are for their training threads, the rest for the saver."""
 
     def __init__(self, member: Member, state: State) -> None:
         self._member = member
@@ -36,10 +58,14 @@ class Witnesses:
             "step": self._member.gate.step,
             "digests": self._state.digests(variable.name for variable in self._state.schema),
             "values": packed(self._state, averaged),
-            "undecided": self._member.outcomes.undecided(),
             "measured": self._member.trying.measures.history(),
         }
         self._member.channel.tell(f"save/{number}/{self._member.channel.rank}", json.dumps(said))
+
+    def seal(self, number: int) -> None:
+        """Says what this worker has proposed and nobody has decided about; the training goes on from here."""
+        undecided = json.dumps(self._member.outcomes.undecided())
+        self._member.channel.tell(f"sealed/{number}/{self._member.channel.rank}", undecided)
 
     def hear(self, number: int) -> list[Said]:
         """What all others said of a checkpoint. Blocks until they have, at most `begin_secs` for each.
@@ -53,8 +79,32 @@ class Witnesses:
         for each in range(self._forgotten + 1, number + 1):
             for worker in workers:
                 self._member.channel.forget_told(f"save/{each}/{worker}")
+                if each < number:
+                    self._member.channel.forget_told(f"sealed/{each}/{worker}")
         self._forgotten = number
         return said
+
+    def hear_seals(self, number: int) -> set[str]:
+        """What all others had proposed when their training went on behind a checkpoint, by id.
+
+        Blocks until it has: a callback may take as long as it likes.
+
+        Raises:
+            JobFailed: The job ended before.
+        """
+        undecided: set[str] = set()
+        for worker in range(1, self._member.channel.size):
+            key = f"sealed/{number}/{worker}"
+            looks = 0
+            while (text := self._member.channel.hear(key, LOOK_SECS)) is None:
+                looks += 1
+                if looks % REMIND_LOOKS == 0:
+                    logger.warning("checkpoint %d waits until worker %d begins its next step", number, worker)
+                if self._member.threads.stopping.is_set():
+                    raise JobFailed(ENDED)
+            undecided.update(json.loads(text))
+            self._member.channel.forget_told(key)
+        return undecided
 
     def check(self, said: Sequence[Said], step: int, mine: Mapping[str, str]) -> None:
         """Compares the state that worker 0 has copied with that of all others.
@@ -66,12 +116,11 @@ class Witnesses:
         for worker, each in enumerate(said, start=1):
             self._check_one(each, worker, step, mine)
 
-    def wait_for_decisions(self, said: Sequence[Said], mine: Sequence[str]) -> None:
-        """What was proposed before this boundary is in the journal before the checkpoint is there.
+    def wait_for_decisions(self, ids: set[str]) -> None:
+        """What was proposed before the training went on is in the journal before the checkpoint is there.
 
-        A restarted script does not come to the lines again that are before it.
+        A restarted script does not come to those lines again.
         """
-        ids = {*mine, *(id_ for each in said for id_ in each["undecided"])}
         ends = time.monotonic() + self._member.patience.decide_secs
         while not self._member.outcomes.are_decided(ids):
             if self._member.threads.stopping.wait(0.01):

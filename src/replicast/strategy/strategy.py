@@ -96,6 +96,10 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         super(tf.distribute.MultiWorkerMirroredStrategy, self).__init__(extended)
         self.statistics = statistics
         """What happens to moving statistics: "mean" or "local"."""
+        self.leavings: list[Any] = []
+        """Of each open `Replicas`, its part in leaving, in the order in which all workers made them."""
+        self.on_fit: list[Callable[[Any, Any], None]] = []
+        """Told of every `fit` that begins: its model, and the callbacks as they were passed."""
         self._named: Counter[str] = Counter()
         self._start: tuple[weakref.ref[keras.Model], feeding.Start] | None = None
         self._epoch: int | None = None
@@ -279,6 +283,8 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             if isinstance(call.model, keras.Model):
                 self._writing.guard(call.model)
             self._callbacks.prepare(call.callbacks)
+        for tell in self.on_fit if call.method == "fit" else ():
+            tell(call.model, call.callbacks)
 
     def _refuse_what_cannot_work(self, model: Any) -> None:
         on_cpus = self._size > 1 and self.extended._local_device_type == "CPU"

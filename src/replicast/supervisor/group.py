@@ -74,14 +74,17 @@ class GroupEnd:
 
 
 def first_failure(exits: Sequence[WorkerExit]) -> WorkerExit | None:
-    """The worker to blame: the first to fail by itself, else the first to fail at all.
+    """The worker to blame: the first to fail by itself, else one that was frozen, else the first to fail.
+
+    TensorFlow ends the others when one is frozen for 10 s.
 
     Args:
         exits: How the workers ended, in the order in which they did.
     """
     failed = [ended for ended in exits if ended.code != 0 and not ended.stopped]
     by_itself = [ended for ended in failed if ended.code != FAILED_BECAUSE_OF_ANOTHER]
-    return next(iter(by_itself or failed), None)
+    frozen = [ended for ended in exits if ended.frozen] if failed else []
+    return next(iter(by_itself or frozen or failed), None)
 
 
 class Group:
@@ -173,6 +176,10 @@ class Group:
 
     def _settle_secs(self, ended: WorkerExit) -> float:
         patience = self._patience
+        rest = [worker for worker in self._workers if worker.plan.rank not in self._exits]
+        frozen = [worker for worker in rest if worker.look_whether_frozen()]
+        if len(frozen) == len(rest):  # None of them will end by itself.
+            return patience.settle_killed_secs
         if ended.code == FAILED_BECAUSE_OF_ANOTHER:
             return patience.settle_blamed_secs
         if ended.code == TOLD_TO_END:  # So were the others, and one of them may still write the checkpoint.

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from replicast.processes import is_frozen
 from replicast.supervisor.output import Output
 from replicast.supervisor.plan import WorkerPlan
 
@@ -30,6 +31,7 @@ class WorkerExit:
         log: The file with all of its output.
         tail: Its last lines.
         stopped: Whether the launcher had told it to stop before.
+        frozen: Whether it was stopped by a signal such as SIGSTOP when another worker failed.
     """
 
     rank: int
@@ -38,6 +40,7 @@ class WorkerExit:
     log: Path
     tail: tuple[str, ...] = ()
     stopped: bool = False
+    frozen: bool = False
 
     @property
     def shell_code(self) -> int:
@@ -47,6 +50,8 @@ class WorkerExit:
     @property
     def how(self) -> str:
         """How it ended, in words."""
+        if self.frozen:
+            return "frozen by a signal such as SIGSTOP"
         if self.code >= 0:
             return f"exit code {self.code}"
         with contextlib.suppress(ValueError):
@@ -70,6 +75,7 @@ class Worker:
         self.plan = plan
         self.output = output
         self.stopped = False
+        self.was_frozen = False
         self._started = time.monotonic()
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_BIRTH), str(os.getpid()), *plan.argv],
@@ -105,7 +111,13 @@ class Worker:
             ran_secs=time.monotonic() - self._started,
             log=self.plan.log,
             stopped=self.stopped,
+            frozen=self.was_frozen,
         )
+
+    def look_whether_frozen(self) -> bool:
+        """Whether the worker is stopped by a signal; remembered for its end."""
+        self.was_frozen = self.was_frozen or is_frozen(self._process.pid)
+        return self.was_frozen
 
     def kill(self) -> None:
         """Kills whatever is left of the tree."""

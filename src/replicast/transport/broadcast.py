@@ -14,6 +14,9 @@ has said that it is there and has room, and whether it is sent is decided once f
 ```
 A leader that has waited long enough writes the decision "refused" itself. The key of the decision is written
 once, by whoever comes first, so all leaders follow the same one.
+
+The leader that sends removes the words about a parcel when it releases it: the update is applied or refused
+then, and all workers have read them.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from replicast.errors import JobFailed, UpdateRefused
 from replicast.mapping import Bytes
 from replicast.storing import Store
 from replicast.transport.base import Announce, Look, Parcel, Transport, not_arrived
-from replicast.transport.keys import chunk_ranges, group_key, instance_keys, leaders_of
+from replicast.transport.keys import chunk_ranges, group_key, instance_keys, leaders_of, next_block
 from replicast.transport.shared import Draft, SharedMemoryTransport
 
 IN_FLIGHT = 4
@@ -71,7 +74,7 @@ class BroadcastTransport(Transport):
         self._chunk_bytes = chunk_bytes
         self._leaders = leaders_of(hosts)
         self._leader = self._leaders[hosts[rank]]
-        self._block = 0
+        self._sent: set[str] = set()
 
     def publish(  # noqa: D102
         self,
@@ -105,6 +108,10 @@ class BroadcastTransport(Transport):
 
     def release(self, parcel_id: str) -> None:  # noqa: D102
         self._shared.release(parcel_id)
+        if parcel_id in self._sent:
+            self._sent.discard(parcel_id)
+            with contextlib.suppress(JobFailed):
+                self._forget(parcel_id)
 
     def close(self) -> None:  # noqa: D102
         self._shared.close()
@@ -112,6 +119,7 @@ class BroadcastTransport(Transport):
     def _receive_and_send(
         self, parcel: Parcel, timeout_secs: float, until: float, look: Look
     ) -> list[npt.NDArray[Any]]:
+        self._sent.add(parcel.id)
         try:
             arrays = self._shared.receive(parcel, timeout_secs, look)
             for leader in self._leaders.values():
@@ -120,7 +128,7 @@ class BroadcastTransport(Transport):
         except UpdateRefused as refusal:
             self._follow(self._decide(parcel, {"refused": refusal.to_json()}))
             raise
-        decision = self._decide(parcel, {"block": self._claim_block()})
+        decision = self._decide(parcel, {"block": next_block(self._rank, tuple(self._leaders.values()))})
         self._follow(decision)
         # Sending may still read the bytes when it has returned, and the arrays may be changed by then: so it
         # has a mapping of its own, to which nobody writes.
@@ -158,12 +166,11 @@ class BroadcastTransport(Transport):
             return decision
         return self._word(parcel, "decision", time.monotonic() + 10.0, 0, 10.0)  # it is there
 
-    def _claim_block(self) -> int:
-        """A range of keys that no other transfer of this job has had."""
-        while not self._coordination.put(f"replicast/transport/block/{self._block}", str(self._rank)):
-            self._block += 1
-        self._block += 1
-        return self._block - 1
+    def _forget(self, parcel_id: str) -> None:
+        self._coordination.delete(self._key(parcel_id, "decision"))
+        for leader in self._leaders.values():
+            for what in ("room", "here") if leader != self._rank else ():
+                self._coordination.delete(self._key(parcel_id, f"{what}/{leader}"))
 
     def _transfer(self, parcel: Parcel, block: int, move: Callable[[int, int, int, int, int], None]) -> None:
         ranges = chunk_ranges(parcel.nbytes, self._chunk_bytes)
@@ -177,19 +184,19 @@ class BroadcastTransport(Transport):
                 moved.result()
 
     def _say(self, parcel: Parcel, what: str, word: dict[str, Any]) -> bool:
-        return self._coordination.put(self._key(parcel, what), json.dumps(word))
+        return self._coordination.put(self._key(parcel.id, what), json.dumps(word))
 
     def _word(
         self, parcel: Parcel, what: str, until: float, waited_for: int, timeout_secs: float
     ) -> dict[str, Any]:
-        said = self._coordination.get(self._key(parcel, what), max(0.0, until - time.monotonic()))
+        said = self._coordination.get(self._key(parcel.id, what), max(0.0, until - time.monotonic()))
         if said is None:
             raise not_arrived(parcel, timeout_secs, self._rank, waited_for)
         word: dict[str, Any] = json.loads(said)
         return word
 
-    def _key(self, parcel: Parcel, what: str) -> str:
-        return f"replicast/transport/{self._job}/{parcel.id}/{what}"
+    def _key(self, parcel_id: str, what: str) -> str:
+        return f"replicast/transport/{self._job}/{parcel_id}/{what}"
 
     @staticmethod
     def _follow(word: dict[str, Any]) -> None:

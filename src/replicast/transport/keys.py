@@ -1,7 +1,8 @@
-"""Who takes part in a transfer between hosts, in which pieces, and under which keys: pure functions."""
+"""Who takes part in a transfer between hosts, in which pieces, and under which keys."""
 
 from __future__ import annotations
 
+import itertools
 import zlib
 
 from replicast.mapping import ALIGNMENT
@@ -13,6 +14,8 @@ _BLOCK = 1024
 """Keys, and so chunks, that one parcel may use."""
 _FIRST_GROUP = 1_000_000_000
 """TensorFlow counts its groups from 1 on."""
+_sent = itertools.count()
+"""Of the process, as the keys are: a script may have several transports."""
 
 
 def leaders_of(hosts: tuple[str, ...]) -> dict[str, int]:
@@ -35,8 +38,13 @@ def chunk_ranges(nbytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, nbytes)) for start in range(0, nbytes, size)]
 
 
+def next_block(rank: int, leaders: tuple[int, ...]) -> int:
+    """A range of keys that no other transfer of these leaders has had: each leader has numbers of its own."""
+    return next(_sent) * len(leaders) + leaders.index(rank)
+
+
 def instance_keys(block: int, count: int) -> list[int]:
-    """One key for each chunk of the parcel that has claimed this block."""
+    """One key for each chunk of the parcel that has this block."""
     blocks = (_LAST_KEY - FIRST_KEY) // _BLOCK
     first = FIRST_KEY + block % blocks * _BLOCK
     return [first + number for number in range(count)]

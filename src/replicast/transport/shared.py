@@ -324,13 +324,14 @@ class SharedMemoryTransport(Transport):
         most = min(SPARE_BYTES[1], held.f_blocks * held.f_frsize // MAX_PART)
         if not SPARE_BYTES[0] <= nbytes <= most:
             return
-        spare = self._take_spare()
-        if spare is not None:
-            spare.discard()
         thread = threading.Thread(target=make, args=(nbytes,), name="replicast-spare", daemon=True)
-        with self._changing_spare:
-            self._preparing = thread
-            thread.start()
+        with self._changing_spare:  # in one go: of two that are made ready, one would stay until the end
+            spare = self._prepared()
+            if spare is not None:
+                spare.discard()
+            if not self._closed:
+                self._preparing = thread
+                thread.start()
 
     def _make_spare(self, nbytes: int) -> None:
         with contextlib.suppress(OSError):  # no room for a spare is no harm
@@ -348,10 +349,14 @@ class SharedMemoryTransport(Transport):
 
     def _take_spare(self) -> Draft | None:
         with self._changing_spare:
-            if self._preparing is not None:
-                self._preparing.join()
-            spare, self._spare, self._preparing = self._spare, None, None
-            return spare
+            return self._prepared()
+
+    def _prepared(self) -> Draft | None:
+        """Takes the spare, if there is one. To be called by whoever changes it."""
+        if self._preparing is not None:
+            self._preparing.join()
+        spare, self._spare, self._preparing = self._spare, None, None
+        return spare
 
 
 def _file_of(parcel_id: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from replicast.config import TOLD_TO_END
 from replicast.errors import UpdateRefused
-from replicast.protocol.leaving import Leaving
+from replicast.protocol.leaving import Leaving, told_to_end
 from replicast.trial import Trial
 from replicast.update import Stage
 from tests.unit.protocol.test_trials import Run
@@ -29,8 +29,13 @@ class Told:
 
     def ask(self, worker: Worker) -> None:
         """SIGTERM, to this worker; nobody goes on before all know where they leave."""
-        self.leavings[worker.rank].asked(training=True)
+        self.leavings[worker.rank].ask()
         eventually(lambda: self.is_on_its_way(worker))
+
+    def come_to_the_end(self, worker: Worker) -> None:
+        """The script of this worker ends."""
+        self.leavings[worker.rank].ends = True
+        self.leavings[worker.rank].settle()
 
     @staticmethod
     def is_on_its_way(worker: Worker) -> bool:
@@ -57,8 +62,8 @@ def test_workers_that_are_told_to_end_leave_once_and_decide_nothing(
         # As at the end of the process: nothing raises, and nobody waits for the others.
         for worker in job.workers:
             monkeypatch.setattr(worker.member, "pause", lambda intent: pytest.fail(f"paused to {intent}"))
-        job.on_all(lambda worker: told.leavings[worker.rank].come_to_the_end())
-        job.on_all(lambda worker: told.leavings[worker.rank].asked(training=True))
+        job.on_all(lambda worker: told.come_to_the_end(worker))
+        job.on_all(lambda worker: told.leavings[worker.rank].ask())
         assert {worker.member.gate.step for worker in job.workers} == {10}
         assert not job.journal.outcomes()
         assert len(told.saved) == (0 if on_trial else 2)
@@ -81,7 +86,7 @@ def test_a_script_that_ends_when_all_are_told_to_end_saves_and_raises_nothing() 
     with Job(2, durable=True) as job:
         run, told = Run(job), Told(job)
         run.train(6, {6: told.ask}, drain=False)
-        job.on_all(lambda worker: told.leavings[worker.rank].come_to_the_end())
+        job.on_all(lambda worker: told.come_to_the_end(worker))
         assert all(leaving.left for leaving in told.leavings)
         assert len(told.saved) == 2
 
@@ -109,7 +114,7 @@ def test_a_script_that_does_not_train_ends_at_once() -> None:
     with Job(1) as job:
         leaving = Leaving(job.workers[0].member, lambda: "the state is saved")
         with pytest.raises(SystemExit) as ended:
-            leaving.asked(training=False)
+            told_to_end([leaving])
         assert ended.value.code == TOLD_TO_END
 
 
@@ -122,6 +127,6 @@ def test_a_worker_that_was_elsewhere_when_the_others_ended_comes_to_the_end_too(
                 for _ in range(2):
                     with pytest.raises(UpdateRefused, match="at different places"):
                         worker.member.pause("save")
-            told.leavings[worker.rank].come_to_the_end()
+            told.come_to_the_end(worker)
 
         job.on_all(end)

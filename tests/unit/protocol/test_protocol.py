@@ -56,6 +56,26 @@ def test_a_scheduled_update_is_applied_at_its_step() -> None:
         assert job.workers[0].applied == [(15, ticket.id)]
 
 
+def test_an_update_for_a_far_step_keeps_no_other_waiting() -> None:
+    with Job(2) as job:
+        asked: list[str] = []
+        get = job.workers[0].coordination.get
+
+        def noting(key: str, timeout_secs: float) -> str | None:
+            asked.append(key)
+            return get(key, timeout_secs)
+
+        job.workers[0].coordination.get = noting  # type: ignore[method-assign]
+        far = job.workers[1].member.propose(bias(1.0), at_step=5000)
+        eventually(lambda: far.stage is Stage.COMMITTED)
+        near = job.workers[1].member.propose(bias(1.0))
+        job.train(5)
+        assert near.result(timeout=DEADLINE_SECS).sequence == 2
+        assert "replicast/test/applied/2/1" in asked
+        assert not [key for key in asked if "/applied/1/" in key], "while it is asked for, others wait"
+        job.train(10)
+
+
 def test_a_step_that_is_past_is_refused() -> None:
     with Job(2) as job:
         job.train(5)

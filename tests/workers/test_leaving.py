@@ -1,0 +1,114 @@
+"""SIGTERM in a script with several models, or with a training that is not in the main thread."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+
+import replicast
+from replicast.checkpoint import CheckpointStore
+from replicast.config import TOLD_TO_END
+from tests.pool import Pool
+from tests.workers.recipes import arrays, perceptron
+from tests.workers.test_updates import adam, forget_hosts
+
+LONG = 400
+"""So many epochs that no training comes to its end before a signal has ended it."""
+
+
+class Terminate(keras.callbacks.Callback):
+    """Worker 1 is told to end in the first epoch."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if self.rank == 1 and epoch == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train(replicas: replicast.Replicas, epochs: int, *callbacks: Any) -> None:
+    x, y = arrays()
+    replicas.model.fit(
+        x, y, batch_size=30, epochs=epochs, verbose=0, callbacks=[replicas.callback(), *callbacks]
+    )
+
+
+def saved(run_dir: Path) -> list[int]:
+    return [manifest.step for manifest in CheckpointStore(run_dir).list()]
+
+
+def told_while_the_second_model_trains(strategy: Any, directory: Path, close_first: bool) -> dict[str, Any]:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    forget_hosts(strategy)
+    both = []
+    for name in ("first", "second"):
+        both.append(replicast.Replicas(perceptron(strategy, adam), run_dir=directory / name))
+        if name == "first":
+            train(both[0], 1)
+            if close_first:
+                both[0].close()
+    with pytest.raises(SystemExit) as ended:
+        train(both[1], LONG, Terminate(strategy.rank))
+    steps = both[0].step, both[1].step
+    for replicas in both:
+        replicas.close()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    found = {name: saved(directory / name) for name in ("first", "second")}
+    return {"code": ended.value.code, "steps": steps, **found}
+
+
+def test_sigterm_saves_every_model_of_a_script_and_not_only_the_first(pool2: Pool, tmp_path: Path) -> None:
+    for told in pool2.run(told_while_the_second_model_trains, tmp_path, close_first=False):
+        assert told["code"] == TOLD_TO_END
+        assert [told["first"], told["second"]] == [[told["steps"][0]], [told["steps"][1]]]
+
+
+def test_sigterm_is_heeded_when_replicas_were_closed_and_others_made(pool2: Pool, tmp_path: Path) -> None:
+    for told in pool2.run(told_while_the_second_model_trains, tmp_path, close_first=True):
+        assert told["code"] == TOLD_TO_END
+        assert told["first"] == []
+        assert told["second"] == [told["steps"][1]]
+
+
+def leaves_in_a_thread(strategy: Any, directory: Path) -> dict[str, Any]:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    forget_hosts(strategy)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("replicast").addHandler(handler)
+    found: dict[str, Any] = {}
+
+    class Leave(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if strategy.rank == 1 and epoch == 0:
+                found["replicas"].leave()
+
+    def script() -> None:
+        replicas = found["replicas"] = replicast.Replicas(perceptron(strategy, adam), run_dir=directory)
+        with pytest.raises(SystemExit) as ended:
+            train(replicas, LONG, Leave())
+        found["code"] = ended.value.code
+        replicas.close()
+
+    thread = threading.Thread(target=script)
+    thread.start()
+    thread.join()
+    logging.getLogger("replicast").removeHandler(handler)
+    return {"code": found.get("code"), "said": said, "saved": saved(directory)}
+
+
+def test_a_training_outside_the_main_thread_is_told_how_to_leave_and_can(pool2: Pool, tmp_path: Path) -> None:
+    for left in pool2.run(leaves_in_a_thread, tmp_path):
+        assert left["code"] == TOLD_TO_END
+        assert len([each for each in left["said"] if "Call replicas.leave()" in each]) == 1
+        assert len(left["saved"]) == 1
