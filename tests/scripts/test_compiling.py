@@ -1,4 +1,4 @@
-"""Compiling a model again, outside the scope that it was made in."""
+"""Building a model, or compiling it again, outside the scope that it was made in."""
 
 from __future__ import annotations
 
@@ -51,4 +51,31 @@ def with_an_optimizer_that_is_built(strategy: Any) -> str:
 
 def test_an_optimizer_that_was_built_outside_the_scope_is_refused(pool2: Pool) -> None:
     for message in pool2.run(with_an_optimizer_that_is_built):
-        assert "An optimizer (Adam) that was made outside strategy.scope()" in message
+        assert "An optimizer (Adam) that was built outside strategy.scope()" in message
+
+
+class Normalized(keras.Model):
+    def __init__(self, layer: keras.Layer) -> None:
+        super().__init__()
+        self.scale, self.first, self.last = keras.layers.Normalization(), layer, keras.layers.Dense(2)
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.first(self.scale(x)))
+
+
+def built_outside(strategy: Any) -> Any:
+    """A layer from outside, statistics that are adapted outside, and a call that builds the rest."""
+    x, y = data(44, 3, 2)
+    layer = keras.layers.Dense(4, "tanh")
+    layer.build((None, 3))
+    with strategy.scope():
+        model = Normalized(layer)
+        model.compile("adam", "mse")
+    model.scale.adapt(x)
+    model(x[:2])
+    history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    return {"history": history, "weights": weights(model)}
+
+
+def test_a_model_that_is_built_outside_the_scope_trains_as_in_plain_keras(pool2: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool2, plain, built_outside)

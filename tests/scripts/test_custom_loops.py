@@ -27,7 +27,7 @@ def loop(strategy: Any, kind: str, rows: Any = None) -> Any:
 
     def step(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
-            loss = keras.ops.mean(keras.ops.square(model(x, training=True) - y))
+            loss = keras.losses.MeanSquaredError()(y, model(x, training=True))
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         mean_loss.update_state(loss)

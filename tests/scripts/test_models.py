@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 # Private: Keras' own tests make trainers of it that are no models.
 import replicast
@@ -117,3 +119,36 @@ def optimizer_that_the_model_does_not_hold(strategy: Any) -> str:
 def test_an_optimizer_that_the_model_does_not_hold_is_refused(pool2: Pool) -> None:
     for message in pool2.run(optimizer_that_the_model_does_not_hold):
         assert "An optimizer (Adam) that train_step uses but the model does not hold" in message
+
+
+def step_of_the_instance(strategy: Any) -> Any:
+    """A `train_step` and an `apply` that were set on the objects, not on their classes."""
+    x, y = data(44, 3, 2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    applied: list[int] = []
+
+    def apply(optimizer: Any, *args: Any) -> None:
+        applied.append(1)
+        type(optimizer).apply(optimizer, *args)
+
+    def train_twice(model: Any, batch: Any) -> dict[str, Any]:
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(batch[0]) - batch[1]) ** 2)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            model.optimizer.apply(gradients, model.trainable_variables)
+        return {"loss": loss}
+
+    own_apply = types.MethodType(apply, model.optimizer)
+    model.optimizer.apply = own_apply
+    model.train_step = types.MethodType(train_twice, model)
+    history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
+    assert applied
+    assert model.optimizer.apply is own_apply
+    return {"history": history, "weights": weights(model)}
+
+
+def test_methods_that_a_script_sets_on_a_model_and_its_optimizer_are_used(pool2: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool2, plain, step_of_the_instance)

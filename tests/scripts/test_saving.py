@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all
@@ -108,3 +109,32 @@ def test_a_file_has_one_writer_also_when_worker_0_saves_more_than_the_others(
 ) -> None:
     by_worker = pool2.run(saved_by_worker_0_before_all, tmp_path)
     assert sorted([*by_worker[0], *by_worker[1]]) == ["all.keras", "worker 0.keras"]
+
+
+class Counted(keras.layers.Dense):
+    """Counts how often it is saved."""
+
+    saves = 0
+
+    def save_own_variables(self, store: Any) -> None:
+        self.saves += 1
+        super().save_own_variables(store)
+
+
+def saved_after_a_loop(strategy: Any, path: Path) -> tuple[int, bool]:
+    with strategy.scope():
+        layer = Counted(1)
+        model = keras.Sequential([keras.Input((3,)), layer])
+        optimizer = keras.optimizers.SGD(0.1)
+    x = tf.ones((4, 3))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(x) ** 2)
+    optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    model.save(path)
+    loaded = keras.models.load_model(path, custom_objects={"Counted": Counted})
+    return layer.saves, bool(np.all(loaded(x) == model(x)))
+
+
+def test_a_model_that_only_a_custom_loop_trains_is_saved_by_one_worker(pool2: Pool, tmp_path: Path) -> None:
+    results = pool2.run(saved_after_a_loop, tmp_path / "model.keras")
+    assert results == [(1, True), (0, True)]

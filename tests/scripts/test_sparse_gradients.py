@@ -132,6 +132,24 @@ def ids_that_meet_between_workers(strategy: Any) -> dict[str, Any]:
     return {"history": history, "weights": weights(model)}
 
 
+class PositionsOfOneRow(Positions):
+    """Positions as one row for the whole batch, as vision transformers write them."""
+
+    def call(self, x: Any) -> Any:
+        return x + self.table(ops.arange(LENGTH)[None, :])
+
+
+def small_batches(strategy: Any, batch_size: int) -> dict[str, Any]:
+    """So few rows that a worker has one, or none."""
+    with strategy.scope():
+        inputs = keras.Input((LENGTH,), dtype="int32")
+        x = PositionsOfOneRow(3)(keras.layers.Embedding(WORDS, 3)(inputs))
+        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.GlobalAveragePooling1D()(x)))
+        model.compile(keras.optimizers.Adam(0.02), "mse")
+    history = model.fit(*words(6), batch_size=batch_size, shuffle=False, verbose=0).history
+    return {"history": history, "weights": weights(model)}
+
+
 def custom_loop(strategy: Any) -> dict[str, Any]:
     model = transformer_like(strategy, lambda: keras.optimizers.Adam(0.01))
     x, y = words(44)
@@ -185,6 +203,11 @@ def test_sparse_inputs_train_as_in_plain_keras(pool2: Pool, plain: Pool) -> None
 
 def test_ids_that_are_distinct_on_each_worker_train_as_in_plain_keras(pool2: Pool, plain: Pool) -> None:
     assert_same_as_plain_keras(pool2, plain, ids_that_meet_between_workers)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_lookups_of_few_rows_train_as_in_plain_keras(batch_size: int, pool2: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool2, plain, small_batches, batch_size)
 
 
 def test_lookups_in_a_custom_training_loop_train_as_in_plain_keras(pool2: Pool, plain: Pool) -> None:

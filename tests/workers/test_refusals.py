@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import pytest
 
 import replicast
@@ -20,12 +19,6 @@ def jit_compiled_train_on_batch(strategy: Any) -> None:
     perceptron(strategy, jit_compile=True).train_on_batch(*arrays())
 
 
-def layer_made_outside(strategy: Any) -> None:
-    layer = keras.layers.Dense(16)
-    layer.build((None, 16))
-    perceptron(strategy, extra=(lambda: layer,)).fit(*arrays(), verbose=0)
-
-
 def message_of_refusal(strategy: Any, name: str) -> str:
     with pytest.raises(replicast.NotSupported) as refusal:
         globals()[name](strategy)
@@ -37,7 +30,6 @@ def message_of_refusal(strategy: Any, name: str) -> str:
     [
         ("jit_compiled", "jit_compile=True is not supported here"),
         ("jit_compiled_train_on_batch", "Compile the model with jit_compile=False"),
-        ("layer_made_outside", "A variable (dense"),
     ],
 )
 def test_what_cannot_work_is_refused_on_every_worker(name: str, expected: str, pool2: Pool) -> None:

@@ -50,3 +50,21 @@ def test_a_worker_without_rows_does_not_spoil_the_statistics(pool3: Pool) -> Non
     results = pool3.run(normalized, "mean", 31)
     assert_equal_on_all([r["state"] for r in results])
     assert all(np.isfinite(value).all() for value in results[0]["state"].values())
+
+
+def constant_statistics(strategy: Any) -> float:
+    """With a momentum of one, a step writes the statistics as they were."""
+    x = np.random.default_rng(3).normal(size=(370, 5)).astype("float32")
+    with strategy.scope():
+        layer = keras.layers.BatchNormalization(
+            momentum=1.0, moving_variance_initializer=keras.initializers.Constant(0.3), dtype="bfloat16"
+        )
+        model = keras.Sequential([keras.Input((5,)), layer, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    before = layer.moving_variance.numpy().astype("float32")
+    model.fit(x, x[:, :1], batch_size=37, epochs=3, verbose=0)
+    return float(np.max(np.abs(layer.moving_variance.numpy().astype("float32") - before)))
+
+
+def test_statistics_of_few_bits_do_not_drift(pool2: Pool) -> None:
+    assert pool2.run(constant_statistics) == [0.0, 0.0]

@@ -83,6 +83,12 @@ def model_to_build() -> Any:
     return frame.f_locals.get("self") if frame.f_code.co_name == "_maybe_symbolic_build" else None
 
 
+def keras_scales_a_loss() -> bool:
+    """Whether a loss of Keras asks our caller for the number of replicas, to divide by it."""
+    names = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
+    return sys._getframe(2).f_code.co_name in names
+
+
 def optimizer_that_sums() -> keras.optimizers.Optimizer | None:
     """The optimizer whose gradients are about to be summed, if that is why our caller was called."""
     frame: Any = sys._getframe(2)

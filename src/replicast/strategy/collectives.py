@@ -95,7 +95,8 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         self._creating = False
         self.alone = False
         """Whether a step runs that is written as for one process: it sees one replica."""
-        self._variables_created = 0
+        self.variables_created = 0
+        """How many variables were created in the scope."""
         super().__init__(container, cluster_resolver, options)
         if len(self.worker_devices) != 1:
             raise NotSupported(
@@ -110,6 +111,8 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         """Called before each transfer outside of a graph; gives its number."""
         self.compiles: Callable[[keras.Model], None] = lambda model: None
         """Called with each model that is compiled in the scope, at least once."""
+        self.loops_without_run: Callable[[], None] = lambda: None
+        """Called before a custom loop without `strategy.run` sums gradients."""
         for operations in (self._cross_device_ops, self._host_cross_device_ops):
             operations._launchers = [CountingLauncher(stock, self) for stock in operations._launchers]
 
@@ -118,7 +121,7 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
 
         The same on all workers at the same line of the script.
         """
-        return int(self.keys.numpy()) - FIRST_KEY + self._variables_created
+        return int(self.keys.numpy()) - FIRST_KEY + self.variables_created
 
     def _use_merge_call(self) -> bool:
         # With one replica per worker there is nothing to merge, and merging is what makes gradient
@@ -126,14 +129,14 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         return False
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
-        # Of a step that creates a variable, in a script that trains inside the scope; or on the one worker
-        # that saves: nobody would join a transfer.
+        # Two cases without a transfer: a variable that is created while another one is, and an optimizer that
+        # Keras makes just to look at its attributes, on the one worker that saves.
         if self._creating or keras_looks_at_attributes():
             return next_creator(**kwargs)
         model = compiled_model()
         if model is not None:
             self.compiles(model)
-        self._variables_created += 1  # each is a transfer, of worker 0's initial value
+        self.variables_created += 1  # each is a transfer, of worker 0's initial value
         # "Only the first replica's value counts" is written with a merge even when the strategy has none;
         # optimizers count their steps in such a variable, inside tf.cond when the loss is scaled. With one
         # replica per worker every replica is the first.
@@ -230,6 +233,7 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         # tell an optimizer's step from an assignment.
         applied = getattr(fn, "__name__", "") == "apply_grad_to_update_var"
         if applied and self._num_workers > 1 and not self._in_run():
+            self.loops_without_run()
             self._warn_once()
             args = (self._mean(args[0], var), *args[1:])
         return super().update(var, fn, args, kwargs, group)

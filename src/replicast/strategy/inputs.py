@@ -98,7 +98,7 @@ class Inputs:
             # Private: Keras reads ahead of a generator, and what it has read when a pass ends is lost.
             (dataset,) = dataset._inputs()
             at_most = call.steps
-        compared = self._comparison(call, _sample_of_pipeline(call, first_batches))
+        compared = self._comparison(call, _sample_of_pipeline(call, first_batches, divided=divided))
         return Share(
             dataset,
             0 if divided else self.rank,
@@ -138,7 +138,7 @@ class Inputs:
         return functools.partial(self.take_start, call.model) if call.method == "fit" else from_the_start
 
 
-def _sample_of_pipeline(call: KerasCall, first_batches: Any) -> Sample:
+def _sample_of_pipeline(call: KerasCall, first_batches: Any, *, divided: bool) -> Sample:
     """What is known before the first pass."""
     what, adapter = _what(call), call.adapter
     if first_batches:
@@ -148,6 +148,7 @@ def _sample_of_pipeline(call: KerasCall, first_batches: Any) -> Sample:
         what,
         length=adapter.num_batches if call.steps is None else None,
         order=order_of_batches() if shuffled else "",
+        divided=divided,
     )
 
 

@@ -1,4 +1,4 @@
-"""What was made outside `strategy.scope()`: taken over where that is safe, refused where it is not."""
+"""Variables that were made outside `strategy.scope()`: taken over where that is safe, else refused."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from replicast.strategy.optimizers import optimizers_of
 
 
 def take_over(strategy: tf.distribute.Strategy, model: Any) -> None:
-    """Makes the optimizer and the metrics of a model that was compiled outside the scope part of the job.
+    """Makes everything of a model that was built or compiled outside the scope part of the job.
 
-    Before the first step nothing has used their variables, so these can still become variables of the job,
-    with worker 0's values. All workers call this: each variable that is taken over is a transfer.
+    Before the first step nothing depends on which variables these are, so they can still become variables of
+    the job, with worker 0's values. All workers call this: each variable that is taken over is a transfer.
 
     Raises:
-        NotSupported: An optimizer is already built, or another variable was made outside.
+        NotSupported: An optimizer was built outside: it knows the variables of the model as they were.
     """
     for optimizer in optimizers_of(model):
         for one in (optimizer, getattr(optimizer, "inner_optimizer", optimizer)):
             if one._distribution_strategy is strategy:
                 continue
             if one.built:
-                raise _made_outside(f"An optimizer ({type(one).__name__})")
+                raise NotSupported(
+                    f"An optimizer ({type(one).__name__}) that was built outside strategy.scope()",
+                    reason="it would not be the same on every worker",
+                    remedy="Build it inside 'with strategy.scope():', or leave that to fit",
+                )
             _move(strategy, one.variables)
             # Private: where an optimizer remembers the scope it was made in; there is no argument for it.
             one._distribution_strategy = strategy
     _move(strategy, model.metrics_variables)
-    for variable in model.variables:
-        if not _is_distributed(variable):
-            raise _made_outside(f"A variable ({variable.path})")
+    _move(strategy, model.variables)
 
 
 def _move(strategy: tf.distribute.Strategy, variables: Iterable[keras.Variable]) -> None:
@@ -46,11 +48,3 @@ def _move(strategy: tf.distribute.Strategy, variables: Iterable[keras.Variable])
 
 def _is_distributed(variable: keras.Variable) -> bool:
     return isinstance(variable.value, tf.distribute.DistributedValues)
-
-
-def _made_outside(what: str) -> NotSupported:
-    return NotSupported(
-        f"{what} that was made outside strategy.scope()",
-        reason="it would not be the same on every worker",
-        remedy="Make it inside 'with strategy.scope():'",
-    )

@@ -38,7 +38,9 @@ def at_least_one_row(data: Any) -> Any:
             return leaf
         shape = tf.shape(leaf)
         zeros = functools.partial(tf.zeros, tf.concat([[1], shape[1:]], axis=0), leaf.dtype)
-        whole = zeros() if leaf.shape[0] == 0 else tf.cond(shape[0] > 0, lambda: leaf, zeros)
+        # A conditional also where there are certainly no rows: `slices.py` must see rows of a batch here, as
+        # on the workers that have some.
+        whole = tf.cond(shape[0] > 0, lambda: leaf, zeros)
         whole.set_shape([1 if leaf.shape[0] == 0 else None, *leaf.shape[1:]])
         return whole
 

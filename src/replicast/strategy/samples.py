@@ -1,7 +1,7 @@
 """Whether all workers were given the same data: samples of it, compared at the first pass.
 
 Each worker takes its own rows of every batch, so all must be given the same batches; workers that were not
-would train on without a word. What is compared:
+would train on silently. What is compared:
 
     arrays                      the number of rows, and 64 rows spread over them, first and last included
     generator                   its first batch
@@ -52,6 +52,7 @@ class Sample:
         unit: "rows" or "batches".
         order: Stands for the order in which batches are drawn: samples of another order are not compared.
         digests: By part of a batch: the digest of its values.
+        divided: Whether the user divided the data by rank.
         labelled: Whether the targets tell examples apart, so that equal targets mean the same examples.
     """
 
@@ -60,6 +61,7 @@ class Sample:
     unit: str = "batches"
     order: str = ""
     digests: dict[str, str] = field(default_factory=dict)
+    divided: bool = False
     labelled: bool = False
 
     def to_text(self) -> str:
@@ -192,8 +194,15 @@ def refuse_other_lengths(samples: Mapping[int, Sample]) -> None:
         return
     first = next(iter(known.values()))
     lengths = ", ".join(f"worker {worker} has {s.length} {s.unit}" for worker, s in known.items())
+    what = f"{first.what[0].upper()}{first.what[1:]} of different lengths ({lengths})"
+    if first.divided:
+        raise NotSupported(
+            what,
+            reason="the workers train together, a batch of each in every step",
+            remedy="Give every worker the same number of batches, for example with dataset.take(n)",
+        )
     raise NotSupported(
-        f"{first.what[0].upper()}{first.what[1:]} of another length on each worker ({lengths})",
+        what,
         reason="each worker takes its own rows of every batch, so all must be given the same data",
         remedy="Give every worker all of the data, and do not divide it by rank",
     )

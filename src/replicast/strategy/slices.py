@@ -51,9 +51,9 @@ class Kind(enum.Enum):
 
 
 def one_list_if_equal(slices: tf.IndexedSlices, workers: int) -> tf.IndexedSlices:
-    """Of all workers' slices, one after the other: their sum slice by slice, if all have the same indices.
+    """Adds the workers' slices one by one if all workers have the same indices; otherwise returns them all.
 
-    That is so when every worker computes the whole batch. All decide alike, because all have all slices.
+    They have when every worker computes the whole batch. All workers see all slices, so all decide alike.
     """
     length = tf.shape(slices.indices)[0] // workers
 
@@ -152,7 +152,7 @@ _BATCH = _INPUTS | _CONDITIONALS
 """Where the rows of a batch come from: `rows.py` replaces a batch without rows by a conditional."""
 _ROWS_TRIED = (2, 3)
 _LENGTH_TRIED = 5
-"""Stands for every other length that is unknown while tracing, such as that of a sequence."""
+"""Used for every other dimension that is unknown while tracing, such as the length of a sequence."""
 
 
 def _kind(indices: tf.Tensor) -> Kind:
@@ -189,9 +189,13 @@ def _has_batch_size(indices: tf.Tensor) -> bool:
 
 
 def _known_batch_sizes(graph: Any) -> set[int]:
-    """The sizes of batches that are known while tracing: user code may use them as constants."""
+    """The sizes of batches that are known while tracing: user code may use them as constants.
+
+    Except one row, which says nothing: positions are often written as one row for the whole batch, and other
+    workers may have more rows.
+    """
     given = [t for op in graph.get_operations() if op.type in _BATCH for t in op.outputs if _is_batch(t)]
-    return {t.shape[0] for t in given if t.shape.rank} - {None}
+    return {t.shape[0] for t in given if t.shape.rank} - {None, 1}
 
 
 def _is_batch(tensor: tf.Tensor) -> bool:
@@ -200,7 +204,7 @@ def _is_batch(tensor: tf.Tensor) -> bool:
 
 
 def _is_source(operation: tf.Operation) -> bool:
-    """Whether an operation is taken by its shape: an input, a variable, a call of another function."""
+    """Whether the copy has a placeholder for this operation: an input, a variable, a function call."""
     return operation.type in _BATCH or operation.type == "ReadVariableOp" or _calls_function(operation)
 
 
@@ -225,13 +229,13 @@ def _sources(tensor: tf.Tensor, *, through_shapes: bool) -> list[tf.Tensor]:
 
 
 def _length(tensor: tf.Tensor, rows: int) -> int | None:
-    """How many elements the tensor would have on a batch of so many rows; None if that depends on values."""
+    """How many elements the tensor would have for a batch of `rows` rows; None if that depends on values."""
     sources = _sources(tensor, through_shapes=True)
     with tf.Graph().as_default():
         stand_ins = {t.name: tf.compat.v1.placeholder(t.dtype, _shape(t, rows)) for t in sources}
         try:
             copy = stand_ins[tensor.name] if tensor.name in stand_ins else _imported(tensor, stand_ins)
-        except ValueError:  # what TensorFlow cannot take out of its graph has no shape that we know
+        except ValueError:  # TensorFlow cannot copy this part of the graph, so its shape is unknown
             return None
         return None if copy.shape.num_elements() is None else int(copy.shape.num_elements())
 

@@ -129,7 +129,7 @@ class KerasStep:
         transfer = Transfer()
         gradients = [transfer.add(self._weighted(kept)) for _, kept, _ in self._kept]
         states = transfer.add([_difference(before, after) for _, before, after in added])
-        totals = transfer.add([_times(local(v), self._rows) for v in statistics])
+        totals = transfer.add([_times(_precise(local(v)), self._rows) for v in statistics])
         weighted_logs = transfer.add([_times(tf.cast(v, tf.float32), self._rows) for v in own])
         all_rows = transfer.add([self._rows])
         transfer.send()
@@ -139,7 +139,7 @@ class KerasStep:
         for (variable, before, _), total in zip(added, states(), strict=True):
             component(variable).assign(before + total)
         for variable, total in zip(statistics, totals(), strict=True):
-            variable.assign(_times(total, 1.0 / rows))
+            variable.assign(total / tf.cast(rows, total.dtype))
         means = iter([total / rows for total in weighted_logs()])
         return tf.nest.map_structure(lambda v: results.again(v) if v in results else next(means), logs)
 
@@ -200,7 +200,7 @@ def applying_with(
     Keras has no hook in between, so for the time of the step this one optimizer object, never its class,
     has an `apply` that sums first.
     """
-    apply = optimizer.apply
+    apply, own = optimizer.apply, vars(optimizer).get("apply")
 
     def sum_and_apply(grads: Any, trainable_variables: Any = None) -> None:
         act(apply, list(grads), trainable_variables)
@@ -210,6 +210,8 @@ def applying_with(
         yield
     finally:
         object.__delattr__(optimizer, "apply")
+        if own is not None:
+            object.__setattr__(optimizer, "apply", own)
 
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -218,7 +220,8 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 def _is_stock(model: keras.Model) -> bool:
     """Whether nothing in the step can look at the weights after they were changed."""
     names = ("train_step", "compute_metrics", "get_metrics_result")
-    return all(getattr(type(model), name) is getattr(keras.Model, name) for name in names)
+    methods = [getattr(getattr(model, name), "__func__", None) for name in names]
+    return methods == [getattr(keras.Model, name) for name in names]
 
 
 def _difference(before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:
@@ -231,6 +234,11 @@ def _times(value: Any, factor: tf.Tensor) -> Any:
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(_times(value.values, factor), value.indices, value.dense_shape)
     return tf.math.multiply_no_nan(value, tf.cast(factor, value.dtype))
+
+
+def _precise(value: tf.Tensor) -> tf.Tensor:
+    """In a dtype whose rounding, repeated in every step, does not move a mean."""
+    return value if value.dtype == tf.float64 else tf.cast(value, tf.float32)
 
 
 def _cast(value: Any, dtype: tf.DType) -> Any:

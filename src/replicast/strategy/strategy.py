@@ -26,6 +26,7 @@ from replicast.strategy.caller import (
     Trainer,
     keras_call,
     keras_predicts,
+    keras_scales_a_loss,
     model_to_build,
     only_looks_at_shapes,
 )
@@ -103,6 +104,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._named: Counter[str] = Counter()
         self._start: tuple[weakref.ref[keras.Model], feeding.Start] | None = None
         self._epoch: int | None = None
+        self._guarded = 0
         self._coordination: Coordination = (
             ServiceCoordination() if self._size > 1 else MemoryCoordination(MemoryCoordination.Store())
         )
@@ -129,6 +131,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         if self._size > 1:
             self._lifetime.begin()
             extended.compiles = self._writing.guard
+            extended.loops_without_run = self._guard_models
             extended.next_turn = self._lifetime.turn
 
     @property
@@ -206,12 +209,14 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of workers; inside a step of a Keras model 1, because the step sees to all the rest.
+        """The number of workers; inside a step of a Keras model 1, because the step itself combines them.
 
         Keras divides a loss by it, but not every loss: one that a function returns as a number, or that a
-        custom `train_step` computes, would count as often as there are workers.
+        custom `train_step` computes, would count as often as there are workers. Outside of steps, a loss is
+        one number for all workers, and Keras is told 1 as well.
         """
-        return 1 if self.extended.alone else int(self.extended._num_replicas_in_sync)
+        between_steps = tf.distribute.in_cross_replica_context() and keras_scales_a_loss()
+        return 1 if self.extended.alone or between_steps else int(self.extended._num_replicas_in_sync)
 
     def scope(self) -> Any:
         """As in TensorFlow. Keras also enters it to build a model, which may fail: see `building`."""
@@ -231,6 +236,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             step = predicting_all_rows(fn) if self._size > 1 else fn
             return super().run(creating_in_scope(self, step), args, kwargs, options)
         if not isinstance(model, Trainer):
+            self._guard_models()
             return super().run(fn, args, kwargs, options)
         self._refuse_what_cannot_work(model)
         if self._size == 1:
@@ -277,6 +283,16 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         # that `fit` would use only a part of the data.
         return self._inputs.share_of_batches(dataset, call, divided=divided)
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # TensorFlow has no types
+    def _guard_models(self) -> None:
+        """Has one worker write what models save that only a custom loop uses: no call of Keras shows them."""
+        created = self.extended.variables_created
+        if self._size == 1 or created == self._guarded:
+            return
+        self._guarded = created
+        for model in _models():
+            self._writing.guard(model)
+
     def _prepare(self, call: KerasCall) -> None:
         self._refuse_what_cannot_work(call.model)
         if self._size > 1:
@@ -302,8 +318,11 @@ def _a_model_was_trained() -> bool:
 
     A model that was made outside the scope never comes to the strategy; it can only be found afterwards.
     """
-    models = [thing for thing in gc.get_objects() if issubclass(type(thing), keras.Model)]
-    return any(int(o.iterations.numpy()) > 0 for model in models for o in optimizers_of(model))
+    return any(int(o.iterations.numpy()) > 0 for model in _models() for o in optimizers_of(model))
+
+
+def _models() -> list[keras.Model]:
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), keras.Model)]
 
 
 def _alone(said: str) -> dict[int, str]:
