@@ -1,0 +1,199 @@
+"""What must be true of every story, checked while it happens and at its end against a sequential model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from replicast.core.entries import Committed, Decided, Payload, Scheduled, Withdrawn
+from replicast.core.messages import Propose, Tell
+from replicast.core.proposal import Proposal
+from replicast.core.stage import Stage
+from replicast.testing.simulation.replica import START, SimulatedReplica, change, train
+
+if TYPE_CHECKING:
+    from replicast.testing.simulation.group import SimulatedGroup
+    from replicast.testing.simulation.world import World
+
+
+class StoryFailed(AssertionError):
+    """A promise was broken."""
+
+
+class Checks:
+    """Watches one story."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._proposals: dict[str, Proposal] = {}
+        self._times: dict[str, float] = {}
+        self._from_script: set[str] = set()
+        self._from_inbox: set[str] = set()
+        self._told: dict[str, Stage] = {}
+        self._stages: dict[tuple[str, str], set[Stage]] = defaultdict(set)
+
+    # While it happens.
+
+    def proposed(
+        self, ticket: str, proposal: Proposal, *, in_training: bool = False, in_inbox: bool = False
+    ) -> None:
+        """Somebody proposes something."""
+        self._world.count("operations")
+        self._proposals[ticket] = proposal
+        self._times[ticket] = self._world.now
+        if in_training:
+            self._from_script.add(ticket)
+        if in_inbox:
+            self._from_inbox.add(ticket)
+        self._world.say(f"{ticket} proposes {proposal.id}")
+
+    def asked(self, ticket: str) -> None:
+        """Somebody outside asks for something that is not a proposal."""
+        self._times[ticket] = self._world.now
+
+    def applied(self, replica: SimulatedReplica, id_: str, sequence: int) -> None:
+        """A worker is about to apply an update."""
+        record = self._world.disk.find(Committed, id_)
+        if not isinstance(record, Committed) or record.sequence != sequence:
+            raise StoryFailed(f"worker {replica.rank} applies {id_} ({sequence}), which is not in the journal: {record}")
+        if record.step != replica.step:
+            raise StoryFailed(f"worker {replica.rank} applies {id_} at step {replica.step}, not {record.step}")
+        if sequence in replica.holds:
+            raise StoryFailed(f"worker {replica.rank} applies {id_} twice")
+
+    def settled(self, group: SimulatedGroup, ticket: str, tell: Tell) -> None:
+        """An author is told how far a proposal has come."""
+        stage, proposal = tell.stage, self._proposals.get(ticket)
+        if proposal is None:  # a withdrawal's own ticket
+            if stage is Stage.WITHDRAWN and self._world.disk.find(Committed, tell.id):
+                raise StoryFailed(f"{tell.id} was withdrawn, and is in the journal")
+            return
+        before = self._told.get(ticket)
+        if before is not None and before.is_final and stage is not before:
+            raise StoryFailed(f"{ticket} was told {before}, then {stage}")
+        self._told[ticket] = stage
+        self._stages[proposal.id, proposal.digest].add(stage)
+        self._world.say(f"{ticket} is told that {proposal.id} is {stage} {tell.outcome or ''}")
+        if stage is Stage.SCHEDULED and not self._is_durable(proposal):
+            raise StoryFailed(f"{ticket} is told that {proposal.id} is scheduled, which is not durable")
+        if stage in (Stage.VERIFIED, Stage.REVERTED, Stage.APPLIED, Stage.COMMITTED):
+            record = self._world.disk.find(Committed, proposal.id)
+            if not isinstance(record, Committed) or proposal.digest not in ("", record.digest):
+                raise StoryFailed(f"{ticket} is told that {proposal.id} is {stage}, which is not in the journal")
+        if stage is Stage.FAILED:
+            raise StoryFailed(f"{ticket}: {proposal.id} has failed: {tell.outcome}")
+        if stage is Stage.REFUSED:
+            self._world.count("refused")
+            for process in group.processes:
+                if any(id_ == proposal.id for _, _, id_ in process.replica.applied) and proposal.digest in (
+                    "",
+                    self._digest(proposal.id),
+                ):
+                    raise StoryFailed(f"{ticket} is told that {proposal.id} is refused, which was applied")
+
+    def _is_durable(self, proposal: Proposal) -> bool:
+        disk = self._world.disk
+        return any(disk.find(kind, proposal.id) for kind in (Scheduled, Committed))
+
+    def _digest(self, id_: str) -> str:
+        record = self._world.disk.find(Committed, id_)
+        return record.digest if isinstance(record, Committed) else "-"
+
+    # At the end.
+
+    def finish(self, group: SimulatedGroup) -> None:
+        """The story is over: all workers have come to where one sequential model does."""
+        history = self._world.disk.history()
+        self._world.count("committed", len(history.committed))
+        self._check_order(group)
+        self._check_model(group)
+        self._check_outcomes()
+
+    def _check_order(self, group: SimulatedGroup) -> None:
+        first = group.processes[0].replica
+        for process in group.processes[1:]:
+            if process.replica.applied != first.applied:
+                raise StoryFailed(
+                    f"workers 0 and {process.rank} applied {first.applied} and {process.replica.applied}"
+                )
+        if first.applied != sorted(first.applied):
+            raise StoryFailed(f"applied out of order: {first.applied}")
+        committed = self._world.disk.history().committed
+        if sorted(committed) != list(range(1, len(committed) + 1)):
+            raise StoryFailed(f"the journal has gaps: {sorted(committed)}")
+        ids = [record.id for record in committed.values()]
+        if len(set(ids)) != len(ids):
+            raise StoryFailed(f"an update is in the journal twice: {ids}")
+        left = set(committed) - first.holds
+        if left:
+            raise StoryFailed(f"committed, and not applied at the end: {[committed[one] for one in left]}")
+
+    def _check_model(self, group: SimulatedGroup) -> None:
+        plan = self._world.plan
+        values = model(self._world.disk.entries(), plan.steps, plan.stride)
+        for process in group.processes:
+            if process.replica.values != values:
+                raise StoryFailed(f"worker {process.rank} has {process.replica.values}, and the model {values}")
+
+    def _check_outcomes(self) -> None:
+        history = self._world.disk.history()
+        for ticket, proposal in self._proposals.items():
+            told, record = self._told.get(ticket), history.by_id.get(proposal.id)
+            if told is Stage.WITHDRAWN and record is not None:
+                raise StoryFailed(f"{ticket} was told that {proposal.id} is withdrawn, and it is in the journal")
+            has_outcome = told is not None and told.is_final
+            is_known = record is not None or proposal.id in history.withdrawn or proposal.id in history.scheduled
+            never = proposal.content is None and (proposal.at_step or 0) > self._world.plan.steps
+            if not has_outcome and not is_known and not never and self._was_in_time(ticket):
+                self._lost(ticket, proposal)
+        for (id_, digest), stages in self._stages.items():
+            record = history.by_id.get(id_)
+            if record is not None and digest in ("", record.digest) and stages == {Stage.REFUSED}:
+                raise StoryFailed(f"{id_} was refused, and is in the journal")
+        for ticket, message in self._world.disk.inbox.items():
+            waits = isinstance(message, Propose) and message.proposal.id in history.scheduled
+            if self._was_in_time(ticket) and not waits:
+                raise StoryFailed(f"left in the inbox: {message}")
+
+    def _was_in_time(self, ticket: str) -> bool:
+        """Whether the job had the time, and the disk the room, to give a proposal its outcome."""
+        world = self._world
+        if world.faults["full disk"] and not ticket[0].isdigit():
+            return False  # it stays in the inbox until its outcome can be written down
+        return self._times[ticket] + 0.06 < world.groups[-1].closing_at
+
+    def _lost(self, ticket: str, proposal: Proposal) -> None:
+        """A proposal without an outcome: only what lived in a process that died may end so."""
+        group = int(ticket.split(".")[0]) if ticket[0].isdigit() else len(self._world.groups) - 1
+        if group == len(self._world.groups) - 1:
+            raise StoryFailed(f"{ticket} has no outcome: {proposal}")
+        if ticket in self._from_script and proposal.content is not None:
+            again = [
+                other
+                for other in self._proposals
+                if other != ticket and self._proposals[other].id == proposal.id and other in self._from_script
+            ]
+            if not again and (proposal.id, proposal.digest) not in self._stages:
+                raise StoryFailed(f"{ticket} was proposed by a training thread and is lost: {proposal}")
+        elif (proposal.id, proposal.digest) not in self._stages:
+            self._world.count("lost with their process, never acknowledged")
+
+
+def model(entries: list[Any], steps: int, stride: int) -> dict[str, int]:
+    """Where one process comes to that trains and applies the journal in its order."""
+    contents = {(one.id, one.digest): one.content for one in entries if isinstance(one, Payload)}
+    records = sorted(
+        (one for one in entries if isinstance(one, Committed)), key=lambda one: (one.step, one.sequence)
+    )
+    values = dict(START)
+    for step in range(0, steps + 1, stride):
+        if step:
+            for one in range(step - stride + 1, step + 1):
+                train(values, one)
+        for record in records:
+            if record.step == step:
+                change(values, contents[record.id, record.digest])
+    return values
+
+
+__all__ = ["Checks", "Decided", "StoryFailed", "Withdrawn", "model"]

@@ -1,0 +1,145 @@
+"""What happens in one simulated story: all of it is chosen before it begins, from a seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from replicast.core.proposal import Proposal
+from replicast.testing.simulation.replica import Edit
+
+Action = tuple[Any, ...]
+"""What the script of every worker does behind a boundary; some of it on one worker only:
+("propose", rank, proposal), ("function", source, id, number, at_step), ("wait", rank, secs)."""
+Incident = tuple[Any, ...]
+"""What happens at a time, from outside: (time, kind, …)."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """One story.
+
+    Attributes:
+        size: The number of workers.
+        steps: How long the training is.
+        stride: Steps per boundary.
+        together: Whether a step is a transfer between all workers, as in synchronous training.
+        script: What the training threads do behind each boundary, by step. Repeated when steps are.
+        incidents: What happens from outside, and what goes wrong, by time.
+        crash: A process dies between two of its commands: attempt, rank, after how many of them.
+        unknown: The journal cannot tell whether this write, by number, was durable.
+    """
+
+    seed: int = 0
+    size: int = 2
+    steps: int = 4
+    stride: int = 1
+    together: bool = True
+    script: dict[int, list[Action]] = field(default_factory=dict)
+    incidents: list[Incident] = field(default_factory=list)
+    crash: tuple[int, int, int] | None = None
+    unknown: int | None = None
+
+
+def random_plan(seed: int) -> Plan:
+    """The story of a seed."""
+    return _Chooser(seed).plan()
+
+
+class _Chooser:
+    def __init__(self, seed: int) -> None:
+        self.random = random = Random(seed)
+        self.result = Plan(
+            seed=seed,
+            size=1 + int(random.random() * 2.99) if random.random() < 0.9 else 4,
+            steps=random.randrange(3, 9),
+            stride=1 if random.random() < 0.8 else 2,
+            together=random.random() < 0.8,
+        )
+        self.result.steps -= self.result.steps % self.result.stride
+        self.secs = self.result.steps * 0.4
+        self.proposed: list[Proposal] = []
+
+    def plan(self) -> Plan:
+        random = self.random
+        for _ in range(random.randrange(1, 5)):
+            self.something()
+        if random.random() < 0.7:
+            self.fault()
+            if random.random() < 0.3:
+                self.fault()
+        self.result.incidents.sort(key=lambda one: one[0])
+        return self.result
+
+    def something(self) -> None:
+        random, plan = self.random, self.result
+        choice = random.random()
+        rank = random.randrange(plan.size)
+        if choice < 0.35:
+            self.act(("propose", rank, self.proposal("w")))
+            if random.random() < 0.25:
+                self.act(("wait", rank, random.choice([0.05, 1.0])), same=True)
+        elif choice < 0.5:
+            number = None if random.random() < 0.15 else random.randrange(100)
+            self.act(("function", rank, f"f{len(plan.script)}{random.randrange(99)}", number, self.at_step()))
+        elif choice < 0.65:
+            plan.incidents.append((self.when(), "thread", rank, self.proposal("t")))
+        elif choice < 0.9:
+            plan.incidents.append((self.when(), "push", f"push-{len(plan.incidents)}", self.proposal("p")))
+        if self.proposed and random.random() < 0.15:
+            plan.incidents.append((self.when(), "withdraw", f"w-{len(plan.incidents)}", random.choice(self.proposed).id))
+
+    def act(self, action: Action, *, same: bool = False) -> None:
+        if not same:
+            self.step = self.random.randrange(0, self.result.steps + 1, self.result.stride)
+        self.result.script.setdefault(self.step, []).append(action)
+
+    def proposal(self, prefix: str) -> Proposal:
+        """A new one, or one that was proposed before, perhaps with other content."""
+        random = self.random
+        if self.proposed and random.random() < 0.15:
+            known = random.choice(self.proposed)
+            if random.random() < 0.6:
+                return known
+            edits = self.edits()
+            return Proposal(known.id, str(edits), edits, known.at_step)
+        edits = self.edits()
+        proposal = Proposal(f"{prefix}{len(self.proposed)}", str(edits), edits, self.at_step())
+        self.proposed.append(proposal)
+        return proposal
+
+    def edits(self) -> tuple[Edit, ...]:
+        random = self.random
+        name = "abd"[random.randrange(3)] if random.random() < 0.93 else "nothing"
+        return ((("add", "scale", "assign")[random.randrange(3)], name, random.randrange(2, 50)),)
+
+    def at_step(self) -> int | None:
+        if self.random.random() < 0.7:
+            return None
+        return self.random.randrange(1, self.result.steps + 2)
+
+    def when(self) -> float:
+        return self.random.random() * self.secs
+
+    def fault(self) -> None:
+        random, plan = self.random, self.result
+        rank = random.randrange(plan.size)
+        choice = random.random()
+        if choice < 0.35:
+            plan.crash = (int(random.random() * 1.3), rank, random.randrange(1, 70))
+        elif choice < 0.45:
+            plan.incidents.append((self.when(), "kill", rank))
+        elif choice < 0.55:
+            secs = random.random() * 3 if random.random() < 0.7 else random.random() * 40
+            plan.incidents.append((self.when(), "freeze", rank, secs))
+        elif choice < 0.65:
+            plan.incidents.append((self.when(), "slow", rank, random.random() * 5))
+        elif choice < 0.75:
+            plan.incidents.append((self.when(), "full", random.random() * 1.0))
+        elif choice < 0.85:
+            plan.incidents.append((self.when(), "zombie", random.random() * 6))
+        elif choice < 0.95:
+            plan.incidents.append((self.when(), "no_room", rank))
+        else:
+            plan.unknown = random.randrange(1, 12)

@@ -1,0 +1,251 @@
+"""One simulated worker process: drives a `Worker`, on rank 0 also a `Coordinator`, and plays the training thread.
+
+The runtime does the same with real threads and files.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from replicast.core import commands as c
+from replicast.core import events as e
+from replicast.core.coordinator import Coordinator
+from replicast.core.proposal import Proposal
+from replicast.core.refusal import Refuse
+from replicast.core.worker import Worker
+from replicast.testing.simulation.replica import SimulatedReplica
+
+if TYPE_CHECKING:
+    from replicast.testing.simulation.group import SimulatedGroup
+
+
+class Process:
+    """One process. When it is not `alive`, nothing of it happens any more.
+
+    Attributes:
+        frozen_until: Stopped by SIGSTOP until then.
+        place: How many actions of the script behind the current boundary are done.
+    """
+
+    def __init__(
+        self,
+        group: SimulatedGroup,
+        rank: int,
+        worker: Worker,
+        replica: SimulatedReplica,
+        coordinator: Coordinator | None,
+        place: int,
+    ) -> None:
+        self.group = group
+        self.world = group.world
+        self.rank = rank
+        self.worker = worker
+        self.replica = replica
+        self.coordinator = coordinator
+        self.place = place
+        self.alive = True
+        self.done = False
+        self.frozen_until = 0.0
+        self.commands_left = -1
+        self._events: deque[tuple[Any, Any]] = deque()
+        self._driving = False
+        self._tickets = 0
+        self._last_ticket = ""
+        self._write_ends = 0.0
+        self._handlers = {
+            c.Send: self._send,
+            c.Perform: self._perform,
+            c.Pass: self._pass,
+            c.Continue: self._continue,
+            c.Settle: self._settle,
+            c.Discard: self._discard,
+            c.SetTimer: self._set_timer,
+            c.EndJob: self._end_job,
+            c.Broadcast: self._broadcast,
+            c.Write: self._write,
+            c.CloseInbox: self._close_inbox,
+        }
+
+    # Events in, commands out.
+
+    def feed(self, machine: Worker | Coordinator, event: Any) -> None:
+        """Gives an event to one of the machines and carries out its commands, unless the process crashes."""
+        if not self.alive:
+            return
+        if self.frozen_until > self.world.now:
+            self.world.at(self.frozen_until, self.feed, machine, event)
+            return
+        self._events.append((machine, event))
+        if self._driving:
+            return
+        self._driving = True
+        while self._events and self.alive:
+            machine, event = self._events.popleft()
+            for command in machine.handle(event):
+                if self.commands_left == 0:
+                    self.world.fired("crash")
+                    self.world.say(f"worker {self.rank} dies before {type(command).__name__}")
+                    self.group.die(self)
+                if not self.alive:
+                    break
+                self.commands_left -= 1
+                self._handlers[type(command)](machine, command)
+        self._driving = False
+
+    def run(self, act: Callable[..., None], *arguments: Any) -> None:
+        """Does something in this process; while it is stopped, later; when it is dead, never."""
+        if not self.alive:
+            return
+        if self.frozen_until > self.world.now:
+            self.world.at(self.frozen_until, self.run, act, *arguments)
+        else:
+            act(*arguments)
+
+    def start(self) -> None:
+        """The process has joined the others and restored its state."""
+        self.feed(self.worker, e.Rested(("begin",)))
+
+    # Commands of both machines.
+
+    def _set_timer(self, machine: Worker | Coordinator, command: c.SetTimer) -> None:
+        self.world.after(command.secs, self.feed, machine, e.TimerFired(command.number))
+
+    def _end_job(self, machine: Worker | Coordinator, command: c.EndJob) -> None:
+        self.world.say(f"worker {self.rank} ends the job: {command.reason}")
+        self.world.count("jobs ended by the core")
+        self.group.die(self)
+
+    # Commands of the coordinator.
+
+    def _broadcast(self, machine: Coordinator, command: c.Broadcast) -> None:
+        self.group.append(command.message)
+
+    def _write(self, machine: Coordinator, command: c.Write) -> None:
+        """One write after the other, as one thread would make them."""
+        world = self.world
+        self._write_ends = max(world.now, self._write_ends) + 0.002 + world.random.random() * 0.02
+        world.at(self._write_ends, self._make_write, command)
+
+    def _make_write(self, command: c.Write) -> None:
+        if not self.alive:
+            return
+        world, disk, number = self.world, self.world.disk, self.group.number
+        if self.frozen_until > world.now:  # stopped before the write, and continued when another group has claimed
+            world.at(self.frozen_until, self._make_write, command)
+            return
+        world.writes += 1
+        outcome = e.WriteOutcome.DURABLE
+        if world.writes == world.plan.unknown:
+            world.fired("unknown write")
+            if world.random.random() < 0.5:
+                disk.append(number, command.entry)
+            outcome = e.WriteOutcome.UNKNOWN
+        elif disk.full_until > world.now:
+            world.fired("full disk")
+            outcome = e.WriteOutcome.FAILED
+        else:
+            disk.append(number, command.entry)
+            if disk.is_fenced(number):
+                world.fired("stale write")
+                outcome = e.WriteOutcome.FENCED
+        world.say(f"disk: {world.described(command.entry)}: {outcome.value}")
+        if self.coordinator is not None:
+            self.feed(self.coordinator, e.Written(command.number, outcome))
+
+    def _close_inbox(self, machine: Coordinator, command: c.CloseInbox) -> None:
+        self.world.close_inbox(self.group, command.ticket, command.tell)
+
+    # Commands of the worker.
+
+    def _send(self, machine: Worker, command: c.Send) -> None:
+        self.group.send(self.rank, command.message)
+
+    def _perform(self, machine: Worker, command: c.Perform) -> None:
+        delay = self.world.random.random()
+        if command.order.in_background:
+            self.world.after(0.005 + delay * 0.1, self._carry_out, command)
+        elif delay < 0.3:
+            self.world.after(delay * 0.1, self._carry_out, command)
+        else:
+            self._carry_out(command)
+
+    def _carry_out(self, command: c.Perform) -> None:
+        if not self.alive:
+            return
+        if self.frozen_until > self.world.now:
+            self.world.at(self.frozen_until, self._carry_out, command)
+            return
+        try:
+            value = command.order.perform(self.replica)
+        except Refuse as error:
+            value = error.refusal
+        if self.world.recording:
+            self.world.say(f"worker {self.rank} does {self.world.described(command.order)}: {value}")
+        self.feed(self.worker, e.Performed(command.number, value))
+
+    def _settle(self, machine: Worker, command: c.Settle) -> None:
+        self.world.settled(self.group, command.ticket, command.tell)
+
+    def _discard(self, machine: Worker, command: c.Discard) -> None:
+        self.replica.discard(command.id)
+
+    def _pass(self, machine: Worker, command: c.Pass) -> None:
+        self._play()
+
+    def _continue(self, machine: Worker, command: c.Continue) -> None:
+        if self.done:
+            self.group.ended(self)
+        else:
+            self._play()
+
+    # The training thread.
+
+    def propose(self, proposal: Proposal, *, in_training: bool = False) -> None:
+        """Somebody in this process proposes something."""
+        self._tickets += 1
+        ticket = f"{self.group.number}.{self.rank}.{self._tickets}"
+        if in_training:
+            self._last_ticket = ticket
+        self.world.proposed(ticket, proposal, in_training=in_training)
+        self.feed(self.worker, e.Proposed(ticket, proposal))
+
+    def arrive(self, steps: int) -> None:
+        """A step has ended."""
+        if not self.alive:
+            return
+        if self.frozen_until > self.world.now:
+            self.world.at(self.frozen_until, self.arrive, steps)
+            return
+        self.replica.train(steps)
+        self.place = 0
+        self.feed(self.worker, e.Arrived(self.replica.step))
+
+    def _play(self) -> None:
+        """What the script does behind a boundary: some of it waits."""
+        plan, actions = self.world.plan, self.world.plan.script.get(self.replica.step, ())
+        while self.place < len(actions):
+            action = actions[self.place]
+            self.place += 1
+            match action:
+                case ("propose", rank, proposal):
+                    if rank == self.rank:
+                        self.propose(proposal, in_training=True)
+                case ("function", source, id_, number, at_step):
+                    if source == self.rank:
+                        self.replica.functions[id_] = number
+                    self.propose(Proposal(id_, "", None, at_step, None, source), in_training=True)
+                case ("wait", rank, secs):
+                    if rank == self.rank and self._last_ticket:
+                        self.feed(self.worker, e.Awaited(self._last_ticket, secs))
+                        return
+                case _:
+                    self.feed(self.worker, e.Rested(action))
+                    return
+        if self.replica.step >= plan.steps:
+            self.done = True
+            self.group.closing_at = min(self.group.closing_at, self.world.now)
+            self.feed(self.worker, e.Rested(("close",)))
+        else:
+            self.group.train(self, plan.stride)
