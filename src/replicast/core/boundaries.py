@@ -86,19 +86,17 @@ class Boundaries:
         self._time_answers(meeting)
 
     def promise(self, operation: Operation, at_step: int) -> None:
-        """The same while all workers rest before it: there is nothing to wait for."""
+        """The same while all workers stand before it: there is nothing to wait for."""
         operation.meeting = self._open(at_step)
-        if operation.replays is not None:
-            self.replay(operation)
 
     def replay(self, operation: Operation) -> None:
         """It comes before everything else, in its place in the order of replays."""
         if operation.replays is not None:
             insort(self._replays, (operation.replays, operation.number))
 
-    def next_replay(self) -> float | None:
-        """The step of the next update of the journal that is applied again."""
-        return self._replays[0][0][0] if self._replays else None
+    def last_replay(self) -> int:
+        """The step of the last opened update of the journal that is applied again; 0 for none."""
+        return int(self._replays[-1][0][0]) if self._replays else 0
 
     def count_replays(self) -> int:
         """How many of them are opened and not applied."""
@@ -245,7 +243,6 @@ class Boundaries:
         operation.waits_for = reason
         meeting = operation.meeting
         if meeting is not None and meeting.standing and until > meeting.target:
-            meeting.at_step = until
             meeting.aim(until)
             self._say(Meet(meeting.number, until))
 

@@ -100,6 +100,7 @@ class Coordinator:
         self._known: dict[str, Operation] = {}
         self._early: list[tuple[int, Propose]] | None = []
         self._inbox: set[str] = set()
+        self._in_checkpoints = set(history.pending)
         self._gathers: dict[int | tuple[str, int], tuple[Gather, Operation]] = {}
         self._writes: dict[int, tuple[Entry, Callable[[Refusal | None], None]]] = {}
         self._timers: dict[int, Callable[[], None]] = {}
@@ -256,8 +257,17 @@ class Coordinator:
         if operation.proposal is not None:
             self._known[operation.id] = operation
         if promised_at is not None:
+            self.boundaries.replay(operation)
             self.boundaries.promise(operation, promised_at)
         self._start(operation)
+
+    def promise(self, operation: Operation, at_step: int) -> None:
+        """Puts up the stop for the operation's next boundary, while all workers stand before it."""
+        self.boundaries.promise(operation, at_step)
+
+    def replay(self, operation: Operation) -> None:
+        """Gives the operation its next place in the order of replays."""
+        self.boundaries.replay(operation)
 
     def new_id(self, kind: str) -> str:
         """An id for an operation that nobody has given one."""
@@ -277,8 +287,7 @@ class Coordinator:
             proposal = Proposal(one.id, one.digest, content, one.at_step, one.trial)
             self.open(proposed(proposal, scheduled=True), promised_at=one.at_step)
         for proposal in () if start is None else start.pending:
-            done = proposal.id in history.by_id or proposal.id in history.withdrawn
-            if not done and proposal.id not in self._known:
+            if proposal.id in history.pending and proposal.id not in self._known:
                 self.open(proposed(proposal))
         early, self._early = self._early or [], None
         for rank, message in early:
@@ -314,14 +323,10 @@ class Coordinator:
         if trial is not None and trial is not operation and not operation.in_trial:
             until = trial.meeting.at_step or 0 if trial.meeting is not None else 0
             return f"the trial of {trial.id}, until step {until}", until
-        replay = self.boundaries.next_replay()
-        if (
-            operation.kind == "trial"
-            and operation.replays is None
-            and operation is not trial
-            and replay is not None
-        ):
-            return f"the updates of the journal, the next at step {replay:g}", 0
+        begins = operation.proposal is not None and operation.proposal.trial is not None and operation is not trial
+        if begins and operation.replays is None and self.boundaries.count_replays():
+            last = self._replays[-1].step or 0 if self._replays else self.boundaries.last_replay()
+            return f"the updates of the journal, until step {last}", last
         return None
 
     # Scripts.
@@ -373,11 +378,14 @@ class Coordinator:
             case Ask(order, of, secs, what):
                 number = self._gather(operation, Gather(what, range(self.size) if of is None else of), secs)
                 self._say(Do(number, order, of))
-            case Go(order):
+            case Go(order, resume):
                 number = self._gather(operation, Gather("apply", range(self.size)), None)
                 self._say(Do(number, order))
                 self.boundaries.leave(operation)
                 self._open_replays()
+                if resume and operation.tokens:
+                    tokens, operation.tokens = operation.tokens, ()
+                    self._resume(tokens, None)
             case Record(entry):
                 self._write(entry, lambda refusal: self._run(operation, refusal))
             case Boundary(at_step):
@@ -398,7 +406,12 @@ class Coordinator:
         self.boundaries.forget(operation)
         if operation.proposal is not None:
             told = Tell(
-                operation.id, tuple(operation.tickets), outcome.stage, operation.step, outcome.result, ended=True
+                operation.id,
+                tuple(operation.tickets),
+                outcome.stage,
+                operation.step,
+                outcome.result,
+                ended=True,
             )
             if outcome.stage is Stage.REFUSED:
                 self._refuse(told, operation)
@@ -424,12 +437,10 @@ class Coordinator:
         step = self.boundaries.resting_step() or 0
         if isinstance(operation, Function) and not operation.has_source:
             return True
-        if operation.replays is not None and operation.replays[0] > step:
-            return True
+        later = operation.meeting is not None and (operation.meeting.at_step or 0) > step
         if not self.boundaries.is_waiting(operation):
-            return False
-        at_step = operation.meeting.at_step if operation.meeting is not None else None
-        return (at_step or 0) > step or self._deferred(operation) is not None
+            return later and operation.must_run  # it is still being prepared, and its stop is up
+        return later or self._deferred(operation) is not None
 
     # Answers.
 
@@ -460,6 +471,8 @@ class Coordinator:
     def _write(self, entry: Entry, then: Callable[[Refusal | None], None]) -> None:
         number = next(self._numbers)
         self._writes[number] = entry, then
+        if isinstance(entry, Saved):
+            self._in_checkpoints.update(proposal.id for proposal in entry.pending)
         self._commands.append(Write(number, entry))
 
     def _written(self, number: int, outcome: WriteOutcome) -> None:
@@ -476,26 +489,27 @@ class Coordinator:
                 self._end_job("Another group of workers has taken over the run directory")
 
     def _refuse(self, tell: Tell, operation: Operation | None = None) -> None:
-        """Tells a refusal. If the journal or the inbox would bring the proposal back, it is written first."""
-        scheduled = operation is not None and tell.id in self.history.scheduled
-        to_write = tuple(one for one in tell.tickets if scheduled or one in self._inbox)
-        if not scheduled:
+        """Tells a refusal. If the journal, a checkpoint or the inbox would bring it back, it is written first."""
+        kept = tell.id in self.history.scheduled or tell.id in self._in_checkpoints
+        whole = operation is not None and kept
+        to_write = tuple(one for one in tell.tickets if whole or one in self._inbox)
+        if not whole:
             self._tell(replace(tell, tickets=tuple(one for one in tell.tickets if one not in to_write)))
-        if scheduled or to_write:
-            self._write_refusal(replace(tell, tickets=to_write), operation, scheduled)
+        if whole or to_write:
+            self._write_refusal(replace(tell, tickets=to_write), operation, whole)
         else:
             self._forget(operation)
 
-    def _write_refusal(self, tell: Tell, operation: Operation | None, scheduled: bool) -> None:
+    def _write_refusal(self, tell: Tell, operation: Operation | None, whole: bool) -> None:
         def then(failed: Refusal | None) -> None:
             if failed is not None:
                 again = self.timeouts.retry_secs
-                self._set_timer(again, lambda: self._write_refusal(tell, operation, scheduled))
+                self._set_timer(again, lambda: self._write_refusal(tell, operation, whole))
                 return
             self._forget(operation)
             self._tell(tell)
 
-        self._write(Refused(tell.id, tell.tickets, tell.outcome.problem, scheduled), then)
+        self._write(Refused(tell.id, tell.tickets, tell.outcome.problem, whole), then)
 
     def _forget(self, operation: Operation | None) -> None:
         """What was refused may be proposed again. A function's refusal is kept for those who propose it too."""

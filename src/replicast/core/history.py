@@ -61,6 +61,7 @@ class History:
         withdrawn: The ids of what was taken back.
         refused: The tickets of inbox proposals that were refused.
         checkpoints: The checkpoints that a restart may use, by step.
+        pending: The ids of proposals that a checkpoint holds and that have no outcome yet.
     """
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
@@ -72,6 +73,7 @@ class History:
         self.withdrawn: set[str] = set()
         self.refused: set[str] = set()
         self.checkpoints: dict[int, Saved] = {}
+        self.pending: set[str] = set()
         self._contents: dict[tuple[str, str], Content] = {}
         for entry in entries:
             self.add(entry)
@@ -84,6 +86,7 @@ class History:
             case Committed():
                 self.committed[entry.sequence] = self.by_id[entry.id] = entry
                 self.scheduled.pop(entry.id, None)
+                self.pending.discard(entry.id)
             case Receipt():
                 self.receipts[entry.sequence] = entry
             case Scheduled():
@@ -91,14 +94,18 @@ class History:
             case Withdrawn():
                 self.withdrawn.add(entry.id)
                 self.scheduled.pop(entry.id, None)
+                self.pending.discard(entry.id)
             case Refused():
                 self.refused.update(entry.tickets)
                 if entry.whole:
                     self.scheduled.pop(entry.id, None)
+                    self.pending.discard(entry.id)
             case Decided():
                 self.decided[entry.sequence] = entry
             case Saved():
                 self.checkpoints[entry.step] = entry
+                ended = self.withdrawn.union(self.by_id)
+                self.pending.update(one.id for one in entry.pending if one.id not in ended)
             case Started(_, from_step):
                 kept = -1 if from_step is None else from_step
                 self.checkpoints = {step: one for step, one in self.checkpoints.items() if step <= kept}

@@ -37,9 +37,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """The last order at a boundary: the workers carry it out and go on; resumed with their answers."""
+    """The last order at a boundary: the workers carry it out and go on; resumed with their answers.
+
+    Attributes:
+        resume: Of an operation in which all workers rest: they need not wait for what comes of it.
+    """
 
     order: Order
+    resume: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +140,15 @@ class Job(Protocol):
 
     def new_id(self, kind: str) -> str:
         """An id for an update that nobody has given one."""
+
+    def open(self, operation: Operation) -> None:
+        """Adds an operation to the list."""
+
+    def promise(self, operation: Operation, at_step: int) -> None:
+        """Puts up the stop for the operation's next boundary, while all workers stand before it."""
+
+    def replay(self, operation: Operation) -> None:
+        """Gives the operation its next place in the order of replays."""
 
     def take_up_journal(self) -> None:
         """Opens what earlier attempts have left, then what was proposed meanwhile. All workers rest."""

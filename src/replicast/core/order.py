@@ -15,6 +15,8 @@ class Replica(Protocol):
     """
 
     rank: int
+    on_trial: bool
+    """Whether there is a copy to go back to."""
 
     def prepare(self, id_: str, content: Content) -> None:
         """Background. Fetches and checks the bytes; raises `Refuse` when they could not be applied."""
@@ -31,6 +33,9 @@ class Replica(Protocol):
         Raises:
             Refuse: It raised, or what it returned is not acceptable.
         """
+
+    def digest(self) -> str:
+        """The digest of the whole state."""
 
     def digests(self) -> dict[str, str]:
         """The digest of each variable."""
@@ -49,6 +54,12 @@ class Replica(Protocol):
 
     def go_back(self) -> None:
         """Makes the state that of `keep_copy` again."""
+
+    def report(self, report: Any, *, raises: bool) -> None:
+        """Hands an audit's report to the training thread, which raises it if it has to."""
+
+    def leave(self) -> None:
+        """The process ends, together with all others."""
 
     def drop_copy(self) -> None:
         """Forgets the copy."""

@@ -25,6 +25,10 @@ class Begin(Operation):
 
     kind: ClassVar[str] = "begin"
 
+    def __init__(self, id_: str) -> None:
+        super().__init__(id_)
+        self.in_trial = True
+
     def script(self, job: Job) -> Script:
         """The coordinator's side; the workers only rest."""
         from_step = None if job.start is None else job.start.step

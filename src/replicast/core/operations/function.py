@@ -16,9 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from replicast.core.entries import Payload
-from replicast.core.operation import Ask, Boundary, Go, Job, Operation, Record, Reserve, Script
-from replicast.core.operations.update import Apply, Prepare, committed, verified
+from replicast.core.operation import Ask, Boundary, Go, Job, Operation, Reserve, Script
+from replicast.core.operations.trial import tried
+from replicast.core.operations.update import Apply, committed, prepared_here, verified
 from replicast.core.order import Replica
 from replicast.core.proposal import Content, Proposal
 
@@ -47,8 +47,9 @@ class Function(Operation):
         computed = yield Ask(Compute(function.id), source, times.compute_secs, "compute the update")
         digest, content = computed[source[0]]
         update = replace(function, digest=digest, content=content)
-        yield Ask(Prepare(update.id, content), None, times.prepare_secs, "prepare the update")
-        yield Record(Payload(update.id, digest, content))
+        yield from prepared_here(job, update)
+        if function.trial is not None:
+            return (yield from tried(self, job, update, step))
         record = yield from committed(self, job, update, step)
         reports = yield Go(Apply(record.id, record.sequence))
         return (yield from verified(job, record, step, reports))

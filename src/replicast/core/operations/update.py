@@ -93,6 +93,21 @@ def prepared(update: Update, job: Job) -> Generator[AnyRequest, Any, None]:
         update.stage, update.step = Stage.SCHEDULED, proposal.at_step
 
 
+def made_here(
+    operation: Operation, job: Job, proposal: Proposal, step: int, *, heals: bool = False
+) -> Generator[AnyRequest, Any, Committed]:
+    """An update that was made at the boundary where all stand is prepared and committed there."""
+    yield from prepared_here(job, proposal)
+    return (yield from committed(operation, job, proposal, step, heals=heals))
+
+
+def prepared_here(job: Job, proposal: Proposal) -> Generator[AnyRequest, Any, None]:
+    """Every worker can apply it, and its payload is durable."""
+    order = Prepare(proposal.id, proposal.content)
+    yield Ask(order, None, job.timeouts.prepare_secs, "prepare the update")
+    yield Record(Payload(proposal.id, proposal.digest, proposal.content))
+
+
 def at_its_boundary(update: Update) -> Generator[AnyRequest, Any, int]:
     """All workers stand where it is applied."""
     step: int = yield Boundary(update.update.at_step if update.record is None else update.record.step)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from replicast.core import events as e
-from replicast.core.coordinator import Coordinator
-from replicast.core.messages import OUTSIDE
-from replicast.core.worker import Worker
+from replicast.core.messages import OUTSIDE, Tell
 from replicast.testing.simulation.process import Process
 from replicast.testing.simulation.replica import START, SimulatedReplica
 
@@ -21,6 +19,7 @@ class SimulatedGroup:
     Attributes:
         number: Its place in the order of claims.
         alive: Whether its processes run.
+        started_at: When its workers began.
         closing_at: When the first script came to its end.
     """
 
@@ -28,6 +27,7 @@ class SimulatedGroup:
         self.world = world
         self.number = world.disk.claim()
         self.alive = True
+        self.started_at = world.now
         self.closing_at = float("inf")
         self.log: list[Any] = []
         self.processes: list[Process] = []
@@ -43,6 +43,7 @@ class SimulatedGroup:
         if not self.alive:
             return
         world, plan = self.world, self.world.plan
+        self.started_at = world.now
         world.disk.count(self.number)
         history = world.disk.history()
         start = history.last_checkpoint()
@@ -57,8 +58,7 @@ class SimulatedGroup:
             plan.size, history, attempt=self.number, start=start, timeouts=world.timeouts
         )
         for rank in range(plan.size):
-            replica = SimulatedReplica(rank, step, values, holds, world.check_apply)
-            replica.group = self.number
+            replica = SimulatedReplica(rank, step, values, holds, world.check_apply, self._note_place)
             worker = kinds.worker(rank, step, plans=world.plans, timeouts=world.timeouts)
             process = Process(self, rank, worker, replica, coordinator if rank == 0 else None, places[rank])
             if plan.crash is not None and plan.crash[:2] == (self.number, rank):
@@ -68,6 +68,11 @@ class SimulatedGroup:
             process.start()
         for message in world.disk.inbox.values():
             self.from_outside(message)
+
+    def _note_place(self, replica: SimulatedReplica, snapshot: int) -> None:
+        """A script that starts again from a snapshot goes on where each training thread was."""
+        places = self.world.places.setdefault((self.number, snapshot), [0] * self.world.plan.size)
+        places[replica.rank] = self.processes[replica.rank].place_of_snapshot()
 
     def from_outside(self, message: Any) -> None:
         """The coordinator finds something in the run directory."""
@@ -88,6 +93,8 @@ class SimulatedGroup:
         if world.recording:
             world.say(f"coordinator → all: {world.described(message)}")
         self.log.append(message)
+        if isinstance(message, Tell):
+            world.checks.announced(message)
         for rank, polling in enumerate(self._polling):
             if not polling:
                 self._polling[rank] = True
@@ -141,12 +148,12 @@ class SimulatedGroup:
 
     # The end.
 
-    def ended(self, process: Process) -> None:
-        """The script of a process has ended."""
+    def ended(self, process: Process, *, left: bool = False) -> None:
+        """The script of a process has ended, or the process was told to end."""
         process.alive = False
-        if not any(one.alive for one in self.processes):
+        if self.alive and not any(one.alive for one in self.processes):
             self.alive = False
-            self.world.group_ended(self)
+            self.world.group_ended(self, left=left)
 
     def die(self, process: Process) -> None:
         """A process is gone; the launcher sees it soon."""

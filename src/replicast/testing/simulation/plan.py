@@ -8,10 +8,12 @@ from typing import Any
 
 from replicast.core.proposal import Proposal
 from replicast.testing.simulation.replica import Edit
+from replicast.trial import Trial
 
 Action = tuple[Any, ...]
 """What the script of every worker does behind a boundary; some of it on one worker only:
-("propose", rank, proposal), ("function", source, id, number, at_step), ("wait", rank, secs)."""
+("propose", rank, proposal), ("function", source, id, number, at_step, trial), ("wait", rank, secs);
+or all together: ("sync", source), ("save",), ("audit", policy)."""
 Incident = tuple[Any, ...]
 """What happens at a time, from outside: (time, kind, …)."""
 
@@ -27,6 +29,8 @@ class Plan:
         together: Whether a step is a transfer between all workers, as in synchronous training.
         script: What the training threads do behind each boundary, by step. Repeated when steps are.
         incidents: What happens from outside, and what goes wrong, by time.
+        save_every: Steps between planned checkpoints; 0 for none.
+        audit_every: Steps between planned audits; 0 for none.
         crash: A process dies between two of its commands: attempt, rank, after how many of them.
         unknown: The journal cannot tell whether this write, by number, was durable.
     """
@@ -38,6 +42,8 @@ class Plan:
     together: bool = True
     script: dict[int, list[Action]] = field(default_factory=dict)
     incidents: list[Incident] = field(default_factory=list)
+    save_every: int = 0
+    audit_every: int = 0
     crash: tuple[int, int, int] | None = None
     unknown: int | None = None
 
@@ -56,6 +62,8 @@ class _Chooser:
             steps=random.randrange(3, 9),
             stride=1 if random.random() < 0.8 else 2,
             together=random.random() < 0.8,
+            save_every=random.choice([0, 0, 2, 3]),
+            audit_every=random.choice([0, 0, 2, 4]),
         )
         self.result.steps -= self.result.steps % self.result.stride
         self.secs = self.result.steps * 0.4
@@ -76,19 +84,36 @@ class _Chooser:
         random, plan = self.random, self.result
         choice = random.random()
         rank = random.randrange(plan.size)
-        if choice < 0.35:
+        if choice < 0.27:
             self.act(("propose", rank, self.proposal("w")))
             if random.random() < 0.25:
                 self.act(("wait", rank, random.choice([0.05, 1.0])), same=True)
-        elif choice < 0.5:
+        elif choice < 0.37:
             number = None if random.random() < 0.15 else random.randrange(100)
-            self.act(("function", rank, f"f{len(plan.script)}{random.randrange(99)}", number, self.at_step()))
-        elif choice < 0.65:
+            id_ = f"f{len(plan.script)}{random.randrange(99)}"
+            self.act(("function", rank, id_, number, self.at_step(), self.trial()))
+        elif choice < 0.47:
             plan.incidents.append((self.when(), "thread", rank, self.proposal("t")))
-        elif choice < 0.9:
+        elif choice < 0.67:
             plan.incidents.append((self.when(), "push", f"push-{len(plan.incidents)}", self.proposal("p")))
+        elif choice < 0.75:
+            self.act(("sync", rank))
+        elif choice < 0.82:
+            self.act(("save",))
+        elif choice < 0.89:
+            self.act(("audit", "heal"))
+        elif choice < 0.96:
+            plan.incidents.append(
+                (self.when(), "request", rank, ("save", "audit", "leave")[random.randrange(3)])
+            )
         if self.proposed and random.random() < 0.15:
-            plan.incidents.append((self.when(), "withdraw", f"w-{len(plan.incidents)}", random.choice(self.proposed).id))
+            id_ = random.choice(self.proposed).id
+            plan.incidents.append((self.when(), "withdraw", f"w-{len(plan.incidents)}", id_))
+
+    def trial(self) -> Trial | None:
+        if self.random.random() < 0.8:
+            return None
+        return Trial(self.random.randrange(1, 4), "a", self.random.choice([-1.0, 0.0, 10.0]))
 
     def act(self, action: Action, *, same: bool = False) -> None:
         if not same:
@@ -103,9 +128,9 @@ class _Chooser:
             if random.random() < 0.6:
                 return known
             edits = self.edits()
-            return Proposal(known.id, str(edits), edits, known.at_step)
+            return Proposal(known.id, str(edits), edits, known.at_step, known.trial)
         edits = self.edits()
-        proposal = Proposal(f"{prefix}{len(self.proposed)}", str(edits), edits, self.at_step())
+        proposal = Proposal(f"{prefix}{len(self.proposed)}", str(edits), edits, self.at_step(), self.trial())
         self.proposed.append(proposal)
         return proposal
 
@@ -126,7 +151,10 @@ class _Chooser:
         random, plan = self.random, self.result
         rank = random.randrange(plan.size)
         choice = random.random()
-        if choice < 0.35:
+        if choice < 0.08 and plan.size > 1 and not any(one[1] == "drift" for one in plan.incidents):
+            plan.incidents.append((self.when(), "drift", rank, random.randrange(100)))
+            plan.script.setdefault(plan.steps, []).append(("audit", "heal"))
+        elif choice < 0.35:
             plan.crash = (int(random.random() * 1.3), rank, random.randrange(1, 70))
         elif choice < 0.45:
             plan.incidents.append((self.when(), "kill", rank))

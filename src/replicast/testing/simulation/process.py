@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from replicast.core import commands as c
 from replicast.core import events as e
 from replicast.core.coordinator import Coordinator
+from replicast.core.operations.leave import Exit
 from replicast.core.proposal import Proposal
 from replicast.core.refusal import Refuse
+from replicast.core.stage import Stage
 from replicast.core.worker import Worker
 from replicast.testing.simulation.replica import SimulatedReplica
 
@@ -54,6 +56,7 @@ class Process:
         self._tickets = 0
         self._last_ticket = ""
         self._write_ends = 0.0
+        self._resting: tuple[Any, ...] = ()
         self._handlers = {
             c.Send: self._send,
             c.Perform: self._perform,
@@ -132,7 +135,9 @@ class Process:
         if not self.alive:
             return
         world, disk, number = self.world, self.world.disk, self.group.number
-        if self.frozen_until > world.now:  # stopped before the write, and continued when another group has claimed
+        if (
+            self.frozen_until > world.now
+        ):  # stopped before the write, and continued when another group has claimed
             world.at(self.frozen_until, self._make_write, command)
             return
         world.writes += 1
@@ -184,6 +189,8 @@ class Process:
         if self.world.recording:
             self.world.say(f"worker {self.rank} does {self.world.described(command.order)}: {value}")
         self.feed(self.worker, e.Performed(command.number, value))
+        if isinstance(command.order, Exit):
+            self.group.ended(self, left=True)
 
     def _settle(self, machine: Worker, command: c.Settle) -> None:
         self.world.settled(self.group, command.ticket, command.tell)
@@ -194,7 +201,18 @@ class Process:
     def _pass(self, machine: Worker, command: c.Pass) -> None:
         self._play()
 
+    def place_of_snapshot(self) -> int:
+        """Where a restart from here goes on: what the script waits in now is done again."""
+        return self.place - 1 if self._resting else self.place
+
     def _continue(self, machine: Worker, command: c.Continue) -> None:
+        resting, self._resting = self._resting, ()
+        if (
+            resting
+            and resting[0] == "audit"
+            and getattr(command.outcome, "stage", None) is not Stage.VERIFIED
+        ):
+            self.world.unhealed = True
         if self.done:
             self.group.ended(self)
         else:
@@ -232,15 +250,17 @@ class Process:
                 case ("propose", rank, proposal):
                     if rank == self.rank:
                         self.propose(proposal, in_training=True)
-                case ("function", source, id_, number, at_step):
+                case ("function", source, id_, number, at_step, trial):
                     if source == self.rank:
                         self.replica.functions[id_] = number
-                    self.propose(Proposal(id_, "", None, at_step, None, source), in_training=True)
+                    self.propose(Proposal(id_, "", None, at_step, trial, source), in_training=True)
                 case ("wait", rank, secs):
                     if rank == self.rank and self._last_ticket:
+                        self._resting = action
                         self.feed(self.worker, e.Awaited(self._last_ticket, secs))
                         return
                 case _:
+                    self._resting = action
                     self.feed(self.worker, e.Rested(action))
                     return
         if self.replica.step >= plan.steps:

@@ -51,7 +51,8 @@ class SimulatedReplica:
         step: The step that its state is of.
         values: The variables.
         holds: The updates in it.
-        on_apply: Called with each update, its number, and the step, before it is applied.
+        on_apply: Called with each update and its number, before it is applied.
+        on_snapshot: Called with the number of each snapshot.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class SimulatedReplica:
         values: dict[str, int],
         holds: frozenset[int],
         on_apply: Callable[[SimulatedReplica, str, int], None],
+        on_snapshot: Callable[[SimulatedReplica, int], None],
     ) -> None:
         self.rank = rank
         self.step = step
@@ -71,6 +73,8 @@ class SimulatedReplica:
         self.no_room = False
         self.copy: dict[str, int] | None = None
         self._on_apply = on_apply
+        self._on_snapshot = on_snapshot
+        self._snapshots = 0
         self._prepared: dict[str, tuple[Edit, ...]] = {}
         self._metrics: list[int] = []
         self._copied_at = 0
@@ -95,10 +99,11 @@ class SimulatedReplica:
     def apply(self, id_: str, sequence: int) -> str:
         """As in `Replica`."""
         self._on_apply(self, id_, sequence)
-        change(self.values, self._prepared.pop(id_))
+        edits = self._prepared.pop(id_)
+        change(self.values, edits)
         self.applied.append((self.step, sequence, id_))
         self.holds.add(sequence)
-        return digest_of(self.values)
+        return ",".join(f"{name}={self.values[name]}" for _, name, _ in edits)
 
     def discard(self, id_: str) -> None:
         """As in `Replica`."""
@@ -111,6 +116,21 @@ class SimulatedReplica:
             raise Refuse("The function raised ValueError")
         edits = computed(self.values, number)
         return str(edits), edits
+
+    @property
+    def on_trial(self) -> bool:
+        """As in `Replica`."""
+        return self.copy is not None
+
+    def report(self, report: Any, *, raises: bool) -> None:
+        """As in `Replica`: nobody reads it."""
+
+    def leave(self) -> None:
+        """As in `Replica`: the process does it."""
+
+    def digest(self) -> str:
+        """As in `Replica`."""
+        return digest_of(self.values)
 
     def digests(self) -> dict[str, str]:
         """As in `Replica`."""
@@ -127,7 +147,9 @@ class SimulatedReplica:
 
     def snapshot(self) -> tuple[str, Hashable, frozenset[int]]:
         """As in `Replica`."""
-        return digest_of(self.values), tuple(self.values.items()), frozenset(self.holds)
+        self._snapshots += 1
+        self._on_snapshot(self, self._snapshots)
+        return self.digest(), (tuple(self.values.items()), self._snapshots), frozenset(self.holds)
 
     def keep_copy(self) -> None:
         """As in `Replica`."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from replicast.core.coordinator import Coordinator
-from replicast.core.messages import Propose, Tell, Withdraw
+from replicast.core.messages import Propose, Request, Tell, Withdraw
 from replicast.core.operation import Operation, Timeouts
+from replicast.core.operations.save import Snapshot
+from replicast.core.operations.sync import Digest
 from replicast.core.order import Order
 from replicast.core.proposal import Proposal
 from replicast.core.worker import Worker
@@ -67,7 +69,12 @@ class World:
         self.recording = recording
         self.random = Random(plan.seed)
         self.timeouts = TIMEOUTS
-        self.plans: Mapping[str, tuple[int, Order]] = {}
+        self.plans: dict[str, tuple[int, Order]] = {}
+        if plan.audit_every:
+            self.plans["audit"] = (plan.audit_every, Digest())
+        if plan.save_every:
+            self.plans["save"] = (plan.save_every, Snapshot())
+        self.unhealed = False
         self.now = 0.0
         self.writes = 0
         self.lines: list[str] = []
@@ -132,9 +139,15 @@ class World:
             if group is self.groups[-1]:
                 self.after(0.2, self._start_group)
 
-    def group_ended(self, group: SimulatedGroup) -> None:
-        """All scripts of a group have ended."""
-        if group is self.groups[-1]:
+    def group_ended(self, group: SimulatedGroup, *, left: bool) -> None:
+        """All scripts of a group have ended; one that was told to end is started again later."""
+        if group is not self.groups[-1]:
+            return
+        self.say(f"attempt {group.number} has {'left' if left else 'ended'}")
+        if left:
+            self.count("left")
+            self.after(1.0, self._start_group)
+        else:
             self.over = True
 
     # What happens from outside.
@@ -151,6 +164,10 @@ class World:
             case ("withdraw", ticket, id_):
                 self.checks.asked(ticket)
                 self._put_in_inbox(ticket, Withdraw(ticket, id_))
+            case ("request", rank, kind):
+                if group.alive and group.processes and group.processes[rank].alive:
+                    self.count("operations")
+                    group.processes[rank].run(group.send, rank, Request(kind))
             case ("full", secs):
                 self.disk.full_until = self.now + secs
             case ("zombie", secs):
@@ -183,6 +200,8 @@ class World:
             group.slow(rank, self.now + arguments[0])
         elif kind == "no_room":
             process.replica.no_room = True
+        elif kind == "drift" and process.replica.step < self.plan.steps:
+            process.replica.values["d"] = int(arguments[0])
 
     def _bury(self, group: SimulatedGroup) -> None:
         if group.alive:
