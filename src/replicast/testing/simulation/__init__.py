@@ -1,7 +1,7 @@
 """A whole job in one thread, in virtual time, from a seed."""
 
-from replicast.testing.simulation.check import StoryFailed
 from replicast.testing.simulation.plan import Plan, random_plan
+from replicast.testing.simulation.replica import StoryFailed
 from replicast.testing.simulation.world import Machines, World
 
 __all__ = ["Machines", "Plan", "StoryFailed", "World", "random_plan"]

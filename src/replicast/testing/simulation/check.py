@@ -9,15 +9,11 @@ from replicast.core.entries import Committed, Decided, Payload, Scheduled
 from replicast.core.messages import Propose, Tell
 from replicast.core.proposal import Proposal
 from replicast.core.stage import Stage
-from replicast.testing.simulation.replica import START, SimulatedReplica, change, train
+from replicast.testing.simulation.replica import START, SimulatedReplica, StoryFailed, change, train
 
 if TYPE_CHECKING:
     from replicast.testing.simulation.group import SimulatedGroup
     from replicast.testing.simulation.world import World
-
-
-class StoryFailed(AssertionError):
-    """A promise was broken."""
 
 
 class Checks:
@@ -133,6 +129,9 @@ class Checks:
         committed = self._world.disk.history().committed
         if sorted(committed) != list(range(1, len(committed) + 1)):
             raise StoryFailed(f"the journal has gaps: {sorted(committed)}")
+        decided = [one.sequence for one in self._world.disk.entries() if isinstance(one, Decided)]
+        if len(set(decided)) != len(decided):
+            raise StoryFailed(f"a trial was decided twice: {decided}")
         ids = [record.id for record in committed.values()]
         if len(set(ids)) != len(ids):
             raise StoryFailed(f"an update is in the journal twice: {ids}")
@@ -170,6 +169,9 @@ class Checks:
             never = proposal.content is None and (proposal.at_step or 0) > self._world.plan.steps
             if not has_outcome and not is_known and not never and self._was_in_time(ticket):
                 self._lost(ticket, proposal)
+            if record is not None and record.step < (proposal.at_step or 0) and record.digest == proposal.digest:
+                if self._only_at(proposal):
+                    raise StoryFailed(f"{proposal.id} is for step {proposal.at_step}, not {record.step}")
         for (id_, digest), stages in self._stages.items():
             record = history.by_id.get(id_)
             if record is not None and digest in ("", record.digest) and stages == {Stage.REFUSED}:
@@ -187,6 +189,10 @@ class Checks:
         group = world.groups[-1]
         seen = self._times[ticket] if ticket[0].isdigit() else max(self._times[ticket], group.started_at)
         return seen + 0.06 < group.closing_at
+
+    def _only_at(self, proposal: Proposal) -> bool:
+        """Whether nobody has proposed it for another step."""
+        return all(one.at_step == proposal.at_step for one in self._proposals.values() if one.id == proposal.id)
 
     def _lost(self, ticket: str, proposal: Proposal) -> None:
         """A proposal without an outcome: only what lived in a process that died may end so."""

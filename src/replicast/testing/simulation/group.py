@@ -47,6 +47,10 @@ class SimulatedGroup:
         world.disk.count(self.number)
         history = world.disk.history()
         start = history.last_checkpoint()
+        if start is not None and plan.go_back:
+            world.fired("damaged checkpoint")
+            earlier = [step for step in history.checkpoints if step < start.step]
+            start = history.checkpoints[max(earlier)] if earlier else None
         step, values, holds, places = 0, START, frozenset[int](), [0] * plan.size
         if start is not None:
             state: Any = start.state

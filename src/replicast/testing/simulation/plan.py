@@ -12,7 +12,7 @@ from replicast.trial import Trial
 
 Action = tuple[Any, ...]
 """What the script of every worker does behind a boundary; some of it on one worker only:
-("propose", rank, proposal), ("function", source, id, number, at_step, trial), ("wait", rank, secs);
+("propose", rank, proposal), ("function", source, id, number, at_step, trial, by), ("wait", rank, secs);
 or all together: ("sync", source), ("save",), ("audit", policy)."""
 Incident = tuple[Any, ...]
 """What happens at a time, from outside: (time, kind, …)."""
@@ -31,6 +31,7 @@ class Plan:
         incidents: What happens from outside, and what goes wrong, by time.
         save_every: Steps between planned checkpoints; 0 for none.
         audit_every: Steps between planned audits; 0 for none.
+        go_back: The last checkpoint is damaged when a group starts again: it takes the one before.
         crash: A process dies between two of its commands: attempt, rank, after how many of them.
         unknown: The journal cannot tell whether this write, by number, was durable.
     """
@@ -44,6 +45,7 @@ class Plan:
     incidents: list[Incident] = field(default_factory=list)
     save_every: int = 0
     audit_every: int = 0
+    go_back: bool = False
     crash: tuple[int, int, int] | None = None
     unknown: int | None = None
 
@@ -62,8 +64,9 @@ class _Chooser:
             steps=random.randrange(3, 9),
             stride=1 if random.random() < 0.8 else 2,
             together=random.random() < 0.8,
-            save_every=random.choice([0, 0, 2, 3]),
+            save_every=random.choice([0, 1, 2, 3]),
             audit_every=random.choice([0, 0, 2, 4]),
+            go_back=random.random() < 0.15,
         )
         self.result.steps -= self.result.steps % self.result.stride
         self.secs = self.result.steps * 0.4
@@ -91,7 +94,8 @@ class _Chooser:
         elif choice < 0.37:
             number = None if random.random() < 0.15 else random.randrange(100)
             id_ = f"f{len(plan.script)}{random.randrange(99)}"
-            self.act(("function", rank, id_, number, self.at_step(), self.trial()))
+            by = None if random.random() < 0.8 else random.randrange(plan.size)
+            self.act(("function", rank, id_, number, self.at_step(), self.trial(), by))
         elif choice < 0.47:
             plan.incidents.append((self.when(), "thread", rank, self.proposal("t")))
         elif choice < 0.67:
@@ -101,7 +105,7 @@ class _Chooser:
         elif choice < 0.82:
             self.act(("save",))
         elif choice < 0.89:
-            self.act(("audit", "heal"))
+            self.act(("audit", ("heal", "heal", "raise", "warn")[random.randrange(4)]))
         elif choice < 0.96:
             plan.incidents.append(
                 (self.when(), "request", rank, ("save", "audit", "leave")[random.randrange(3)])
@@ -167,7 +171,9 @@ class _Chooser:
             plan.incidents.append((self.when(), "full", random.random() * 1.0))
         elif choice < 0.85:
             plan.incidents.append((self.when(), "zombie", random.random() * 6))
-        elif choice < 0.95:
+        elif choice < 0.92:
             plan.incidents.append((self.when(), "no_room", rank))
+        elif choice < 0.96:
+            plan.incidents.append((self.when(), "hang", rank))
         else:
             plan.unknown = random.randrange(1, 12)

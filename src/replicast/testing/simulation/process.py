@@ -28,6 +28,7 @@ class Process:
 
     Attributes:
         frozen_until: Stopped by SIGSTOP until then.
+        hangs: The next thing that it does in the background never ends.
         place: How many actions of the script behind the current boundary are done.
     """
 
@@ -49,6 +50,7 @@ class Process:
         self.place = place
         self.alive = True
         self.done = False
+        self.hangs = False
         self.frozen_until = 0.0
         self.commands_left = -1
         self._events: deque[tuple[Any, Any]] = deque()
@@ -170,7 +172,12 @@ class Process:
     def _perform(self, machine: Worker, command: c.Perform) -> None:
         delay = self.world.random.random()
         if command.order.in_background:
-            self.world.after(0.005 + delay * 0.1, self._carry_out, command)
+            if self.hangs:
+                self.hangs = False
+                self.world.fired("hung transfer")
+                return
+            secs = 0.005 + delay * 0.1 if delay < 0.9 else delay
+            self.world.after(secs, self._carry_out, command)
         elif delay < 0.3:
             self.world.after(delay * 0.1, self._carry_out, command)
         else:
@@ -186,6 +193,7 @@ class Process:
             value = command.order.perform(self.replica)
         except Refuse as error:
             value = error.refusal
+            self.world.fired("refused by a worker")
         if self.world.recording:
             self.world.say(f"worker {self.rank} does {self.world.described(command.order)}: {value}")
         self.feed(self.worker, e.Performed(command.number, value))
@@ -250,7 +258,9 @@ class Process:
                 case ("propose", rank, proposal):
                     if rank == self.rank:
                         self.propose(proposal, in_training=True)
-                case ("function", source, id_, number, at_step, trial):
+                case ("function", source, id_, number, at_step, trial, by):
+                    if by not in (None, self.rank):
+                        continue
                     if source == self.rank:
                         self.replica.functions[id_] = number
                     self.propose(Proposal(id_, "", None, at_step, trial, source), in_training=True)

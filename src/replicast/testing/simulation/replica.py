@@ -8,6 +8,11 @@ from typing import Any
 from replicast.core.refusal import Refuse
 from replicast.trial import Trial
 
+
+class StoryFailed(AssertionError):  # noqa: N818 - read as a sentence
+    """A promise was broken."""
+
+
 PRIME = 10007
 START = {"a": 1, "b": 2, "d": 3}
 """The variables of a fresh model. Training changes `a` and `b`; only `d` is ever changed on one worker alone."""
@@ -99,6 +104,8 @@ class SimulatedReplica:
     def apply(self, id_: str, sequence: int) -> str:
         """As in `Replica`."""
         self._on_apply(self, id_, sequence)
+        if id_ not in self._prepared:
+            raise StoryFailed(f"worker {self.rank} applies {id_}, which it has not prepared")
         edits = self._prepared.pop(id_)
         change(self.values, edits)
         self.applied.append((self.step, sequence, id_))

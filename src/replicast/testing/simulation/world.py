@@ -17,11 +17,12 @@ from replicast.core.operations.sync import Digest
 from replicast.core.order import Order
 from replicast.core.proposal import Proposal
 from replicast.core.worker import Worker
-from replicast.testing.simulation.check import Checks, StoryFailed
+from replicast.testing.simulation.check import Checks
 from replicast.testing.simulation.disk import Disk
 from replicast.testing.simulation.group import SimulatedGroup
 from replicast.testing.simulation.plan import Plan
 from replicast.testing.simulation.process import Process
+from replicast.testing.simulation.replica import StoryFailed
 from replicast.testing.simulation.transcript import described
 
 TIMEOUTS = Timeouts(
@@ -55,6 +56,7 @@ class World:
         plan: What happens.
         machines: The state machines.
         recording: Whether to keep a transcript.
+        most_events: After so many events, something waits for ever.
 
     Attributes:
         now: Virtual seconds.
@@ -63,10 +65,18 @@ class World:
         faults: Which faults have fired, and how often.
     """
 
-    def __init__(self, plan: Plan, machines: Machines | None = None, *, recording: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        machines: Machines | None = None,
+        *,
+        recording: bool = False,
+        most_events: int = MOST_EVENTS,
+    ) -> None:
         self.plan = plan
         self.machines = machines or Machines()
         self.recording = recording
+        self._most_events = most_events
         self.random = Random(plan.seed)
         self.timeouts = TIMEOUTS
         self.plans: dict[str, tuple[int, Order]] = {}
@@ -105,7 +115,7 @@ class World:
             self.now, _, act, arguments = heapq.heappop(heap)
             act(*arguments)
             events += 1
-            if self.now > MOST_SECS or events > MOST_EVENTS:
+            if self.now > MOST_SECS or events > self._most_events:
                 break
         if not self.over:
             raise StoryFailed("something waits for ever")
@@ -188,7 +198,7 @@ class World:
         if not process.alive:
             return
         self.say(f"fault: {kind} worker {rank}")
-        if kind != "slow":
+        if kind not in ("slow", "hang", "no_room"):
             self.fired(kind)
         if kind == "kill":
             group.die(process)
@@ -200,6 +210,8 @@ class World:
             group.slow(rank, self.now + arguments[0])
         elif kind == "no_room":
             process.replica.no_room = True
+        elif kind == "hang":
+            process.hangs = True
         elif kind == "drift" and process.replica.step < self.plan.steps:
             process.replica.values["d"] = int(arguments[0])
 

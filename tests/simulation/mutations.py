@@ -1,0 +1,339 @@
+"""Deliberate breaks of the core, each of which the simulation must notice.
+
+`python -m tests.simulation.mutations` prints after how many schedules each one is caught, for docs/faults.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from replicast.core import coordinator as coordinator_module
+from replicast.core.boundaries import Boundaries
+from replicast.core.commands import CloseInbox, Write
+from replicast.core.coordinator import Coordinator
+from replicast.core.entries import Committed, Scheduled
+from replicast.core.events import WriteOutcome
+from replicast.core.gather import Gather
+from replicast.core.history import History
+from replicast.core.meeting import Meeting
+from replicast.core.messages import Tell
+from replicast.core.operation import Boundary, EarlierSettled, Outcome, Record
+from replicast.core.operations import audit as audit_module
+from replicast.core.operations.trial import End
+from replicast.core.stage import Stage
+from replicast.core.worker import Worker
+from replicast.testing.simulation import StoryFailed, World, random_plan
+from replicast.testing.simulation import disk as disk_module
+
+Mutation = Callable[[], contextlib.AbstractContextManager[Any]]
+MUTATIONS: dict[str, Mutation] = {}
+_original = {
+    (owner, name): getattr(owner, name)
+    for owner, name in [
+        (Boundaries, "want"),
+        (Coordinator, "_finish"),
+        (Coordinator, "_propose"),
+        (Coordinator, "_serve"),
+        (Coordinator, "_withdraw"),
+        (Coordinator, "_written"),
+        (History, "after"),
+        (Meeting, "step"),
+        (Worker, "_do"),
+        (Worker, "_go_on"),
+        (Worker, "_on_message"),
+        (coordinator_module, "replayed"),
+    ]
+}
+
+
+def mutation(make: Mutation) -> Mutation:
+    MUTATIONS[make.__name__.replace("_", " ")] = make
+    return make
+
+
+def broken(owner: Any, name: str, value: Any) -> contextlib.AbstractContextManager[Any]:
+    return mock.patch.object(owner, name, value)
+
+
+@mutation
+def skip_the_stop() -> Any:
+    """The workers have said where they are: that is taken for standing there."""
+    return broken(Meeting, "step", lambda self: self.latest if self.answered else None)
+
+
+@mutation
+def pass_a_boundary_in_spite_of_a_stop() -> Any:
+    def go_on(self: Worker) -> None:
+        stops, self._stops = self._stops, {}
+        _original[Worker, "_go_on"](self)
+        self._stops = stops
+
+    return broken(Worker, "_go_on", go_on)
+
+
+@mutation
+def choose_the_earliest_boundary_instead_of_the_latest() -> Any:
+    return broken(Meeting, "latest", property(lambda self: min(self.steps.values())))
+
+
+@mutation
+def apply_twice() -> Any:
+    def do(self: Worker, number: int, order: Any) -> None:
+        _original[Worker, "_do"](self, number, order)
+        if not order.in_background:
+            _original[Worker, "_do"](self, number, order)
+
+    return broken(Worker, "_do", do)
+
+
+@mutation
+def acknowledge_before_the_journal_is_durable() -> Any:
+    def write(self: Coordinator, entry: Any, then: Callable[[Any], None]) -> None:
+        number = next(self._numbers)
+        self._writes[number] = entry, lambda refusal: None
+        self._commands.append(Write(number, entry))
+        self.history.add(entry)
+        then(None)
+
+    return broken(Coordinator, "_write", write)
+
+
+@mutation
+def let_a_stale_groups_records_count() -> Any:
+    return broken(disk_module, "valid", lambda groups: [entry for group in groups for entry in group.entries])
+
+
+@mutation
+def do_not_look_for_a_later_claim_after_a_write() -> Any:
+    def written(self: Coordinator, number: int, outcome: WriteOutcome) -> None:
+        fenced = outcome is WriteOutcome.FENCED
+        _original[Coordinator, "_written"](self, number, WriteOutcome.DURABLE if fenced else outcome)
+
+    return broken(Coordinator, "_written", written)
+
+
+@mutation
+def commit_after_a_refusal() -> Any:
+    return broken(Gather, "refusal", lambda self: None)
+
+
+@mutation
+def forget_the_id_check() -> Any:
+    def propose(self: Coordinator, rank: int, message: Any) -> None:
+        if self._early is None:
+            self._known.pop(message.proposal.id, None)
+            self.history.by_id.pop(message.proposal.id, None)
+        _original[Coordinator, "_propose"](self, rank, message)
+
+    return broken(Coordinator, "_propose", propose)
+
+
+@mutation
+def accept_other_content_under_the_same_id() -> Any:
+    return broken(coordinator_module, "_digest_of", lambda known, record: mock.ANY)
+
+
+@mutation
+def apply_in_another_order_on_one_worker() -> Any:
+    def go_on(self: Worker) -> None:
+        if self.rank == 1:
+            self._orders.reverse()
+        _original[Worker, "_go_on"](self)
+
+    return broken(Worker, "_go_on", go_on)
+
+
+@mutation
+def lose_a_withdrawal() -> Any:
+    def withdraw(self: Coordinator, ticket: str, id_: str) -> None:
+        self._tell(Tell(id_, (ticket,), Stage.WITHDRAWN))
+
+    return broken(Coordinator, "_withdraw", withdraw)
+
+
+@mutation
+def tell_a_withdrawal_before_it_is_written() -> Any:
+    def withdraw(self: Coordinator, ticket: str, id_: str) -> None:
+        if id_ in self._known:
+            self._tell(Tell(id_, (ticket,), Stage.WITHDRAWN))
+        _original[Coordinator, "_withdraw"](self, ticket, id_)
+
+    return broken(Coordinator, "_withdraw", withdraw)
+
+
+@mutation
+def replay_at_the_step_after() -> Any:
+    def replayed(proposal: Any, record: Committed, decided: Any) -> Any:
+        return _original[coordinator_module, "replayed"](proposal, replace(record, step=record.step + 1), decided)
+
+    return broken(coordinator_module, "replayed", replayed)
+
+
+@mutation
+def replay_what_the_checkpoint_holds() -> Any:
+    return broken(History, "after", lambda self, holds: _original[History, "after"](self, frozenset()))
+
+
+@mutation
+def forget_the_last_replay() -> Any:
+    return broken(History, "after", lambda self, holds: _original[History, "after"](self, holds)[:-1])
+
+
+@mutation
+def let_new_updates_overtake_replays() -> Any:
+    return broken(Boundaries, "_is_next", lambda self, operation, step: True)
+
+
+@mutation
+def decide_a_trial_again_after_a_restart() -> Any:
+    def replayed(proposal: Any, record: Committed, decided: Any) -> Any:
+        return _original[coordinator_module, "replayed"](proposal, record, None)
+
+    return broken(coordinator_module, "replayed", replayed)
+
+
+@mutation
+def revert_a_trial_on_all_workers_but_one() -> Any:
+    def perform(self: End, replica: Any) -> str:
+        if not self.kept and replica.rank != 1:
+            replica.go_back()
+        replica.drop_copy()
+        return str(replica.digest())
+
+    return broken(End, "perform", perform)
+
+
+@mutation
+def commit_others_during_a_trial() -> Any:
+    return broken(Coordinator, "_deferred", lambda self, operation: None)
+
+
+@mutation
+def save_during_a_trial() -> Any:
+    from replicast.core.operations.save import Snapshot
+
+    return broken(Snapshot, "perform", lambda self, replica: replica.snapshot())
+
+
+@mutation
+def forget_uncommitted_proposals_in_a_checkpoint() -> Any:
+    return broken(Coordinator, "pending", lambda self: ())
+
+
+@mutation
+def promise_a_step_without_writing_it_down() -> Any:
+    def serve(self: Coordinator, operation: Any, request: Any) -> None:
+        if isinstance(request, Record) and isinstance(request.entry, Scheduled):
+            self._run(operation, None)
+        else:
+            _original[Coordinator, "_serve"](self, operation, request)
+
+    return broken(Coordinator, "_serve", serve)
+
+
+@mutation
+def ignore_at_step() -> Any:
+    def want(self: Boundaries, operation: Any, at_step: int | None) -> None:
+        if operation.replays is None and operation is not None and operation.meeting is not None:
+            self._release(operation.meeting)
+            operation.meeting = None
+        _original[Boundaries, "want"](self, operation, None if operation.replays is None else at_step)
+
+    return broken(Boundaries, "want", want)
+
+
+@mutation
+def remove_from_the_inbox_when_it_is_read() -> Any:
+    def propose(self: Coordinator, rank: int, message: Any) -> None:
+        _original[Coordinator, "_propose"](self, rank, message)
+        if message.ticket in self._inbox:
+            self._inbox.discard(message.ticket)
+            self._commands.append(CloseInbox(message.ticket, Tell(message.proposal.id, (), Stage.PROPOSED)))
+
+    return broken(Coordinator, "_propose", propose)
+
+
+@mutation
+def tell_a_refusal_that_a_restart_would_undo() -> Any:
+    def write_refusal(self: Coordinator, tell: Tell, operation: Any, whole: bool) -> None:
+        self._forget(operation)
+        self._tell(tell)
+
+    return broken(Coordinator, "_write_refusal", write_refusal)
+
+
+@mutation
+def wait_without_a_deadline() -> Any:
+    return broken(Coordinator, "_set_timer", lambda self, secs, then: None)
+
+
+@mutation
+def do_not_ask_again_when_a_worker_rests_early() -> Any:
+    def at(self: Boundaries, rank: int, number: int, step: int, standing: bool) -> None:
+        meeting = self._meetings.get(number)
+        if meeting is not None and meeting.at_step is None and meeting.answered and step < meeting.target:
+            return
+        _original_at(self, rank, number, step, standing)
+
+    _original_at = Boundaries.at
+    return broken(Boundaries, "at", at)
+
+
+@mutation
+def keep_checkpoints_that_were_given_up() -> Any:
+    from replicast.core.operations.begin import Begin
+
+    def script(self: Begin, job: Any) -> Any:
+        job.take_up_journal()
+        yield EarlierSettled()
+        yield Boundary()
+        return Outcome(Stage.VERIFIED)
+
+    return broken(Begin, "script", script)
+
+
+@mutation
+def save_a_state_that_differs_between_workers() -> Any:
+    from replicast.core.operations import leave as leave_module
+    from replicast.core.operations import save as save_module
+
+    original = save_module.saved
+
+    def saved(job: Any, step: int, snapshots: Any) -> Any:
+        return original(job, step, dict.fromkeys(snapshots, snapshots[0]))
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(broken(save_module, "saved", saved))
+    stack.enter_context(broken(leave_module, "saved", saved))
+    return stack
+
+
+@mutation
+def heal_nothing() -> Any:
+    return broken(audit_module, "differing", lambda seen, source: ())
+
+
+def schedules_until_caught(name: str, most: int) -> int | None:
+    """How many seeds it takes, from 0 on, until a story fails; None when none of them does."""
+    # The break lasts as long as the stories: nothing of it reaches the next test.
+    with MUTATIONS[name]():
+        for seed in range(most):
+            try:
+                World(random_plan(seed), most_events=5000).run()
+            except StoryFailed:
+                return seed + 1
+    return None
+
+
+def main() -> None:
+    print("| break | caught after schedules |\n| --- | --- |")
+    for name in MUTATIONS:
+        print(f"| {name} | {schedules_until_caught(name, 20_000)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
