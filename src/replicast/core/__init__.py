@@ -7,16 +7,16 @@ simulation can run a whole job of them in one thread, in virtual time, from a se
     on every worker     worker = Worker(rank, step)
     on worker 0         coordinator = Coordinator(size, history, attempt=…, start=checkpoint)
 
-    a message, a boundary, a finished write, a timer  ──►  handle(event)  ──►  commands, to be carried out in order
+    a message, a boundary, a finished write, a timer ──► handle(event) ──► commands, carried out in order
 
 What the runtime has to keep to:
 
 - Each machine is called by one thread at a time.
 - `Broadcast` appends to one log, which every worker reads in order. What a worker sends arrives in order.
-- Writes are carried out one after the other, in order. After each write, and before `Written`, the writer looks
-  for a later claim of the run directory (`history.py`).
-- A training thread at a boundary makes an `Arrived` and waits for `Pass`. When `Worker.idle(step)` says that
-  there is nothing to do, it need not: that is one uncontended lock.
+- Writes are carried out one after the other, in order. After each write, and before `Written`, the writer
+  looks for a later claim of the run directory (`history.py`).
+- A training thread at a boundary makes an `Arrived` and waits for `Pass`. When `Worker.passes(step)` says
+  that there is nothing to do, it need not: that is one uncontended lock.
 - An order that is not `in_background` is carried out by the training thread, which stands.
 - What a training thread has proposed is sent before that thread arrives at the next boundary or rests.
 

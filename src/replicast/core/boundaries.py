@@ -20,6 +20,9 @@ from replicast.core.messages import Meet, Release, Rest, Stop, ToWorkers
 from replicast.core.operation import Operation, Timeouts
 from replicast.core.refusal import Refusal
 
+MOST_SHARED = 16
+"""After so many operations at one boundary, training goes on before the next one."""
+
 
 class Boundaries:
     """The stops of all workers. A part of the coordinator.
@@ -33,6 +36,7 @@ class Boundaries:
         resume: Goes on with a script, with a value or a `Refusal`.
         deferred: Why an operation may not run now wherever the workers stand, and until which step; None when
             it may.
+        note_deferred: Called when it is known why an operation waits.
         end_job: Ends the job, with the reason.
 
     Attributes:
@@ -50,6 +54,7 @@ class Boundaries:
         set_timer: Callable[[float, Callable[[], None]], None],
         resume: Callable[[Operation, Any], None],
         deferred: Callable[[Operation], tuple[str, int] | None],
+        note_deferred: Callable[[Operation], None],
         end_job: Callable[[str], None],
     ) -> None:
         self.size = size
@@ -61,6 +66,7 @@ class Boundaries:
         self._set_timer = set_timer
         self._resume = resume
         self._deferred = deferred
+        self._note_deferred = note_deferred
         self._end_job = end_job
         self._meetings: dict[int, Meeting] = {}
         self._reserving: dict[int, Operation] = {}
@@ -69,6 +75,7 @@ class Boundaries:
         self._replays: list[tuple[tuple[float, float], int]] = []
         self._here: tuple[Meeting | None, int] | None = None
         self._turn: list[Operation] = []
+        self._shared = 0
 
     # What operations want.
 
@@ -187,14 +194,30 @@ class Boundaries:
             if self._deferred(operation) is not None:  # a trial has begun just now
                 self._wait(operation)
                 continue
-            self.speaker, operation.meeting = operation, None
+            self.speaker, operation.meeting, operation.waits_for = operation, None, ""
             self._resume(operation, self._here[1])
             return True
+        if self._here is not None and self._share(self._here[1]):
+            return True
         if self._here is not None:
-            meeting, self._here = self._here[0], None
-            if meeting is not None:
-                self._release(meeting)
+            used, self._here = self._here[0], None
+            if used is not None:
+                self._release(used)
         return self._find_turn()
+
+    def _share(self, step: int) -> bool:
+        """What has become ready meanwhile has its turn here too, as long as that keeps nobody for long."""
+        ready = [one for one in self._waiting if one.meeting is None and self._can_run(one, step)]
+        if not ready or self._shared >= MOST_SHARED:
+            return False
+        self._shared += len(ready)
+        self._turn = ready
+        for one in ready:
+            self._waiting.remove(one)
+        return True
+
+    def _can_run(self, operation: Operation, step: int) -> bool:
+        return self._deferred(operation) is None and self._is_next(operation, step)
 
     def _find_turn(self) -> bool:
         resting, wanted = self.resting_step(), False
@@ -230,17 +253,20 @@ class Boundaries:
         return operation.replays == first if operation.replays is not None else first[0] > step
 
     def _give_turns(self, operation: Operation, step: int, resting: int | None) -> None:
-        if operation.meeting is not None:
-            self._turn, meeting = [operation], operation.meeting
-        else:
-            self._turn = [one for one in self._waiting if one.meeting is None and self._deferred(one) is None]
+        meeting = operation.meeting
+        self._turn = [operation]
+        if meeting is None:
             meeting = self._next if resting is None else None
+            self._turn = [one for one in self._waiting if one.meeting is None and self._deferred(one) is None]
         for one in self._turn:
             self._waiting.remove(one)
         self._here = meeting, step
+        self._shared = len(self._turn)
 
     def _put_off(self, operation: Operation, reason: str, until: int) -> None:
-        operation.waits_for = reason
+        if operation.waits_for != reason:
+            operation.waits_for = reason
+            self._note_deferred(operation)
         meeting = operation.meeting
         if meeting is not None and meeting.standing and until > meeting.target:
             meeting.aim(until)

@@ -57,7 +57,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Perform:
-    """Worker: carry out an order, in the background or in the training thread; `Performed` says the result."""
+    """Worker: carry out an order, in the background or in the training thread; `Performed` is the result."""
 
     number: int | tuple[str, int]
     order: Order

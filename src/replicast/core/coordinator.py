@@ -1,68 +1,34 @@
-"""The coordinator: one ordered list of operations, and the scripts that carry them out.
+"""The coordinator: one ordered list of operations; what is put into it, and who is told what came of it.
 
-    Propose, Request, Rest ──► an operation at the end of the list; its script runs until it asks for something
-    Ask       ──► Do to the workers; their answers resume the script                      (`Gather`)
-    Record    ──► Write; when the entry is durable, the script goes on
-    Boundary  ──► Stop to the workers; when all stand at one boundary, it has the turn     (`Boundaries`)
-    Go        ──► Do to the workers; the turn is over, and the next operation has it, or `Release`
-    return    ──► Tell to those who hold a ticket
+    Propose, Request, Rest, a planned step ──► an operation at the end of the list; its script runs (`Engine`)
+    it ends ──► Tell to those who hold a ticket, Resume to those who rest in it
 
-Preparing goes on side by side. While a trial is under way, most operations wait for its end.
+While a trial is under way, most operations wait for its end.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from replicast.core.boundaries import Boundaries
-from replicast.core.commands import Broadcast, CloseInbox, CoordinatorCommand, EndJob, SetTimer, Write
+from replicast.core.commands import CloseInbox
+from replicast.core.engine import UNDECIDED, Engine
 from replicast.core.entries import Committed, Entry, Refused, Saved, Withdrawn
-from replicast.core.events import CoordinatorEvent, FromWorker, TimerFired, WriteOutcome, Written
-from replicast.core.gather import Gather
 from replicast.core.history import History
-from replicast.core.messages import (
-    OUTSIDE,
-    Answer,
-    At,
-    Do,
-    Propose,
-    Request,
-    Rest,
-    Resume,
-    Tell,
-    ToCoordinator,
-    ToWorkers,
-    Withdraw,
-)
-from replicast.core.operation import (
-    AnyRequest,
-    Ask,
-    Boundary,
-    Collect,
-    EarlierSettled,
-    Go,
-    Operation,
-    Outcome,
-    Record,
-    Reserve,
-    Timeouts,
-)
+from replicast.core.messages import OUTSIDE, Answer, At, Propose, Request, Rest, Tell, ToCoordinator, Withdraw
+from replicast.core.operation import Operation, Outcome, Script, Timeouts
 from replicast.core.operations.catalog import collective, planned, proposed, replayed, requested
 from replicast.core.operations.function import Function
 from replicast.core.proposal import Proposal
-from replicast.core.refusal import JobEnds, Refusal, Refuse
+from replicast.core.refusal import Refusal
 from replicast.core.stage import Stage
 
 AHEAD = 4
 """How many updates of the journal are prepared before their step comes."""
-_UNDECIDED = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
 
 
-class Coordinator:
+class Coordinator(Engine):
     """The state machine that decides. It lives in worker 0.
 
     Args:
@@ -74,7 +40,6 @@ class Coordinator:
 
     Attributes:
         operations: What is under way, in order: `status` reads it, and so do tickets, through `Tell`.
-        history: What the journal says, kept up to date.
         trial: The operation whose trial is under way.
         leaving: All workers are told to end: nothing more is decided.
     """
@@ -88,52 +53,16 @@ class Coordinator:
         start: Saved | None = None,
         timeouts: Timeouts | None = None,
     ) -> None:
-        self.size = size
-        self.history = history
+        super().__init__(size, history, timeouts or Timeouts())
         self.attempt = attempt
         self.start = start
-        self.timeouts = timeouts or Timeouts()
-        self.operations: dict[int, Operation] = {}
         self.trial: Operation | None = None
         self.leaving = False
-        self._numbers = itertools.count(1)
         self._known: dict[str, Operation] = {}
         self._early: list[tuple[int, Propose]] | None = []
         self._inbox: set[str] = set()
         self._in_checkpoints = set(history.pending)
-        self._gathers: dict[int | tuple[str, int], tuple[Gather, Operation]] = {}
-        self._writes: dict[int, tuple[Entry, Callable[[Refusal | None], None]]] = {}
-        self._timers: dict[int, Callable[[], None]] = {}
-        self._settling: list[tuple[Operation, int]] = []
         self._replays: deque[Operation] = deque()
-        self._over = False
-        self._commands: list[CoordinatorCommand] = []
-        self.boundaries = Boundaries(
-            size,
-            self.timeouts,
-            self._numbers,
-            say=self._say,
-            set_timer=self._set_timer,
-            resume=self._run,
-            deferred=self._deferred,
-            end_job=self._end_job,
-        )
-
-    def handle(self, event: CoordinatorEvent) -> list[CoordinatorCommand]:
-        """What is to be done, in this order."""
-        self._commands = commands = list[CoordinatorCommand]()
-        if self._over:
-            return commands
-        match event:
-            case FromWorker(rank, message):
-                self._on_message(rank, message)
-            case Written(number, outcome):
-                self._written(number, outcome)
-            case TimerFired(number):
-                self._timers.pop(number, lambda: None)()
-        while not self._over and (self.boundaries.schedule() or self._settle_next()):
-            pass
-        return commands
 
     # What comes in.
 
@@ -152,7 +81,7 @@ class Coordinator:
                     self._inbox.add(ticket)
                 self._withdraw(ticket, id_)
             case Request(kind):
-                if not any(one.kind == kind and one.stage in _UNDECIDED for one in self.operations.values()):
+                if not any(one.kind == kind and one.stage in UNDECIDED for one in self.operations.values()):
                     self.open(requested(kind, self.new_id(kind)))
 
     def _propose(self, rank: int, message: Propose) -> None:
@@ -204,7 +133,10 @@ class Coordinator:
         """Whatever is not committed can be taken back."""
         operation = self._known.get(id_)
         has_turn = operation is not None and operation is self.boundaries.speaker
-        if operation is None or has_turn or operation.withdrawing or operation.stage not in _UNDECIDED:
+        if operation is not None and operation.withdrawing:
+            operation.tickets.append(ticket)
+            return
+        if operation is None or has_turn or operation.stage not in UNDECIDED:
             stage = Stage.WITHDRAWN if id_ in self.history.withdrawn else Stage.REFUSED
             self._tell(
                 Tell(id_, (ticket,), stage, outcome=Refusal(f"{id_} is unknown, or committed already"))
@@ -304,7 +236,7 @@ class Coordinator:
         return tuple(
             one.proposal
             for one in self.operations.values()
-            if one.proposal is not None and one.proposal.content is not None and one.stage in _UNDECIDED
+            if one.proposal is not None and one.proposal.content is not None and one.stage in UNDECIDED
         )
 
     def refuse_functions_without_source(self) -> None:
@@ -318,84 +250,51 @@ class Coordinator:
     def _deferred(self, operation: Operation) -> tuple[str, int] | None:
         """Why an operation may not run now, and until which step."""
         if operation.withdrawing or self.leaving:
-            return "the workers to end", 0
+            return "", 0
         trial = self.trial
         if trial is not None and trial is not operation and not operation.in_trial:
             until = trial.meeting.at_step or 0 if trial.meeting is not None else 0
             return f"the trial of {trial.id}, until step {until}", until
-        begins = operation.proposal is not None and operation.proposal.trial is not None and operation is not trial
+        begins = (
+            operation.proposal is not None and operation.proposal.trial is not None and operation is not trial
+        )
         if begins and operation.replays is None and self.boundaries.count_replays():
             last = self._replays[-1].step or 0 if self._replays else self.boundaries.last_replay()
             return f"the updates of the journal, until step {last}", last
         return None
 
-    # Scripts.
+    def _script(self, operation: Operation) -> Script:
+        return operation.script(self)
 
-    def _start(self, operation: Operation) -> None:
-        if isinstance(operation, Function) and not operation.has_source:
-            operation.waits_for = f"worker {operation.function.source} to propose the function"
-            return
-        operation.waits_for = ""
-        operation.running = operation.script(self)
-        self._run(operation, None)
+    def _is_ready(self, operation: Operation) -> bool:
+        """A function waits until its source is among those that propose it."""
+        return not isinstance(operation, Function) or operation.has_source
 
-    def _run(self, operation: Operation, value: Any) -> None:
-        """Resumes a script, until it has to wait."""
-        if operation.running is None or operation.outcome is not None or self._over:
-            return
-        if operation.withdrawing:
-            operation.held = (value,)
-            return
-        try:
-            if isinstance(value, Refusal):
-                request = operation.running.throw(Refuse(value.problem, value.workers))
-            else:
-                request = operation.running.send(value)
-        except StopIteration as end:
-            self._finish(operation, end.value)
-        except Refuse as error:
-            self._finish(operation, Outcome(Stage.REFUSED, error.refusal))
-        except JobEnds as error:
-            self._end_job(str(error))
-        except Exception as error:
-            self._unexpected(operation, error)
-        else:
-            self._serve(operation, request)
-            if operation.stage is Stage.SCHEDULED and operation.told is not Stage.SCHEDULED:
-                operation.told = operation.stage
-                self._tell(Tell(operation.id, tuple(operation.tickets), operation.stage, operation.step))
+    def _open_planned(self, kind: str, step: int) -> None:
+        self.open(planned(kind, step))
 
-    def _unexpected(self, operation: Operation, error: Exception) -> None:
-        """One bad input refuses itself and does not end the job, unless replicas may have changed."""
-        problem = f"Unexpected {type(error).__name__} in {operation.kind} {operation.id}: {error}"
-        if operation.stage in _UNDECIDED:
-            self._finish(operation, Outcome(Stage.REFUSED, Refusal(problem)))
-        else:
-            self._end_job(problem)
+    def _has_left_turn(self, operation: Operation) -> None:
+        self._open_replays()
 
-    def _serve(self, operation: Operation, request: AnyRequest) -> None:
-        match request:
-            case Ask(order, of, secs, what):
-                number = self._gather(operation, Gather(what, range(self.size) if of is None else of), secs)
-                self._say(Do(number, order, of))
-            case Go(order, resume):
-                number = self._gather(operation, Gather("apply", range(self.size)), None)
-                self._say(Do(number, order))
-                self.boundaries.leave(operation)
-                self._open_replays()
-                if resume and operation.tokens:
-                    tokens, operation.tokens = operation.tokens, ()
-                    self._resume(tokens, None)
-            case Record(entry):
-                self._write(entry, lambda refusal: self._run(operation, refusal))
-            case Boundary(at_step):
-                self.boundaries.want(operation, at_step)
-            case Reserve(at_step):
-                self.boundaries.reserve(operation, at_step)
-            case EarlierSettled():
-                self._settling.append((operation, next(self._numbers)))
-            case Collect(kind, step):
-                self._gathers[kind, step] = Gather(f"report its {kind}", range(self.size)), operation
+    def _note_deferred(self, operation: Operation) -> None:
+        if operation.tickets:
+            waits_for = operation.waits_for
+            self._say(
+                Tell(operation.id, tuple(operation.tickets), operation.stage, operation.step, None, waits_for)
+            )
+
+    def _run(self, operation: Operation, value: object) -> None:
+        super()._run(operation, value)
+        if operation.stage is Stage.SCHEDULED and operation.told is not Stage.SCHEDULED:
+            operation.told = Stage.SCHEDULED
+            self._tell(Tell(operation.id, tuple(operation.tickets), operation.stage, operation.step))
+
+    def _write(self, entry: Entry, then: Callable[[Refusal | None], None]) -> None:
+        if isinstance(entry, Saved):
+            self._in_checkpoints.update(proposal.id for proposal in entry.pending)
+        super()._write(entry, then)
+
+    # Who is told.
 
     def _finish(self, operation: Operation, outcome: Outcome) -> None:
         """An operation has ended: those who hold a ticket are told."""
@@ -420,81 +319,14 @@ class Coordinator:
         if operation.tokens:
             self._resume(operation.tokens, outcome)
 
-    def _settle_next(self) -> bool:
-        """Goes on with a script that waits for all earlier operations, if they are settled."""
-        for place, (operation, limit) in enumerate(() if self._writes else self._settling):
-            earlier = (
-                one for number, one in self.operations.items() if number < limit and one is not operation
-            )
-            if all(self._waits_for_later(one) for one in earlier):
-                del self._settling[place]
-                self._run(operation, None)
-                return True
-        return False
-
-    def _waits_for_later(self, operation: Operation) -> bool:
-        """Whether it can have no outcome before the training goes on."""
-        step = self.boundaries.resting_step() or 0
-        if isinstance(operation, Function) and not operation.has_source:
-            return True
-        later = operation.meeting is not None and (operation.meeting.at_step or 0) > step
-        if not self.boundaries.is_waiting(operation):
-            return later and operation.must_run  # it is still being prepared, and its stop is up
-        return later or self._deferred(operation) is not None
-
-    # Answers.
-
-    def _gather(self, operation: Operation, gather: Gather, secs: float | None) -> int:
-        number = next(self._numbers)
-        self._gathers[number] = gather, operation
-        if secs is not None:
-            limit = secs
-
-            def late() -> None:
-                if self._gathers.pop(number, None) is not None:
-                    self._run(operation, gather.timed_out(limit))
-
-            self._set_timer(limit, late)
-        return number
-
-    def _answered(self, rank: int, number: int | tuple[str, int], value: Any) -> None:
-        if number not in self._gathers and isinstance(number, tuple):
-            self.open(planned(*number))
-        gather, operation = self._gathers.get(number, (None, None))
-        if gather is None or operation is None or not gather.add(rank, value):
-            return
-        del self._gathers[number]
-        self._run(operation, gather.refusal() or gather.answers)
-
-    # What goes out.
-
-    def _write(self, entry: Entry, then: Callable[[Refusal | None], None]) -> None:
-        number = next(self._numbers)
-        self._writes[number] = entry, then
-        if isinstance(entry, Saved):
-            self._in_checkpoints.update(proposal.id for proposal in entry.pending)
-        self._commands.append(Write(number, entry))
-
-    def _written(self, number: int, outcome: WriteOutcome) -> None:
-        entry, then = self._writes.pop(number)
-        match outcome:
-            case WriteOutcome.DURABLE:
-                self.history.add(entry)
-                then(None)
-            case WriteOutcome.FAILED:
-                then(Refusal("The journal cannot be written: make room on the disk of the run directory"))
-            case WriteOutcome.UNKNOWN:
-                self._end_job("It is unknown whether the journal was written: only a new start can tell")
-            case WriteOutcome.FENCED:
-                self._end_job("Another group of workers has taken over the run directory")
-
     def _refuse(self, tell: Tell, operation: Operation | None = None) -> None:
-        """Tells a refusal. If the journal, a checkpoint or the inbox would bring it back, it is written first."""
+        """Tells a refusal. One that the journal, a checkpoint or the inbox would undo is written first."""
         kept = tell.id in self.history.scheduled or tell.id in self._in_checkpoints
         whole = operation is not None and kept
         to_write = tuple(one for one in tell.tickets if whole or one in self._inbox)
-        if not whole:
-            self._tell(replace(tell, tickets=tuple(one for one in tell.tickets if one not in to_write)))
+        others = tuple(one for one in tell.tickets if one not in to_write)
+        if others or not (whole or to_write):
+            self._tell(replace(tell, tickets=others))
         if whole or to_write:
             self._write_refusal(replace(tell, tickets=to_write), operation, whole)
         else:
@@ -512,7 +344,7 @@ class Coordinator:
         self._write(Refused(tell.id, tell.tickets, tell.outcome.problem, whole), then)
 
     def _forget(self, operation: Operation | None) -> None:
-        """What was refused may be proposed again. A function's refusal is kept for those who propose it too."""
+        """What was refused may be proposed again. A function's refusal is kept for its other authors."""
         if operation is not None and not isinstance(operation, Function):
             self._known.pop(operation.id, None)
 
@@ -522,22 +354,6 @@ class Coordinator:
             for ticket in self._inbox.intersection(tell.tickets):
                 self._inbox.discard(ticket)
                 self._commands.append(CloseInbox(ticket, tell))
-
-    def _resume(self, tokens: tuple[int, ...], outcome: Any) -> None:
-        self.boundaries.rests_end()
-        self._say(Resume(tokens, outcome))
-
-    def _say(self, message: ToWorkers) -> None:
-        self._commands.append(Broadcast(message))
-
-    def _set_timer(self, secs: float, then: Callable[[], None]) -> None:
-        number = next(self._numbers)
-        self._timers[number] = then
-        self._commands.append(SetTimer(number, secs))
-
-    def _end_job(self, reason: str) -> None:
-        self._over = True
-        self._commands.append(EndJob(reason))
 
 
 def _digest_of(known: Operation | None, record: Committed | None) -> str:

@@ -109,7 +109,7 @@ class Withdrawn:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """What the journal or the inbox would bring back after a restart was refused. Written before that is told.
+    """What journal, checkpoint or inbox would bring back was refused. Written before it is told.
 
     Attributes:
         tickets: Which proposals: the same update may be proposed again later.

@@ -5,7 +5,7 @@ To the coordinator, from any worker; each worker's messages arrive in order:
     Propose, Withdraw, Request    somebody wants something
     At                            where the training thread stands or will stop
     Answer                        what came of one order
-    Rest                          the training thread waits for all others, in `sync`, `save`, `audit`, `close`
+    Rest                          the training thread waits for all others: `sync`, `save`, `audit`, `close`
 
 To all workers, from the coordinator; one log, which every worker reads in order:
 
@@ -50,7 +50,7 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Somebody asks for an operation of all workers at one of the next boundaries: "leave", "save", "audit"."""
+    """Somebody asks for an operation of all workers at a next boundary: "leave", "save", "audit"."""
 
     kind: str
 
@@ -158,7 +158,7 @@ class Tell:
         step: Where it is, or will be, applied.
         outcome: The receipt or the refusal.
         waits_for: Why it is not decided yet, in words.
-        ended: The operation is over, and not only one proposal of it: what was prepared is not needed any more.
+        ended: The operation is over, not only one proposal of it: what was prepared is not needed any more.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""An order: a worker's part of an operation, as data that crosses processes and a function that runs there."""
+"""An order: a worker's part of an operation, as data that crosses processes and a method that runs there."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from replicast.trial import Trial
 
 
 class Replica(Protocol):
-    """One worker's copy of the state, as the operations see it. The runtime has one, and so has the simulation.
+    """One worker's copy of the state, as the operations see it. The runtime has one, the simulation another.
 
     Methods marked "background" run beside the training; all others run in the training thread, at a boundary.
     """
 
     rank: int
-    on_trial: bool
-    """Whether there is a copy to go back to."""
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether there is a copy to go back to."""
 
     def prepare(self, id_: str, content: Content) -> None:
         """Background. Fetches and checks the bytes; raises `Refuse` when they could not be applied."""
@@ -28,7 +30,7 @@ class Replica(Protocol):
         """Background. Forgets what was prepared. No-op if nothing was."""
 
     def compute(self, id_: str) -> tuple[str, Content]:
-        """Runs a function that this worker has proposed; gives the digest and the content of what it returned.
+        """Runs a function that this worker has proposed; gives digest and content of what it returned.
 
         Raises:
             Refuse: It raised, or what it returned is not acceptable.

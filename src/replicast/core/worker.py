@@ -98,6 +98,7 @@ class Worker:
         self._ticket = ""
         self._result: tuple[Any, ...] = ()
         self._stands = 0
+        self._is_timed = False
         self._commands: list[WorkerCommand] = []
 
     def handle(self, event: WorkerEvent) -> list[WorkerCommand]:
@@ -123,18 +124,28 @@ class Worker:
                 self._timed_out(number)
         return commands
 
+    def passes(self, step: int) -> bool:
+        """Whether nothing is to be done at this boundary: then the training thread has passed it.
+
+        The training thread may call this instead of making an `Arrived` of every boundary.
+        """
+        if self._stops and min(self._stops.values()) <= step:
+            return False
+        if any(step // every > self.step // every for every, _ in self._plans.values()):
+            return False
+        self.step = step
+        return True
+
     # The training thread.
 
     def _arrive(self, step: int) -> None:
-        before, self.step = self.step, step
-        if not self._stops and not self._plans:
+        due = [kind for kind, (every, _) in self._plans.items() if step // every > self.step // every]
+        if self.passes(step):
             self._commands.append(Pass(step))
             return
-        self.standing, self._why = True, ""
-        for kind, (every, order) in self._plans.items():
-            # Before everything else at this boundary, so that all workers see the same state.
-            if step // every > before // every:
-                self._orders.append(((kind, step), order))
+        self.step, self.standing, self._why, self._is_timed = step, True, "", False
+        for kind in due:  # before everything else at this boundary, so that all workers see the same state
+            self._orders.append(((kind, step), self._plans[kind][1]))
         self._say_standing()
         self._go_on()
 
@@ -172,7 +183,8 @@ class Worker:
             self._commands.append(Perform(number, order))
             return
         if any(target <= self.step for target in self._stops.values()):
-            if not self._why:  # at a boundary: the coordinator must decide in time
+            if not self._why and not self._is_timed:  # at a boundary: the coordinator must decide in time
+                self._is_timed = True
                 self._stands += 1
                 self._commands.append(SetTimer(self._stands, self._timeouts.decide_secs))
             return
@@ -200,9 +212,7 @@ class Worker:
         elif not self._why:
             secs = self._timeouts.decide_secs
             self._commands.append(
-                EndJob(
-                    f"Worker 0, the coordinator, did not decide within {secs:g} s what happens at step {self.step}"
-                )
+                EndJob(f"Worker 0, the coordinator, decided nothing for step {self.step} within {secs:g} s")
             )
 
     # The log.

@@ -1,1 +1,1 @@
-"""For tests of jobs that use replicast: a simulation of the whole protocol (`replicast.testing.simulation`)."""
+"""For tests: `simulation` runs the whole protocol in one thread, in virtual time, from a seed."""

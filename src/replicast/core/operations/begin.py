@@ -6,8 +6,8 @@
     each pending proposal of the checkpoint               is proposed again: the script does not repeat it
     then what was proposed in this attempt meanwhile, and training begins
 
-An update of the journal takes the way of every update (`update.py`), without being written again, and leaves a
-receipt of this attempt.
+An update of the journal takes the way of every update (`update.py`), without being written again, and leaves
+a receipt of this attempt.
 """
 
 from __future__ import annotations

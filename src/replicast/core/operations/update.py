@@ -14,6 +14,7 @@ waits for it. An update of the journal takes the same way without being written 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -141,10 +142,8 @@ def verified(
     if len(set(digests)) > 1:
         stage = Stage.FAILED
     receipt = Receipt(record.sequence, record.id, step, job.attempt, stage, digests)
-    try:
+    with contextlib.suppress(Refuse):
         yield Record(receipt)
-    except Refuse:
-        pass
     return Outcome(stage, receipt)
 
 

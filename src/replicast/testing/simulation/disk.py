@@ -1,4 +1,4 @@
-"""The run directory that all groups of workers share: claims, entries, the inbox. It outlives every process."""
+"""The run directory that all groups of workers share: claims, entries, the inbox. It outlives processes."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ class Plan:
         together: Whether a step is a transfer between all workers, as in synchronous training.
         script: What the training threads do behind each boundary, by step. Repeated when steps are.
         incidents: What happens from outside, and what goes wrong, by time.
+        quick: Whether nothing is prepared slowly; for transcripts.
         save_every: Steps between planned checkpoints; 0 for none.
         audit_every: Steps between planned audits; 0 for none.
         go_back: The last checkpoint is damaged when a group starts again: it takes the one before.
@@ -43,6 +44,7 @@ class Plan:
     together: bool = True
     script: dict[int, list[Action]] = field(default_factory=dict)
     incidents: list[Incident] = field(default_factory=list)
+    quick: bool = False
     save_every: int = 0
     audit_every: int = 0
     go_back: bool = False

@@ -1,4 +1,4 @@
-"""One simulated worker process: drives a `Worker`, on rank 0 also a `Coordinator`, and plays the training thread.
+"""A simulated worker process: drives a `Worker`, on rank 0 a `Coordinator`, and plays the training thread.
 
 The runtime does the same with real threads and files.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from replicast.core import commands as c
 from replicast.core import events as e
@@ -18,9 +18,35 @@ from replicast.core.refusal import Refuse
 from replicast.core.stage import Stage
 from replicast.core.worker import Worker
 from replicast.testing.simulation.replica import SimulatedReplica
+from replicast.testing.simulation.story import Story
+from replicast.testing.simulation.words import described
 
-if TYPE_CHECKING:
-    from replicast.testing.simulation.group import SimulatedGroup
+
+class Group(Protocol):
+    """What a process knows of its group: the channel, and the transfers of training."""
+
+    number: int
+
+    def send(self, rank: int, message: Any) -> None:
+        """From a worker to the coordinator."""
+
+    def append(self, message: Any) -> None:
+        """From the coordinator to all workers."""
+
+    def train(self, process: Process, steps: int) -> None:
+        """Starts the next step."""
+
+    def closing(self) -> None:
+        """A script has come to its end."""
+
+    def ended(self, process: Process, *, left: bool = False) -> None:
+        """The script of a process has ended, or the process was told to end."""
+
+    def die(self, process: Process) -> None:
+        """A process is gone."""
+
+    def replicas(self) -> list[SimulatedReplica]:
+        """Those of all processes."""
 
 
 class Process:
@@ -34,16 +60,19 @@ class Process:
 
     def __init__(
         self,
-        group: SimulatedGroup,
+        story: Story,
+        group: Group,
         rank: int,
         worker: Worker,
         replica: SimulatedReplica,
         coordinator: Coordinator | None,
         place: int,
     ) -> None:
+        self.story = story
+        self.clock = story.clock
         self.group = group
-        self.world = group.world
         self.rank = rank
+        self.name = f"worker {rank}"
         self.worker = worker
         self.replica = replica
         self.coordinator = coordinator
@@ -59,7 +88,7 @@ class Process:
         self._last_ticket = ""
         self._write_ends = 0.0
         self._resting: tuple[Any, ...] = ()
-        self._handlers = {
+        self._handlers: dict[type[Any], Callable[[Any, Any], None]] = {
             c.Send: self._send,
             c.Perform: self._perform,
             c.Pass: self._pass,
@@ -79,8 +108,8 @@ class Process:
         """Gives an event to one of the machines and carries out its commands, unless the process crashes."""
         if not self.alive:
             return
-        if self.frozen_until > self.world.now:
-            self.world.at(self.frozen_until, self.feed, machine, event)
+        if self.frozen_until > self.clock.now:
+            self.clock.at(self.frozen_until, self.feed, machine, event)
             return
         self._events.append((machine, event))
         if self._driving:
@@ -90,8 +119,10 @@ class Process:
             machine, event = self._events.popleft()
             for command in machine.handle(event):
                 if self.commands_left == 0:
-                    self.world.fired("crash")
-                    self.world.say(f"worker {self.rank} dies before {type(command).__name__}")
+                    self.story.notes.fired("crash")
+                    self.story.notes.say(
+                        self.group.number, self.name, f"dies, before {type(command).__name__}"
+                    )
                     self.group.die(self)
                 if not self.alive:
                     break
@@ -103,8 +134,8 @@ class Process:
         """Does something in this process; while it is stopped, later; when it is dead, never."""
         if not self.alive:
             return
-        if self.frozen_until > self.world.now:
-            self.world.at(self.frozen_until, self.run, act, *arguments)
+        if self.frozen_until > self.clock.now:
+            self.clock.at(self.frozen_until, self.run, act, *arguments)
         else:
             act(*arguments)
 
@@ -115,11 +146,11 @@ class Process:
     # Commands of both machines.
 
     def _set_timer(self, machine: Worker | Coordinator, command: c.SetTimer) -> None:
-        self.world.after(command.secs, self.feed, machine, e.TimerFired(command.number))
+        self.clock.after(command.secs, self.feed, machine, e.TimerFired(command.number))
 
     def _end_job(self, machine: Worker | Coordinator, command: c.EndJob) -> None:
-        self.world.say(f"worker {self.rank} ends the job: {command.reason}")
-        self.world.count("jobs ended by the core")
+        self.story.notes.say(self.group.number, self.name, f"ends the job: {command.reason}")
+        self.story.notes.count("jobs ended by the core")
         self.group.die(self)
 
     # Commands of the coordinator.
@@ -129,40 +160,40 @@ class Process:
 
     def _write(self, machine: Coordinator, command: c.Write) -> None:
         """One write after the other, as one thread would make them."""
-        world = self.world
-        self._write_ends = max(world.now, self._write_ends) + 0.002 + world.random.random() * 0.02
-        world.at(self._write_ends, self._make_write, command)
+        took = 0.002 + self.story.random.random() * 0.02
+        self._write_ends = max(self.clock.now, self._write_ends) + took
+        self.clock.at(self._write_ends, self._make_write, command)
 
     def _make_write(self, command: c.Write) -> None:
-        if not self.alive:
-            return
-        world, disk, number = self.world, self.world.disk, self.group.number
-        if (
-            self.frozen_until > world.now
-        ):  # stopped before the write, and continued when another group has claimed
-            world.at(self.frozen_until, self._make_write, command)
-            return
-        world.writes += 1
+        """A process that is stopped here may go on when another group has claimed the run directory."""
+        self.run(self._write_entry, command)
+
+    def _write_entry(self, command: c.Write) -> None:
+        story, disk, number = self.story, self.story.disk, self.group.number
+        story.writes += 1
         outcome = e.WriteOutcome.DURABLE
-        if world.writes == world.plan.unknown:
-            world.fired("unknown write")
-            if world.random.random() < 0.5:
+        if story.writes == story.plan.unknown:
+            story.notes.fired("unknown write")
+            if story.random.random() < 0.5:
                 disk.append(number, command.entry)
             outcome = e.WriteOutcome.UNKNOWN
-        elif disk.full_until > world.now:
-            world.fired("full disk")
+        elif disk.full_until > self.clock.now:
+            story.notes.fired("full disk")
             outcome = e.WriteOutcome.FAILED
         else:
             disk.append(number, command.entry)
             if disk.is_fenced(number):
-                world.fired("stale write")
+                story.notes.fired("stale write")
                 outcome = e.WriteOutcome.FENCED
-        world.say(f"disk: {world.described(command.entry)}: {outcome.value}")
+        if story.notes.recording:
+            failed = "" if outcome is e.WriteOutcome.DURABLE else f"{outcome.value.upper()}: "
+            story.notes.say(number, "  journal", f"{failed}{described(command.entry)}")
         if self.coordinator is not None:
             self.feed(self.coordinator, e.Written(command.number, outcome))
 
     def _close_inbox(self, machine: Coordinator, command: c.CloseInbox) -> None:
-        self.world.close_inbox(self.group, command.ticket, command.tell)
+        if self.story.disk.inbox.pop(command.ticket, None) is not None:
+            self.story.checks.settled(self.group.replicas(), command.ticket, command.tell)
 
     # Commands of the worker.
 
@@ -170,38 +201,41 @@ class Process:
         self.group.send(self.rank, command.message)
 
     def _perform(self, machine: Worker, command: c.Perform) -> None:
-        delay = self.world.random.random()
+        delay = self.story.random.random()
         if command.order.in_background:
             if self.hangs:
                 self.hangs = False
-                self.world.fired("hung transfer")
+                self.story.notes.fired("hung transfer")
                 return
-            secs = 0.005 + delay * 0.1 if delay < 0.9 else delay
-            self.world.after(secs, self._carry_out, command)
+            slow = delay >= 0.9 and not self.story.plan.quick
+            secs = delay if slow else 0.005 + delay * 0.1
+            self.clock.after(secs, self._carry_out, command)
         elif delay < 0.3:
-            self.world.after(delay * 0.1, self._carry_out, command)
+            self.clock.after(delay * 0.1, self._carry_out, command)
         else:
             self._carry_out(command)
 
     def _carry_out(self, command: c.Perform) -> None:
         if not self.alive:
             return
-        if self.frozen_until > self.world.now:
-            self.world.at(self.frozen_until, self._carry_out, command)
+        if self.frozen_until > self.clock.now:
+            self.clock.at(self.frozen_until, self._carry_out, command)
             return
         try:
             value = command.order.perform(self.replica)
         except Refuse as error:
             value = error.refusal
-            self.world.fired("refused by a worker")
-        if self.world.recording:
-            self.world.say(f"worker {self.rank} does {self.world.described(command.order)}: {value}")
+            self.story.notes.fired("refused by a worker")
+        if self.story.notes.recording:
+            self.story.notes.say(
+                self.group.number, self.name, f"  {described(command.order)}: {described(value)}"
+            )
         self.feed(self.worker, e.Performed(command.number, value))
         if isinstance(command.order, Exit):
             self.group.ended(self, left=True)
 
     def _settle(self, machine: Worker, command: c.Settle) -> None:
-        self.world.settled(self.group, command.ticket, command.tell)
+        self.story.checks.settled(self.group.replicas(), command.ticket, command.tell)
 
     def _discard(self, machine: Worker, command: c.Discard) -> None:
         self.replica.discard(command.id)
@@ -220,7 +254,7 @@ class Process:
             and resting[0] == "audit"
             and getattr(command.outcome, "stage", None) is not Stage.VERIFIED
         ):
-            self.world.unhealed = True
+            self.story.checks.unhealed = True
         if self.done:
             self.group.ended(self)
         else:
@@ -234,15 +268,15 @@ class Process:
         ticket = f"{self.group.number}.{self.rank}.{self._tickets}"
         if in_training:
             self._last_ticket = ticket
-        self.world.proposed(ticket, proposal, in_training=in_training)
+        self.story.checks.proposed(ticket, proposal, in_training=in_training)
         self.feed(self.worker, e.Proposed(ticket, proposal))
 
     def arrive(self, steps: int) -> None:
         """A step has ended."""
         if not self.alive:
             return
-        if self.frozen_until > self.world.now:
-            self.world.at(self.frozen_until, self.arrive, steps)
+        if self.frozen_until > self.clock.now:
+            self.clock.at(self.frozen_until, self.arrive, steps)
             return
         self.replica.train(steps)
         self.place = 0
@@ -250,7 +284,7 @@ class Process:
 
     def _play(self) -> None:
         """What the script does behind a boundary: some of it waits."""
-        plan, actions = self.world.plan, self.world.plan.script.get(self.replica.step, ())
+        plan, actions = self.story.plan, self.story.plan.script.get(self.replica.step, ())
         while self.place < len(actions):
             action = actions[self.place]
             self.place += 1
@@ -275,7 +309,7 @@ class Process:
                     return
         if self.replica.step >= plan.steps:
             self.done = True
-            self.group.closing_at = min(self.group.closing_at, self.world.now)
+            self.group.closing()
             self.feed(self.worker, e.Rested(("close",)))
         else:
             self.group.train(self, plan.stride)

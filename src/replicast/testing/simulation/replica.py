@@ -15,7 +15,7 @@ class StoryFailed(AssertionError):  # noqa: N818 - read as a sentence
 
 PRIME = 10007
 START = {"a": 1, "b": 2, "d": 3}
-"""The variables of a fresh model. Training changes `a` and `b`; only `d` is ever changed on one worker alone."""
+"""The variables of a fresh model. Training changes `a` and `b`; only `d` may drift on one worker."""
 
 Edit = tuple[str, str, int]
 """An update: the operation, the variable and a number."""
