@@ -1,7 +1,7 @@
 """Deliberate breaks of the core, each of which the simulation must notice.
 
-`python -m tests.simulation.mutations` prints which schedule is the first to notice each: for `CAUGHT_BY`, and for
-docs/faults.md.
+`python -m tests.simulation.mutations` prints which schedule is the first to notice each: for `CAUGHT_BY`, and
+for docs/faults.md.
 """
 
 from __future__ import annotations
@@ -318,6 +318,42 @@ def save_a_state_that_differs_between_workers() -> Any:
 @mutation
 def heal_nothing() -> Any:
     return broken(audit_module, "differing", lambda seen, source: ())
+
+
+CAUGHT_BY = {
+    "skip the stop": 0,
+    "pass a boundary in spite of a stop": 0,
+    "choose the earliest boundary instead of the latest": 25,
+    "apply twice": 0,
+    "acknowledge before the journal is durable": 0,
+    "let a stale groups records count": 250,
+    "do not look for a later claim after a write": 10,
+    "commit after a refusal": 2,
+    "forget the id check": 0,
+    "accept other content under the same id": 77,
+    "apply in another order on one worker": 6775,
+    "lose a withdrawal": 6,
+    "tell a withdrawal before it is written": 6,
+    "replay at the step after": 0,
+    "replay what the checkpoint holds": 11,
+    "forget the last replay": 0,
+    "let new updates overtake replays": 704,
+    "decide a trial again after a restart": 7,
+    "revert a trial on all workers but one": 0,
+    "commit others during a trial": 1083,
+    "save during a trial": 893,
+    "forget uncommitted proposals in a checkpoint": 68,
+    "promise a step without writing it down": 3,
+    "ignore at step": 10,
+    "remove from the inbox when it is read": 4,
+    "tell a refusal that a restart would undo": 814,
+    "wait without a deadline": 42,
+    "do not ask again when a worker rests early": 1813,
+    "keep checkpoints that were given up": 12281,
+    "save a state that differs between workers": 174,
+    "heal nothing": 14,
+}
+"""The first schedule, from 0 on, that notices each break."""
 
 
 def is_caught(name: str, seed: int) -> bool:

@@ -41,7 +41,16 @@ def test_the_random_stories_have_every_fault_and_every_operation() -> None:
         *("crash", "kill", "freeze", "late message", "hung transfer", "refused by a worker", "drift"),
         *("full disk", "unknown write", "stale write", "restart beside a living group", "damaged checkpoint"),
     }
-    for telling in ("Apply", "Compute", "Publish", "Snapshot", "Digest", "Begin: copy", "End: go back", "Exit"):
+    for telling in (
+        "Apply",
+        "Compute",
+        "Publish",
+        "Snapshot",
+        "Digest",
+        "Begin: copy",
+        "End: go back",
+        "Exit",
+    ):
         assert f"Do        {telling}" in said, telling
 
 

@@ -95,6 +95,7 @@ class Boundaries:
     def promise(self, operation: Operation, at_step: int) -> None:
         """The same while all workers stand before it: there is nothing to wait for."""
         operation.meeting = self._open(at_step)
+        operation.promised = True
 
     def replay(self, operation: Operation) -> None:
         """It comes before everything else, in its place in the order of replays."""
@@ -142,8 +143,10 @@ class Boundaries:
 
     def resting_step(self) -> int | None:
         """The boundary at which all workers rest; None when they do not."""
+        if len(self.rests) < self.size:
+            return None
         steps = {rest.step for rest in self.rests.values()}
-        return steps.pop() if len(self.rests) == self.size and len(steps) == 1 else None
+        return steps.pop() if len(steps) == 1 else None
 
     # What workers say.
 
@@ -220,6 +223,8 @@ class Boundaries:
         return self._deferred(operation) is None and self._is_next(operation, step)
 
     def _find_turn(self) -> bool:
+        if not self._waiting and self._next is None:
+            return False
         resting, wanted = self.resting_step(), False
         for operation in self._waiting:
             deferred = self._deferred(operation)

@@ -84,7 +84,8 @@ class Engine(ABC):
 
     def handle(self, event: CoordinatorEvent) -> list[CoordinatorCommand]:
         """What is to be done, in this order."""
-        self._commands = commands = list[CoordinatorCommand]()
+        commands: list[CoordinatorCommand] = []
+        self._commands = commands
         if self._over:
             return commands
         match event:
@@ -195,7 +196,9 @@ class Engine(ABC):
 
     def _settle_next(self) -> bool:
         """Goes on with a script that waits for all earlier operations, if they are settled."""
-        for place, (operation, limit) in enumerate(() if self._writes else self._settling):
+        if not self._settling or self._writes:
+            return False
+        for place, (operation, limit) in enumerate(self._settling):
             earlier = (
                 one for number, one in self.operations.items() if number < limit and one is not operation
             )
@@ -212,7 +215,7 @@ class Engine(ABC):
         step = self.boundaries.resting_step() or 0
         later = operation.meeting is not None and (operation.meeting.at_step or 0) > step
         if not self.boundaries.is_waiting(operation):
-            return later and operation.must_run  # it is still being prepared, and its stop is up
+            return later and operation.promised  # it is still being prepared
         return later or self._deferred(operation) is not None
 
     # Answers.

@@ -174,6 +174,7 @@ class Operation:
         outcome: How it ended.
         replays: While it replays the journal: its place in the order of replays, (step, sequence).
         in_trial: Whether it may run while a trial is under way.
+        promised: The stop for its next boundary is up, whatever else has to be done until then.
         must_run: It is committed, or has begun: when it cannot be carried out, the job ends.
     """
 
@@ -191,6 +192,7 @@ class Operation:
         self.outcome: Outcome | None = None
         self.replays: tuple[float, float] | None = None
         self.in_trial = False
+        self.promised = False
         self.must_run = False
         # Written by the coordinator.
         self.running: Script | None = None

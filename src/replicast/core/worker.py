@@ -103,12 +103,13 @@ class Worker:
 
     def handle(self, event: WorkerEvent) -> list[WorkerCommand]:
         """What is to be done, in this order."""
-        self._commands = commands = list[WorkerCommand]()
+        commands: list[WorkerCommand] = []
+        self._commands = commands
         match event:
-            case Arrived(step):
-                self._arrive(step)
             case FromCoordinator(message):
                 self._on_message(message)
+            case Arrived(step):
+                self._arrive(step)
             case Performed(number, value):
                 self._performed(number, value)
             case Proposed(ticket, proposal):

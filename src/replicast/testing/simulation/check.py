@@ -195,7 +195,7 @@ class Checks:
                 raise StoryFailed(
                     f"{ticket} was told that {proposal.id} is withdrawn, and it is in the journal"
                 )
-            has_outcome = told is not None and told.is_final
+            has_outcome = (told is not None and told.is_final) or ticket in history.refused
             is_known = (
                 record is not None or proposal.id in history.withdrawn or proposal.id in history.scheduled
             )

@@ -98,13 +98,15 @@ class SimulatedGroup:
 
     def send(self, rank: int, message: Any) -> None:
         """From a worker to the coordinator: in order, after a while."""
-        self.story.notes.say(self.number, f"worker {rank} →", message)
+        if self.story.notes.recording:
+            self.story.notes.say(self.number, f"worker {rank} →", message)
         self._last_sent[rank] = max(self._arrival(rank), self._last_sent[rank])
         self.story.clock.at(self._last_sent[rank], self._deliver, rank, message)
 
     def append(self, message: Any) -> None:
         """From the coordinator to all workers: one log."""
-        self.story.notes.say(self.number, "     → all", message)
+        if self.story.notes.recording:
+            self.story.notes.say(self.number, "     → all", message)
         self.log.append(message)
         if isinstance(message, Tell):
             self.story.checks.announced(message)

@@ -82,6 +82,11 @@ class _Chooser:
             self.fault()
             if random.random() < 0.3:
                 self.fault()
+        if self.result.go_back:  # a second restart sees what the first one gave up
+            self.result.save_every = 1 + random.randrange(2)
+            for after in (1.0, 2.5):
+                rank = random.randrange(self.result.size)
+                self.result.incidents.append((after + self.when(), "kill", rank))
         self.result.incidents.sort(key=lambda one: one[0])
         return self.result
 

@@ -88,19 +88,6 @@ class Process:
         self._last_ticket = ""
         self._write_ends = 0.0
         self._resting: tuple[Any, ...] = ()
-        self._handlers: dict[type[Any], Callable[[Any, Any], None]] = {
-            c.Send: self._send,
-            c.Perform: self._perform,
-            c.Pass: self._pass,
-            c.Continue: self._continue,
-            c.Settle: self._settle,
-            c.Discard: self._discard,
-            c.SetTimer: self._set_timer,
-            c.EndJob: self._end_job,
-            c.Broadcast: self._broadcast,
-            c.Write: self._write,
-            c.CloseInbox: self._close_inbox,
-        }
 
     # Events in, commands out.
 
@@ -127,7 +114,7 @@ class Process:
                 if not self.alive:
                     break
                 self.commands_left -= 1
-                self._handlers[type(command)](machine, command)
+                _CARRIED_OUT_BY[type(command)](self, machine, command)
         self._driving = False
 
     def run(self, act: Callable[..., None], *arguments: Any) -> None:
@@ -313,3 +300,18 @@ class Process:
             self.feed(self.worker, e.Rested(("close",)))
         else:
             self.group.train(self, plan.stride)
+
+
+_CARRIED_OUT_BY: dict[type[Any], Callable[[Process, Any, Any], None]] = {
+    c.Send: Process._send,
+    c.Perform: Process._perform,
+    c.Pass: Process._pass,
+    c.Continue: Process._continue,
+    c.Settle: Process._settle,
+    c.Discard: Process._discard,
+    c.SetTimer: Process._set_timer,
+    c.EndJob: Process._end_job,
+    c.Broadcast: Process._broadcast,
+    c.Write: Process._write,
+    c.CloseInbox: Process._close_inbox,
+}
