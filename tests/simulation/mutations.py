@@ -24,7 +24,8 @@ from replicast.core.meeting import Meeting
 from replicast.core.messages import Tell
 from replicast.core.operation import Boundary, EarlierSettled, Outcome, Record
 from replicast.core.operations import audit as audit_module
-from replicast.core.operations.trial import End
+from replicast.core.operations.trial import Begin, End
+from replicast.core.operations.update import Apply, Prepare
 from replicast.core.stage import Stage
 from replicast.core.worker import Worker
 from replicast.testing.simulation import StoryFailed, World, random_plan
@@ -131,6 +132,33 @@ def forget_the_id_check() -> Any:
         _original[Coordinator, "_propose"](self, rank, message)
 
     return broken(Coordinator, "_propose", propose)
+
+
+@mutation
+def keep_what_was_prepared_by_id_alone() -> Any:
+    def prepare(self: Prepare, replica: Any) -> None:
+        replica.prepare(self.id, "", self.content)
+
+    def apply(self: Apply, replica: Any) -> str:
+        return str(replica.apply(self.id, "", self.sequence))
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(broken(Prepare, "perform", prepare))
+    stack.enter_context(broken(Apply, "perform", apply))
+    stack.enter_context(
+        broken(Begin, "perform", lambda self, replica: (replica.keep_copy(), apply(self, replica))[1])
+    )
+    return stack
+
+
+@mutation
+def leave_a_stop_up_when_a_rest_ends() -> Any:
+    def rests_end(self: Boundaries) -> None:
+        self._here = None
+        _original_rests_end(self)
+
+    _original_rests_end = Boundaries.rests_end
+    return broken(Boundaries, "rests_end", rests_end)
 
 
 @mutation
@@ -321,6 +349,8 @@ def heal_nothing() -> Any:
 
 
 CAUGHT_BY = {
+    "keep what was prepared by id alone": 15171,
+    "leave a stop up when a rest ends": 12281,
     "skip the stop": 0,
     "pass a boundary in spite of a stop": 0,
     "choose the earliest boundary instead of the latest": 25,

@@ -135,7 +135,8 @@ class Boundaries:
         self.rests = {}
         for operation in self._turn:
             self._wait(operation)
-        self._turn, self._here = [], None
+        self._turn = []
+        self._end_here()
 
     def is_waiting(self, operation: Operation) -> bool:
         """Whether it waits for its turn."""
@@ -202,11 +203,15 @@ class Boundaries:
             return True
         if self._here is not None and self._share(self._here[1]):
             return True
-        if self._here is not None:
-            used, self._here = self._here[0], None
-            if used is not None:
-                self._release(used)
+        self._end_here()
         return self._find_turn()
+
+    def _end_here(self) -> None:
+        """Nobody uses any more that all workers stand here."""
+        used = None if self._here is None else self._here[0]
+        self._here = None
+        if used is not None:
+            self._release(used)
 
     def _share(self, step: int) -> bool:
         """What has become ready meanwhile has its turn here too, as long as that keeps nobody for long."""

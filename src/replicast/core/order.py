@@ -20,14 +20,18 @@ class Replica(Protocol):
     def on_trial(self) -> bool:
         """Whether there is a copy to go back to."""
 
-    def prepare(self, id_: str, content: Content) -> None:
-        """Background. Fetches and checks the bytes; raises `Refuse` when they could not be applied."""
+    def prepare(self, id_: str, digest: str, content: Content) -> None:
+        """Background. Fetches and checks the bytes; raises `Refuse` when they could not be applied.
 
-    def apply(self, id_: str, sequence: int) -> str:
+        An earlier proposal with this id and other content may have been refused while this worker was slow:
+        what is prepared is kept by id and digest.
+        """
+
+    def apply(self, id_: str, digest: str, sequence: int) -> str:
         """Applies what was prepared; gives the digest of what it touched. Must not fail."""
 
     def discard(self, id_: str) -> None:
-        """Background. Forgets what was prepared. No-op if nothing was."""
+        """Background. Forgets what was prepared under an id, or still is being. No-op if nothing was."""
 
     def compute(self, id_: str) -> tuple[str, Content]:
         """Runs a function that this worker has proposed; gives digest and content of what it returned.

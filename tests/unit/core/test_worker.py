@@ -56,22 +56,22 @@ def test_orders_are_carried_out_one_after_the_other_before_the_boundary_is_passe
     worker = Worker(0)
     hear(worker, Stop(7))
     worker.handle(Arrived(1))
-    assert hear(worker, Do(8, Apply("a", 1))) == [Perform(8, Apply("a", 1))]
-    assert hear(worker, Do(9, Apply("b", 2))) == []
+    assert hear(worker, Do(8, Apply("a", "digest", 1))) == [Perform(8, Apply("a", "digest", 1))]
+    assert hear(worker, Do(9, Apply("b", "digest", 2))) == []
     assert hear(worker, Release(7)) == []
-    assert worker.handle(Performed(8, "x")) == [Send(Answer(8, "x")), Perform(9, Apply("b", 2))]
+    assert worker.handle(Performed(8, "x")) == [Send(Answer(8, "x")), Perform(9, Apply("b", "digest", 2))]
     assert worker.handle(Performed(9, "y")) == [Send(Answer(9, "y")), Pass(1)]
 
 
 def test_preparing_goes_on_beside_the_training() -> None:
     worker = Worker(0)
-    assert hear(worker, Do(8, Prepare("a", ()))) == [Perform(8, Prepare("a", ()))]
+    assert hear(worker, Do(8, Prepare("a", "digest", ()))) == [Perform(8, Prepare("a", "digest", ()))]
     assert worker.handle(Arrived(1)) == [Pass(1)]
     assert worker.handle(Performed(8, None)) == [Send(Answer(8, None))]
 
 
 def test_an_order_for_another_worker_is_left_to_it() -> None:
-    assert hear(Worker(0), Do(8, Prepare("a", ()), of=(1,))) == []
+    assert hear(Worker(0), Do(8, Prepare("a", "digest", ()), of=(1,))) == []
 
 
 def test_a_worker_that_rests_before_the_agreed_step_says_so_and_stays() -> None:

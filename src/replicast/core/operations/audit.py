@@ -116,7 +116,7 @@ class Audit(Operation):
                 record = yield from made_here(self, job, update, step, heals=True)
             except Refuse:  # no room for it: the report says that they still differ
                 break
-            reports = yield Ask(Apply(record.id, record.sequence))
+            reports = yield Ask(Apply(record.id, record.digest, record.sequence))
             yield from verified(job, record, step, reports)
             healed.append(record.sequence)
         return tuple(healed)

@@ -52,7 +52,7 @@ class Sync(Operation):
         published = yield Ask(Publish(names), source, job.timeouts.compute_secs, "publish its values")
         update = Proposal(self.id, *published[self.source])
         record = yield from made_here(self, job, update, step)
-        reports = yield Go(Apply(record.id, record.sequence))
+        reports = yield Go(Apply(record.id, record.digest, record.sequence))
         return (yield from verified(job, record, step, reports))
 
 

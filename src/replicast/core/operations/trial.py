@@ -80,7 +80,7 @@ def tried(
     ends = start + trial.steps if decided is None else decided.step
     job.trial, operation.must_run = operation, True
     job.promise(operation, ends)
-    yield Go(Begin(record.id, record.sequence))
+    yield Go(Begin(record.id, record.digest, record.sequence))
     operation.stage = Stage.APPLIED
     if replayed:
         operation.replays = (ends, inf if decided is None else decided.last + 0.5)
@@ -134,13 +134,14 @@ class Begin:
     """Worker, in the training thread: copy the state, then apply what was prepared."""
 
     id: str
+    digest: str
     sequence: int
     in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> str:
         """Everything was checked before: this cannot fail."""
         replica.keep_copy()
-        return replica.apply(self.id, self.sequence)
+        return replica.apply(self.id, self.digest, self.sequence)
 
 
 @dataclass(frozen=True, slots=True)

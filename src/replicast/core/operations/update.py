@@ -65,7 +65,7 @@ class Update(Operation):
         yield from prepared(self, job)
         step = yield from at_its_boundary(self)
         record = self.record or (yield from committed(self, job, self.update, step))
-        reports = yield Go(Apply(record.id, record.sequence))
+        reports = yield Go(Apply(record.id, record.digest, record.sequence))
         return (yield from verified(job, record, step, reports))
 
 
@@ -74,7 +74,10 @@ def prepared(update: Update, job: Job) -> Generator[AnyRequest, Any, None]:
     proposal = update.update
     try:
         yield Ask(
-            Prepare(proposal.id, proposal.content), None, job.timeouts.prepare_secs, "prepare the update"
+            Prepare(proposal.id, proposal.digest, proposal.content),
+            None,
+            job.timeouts.prepare_secs,
+            "prepare the update",
         )
     except Refuse as error:
         if update.record is None:
@@ -104,7 +107,7 @@ def made_here(
 
 def prepared_here(job: Job, proposal: Proposal) -> Generator[AnyRequest, Any, None]:
     """Every worker can apply it, and its payload is durable."""
-    order = Prepare(proposal.id, proposal.content)
+    order = Prepare(proposal.id, proposal.digest, proposal.content)
     yield Ask(order, None, job.timeouts.prepare_secs, "prepare the update")
     yield Record(Payload(proposal.id, proposal.digest, proposal.content))
 
@@ -152,12 +155,13 @@ class Prepare:
     """Worker, in the background: fetch the bytes, and check that they can be applied."""
 
     id: str
+    digest: str
     content: Content
     in_background: ClassVar[bool] = True
 
     def perform(self, replica: Replica) -> None:
         """Nothing is changed."""
-        replica.prepare(self.id, self.content)
+        replica.prepare(self.id, self.digest, self.content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +169,10 @@ class Apply:
     """Worker, in the training thread: apply what was prepared, and report the digest of what it touched."""
 
     id: str
+    digest: str
     sequence: int
     in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> str:
         """Everything was checked before: this cannot fail."""
-        return replica.apply(self.id, self.sequence)
+        return replica.apply(self.id, self.digest, self.sequence)

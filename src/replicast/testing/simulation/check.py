@@ -206,7 +206,13 @@ class Checks:
                 raise StoryFailed(f"{proposal.id} is for step {proposal.at_step}: {record}")
         for (id_, digest), stages in self._stages.items():
             record = history.by_id.get(id_)
-            if record is not None and digest in ("", record.digest) and stages == {Stage.REFUSED}:
+            all_told = all(
+                ticket in self._told
+                for ticket, one in self._proposals.items()
+                if (one.id, one.digest) == (id_, digest)
+            )
+            is_there = record is not None and digest in ("", record.digest)
+            if is_there and all_told and stages == {Stage.REFUSED}:
                 raise StoryFailed(f"{id_} was refused, and is in the journal")
         for ticket, message in self._disk.inbox.items():
             waits = isinstance(message, Propose) and message.proposal.id in history.scheduled

@@ -80,7 +80,7 @@ class SimulatedReplica:
         self._on_apply = on_apply
         self._on_snapshot = on_snapshot
         self._snapshots = 0
-        self._prepared: dict[str, tuple[Edit, ...]] = {}
+        self._prepared: dict[tuple[str, str], tuple[Edit, ...]] = {}
         self._metrics: list[int] = []
         self._copied_at = 0
 
@@ -91,7 +91,7 @@ class SimulatedReplica:
             train(self.values, self.step)
             self._metrics.append(self.values["a"] % 100 + 1)
 
-    def prepare(self, id_: str, content: Hashable) -> None:
+    def prepare(self, id_: str, digest: str, content: Hashable) -> None:
         """As in `Replica`."""
         if self.no_room:
             self.no_room = False
@@ -99,14 +99,14 @@ class SimulatedReplica:
         edits: Any = content
         if any(name not in self.values for _, name, _ in edits):
             raise Refuse(f"There is no such variable. Received: {edits}")
-        self._prepared[id_] = edits
+        self._prepared[id_, digest] = edits
 
-    def apply(self, id_: str, sequence: int) -> str:
+    def apply(self, id_: str, digest: str, sequence: int) -> str:
         """As in `Replica`."""
         self._on_apply(self, id_, sequence)
-        if id_ not in self._prepared:
+        if (id_, digest) not in self._prepared:
             raise StoryFailed(f"worker {self.rank} applies {id_}, which it has not prepared")
-        edits = self._prepared.pop(id_)
+        edits = self._prepared.pop((id_, digest))
         change(self.values, edits)
         self.applied.append((self.step, sequence, id_))
         self.holds.add(sequence)
@@ -114,7 +114,7 @@ class SimulatedReplica:
 
     def discard(self, id_: str) -> None:
         """As in `Replica`."""
-        self._prepared.pop(id_, None)
+        self._prepared = {key: edits for key, edits in self._prepared.items() if key[0] != id_}
 
     def compute(self, id_: str) -> tuple[str, Hashable]:
         """As in `Replica`."""

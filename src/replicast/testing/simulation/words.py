@@ -92,9 +92,9 @@ def _order(thing: Any) -> str:
     match thing:
         case Prepare(id_):
             return f"Prepare {id_}"
-        case Apply(id_, sequence):
+        case Apply(id_, _, sequence):
             return f"Apply {id_} as update {sequence}"
-        case Begin(id_, sequence):
+        case Begin(id_, _, sequence):
             return f"Begin: copy the state, apply {id_} as update {sequence}"
         case End(kept):
             return f"End: {'keep the update' if kept else 'go back to the copy'}"
