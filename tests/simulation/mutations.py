@@ -361,7 +361,7 @@ CAUGHT_BY = {
     "commit after a refusal": 2,
     "forget the id check": 0,
     "accept other content under the same id": 77,
-    "apply in another order on one worker": 6775,
+    "apply in another order on one worker": 6807,
     "lose a withdrawal": 6,
     "tell a withdrawal before it is written": 6,
     "replay at the step after": 0,
@@ -379,7 +379,7 @@ CAUGHT_BY = {
     "tell a refusal that a restart would undo": 814,
     "wait without a deadline": 42,
     "do not ask again when a worker rests early": 1813,
-    "keep checkpoints that were given up": 12281,
+    "keep checkpoints that were given up": 1096,
     "save a state that differs between workers": 174,
     "heal nothing": 14,
 }

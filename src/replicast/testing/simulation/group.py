@@ -58,7 +58,7 @@ class SimulatedGroup:
         story.disk.count(self.number)
         history = story.disk.history()
         start = history.last_checkpoint()
-        if start is not None and plan.go_back:
+        if start is not None and plan.go_back == self.number:
             story.notes.fired("damaged checkpoint")
             earlier = [step for step in history.checkpoints if step < start.step]
             start = history.checkpoints[max(earlier)] if earlier else None

@@ -32,7 +32,7 @@ class Plan:
         quick: Whether nothing is prepared slowly; for transcripts.
         save_every: Steps between planned checkpoints; 0 for none.
         audit_every: Steps between planned audits; 0 for none.
-        go_back: The last checkpoint is damaged when a group starts again: it takes the one before.
+        go_back: The attempt that finds the last checkpoint damaged and takes the one before; 0 for none.
         crash: A process dies between two of its commands: attempt, rank, after how many of them.
         unknown: The journal cannot tell whether this write, by number, was durable.
     """
@@ -47,7 +47,7 @@ class Plan:
     quick: bool = False
     save_every: int = 0
     audit_every: int = 0
-    go_back: bool = False
+    go_back: int = 0
     crash: tuple[int, int, int] | None = None
     unknown: int | None = None
 
@@ -68,7 +68,7 @@ class _Chooser:
             together=random.random() < 0.8,
             save_every=random.choice([0, 1, 2, 3]),
             audit_every=random.choice([0, 0, 2, 4]),
-            go_back=random.random() < 0.15,
+            go_back=int(random.random() < 0.15),
         )
         self.result.steps -= self.result.steps % self.result.stride
         self.secs = self.result.steps * 0.4
