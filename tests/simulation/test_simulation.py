@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 
 import pytest
 
@@ -76,3 +77,16 @@ def test_a_transcript_is_the_golden_one(name: str) -> None:
 
 def test_every_golden_transcript_has_its_story() -> None:
     assert {path.stem for path in TRANSCRIPTS.glob("*.txt")} == set(STORIES)
+
+
+def test_what_the_documentation_quotes_is_in_the_golden_transcripts() -> None:
+    golden = {line for path in TRANSCRIPTS.glob("*.txt") for line in path.read_text().splitlines()}
+    page = (TRANSCRIPTS.parents[2] / "docs" / "architecture.md").read_text()
+    quoted = re.findall(r"^ +\d+\.\d{3} .*$", page, re.MULTILINE)
+    assert len(quoted) > 20
+    assert not [line for line in quoted if line not in golden]
+
+
+def test_the_documentation_lists_when_each_break_is_noticed() -> None:
+    page = (TRANSCRIPTS.parents[2] / "docs" / "faults.md").read_text()
+    assert not [name for name, seed in CAUGHT_BY.items() if f"| {name} | {seed + 1:,} |" not in page]

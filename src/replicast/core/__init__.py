@@ -19,6 +19,7 @@ What the runtime has to keep to:
   that there is nothing to do, it need not: that is one uncontended lock.
 - An order that is not `in_background` is carried out by the training thread, which stands.
 - What a training thread has proposed is sent before that thread arrives at the next boundary or rests.
+- A guard is asked by the proposing worker before `Proposed`, and of a function's result in `Replica.compute`.
 
 Where is …                          | file
 an update coming in                 | `coordinator.py`, `_propose`
