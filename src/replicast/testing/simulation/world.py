@@ -140,7 +140,7 @@ class World:
         if kind == "kill":
             group.die(process)
         elif kind == "freeze":
-            process.frozen_until = self.clock.now + arguments[0]
+            process.frozen_until = max(process.frozen_until, self.clock.now + arguments[0])
             if arguments[0] > SILENT_SECS:
                 self.clock.after(SILENT_SECS, self._restart, group)
         elif kind == "slow":
