@@ -126,9 +126,8 @@ def commit_after_a_refusal() -> Any:
 @mutation
 def forget_the_id_check() -> Any:
     def propose(self: Coordinator, rank: int, message: Any) -> None:
-        if self._early is None:
-            self._known.pop(message.proposal.id, None)
-            self.history.by_id.pop(message.proposal.id, None)
+        self._known.pop(message.proposal.id, None)
+        self.history.by_id.pop(message.proposal.id, None)
         _original[Coordinator, "_propose"](self, rank, message)
 
     return broken(Coordinator, "_propose", propose)

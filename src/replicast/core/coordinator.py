@@ -59,7 +59,7 @@ class Coordinator(Engine):
         self.trial: Operation | None = None
         self.leaving = False
         self._known: dict[str, Operation] = {}
-        self._early: list[tuple[int, Propose]] | None = []
+        self._early: list[tuple[int, ToCoordinator]] | None = []
         self._inbox: set[str] = set()
         self._in_checkpoints = set(history.pending)
         self._replays: deque[Operation] = deque()
@@ -67,6 +67,9 @@ class Coordinator(Engine):
     # What comes in.
 
     def _on_message(self, rank: int, message: ToCoordinator) -> None:
+        if self._early is not None and isinstance(message, Propose | Withdraw | Request):
+            self._early.append((rank, message))  # what earlier attempts have left comes first
+            return
         match message:
             case Answer(number, value):
                 self._answered(rank, number, value)
@@ -87,9 +90,6 @@ class Coordinator(Engine):
     def _propose(self, rank: int, message: Propose) -> None:
         """The same id with the same content is one update; with other content it is refused."""
         proposal, ticket = message.proposal, message.ticket
-        if self._early is not None:
-            self._early.append((rank, message))
-            return
         if rank == OUTSIDE:
             self._inbox.add(ticket)
         known, record = self._known.get(proposal.id), self.history.by_id.get(proposal.id)
@@ -223,7 +223,7 @@ class Coordinator(Engine):
                 self.open(proposed(proposal))
         early, self._early = self._early or [], None
         for rank, message in early:
-            self._propose(rank, message)
+            self._on_message(rank, message)
 
     def _open_replays(self) -> None:
         """A few at a time: each holds the bytes of its update. All workers stand before or at its step."""

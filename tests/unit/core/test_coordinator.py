@@ -11,7 +11,19 @@ from replicast.core.coordinator import Coordinator
 from replicast.core.entries import Committed, Payload, Refused, Saved, Scheduled, Started, Withdrawn
 from replicast.core.events import FromWorker, TimerFired, WriteOutcome, Written
 from replicast.core.history import Group, History, valid
-from replicast.core.messages import OUTSIDE, Answer, At, Do, Propose, Release, Rest, Resume, Stop, Tell
+from replicast.core.messages import (
+    OUTSIDE,
+    Answer,
+    At,
+    Do,
+    Propose,
+    Release,
+    Rest,
+    Resume,
+    Stop,
+    Tell,
+    Withdraw,
+)
 from replicast.core.operations.update import Prepare, Update
 from replicast.core.proposal import Proposal
 from replicast.core.refusal import Refusal
@@ -167,3 +179,11 @@ def test_what_is_scheduled_is_promised_before_the_first_step_of_the_next_attempt
     assert stop.at_step == 7
     assert job.said.index(stop) < next(n for n, one in enumerate(job.said) if isinstance(one, Resume))
     assert any(isinstance(one, Do) and isinstance(one.order, Prepare) for one in job.said)
+
+
+def test_what_is_withdrawn_before_the_journal_is_taken_up_is_withdrawn() -> None:
+    coordinator = Coordinator(1, History())
+    coordinator.handle(FromWorker(OUTSIDE, Propose("push", ADD)))
+    coordinator.handle(FromWorker(OUTSIDE, Withdraw("withdraw", "add")))
+    commands = coordinator.handle(FromWorker(0, Rest(1, 0, ("begin",))))
+    assert [one.entry for one in commands if isinstance(one, Write)] == [Withdrawn("add")]
