@@ -161,6 +161,27 @@ def leave_a_stop_up_when_a_rest_ends() -> Any:
 
 
 @mutation
+def end_a_rest_while_another_operation_has_the_turn() -> Any:
+    def resume_rests(self: Coordinator) -> bool:
+        resume, self._resuming = self._resuming, None
+        if resume is None:
+            return False
+        self.boundaries.rests_end()
+        self._say(resume)
+        return True
+
+    return broken(Coordinator, "_resume_rests", resume_rests)
+
+
+@mutation
+def refuse_what_is_committed() -> Any:
+    def refused(self: Coordinator, operation: Any, refusal: Any) -> None:
+        self._finish(operation, Outcome(Stage.REFUSED, refusal))
+
+    return broken(Coordinator, "_refused", refused)
+
+
+@mutation
 def accept_other_content_under_the_same_id() -> Any:
     return broken(coordinator_module, "_digest_of", lambda known, record: mock.ANY)
 
@@ -348,6 +369,8 @@ def heal_nothing() -> Any:
 
 
 CAUGHT_BY = {
+    "end a rest while another operation has the turn": 58088,
+    "refuse what is committed": 52089,
     "keep what was prepared by id alone": 15171,
     "leave a stop up when a rest ends": 12281,
     "skip the stop": 0,

@@ -68,6 +68,7 @@ class Engine(ABC):
         self._writes: dict[int, tuple[Entry, Callable[[Refusal | None], None]]] = {}
         self._timers: dict[int, Callable[[], None]] = {}
         self._settling: list[tuple[Operation, int]] = []
+        self._resuming: Resume | None = None
         self._over = False
         self._commands: list[CoordinatorCommand] = []
         self.boundaries = Boundaries(
@@ -95,7 +96,7 @@ class Engine(ABC):
                 self._written(number, outcome)
             case TimerFired(number):
                 self._timers.pop(number, lambda: None)()
-        while not self._over and (self.boundaries.schedule() or self._settle_next()):
+        while not self._over and (self._resume_rests() or self.boundaries.schedule() or self._settle_next()):
             pass
         return commands
 
@@ -154,13 +155,20 @@ class Engine(ABC):
         except StopIteration as end:
             self._finish(operation, end.value)
         except Refuse as error:
-            self._finish(operation, Outcome(Stage.REFUSED, error.refusal))
+            self._refused(operation, error.refusal)
         except JobEnds as error:
             self._end_job(str(error))
         except Exception as error:
             self._unexpected(operation, error)
         else:
             self._serve(operation, request)
+
+    def _refused(self, operation: Operation, refusal: Refusal) -> None:
+        """Before the commit nothing has changed; after it, a proposal cannot be refused any more."""
+        if operation.proposal is None or operation.stage in UNDECIDED:
+            self._finish(operation, Outcome(Stage.REFUSED, refusal))
+        else:
+            self._end_job(f"{operation.kind} {operation.id} is {operation.stage}: {refusal.problem}")
 
     def _unexpected(self, operation: Operation, error: Exception) -> None:
         """One bad input refuses itself and does not end the job, unless replicas may have changed."""
@@ -263,8 +271,16 @@ class Engine(ABC):
                 self._end_job("Another group of workers has taken over the run directory")
 
     def _resume(self, tokens: tuple[int, ...], outcome: Any) -> None:
+        self._resuming = Resume(tokens, outcome)
+
+    def _resume_rests(self) -> bool:
+        """Lets the workers go on that rest, as soon as no operation uses that they do."""
+        if self._resuming is None or self.boundaries.speaker is not None:
+            return False
+        resume, self._resuming = self._resuming, None
         self.boundaries.rests_end()
-        self._say(Resume(tokens, outcome))
+        self._say(resume)
+        return True
 
     def _say(self, message: ToWorkers) -> None:
         self._commands.append(Broadcast(message))

@@ -41,6 +41,7 @@ class SimulatedGroup:
         self.started_at = story.clock.now
         self.closing_at = float("inf")
         self.log: list[Any] = []
+        self._failed = False
         self.processes: list[Process] = []
         size = story.plan.size
         self._read = [0] * size
@@ -172,13 +173,14 @@ class SimulatedGroup:
     def ended(self, process: Process, *, left: bool = False) -> None:
         """The script of a process has ended, or the process was told to end."""
         process.alive = False
-        if self.alive and not any(one.alive for one in self.processes):
+        if self.alive and not self._failed and not any(one.alive for one in self.processes):
             self.alive = False
             self._on_end(self, left)
 
     def die(self, process: Process) -> None:
         """A process is gone; the launcher sees it soon."""
         process.alive = False
+        self._failed = True
         if self.alive:
             self.story.clock.after(0.2 + self.story.random.random(), self._on_failure, self)
 
