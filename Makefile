@@ -63,6 +63,10 @@ test-newest: $(NEWEST_STAMP) ## The worker tests on the newest TensorFlow, relea
 soak: $(STAMP) ## Jobs with random faults for MINUTES=5 or until KILLS=20: what fired, and what was lost (SEED=… repeats a run)
 	$(VENV)/bin/python -m tests.soak --minutes $(or $(MINUTES),$(if $(KILLS),0,5)) $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED))
 
+.PHONY: simulate
+simulate: $(STAMP) ## Simulated jobs in virtual time, SEEDS=10000: what happened, which faults fired, what was lost (SEED=… shows one)
+	$(VENV)/bin/python -m replicast.testing.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),10000))
+
 lint: $(STAMP) ## ruff and mypy --strict
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .

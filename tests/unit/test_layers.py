@@ -14,6 +14,8 @@ LAYERS = [
     {"digest", "edits", "schema", "mapping", "blocks", "finite", "storing"},
     {"files", "tensorfiles", "parts"},
     {"update", "state", "trial", "records", "distances", "agreement", "audit", "guard"},
+    {"core"},
+    {"testing"},
     {"groups", "fence", "validate", "anyjournal", "journal", "inbox", "runfiles", "auditfiles", "checkpoint"},
     {"coordination"},
     {"transport", "lifetime"},

@@ -1,0 +1,362 @@
+"""The coordinator: one ordered list of operations; what is put into it, and who is told what came of it.
+
+    Propose, Request, Rest, a planned step ──► an operation at the end of the list; its script runs (`Engine`)
+    it ends ──► Tell to those who hold a ticket, Resume to those who rest in it
+
+While a trial is under way, most operations wait for its end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from replicast.core.commands import CloseInbox
+from replicast.core.engine import UNDECIDED, Engine
+from replicast.core.entries import Committed, Entry, Refused, Saved, Withdrawn
+from replicast.core.history import History
+from replicast.core.messages import OUTSIDE, Answer, At, Propose, Request, Rest, Tell, ToCoordinator, Withdraw
+from replicast.core.operation import Operation, Outcome, Script, Timeouts
+from replicast.core.operations.catalog import collective, planned, proposed, replayed, requested
+from replicast.core.operations.function import Function
+from replicast.core.proposal import Proposal
+from replicast.core.refusal import Refusal
+from replicast.core.stage import Stage
+
+AHEAD = 4
+"""How many updates of the journal are prepared before their step comes."""
+
+
+class Coordinator(Engine):
+    """The state machine that decides. It lives in worker 0.
+
+    Args:
+        size: The number of workers.
+        history: What the journal says, read after this group has claimed the run directory.
+        attempt: The number of this group.
+        start: The checkpoint that the workers have restored; None when they start from scratch.
+        timeouts: How long it waits.
+
+    Attributes:
+        operations: What is under way, in order: `status` reads it, and so do tickets, through `Tell`.
+        trial: The operation whose trial is under way.
+        leaving: All workers are told to end: nothing more is decided.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        history: History,
+        *,
+        attempt: int = 0,
+        start: Saved | None = None,
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        super().__init__(size, history, timeouts or Timeouts())
+        self.attempt = attempt
+        self.start = start
+        self.trial: Operation | None = None
+        self.leaving = False
+        self._known: dict[str, Operation] = {}
+        self._early: list[tuple[int, ToCoordinator]] | None = []
+        self._inbox: set[str] = set()
+        self._in_checkpoints = set(history.pending)
+        self._replays: deque[Operation] = deque()
+
+    # What comes in.
+
+    def _on_message(self, rank: int, message: ToCoordinator) -> None:
+        if self._early is not None and isinstance(message, Propose | Withdraw | Request):
+            self._early.append((rank, message))  # what earlier attempts have left comes first
+            return
+        match message:
+            case Answer(number, value):
+                self._answered(rank, number, value)
+            case At(meeting, step, standing):
+                self.boundaries.at(rank, meeting, step, standing)
+            case Propose():
+                self._propose(rank, message)
+            case Rest():
+                self._rest(rank, message)
+            case Withdraw(ticket, id_):
+                if rank == OUTSIDE:
+                    self._inbox.add(ticket)
+                self._withdraw(ticket, id_)
+            case Request(kind):
+                if not any(one.kind == kind and one.stage in UNDECIDED for one in self.operations.values()):
+                    self.open(requested(kind, self.new_id(kind)))
+
+    def _propose(self, rank: int, message: Propose) -> None:
+        """The same id with the same content is one update; with other content it is refused."""
+        proposal, ticket = message.proposal, message.ticket
+        if rank == OUTSIDE:
+            self._inbox.add(ticket)
+        known, record = self._known.get(proposal.id), self.history.by_id.get(proposal.id)
+        if ticket in self.history.refused:
+            self._tell(Tell(proposal.id, (ticket,), Stage.REFUSED))
+        elif proposal.id in self.history.withdrawn:
+            self._tell(Tell(proposal.id, (ticket,), Stage.WITHDRAWN))
+        elif known is None and record is None:
+            operation = proposed(proposal)
+            operation.tickets.append(ticket)
+            self.open(operation)
+            self._note_proposer(operation, rank)
+        elif proposal.source is None and proposal.digest != _digest_of(known, record):
+            problem = f"An update with the id {proposal.id} and other content was proposed before"
+            self._refuse(Tell(proposal.id, (ticket,), Stage.REFUSED, outcome=Refusal(problem)))
+        elif known is not None and known.outcome is None:
+            known.tickets.append(ticket)
+            self._note_proposer(known, rank)
+        else:
+            tell = self._outcome_of(proposal.id, ticket, known, record)
+            (self._refuse if tell.stage is Stage.REFUSED else self._tell)(tell)
+
+    def _outcome_of(self, id_: str, ticket: str, known: Operation | None, record: Committed | None) -> Tell:
+        """What is known of an operation that has ended, in this attempt or before."""
+        if known is not None and known.outcome is not None:
+            return Tell(id_, (ticket,), known.outcome.stage, known.step, known.outcome.result)
+        sequence = 0 if record is None else record.sequence
+        receipt, decided = self.history.receipts.get(sequence), self.history.decided.get(sequence)
+        stage = receipt.stage if receipt is not None else Stage.VERIFIED
+        if decided is not None and not decided.kept:
+            stage = Stage.REVERTED
+        return Tell(id_, (ticket,), stage, None if record is None else record.step, receipt)
+
+    def _note_proposer(self, operation: Operation, rank: int) -> None:
+        """A function runs on its source, which must be among those that propose it."""
+        if isinstance(operation, Function) and rank == operation.function.source and not operation.has_source:
+            operation.has_source = True
+            self._start(operation)
+
+    def _withdraw(self, ticket: str, id_: str) -> None:
+        """Whatever is not committed can be taken back."""
+        operation = self._known.get(id_)
+        has_turn = operation is not None and operation is self.boundaries.speaker
+        if operation is not None and operation.withdrawing:
+            operation.tickets.append(ticket)
+            return
+        if operation is None or has_turn or operation.stage not in UNDECIDED:
+            stage = Stage.WITHDRAWN if id_ in self.history.withdrawn else Stage.REFUSED
+            self._tell(
+                Tell(id_, (ticket,), stage, outcome=Refusal(f"{id_} is unknown, or committed already"))
+            )
+            return
+        withdrawn = operation
+        withdrawn.withdrawing = True
+
+        def then(refusal: Refusal | None) -> None:
+            withdrawn.withdrawing = False
+            if refusal is None:
+                withdrawn.tickets.append(ticket)
+                self._finish(withdrawn, Outcome(Stage.WITHDRAWN))
+                return
+            self._tell(Tell(id_, (ticket,), Stage.REFUSED, outcome=refusal))
+            if withdrawn.held:
+                (value,), withdrawn.held = withdrawn.held, ()
+                self._run(withdrawn, value)
+
+        self._write(Withdrawn(id_), then)
+
+    def _rest(self, rank: int, rest: Rest) -> None:
+        """All training threads wait for each other: that is an operation, if it is for the same reason."""
+        rests = self.boundaries.rests
+        rests[rank] = rest
+        if len(rests) < self.size:
+            return
+        tokens = tuple(rests[rank].token for rank in range(self.size))
+        if len({(one.step, one.intent) for one in rests.values()}) > 1:
+            said = "; ".join(
+                f"worker {r} at step {one.step}: {one.intent[0]}" for r, one in sorted(rests.items())
+            )
+            self._resume(tokens, Refusal(f"The workers wait for each other at different places: {said}"))
+            return
+        operation = collective(rest.intent, self.new_id(rest.intent[0]))
+        operation.tokens = tokens
+        self.open(operation)
+
+    # The list.
+
+    def open(self, operation: Operation, promised_at: int | None = None) -> None:
+        """Adds an operation to the list and starts its script.
+
+        Args:
+            operation: What to do.
+            promised_at: The step at which an earlier attempt has promised it; all workers rest now.
+        """
+        operation.number = next(self._numbers)
+        self.operations[operation.number] = operation
+        if operation.proposal is not None:
+            self._known[operation.id] = operation
+        if promised_at is not None:
+            self.boundaries.replay(operation)
+            self.boundaries.promise(operation, promised_at)
+        self._start(operation)
+
+    def promise(self, operation: Operation, at_step: int) -> None:
+        """Puts up the stop for the operation's next boundary, while all workers stand before it."""
+        self.boundaries.promise(operation, at_step)
+
+    def replay(self, operation: Operation) -> None:
+        """Gives the operation its next place in the order of replays."""
+        self.boundaries.replay(operation)
+
+    def new_id(self, kind: str) -> str:
+        """An id for an operation that nobody has given one."""
+        return f"{kind}-{self.attempt}-{next(self._numbers)}"
+
+    def take_up_journal(self) -> None:
+        """Opens what earlier attempts have left, then what was proposed meanwhile. All workers rest."""
+        history, start = self.history, self.start
+        for record in history.after(frozenset() if start is None else start.holds):
+            content = history.content(record.id, record.digest)
+            proposal = Proposal(record.id, record.digest, content, record.step, record.trial)
+            self._known[record.id] = replay = replayed(proposal, record, history.decided.get(record.sequence))
+            self._replays.append(replay)
+        self._open_replays()
+        for one in list(history.scheduled.values()):
+            content = history.content(one.id, one.digest)
+            proposal = Proposal(one.id, one.digest, content, one.at_step, one.trial)
+            self.open(proposed(proposal, scheduled=True), promised_at=one.at_step)
+        for proposal in () if start is None else start.pending:
+            if proposal.id in history.pending and proposal.id not in self._known:
+                self.open(proposed(proposal))
+        early, self._early = self._early or [], None
+        for rank, message in early:
+            self._on_message(rank, message)
+
+    def _open_replays(self) -> None:
+        """A few at a time: each holds the bytes of its update. All workers stand before or at its step."""
+        while self._replays and self.boundaries.count_replays() < AHEAD:
+            replay = self._replays.popleft()
+            self.open(replay, promised_at=replay.step)
+
+    def pending(self) -> tuple[Proposal, ...]:
+        """The updates that were proposed and are not committed."""
+        return tuple(
+            one.proposal
+            for one in self.operations.values()
+            if one.proposal is not None and one.proposal.content is not None and one.stage in UNDECIDED
+        )
+
+    def refuse_functions_without_source(self) -> None:
+        """All workers have come to the end of what they propose."""
+        for one in list(self.operations.values()):
+            if isinstance(one, Function) and not one.has_source:
+                source = one.function.source or 0
+                problem = f"Worker {source}, on which the function was to run, has not proposed it"
+                self._finish(one, Outcome(Stage.REFUSED, Refusal(problem, (source,))))
+
+    def _deferred(self, operation: Operation) -> tuple[str, int] | None:
+        """Why an operation may not run now, and until which step."""
+        if operation.withdrawing or self.leaving:
+            return "", 0
+        trial = self.trial
+        if trial is not None and trial is not operation and not operation.in_trial:
+            until = trial.meeting.at_step or 0 if trial.meeting is not None else 0
+            return f"the trial of {trial.id}, until step {until}", until
+        begins = (
+            operation.proposal is not None and operation.proposal.trial is not None and operation is not trial
+        )
+        if begins and operation.replays is None and self.boundaries.count_replays():
+            last = self._replays[-1].step or 0 if self._replays else self.boundaries.last_replay()
+            return f"the updates of the journal, until step {last}", last
+        return None
+
+    def _script(self, operation: Operation) -> Script:
+        return operation.script(self)
+
+    def _is_ready(self, operation: Operation) -> bool:
+        """A function waits until its source is among those that propose it."""
+        return not isinstance(operation, Function) or operation.has_source
+
+    def _open_planned(self, kind: str, step: int) -> None:
+        self.open(planned(kind, step))
+
+    def _has_left_turn(self, operation: Operation) -> None:
+        self._open_replays()
+
+    def _note_deferred(self, operation: Operation) -> None:
+        if operation.tickets:
+            waits_for = operation.waits_for
+            self._say(
+                Tell(operation.id, tuple(operation.tickets), operation.stage, operation.step, None, waits_for)
+            )
+
+    def _run(self, operation: Operation, value: object) -> None:
+        super()._run(operation, value)
+        if operation.stage is Stage.SCHEDULED and operation.told is not Stage.SCHEDULED:
+            operation.told = Stage.SCHEDULED
+            self._tell(Tell(operation.id, tuple(operation.tickets), operation.stage, operation.step))
+
+    def _write(self, entry: Entry, then: Callable[[Refusal | None], None]) -> None:
+        if isinstance(entry, Saved):
+            self._in_checkpoints.update(proposal.id for proposal in entry.pending)
+        super()._write(entry, then)
+
+    # Who is told.
+
+    def _finish(self, operation: Operation, outcome: Outcome) -> None:
+        """An operation has ended: those who hold a ticket are told."""
+        if operation.running is not None:
+            operation.running.close()
+        operation.outcome, operation.stage = outcome, outcome.stage
+        del self.operations[operation.number]
+        self.boundaries.forget(operation)
+        if operation.proposal is not None:
+            told = Tell(
+                operation.id,
+                tuple(operation.tickets),
+                outcome.stage,
+                operation.step,
+                outcome.result,
+                ended=True,
+            )
+            if outcome.stage is Stage.REFUSED:
+                self._refuse(told, operation)
+            else:
+                self._tell(told)
+        if operation.tokens:
+            self._resume(operation.tokens, outcome)
+
+    def _refuse(self, tell: Tell, operation: Operation | None = None) -> None:
+        """Tells a refusal. One that the journal, a checkpoint or the inbox would undo is written first."""
+        kept = tell.id in self.history.scheduled or tell.id in self._in_checkpoints
+        whole = operation is not None and kept
+        to_write = tuple(one for one in tell.tickets if whole or one in self._inbox)
+        others = tuple(one for one in tell.tickets if one not in to_write)
+        if others or not (whole or to_write):
+            self._tell(replace(tell, tickets=others))
+        if whole or to_write:
+            self._write_refusal(replace(tell, tickets=to_write), operation, whole)
+        else:
+            self._forget(operation)
+
+    def _write_refusal(self, tell: Tell, operation: Operation | None, whole: bool) -> None:
+        def then(failed: Refusal | None) -> None:
+            if failed is not None:
+                again = self.timeouts.retry_secs
+                self._set_timer(again, lambda: self._write_refusal(tell, operation, whole))
+                return
+            self._forget(operation)
+            self._tell(tell)
+
+        self._write(Refused(tell.id, tell.tickets, tell.outcome.problem, whole), then)
+
+    def _forget(self, operation: Operation | None) -> None:
+        """What was refused may be proposed again. A function's refusal is kept for its other authors."""
+        if operation is not None and not isinstance(operation, Function):
+            self._known.pop(operation.id, None)
+
+    def _tell(self, tell: Tell) -> None:
+        self._say(tell)
+        if tell.stage.is_final:
+            for ticket in self._inbox.intersection(tell.tickets):
+                self._inbox.discard(ticket)
+                self._commands.append(CloseInbox(ticket, tell))
+
+
+def _digest_of(known: Operation | None, record: Committed | None) -> str:
+    if record is not None:
+        return record.digest
+    return known.proposal.digest if known is not None and known.proposal is not None else ""

@@ -1,0 +1,295 @@
+"""Carries out what the scripts of operations ask for. The coordinator is one, and knows what to start.
+
+    Ask       ──► Do to the workers; their answers resume the script                      (`Gather`)
+    Record    ──► Write; when the entry is durable, the script goes on
+    Boundary  ──► Stop to the workers; when all stand at one boundary, it has the turn     (`Boundaries`)
+    Go        ──► Do to the workers; the turn is over, and the next operation has it, or `Release`
+    return    ──► the operation is finished
+
+Scripts run side by side; only at a boundary one of them has the turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from replicast.core.boundaries import Boundaries
+from replicast.core.commands import Broadcast, CoordinatorCommand, EndJob, SetTimer, Write
+from replicast.core.entries import Entry
+from replicast.core.events import CoordinatorEvent, FromWorker, TimerFired, WriteOutcome, Written
+from replicast.core.gather import Gather
+from replicast.core.history import History
+from replicast.core.messages import Do, Resume, ToCoordinator, ToWorkers
+from replicast.core.operation import (
+    AnyRequest,
+    Ask,
+    Boundary,
+    Collect,
+    EarlierSettled,
+    Go,
+    Operation,
+    Outcome,
+    Record,
+    Reserve,
+    Script,
+    Timeouts,
+)
+from replicast.core.refusal import JobEnds, Refusal, Refuse
+from replicast.core.stage import Stage
+
+UNDECIDED = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
+"""The stages in which no replica has changed, and none will for certain."""
+
+
+class Engine(ABC):
+    """Runs scripts.
+
+    Args:
+        size: The number of workers.
+        history: What the journal says.
+        timeouts: How long it waits.
+
+    Attributes:
+        operations: What is under way, by number, in order.
+        history: What the journal says, kept up to date.
+        boundaries: Who has the turn where the workers stand.
+    """
+
+    def __init__(self, size: int, history: History, timeouts: Timeouts) -> None:
+        self.size = size
+        self.history = history
+        self.timeouts = timeouts
+        self.operations: dict[int, Operation] = {}
+        self._numbers = itertools.count(1)
+        self._gathers: dict[int | tuple[str, int], tuple[Gather, Operation]] = {}
+        self._writes: dict[int, tuple[Entry, Callable[[Refusal | None], None]]] = {}
+        self._timers: dict[int, Callable[[], None]] = {}
+        self._settling: list[tuple[Operation, int]] = []
+        self._resuming: Resume | None = None
+        self._over = False
+        self._commands: list[CoordinatorCommand] = []
+        self.boundaries = Boundaries(
+            size,
+            timeouts,
+            self._numbers,
+            say=self._say,
+            set_timer=self._set_timer,
+            resume=self._run,
+            deferred=self._deferred,
+            note_deferred=self._note_deferred,
+            end_job=self._end_job,
+        )
+
+    def handle(self, event: CoordinatorEvent) -> list[CoordinatorCommand]:
+        """What is to be done, in this order."""
+        commands: list[CoordinatorCommand] = []
+        self._commands = commands
+        if self._over:
+            return commands
+        match event:
+            case FromWorker(rank, message):
+                self._on_message(rank, message)
+            case Written(number, outcome):
+                self._written(number, outcome)
+            case TimerFired(number):
+                self._timers.pop(number, lambda: None)()
+        while not self._over and (self._resume_rests() or self.boundaries.schedule() or self._settle_next()):
+            pass
+        return commands
+
+    @abstractmethod
+    def _on_message(self, rank: int, message: ToCoordinator) -> None:
+        """A worker, or somebody outside, says something."""
+
+    @abstractmethod
+    def _script(self, operation: Operation) -> Script:
+        """The script of an operation, which knows this job."""
+
+    @abstractmethod
+    def _finish(self, operation: Operation, outcome: Outcome) -> None:
+        """An operation has ended."""
+
+    @abstractmethod
+    def _deferred(self, operation: Operation) -> tuple[str, int] | None:
+        """Why an operation may not run now, wherever the workers stand, and until which step."""
+
+    @abstractmethod
+    def _note_deferred(self, operation: Operation) -> None:
+        """It is known now why an operation waits."""
+
+    @abstractmethod
+    def _open_planned(self, kind: str, step: int) -> None:
+        """The first worker reports what all do by themselves at a planned step."""
+
+    @abstractmethod
+    def _has_left_turn(self, operation: Operation) -> None:
+        """The workers have the last order of an operation's turn."""
+
+    @abstractmethod
+    def _is_ready(self, operation: Operation) -> bool:
+        """Whether everything is there that its script needs."""
+
+    # Scripts.
+
+    def _start(self, operation: Operation) -> None:
+        if self._is_ready(operation):
+            operation.waits_for = ""
+            operation.running = self._script(operation)
+            self._run(operation, None)
+
+    def _run(self, operation: Operation, value: Any) -> None:
+        """Resumes a script, until it has to wait."""
+        if operation.running is None or operation.outcome is not None or self._over:
+            return
+        if operation.withdrawing:
+            operation.held = (value,)
+            return
+        try:
+            if isinstance(value, Refusal):
+                request = operation.running.throw(Refuse(value.problem, value.workers))
+            else:
+                request = operation.running.send(value)
+        except StopIteration as end:
+            self._finish(operation, end.value)
+        except Refuse as error:
+            self._refused(operation, error.refusal)
+        except JobEnds as error:
+            self._end_job(str(error))
+        except Exception as error:
+            self._unexpected(operation, error)
+        else:
+            self._serve(operation, request)
+
+    def _refused(self, operation: Operation, refusal: Refusal) -> None:
+        """Before the commit nothing has changed; after it, a proposal cannot be refused any more."""
+        if operation.proposal is None or operation.stage in UNDECIDED:
+            self._finish(operation, Outcome(Stage.REFUSED, refusal))
+        else:
+            self._end_job(f"{operation.kind} {operation.id} is {operation.stage}: {refusal.problem}")
+
+    def _unexpected(self, operation: Operation, error: Exception) -> None:
+        """One bad input refuses itself and does not end the job, unless replicas may have changed."""
+        problem = f"Unexpected {type(error).__name__} in {operation.kind} {operation.id}: {error}"
+        if operation.stage in UNDECIDED:
+            self._finish(operation, Outcome(Stage.REFUSED, Refusal(problem)))
+        else:
+            self._end_job(problem)
+
+    def _serve(self, operation: Operation, request: AnyRequest) -> None:
+        match request:
+            case Ask(order, of, secs, what):
+                number = self._gather(operation, Gather(what, range(self.size) if of is None else of), secs)
+                self._say(Do(number, order, of))
+            case Go(order, resume):
+                number = self._gather(operation, Gather("apply", range(self.size)), None)
+                self._say(Do(number, order))
+                self.boundaries.leave(operation)
+                self._has_left_turn(operation)
+                if resume and operation.tokens:
+                    tokens, operation.tokens = operation.tokens, ()
+                    self._resume(tokens, None)
+            case Record(entry):
+                self._write(entry, lambda refusal: self._run(operation, refusal))
+            case Boundary(at_step):
+                self.boundaries.want(operation, at_step)
+            case Reserve(at_step):
+                self.boundaries.reserve(operation, at_step)
+            case EarlierSettled():
+                self._settling.append((operation, next(self._numbers)))
+            case Collect(kind, step):
+                self._gathers[kind, step] = Gather(f"report its {kind}", range(self.size)), operation
+
+    def _settle_next(self) -> bool:
+        """Goes on with a script that waits for all earlier operations, if they are settled."""
+        if not self._settling or self._writes:
+            return False
+        for place, (operation, limit) in enumerate(self._settling):
+            earlier = (
+                one for number, one in self.operations.items() if number < limit and one is not operation
+            )
+            if all(self._waits_for_later(one) for one in earlier):
+                del self._settling[place]
+                self._run(operation, None)
+                return True
+        return False
+
+    def _waits_for_later(self, operation: Operation) -> bool:
+        """Whether it can have no outcome before the training goes on."""
+        if operation.running is None:
+            return not self._is_ready(operation)
+        step = self.boundaries.resting_step() or 0
+        later = operation.meeting is not None and (operation.meeting.at_step or 0) > step
+        if not self.boundaries.is_waiting(operation):
+            return later and operation.promised  # it is still being prepared
+        return later or self._deferred(operation) is not None
+
+    # Answers.
+
+    def _gather(self, operation: Operation, gather: Gather, secs: float | None) -> int:
+        number = next(self._numbers)
+        self._gathers[number] = gather, operation
+        if secs is not None:
+            limit = secs
+
+            def late() -> None:
+                if self._gathers.pop(number, None) is not None:
+                    self._run(operation, gather.timed_out(limit))
+
+            self._set_timer(limit, late)
+        return number
+
+    def _answered(self, rank: int, number: int | tuple[str, int], value: Any) -> None:
+        if isinstance(number, tuple) and number not in self._gathers:
+            self._open_planned(*number)
+        gather, operation = self._gathers.get(number, (None, None))
+        if gather is None or operation is None or not gather.add(rank, value):
+            return
+        del self._gathers[number]
+        self._run(operation, gather.refusal() or gather.answers)
+
+    # What goes out.
+
+    def _write(self, entry: Entry, then: Callable[[Refusal | None], None]) -> None:
+        number = next(self._numbers)
+        self._writes[number] = entry, then
+        self._commands.append(Write(number, entry))
+
+    def _written(self, number: int, outcome: WriteOutcome) -> None:
+        entry, then = self._writes.pop(number)
+        match outcome:
+            case WriteOutcome.DURABLE:
+                self.history.add(entry)
+                then(None)
+            case WriteOutcome.FAILED:
+                then(Refusal("The journal cannot be written: make room on the disk of the run directory"))
+            case WriteOutcome.UNKNOWN:
+                self._end_job("It is unknown whether the journal was written: only a new start can tell")
+            case WriteOutcome.FENCED:
+                self._end_job("Another group of workers has taken over the run directory")
+
+    def _resume(self, tokens: tuple[int, ...], outcome: Any) -> None:
+        self._resuming = Resume(tokens, outcome)
+
+    def _resume_rests(self) -> bool:
+        """Lets the workers go on that rest, as soon as no operation uses that they do."""
+        if self._resuming is None or self.boundaries.speaker is not None:
+            return False
+        resume, self._resuming = self._resuming, None
+        self.boundaries.rests_end()
+        self._say(resume)
+        return True
+
+    def _say(self, message: ToWorkers) -> None:
+        self._commands.append(Broadcast(message))
+
+    def _set_timer(self, secs: float, then: Callable[[], None]) -> None:
+        number = next(self._numbers)
+        self._timers[number] = then
+        self._commands.append(SetTimer(number, secs))
+
+    def _end_job(self, reason: str) -> None:
+        self._over = True
+        self._commands.append(EndJob(reason))

@@ -1,0 +1,91 @@
+"""What the runtime tells the state machines: events in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeAlias
+
+from replicast.core.messages import ToCoordinator, ToWorkers
+from replicast.core.proposal import Proposal
+
+
+class WriteOutcome(Enum):
+    """What came of a write."""
+
+    DURABLE = "durable"  # and no later group had claimed the run directory afterwards
+    FAILED = "failed"  # certainly not there: the disk is full
+    UNKNOWN = "unknown"  # it may be there: only a new start can know
+    FENCED = "fenced"  # a later group has claimed the run directory
+
+
+@dataclass(frozen=True, slots=True)
+class FromWorker:
+    """To the coordinator: a message has come; `rank` is OUTSIDE for what came through the run directory."""
+
+    rank: int
+    message: ToCoordinator
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """To the coordinator: a write has ended."""
+
+    number: int
+    outcome: WriteOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    """To either: the time that `SetTimer` asked for has passed."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class FromCoordinator:
+    """To a worker: the next message of the log."""
+
+    message: ToWorkers
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """To a worker: the training thread has finished `step` steps and waits for `Pass`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rested:
+    """To a worker: the training thread waits until all others rest for the same reason."""
+
+    intent: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """To a worker: the training thread waits for one of its tickets, at most `secs`."""
+
+    ticket: str
+    secs: float
+
+
+@dataclass(frozen=True, slots=True)
+class Performed:
+    """To a worker: an order was carried out; `value` is what it returned, or a `Refusal`."""
+
+    number: int | tuple[str, int]
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """To a worker: somebody in its process proposes something."""
+
+    ticket: str
+    proposal: Proposal
+
+
+CoordinatorEvent: TypeAlias = FromWorker | Written | TimerFired
+WorkerEvent: TypeAlias = FromCoordinator | Arrived | Rested | Awaited | Performed | Proposed | TimerFired

@@ -1,0 +1,46 @@
+"""One answer from each of some workers: the only place where the coordinator collects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from replicast.core.refusal import Refusal
+
+
+class Gather:
+    """The answers to one order.
+
+    Args:
+        what: What is waited for, for the error that names who did not answer.
+        ranks: Who has to answer.
+    """
+
+    __slots__ = ("answers", "missing", "what")
+
+    def __init__(self, what: str, ranks: Iterable[int]) -> None:
+        self.what = what
+        self.missing = set(ranks)
+        self.answers: dict[int, Any] = {}
+
+    def add(self, rank: int, answer: Any) -> bool:
+        """Notes an answer; says whether it was the last one."""
+        if rank not in self.missing:
+            return False
+        self.missing.discard(rank)
+        self.answers[rank] = answer
+        return not self.missing
+
+    def refusal(self) -> Refusal | None:
+        """The first refusal among the answers, if there is one."""
+        for rank in sorted(self.answers):
+            if isinstance(self.answers[rank], Refusal):
+                refusal: Refusal = self.answers[rank]
+                return Refusal(refusal.problem, (rank,))
+        return None
+
+    def timed_out(self, secs: float) -> Refusal:
+        """Who did not answer."""
+        missing = tuple(sorted(self.missing))
+        who = ", ".join(map(str, missing))
+        return Refusal(f"Worker {who} did not {self.what} within {secs:g} s", missing)

@@ -1,0 +1,129 @@
+"""What the journal says: the one way to read it, for the coordinator, `status` and the next attempt alike.
+
+Fencing is by readers. Each group of workers claims the run directory by making the next claim file, and only
+then counts the entries of the group before it; that count is part of its claim. Whatever the earlier group
+writes later is void. A group that writes looks for a later claim *after* each write and before it acts on it,
+so what it acknowledges was there when the next group counted:
+
+    group 1   write entry 7 ── durable ── is there a claim 2? no ──► acknowledge
+    group 2                                                           claim 2 ── count group 1: 7 entries
+
+    group 1   write entry 7 ── durable ── is there a claim 2? yes ─► end: another group has taken over
+    group 2                     claim 2 ── count group 1: 6 or 7 entries; nobody was told about the seventh
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from replicast.core.entries import (
+    Committed,
+    Decided,
+    Entry,
+    Payload,
+    Receipt,
+    Refused,
+    Saved,
+    Scheduled,
+    Started,
+    Withdrawn,
+)
+from replicast.core.proposal import Content
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What one group of workers has written.
+
+    Attributes:
+        entries: In the order in which it wrote them.
+        taken: How many of them the next group took over; None for the last group.
+    """
+
+    entries: Sequence[Entry]
+    taken: int | None = None
+
+
+def valid(groups: Iterable[Group]) -> list[Entry]:
+    """The entries that count, in order: of each group those that the next one took over."""
+    return [entry for group in groups for entry in group.entries[: group.taken]]
+
+
+class History:
+    """The entries that count, indexed. Grows by `add` as entries become durable.
+
+    Attributes:
+        committed: The committed updates, by sequence number.
+        decided: How trials ended, by sequence number.
+        receipts: The last receipt of each update, by sequence number.
+        scheduled: What is durable and waits for its step, by id.
+        withdrawn: The ids of what was taken back.
+        refused: The tickets of inbox proposals that were refused.
+        checkpoints: The checkpoints that a restart may use, by step.
+        pending: The ids of proposals that a checkpoint holds and that have no outcome yet.
+    """
+
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        self.committed: dict[int, Committed] = {}
+        self.by_id: dict[str, Committed] = {}
+        self.decided: dict[int, Decided] = {}
+        self.receipts: dict[int, Receipt] = {}
+        self.scheduled: dict[str, Scheduled] = {}
+        self.withdrawn: set[str] = set()
+        self.refused: set[str] = set()
+        self.checkpoints: dict[int, Saved] = {}
+        self.pending: set[str] = set()
+        self._contents: dict[tuple[str, str], Content] = {}
+        for entry in entries:
+            self.add(entry)
+
+    def add(self, entry: Entry) -> None:
+        """Takes in one more entry."""
+        match entry:
+            case Payload():
+                self._contents[entry.id, entry.digest] = entry.content
+            case Committed():
+                self.committed[entry.sequence] = self.by_id[entry.id] = entry
+                self.scheduled.pop(entry.id, None)
+                self.pending.discard(entry.id)
+            case Receipt():
+                self.receipts[entry.sequence] = entry
+            case Scheduled():
+                self.scheduled[entry.id] = entry
+            case Withdrawn():
+                self.withdrawn.add(entry.id)
+                self.scheduled.pop(entry.id, None)
+                self.pending.discard(entry.id)
+            case Refused():
+                self.refused.update(entry.tickets)
+                if entry.whole:
+                    self.scheduled.pop(entry.id, None)
+                    self.pending.discard(entry.id)
+            case Decided():
+                self.decided[entry.sequence] = entry
+            case Saved():
+                self.checkpoints[entry.step] = entry
+                ended = self.withdrawn.union(self.by_id)
+                self.pending.update(one.id for one in entry.pending if one.id not in ended)
+            case Started(_, from_step):
+                kept = -1 if from_step is None else from_step
+                self.checkpoints = {step: one for step, one in self.checkpoints.items() if step <= kept}
+
+    @property
+    def next_sequence(self) -> int:
+        """The number of the next update."""
+        return len(self.committed) + 1
+
+    def content(self, id_: str, digest: str) -> Content:
+        """The bytes of an update that is committed or scheduled."""
+        return self._contents[id_, digest]
+
+    def last_checkpoint(self) -> Saved | None:
+        """The one that a restart uses unless it is told otherwise."""
+        return self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
+
+    def after(self, holds: frozenset[int]) -> list[Committed]:
+        """What a state that holds these updates has still to apply, in order."""
+        left = [record for sequence, record in self.committed.items() if sequence not in holds]
+        return sorted(left, key=lambda record: (record.step, record.sequence))

@@ -1,0 +1,70 @@
+"""A meeting: all training threads stand at one boundary. How the coordinator finds out which, and when.
+
+    Stop ──► every worker answers at once with the first boundary that it has not passed, and does not pass it
+    Meet ──► the latest answer is the step: whoever is before it goes on to it
+    At   ◄── every worker stands there
+
+Nobody can be past the step, because nobody passes what it has answered; so this needs no assumption about
+the training. A worker that comes to rest before the step (its script waits for the others) will never reach
+it: then the coordinator asks again.
+"""
+
+from __future__ import annotations
+
+
+class Meeting:
+    """Where the workers are, as far as the coordinator has heard.
+
+    Args:
+        number: Tells it from other meetings.
+        size: The number of workers.
+        at_step: The first boundary at or after this step; None for the next possible one.
+
+    Attributes:
+        target: The step that the workers were told to go on to.
+        round: How often they were told.
+    """
+
+    __slots__ = ("at_step", "number", "round", "size", "standing", "steps", "target")
+
+    def __init__(self, number: int, size: int, at_step: int | None) -> None:
+        self.number = number
+        self.size = size
+        self.at_step = at_step
+        self.steps: dict[int, int] = {}
+        self.standing: set[int] = set()
+        self.target = 0 if at_step is None else at_step
+        self.round = 0
+
+    def note(self, rank: int, step: int, standing: bool) -> None:
+        """A worker has said where it is."""
+        self.steps[rank] = step
+        if standing:
+            self.standing.add(rank)
+
+    @property
+    def answered(self) -> bool:
+        """Whether every worker has said something."""
+        return len(self.steps) == self.size
+
+    @property
+    def latest(self) -> int:
+        """The latest boundary that somebody has not passed."""
+        return max(self.steps.values())
+
+    def aim(self, step: int) -> None:
+        """Whoever stands before this step is told to go on."""
+        self.target = step
+        self.round += 1
+        self.standing = {rank for rank in self.standing if self.steps[rank] >= step}
+
+    def missing(self) -> tuple[int, ...]:
+        """Who is waited for."""
+        return tuple(rank for rank in range(self.size) if rank not in self.standing)
+
+    def step(self) -> int | None:
+        """The boundary at which all stand; None while they do not."""
+        if len(self.standing) < self.size:
+            return None
+        step = min(self.steps.values())
+        return step if step == self.latest and step >= (self.at_step or 0) else None

@@ -1,0 +1,209 @@
+"""An operation, and what its script may ask for.
+
+A script is a generator: it yields a request, the coordinator carries it out, and the script goes on with the
+answer. A request that is refused raises `Refuse` at the `yield`. A script that does not catch it ends there,
+the operation is refused, and no replica has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+from replicast.core.entries import Entry, Saved
+from replicast.core.history import History
+from replicast.core.meeting import Meeting
+from replicast.core.order import Order
+from replicast.core.proposal import Proposal
+from replicast.core.stage import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Have workers carry out an order; resumed with their answers by rank.
+
+    Attributes:
+        of: Which workers; None for all.
+        secs: How long to wait for them; None for as long as it takes.
+        what: What is waited for, for the error that names who did not answer.
+    """
+
+    order: Order
+    of: tuple[int, ...] | None = None
+    secs: float | None = None
+    what: str = "answer"
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """The last order at a boundary: the workers carry it out and go on; resumed with their answers.
+
+    Attributes:
+        resume: Of an operation in which all workers rest: they need not wait for what comes of it.
+    """
+
+    order: Order
+    resume: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Have all workers agree to stop at a step; resumed when they have. Refused when it is past."""
+
+    at_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Have all workers stand at one boundary; resumed with its step when they do.
+
+    Attributes:
+        at_step: The first one at or after this step; None for the next possible one.
+    """
+
+    at_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Write an entry; resumed when it is durable. Refused when the disk is full."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierSettled:
+    """Resumed when everything that was proposed before has its outcome, or waits for a later step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """What every worker reports by itself at a planned step; resumed with the answers by rank."""
+
+    kind: str
+    step: int
+
+
+AnyRequest: TypeAlias = Ask | Go | Reserve | Boundary | Record | EarlierSettled | Collect
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an operation ended.
+
+    Attributes:
+        result: The receipt, report or refusal.
+    """
+
+    stage: Stage
+    result: Any = None
+
+
+Script: TypeAlias = Generator[AnyRequest, Any, Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """How long the coordinator and the workers wait, in seconds.
+
+    Attributes:
+        prepare_secs: For every worker to have fetched and checked an update's bytes.
+        answer_secs: For every worker's event loop to answer `Stop`.
+        meet_secs: For every training thread to stand at a boundary, once the first one does.
+        decide_secs: For the coordinator, by a training thread that stands at a boundary.
+        compute_secs: For an order that runs in a training thread at a boundary.
+        retry_secs: Before a write that must succeed is tried again.
+    """
+
+    prepare_secs: float = 130.0
+    answer_secs: float = 30.0
+    meet_secs: float = 900.0
+    decide_secs: float = 1800.0
+    compute_secs: float = 600.0
+    retry_secs: float = 10.0
+
+
+class Job(Protocol):
+    """What a script may know about the job. The coordinator is one."""
+
+    size: int
+    attempt: int
+    timeouts: Timeouts
+    history: History
+    start: Saved | None
+    """The checkpoint that the workers have restored."""
+    trial: Operation | None
+    """The operation whose trial is under way."""
+    leaving: bool
+    """All workers are told to end: nothing more is decided."""
+
+    def new_id(self, kind: str) -> str:
+        """An id for an update that nobody has given one."""
+
+    def open(self, operation: Operation) -> None:
+        """Adds an operation to the list."""
+
+    def promise(self, operation: Operation, at_step: int) -> None:
+        """Puts up the stop for the operation's next boundary, while all workers stand before it."""
+
+    def replay(self, operation: Operation) -> None:
+        """Gives the operation its next place in the order of replays."""
+
+    def take_up_journal(self) -> None:
+        """Opens what earlier attempts have left, then what was proposed meanwhile. All workers rest."""
+
+    def refuse_functions_without_source(self) -> None:
+        """All workers have come to the end of what they propose."""
+
+    def pending(self) -> tuple[Proposal, ...]:
+        """The updates that were proposed and are not committed."""
+
+
+class Operation:
+    """One entry of the coordinator's list.
+
+    Attributes:
+        number: Its place in the list.
+        id: The update's id, or a name of its own.
+        stage: How far it has come.
+        step: Where it is, or will be, applied.
+        waits_for: Why it is not decided yet, in words.
+        tickets: Who is told.
+        tokens: Of an operation for which all training threads rest: the token of each rest.
+        outcome: How it ended.
+        replays: While it replays the journal: its place in the order of replays, (step, sequence).
+        in_trial: Whether it may run while a trial is under way.
+        promised: The stop for its next boundary is up, whatever else has to be done until then.
+        must_run: It is committed, or has begun: when it cannot be carried out, the job ends.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, id_: str, proposal: Proposal | None = None) -> None:
+        self.number = 0
+        self.id = id_
+        self.proposal = proposal
+        self.stage = Stage.PROPOSED
+        self.step: int | None = None
+        self.waits_for = ""
+        self.tickets: list[str] = []
+        self.tokens: tuple[int, ...] = ()
+        self.outcome: Outcome | None = None
+        self.replays: tuple[float, float] | None = None
+        self.in_trial = False
+        self.promised = False
+        self.must_run = False
+        # Written by the coordinator.
+        self.running: Script | None = None
+        self.meeting: Meeting | None = None
+        self.withdrawing = False
+        self.held: tuple[Any, ...] = ()
+        self.told = Stage.PROPOSED
+
+    def script(self, job: Job) -> Script:
+        """The coordinator's side of the story."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} {self.id} {self.stage}>"

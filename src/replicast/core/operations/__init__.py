@@ -1,0 +1,10 @@
+"""One file per kind of operation: the coordinator's script and the worker's part, side by side.
+
+update.py     every replica applies an update at one boundary; also how the journal is replayed
+function.py   one worker computes an update from the live values, at the boundary where it is applied
+sync.py       every replica becomes equal to one worker's
+save.py       a checkpoint of one boundary
+audit.py      who differs, where; and heal
+trial.py      an update that proves itself, or is reverted by every replica
+leave.py      save, and end together
+"""

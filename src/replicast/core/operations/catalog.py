@@ -1,0 +1,62 @@
+"""Which operation is made for what comes in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from replicast.core.entries import Committed, Decided
+from replicast.core.operation import Operation
+from replicast.core.operations.audit import Audit
+from replicast.core.operations.begin import Begin
+from replicast.core.operations.close import Close
+from replicast.core.operations.function import Function
+from replicast.core.operations.leave import Leave
+from replicast.core.operations.save import Save
+from replicast.core.operations.sync import Sync
+from replicast.core.operations.trial import TrialUpdate
+from replicast.core.operations.update import Update
+from replicast.core.proposal import Proposal
+
+
+def proposed(proposal: Proposal, *, scheduled: bool = False) -> Operation:
+    """For what somebody proposes, or has scheduled in an earlier attempt."""
+    if proposal.content is None:
+        return Function(proposal)
+    if proposal.trial is not None:
+        return TrialUpdate(proposal, scheduled=scheduled)
+    return Update(proposal, scheduled=scheduled)
+
+
+def replayed(proposal: Proposal, record: Committed, decided: Decided | None) -> Operation:
+    """For an update of the journal that is applied again."""
+    if record.trial is not None:
+        return TrialUpdate(proposal, record, decided)
+    return Update(proposal, record)
+
+
+def collective(intent: tuple[Any, ...], id_: str) -> Operation:
+    """For what all training threads rest in."""
+    match intent:
+        case ("begin",):
+            return Begin(id_)
+        case ("close",):
+            return Close(id_)
+        case ("sync", source, *names):
+            return Sync(id_, source, tuple(names))
+        case ("audit", policy):
+            return Audit(id_, policy)
+        case ("save",):
+            return Save(id_)
+    raise ValueError(f"All workers rest for an unknown reason. Received: {intent!r}")
+
+
+def requested(kind: str, id_: str) -> Operation:
+    """For what somebody asks all workers to do at one of the next boundaries."""
+    kinds: dict[str, type[Leave | Audit | Save]] = {"leave": Leave, "audit": Audit, "save": Save}
+    return kinds[kind](id_)
+
+
+def planned(kind: str, step: int) -> Operation:
+    """For what every worker does by itself at planned steps."""
+    id_ = f"{kind}-at-{step}"
+    return Save(id_, step) if kind == "save" else Audit(id_, planned_step=step)

@@ -1,0 +1,35 @@
+"""Close: all scripts have come to an end of their training; everything that was proposed is settled.
+
+all workers rest
+a function that its source has not proposed           is refused: nobody will
+a trial that is under way                             is decided now, with what was measured so far
+what waited behind it                                 has its turn
+what is scheduled for a later step                    stays in the journal for the next start
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from replicast.core.operation import Boundary, EarlierSettled, Job, Operation, Outcome, Script
+from replicast.core.stage import Stage
+
+
+class Close(Operation):
+    """All workers rest at the end of a training."""
+
+    kind: ClassVar[str] = "close"
+
+    def __init__(self, id_: str) -> None:
+        super().__init__(id_)
+        self.in_trial = True
+
+    def script(self, job: Job) -> Script:
+        """The coordinator's side; the workers only rest."""
+        job.refuse_functions_without_source()
+        yield EarlierSettled()
+        while job.trial is not None and job.trial.meeting is not None:
+            job.trial.meeting.at_step = 0  # here, where all rest
+            yield EarlierSettled()
+        yield Boundary()
+        return Outcome(Stage.VERIFIED)

@@ -1,0 +1,67 @@
+"""Function: one worker computes an update from the live values, at the boundary where all apply it.
+
+    coordinator                               every worker
+    stop all ───────────────────────────────► stand at one boundary                        training threads
+    Compute ────────────────────────────────► the source runs the function; it may refuse
+    Prepare ────────────────────────────────► fetch the bytes, check them; refuse          in the background
+    write the payload and the record: THE COMMIT
+    Apply, release ─────────────────────────► apply, report the digest, go on
+
+All workers may propose the same function under one id: it runs once, on its source. A function is code, so
+until its result is committed it lives in its source's memory only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from replicast.core.operation import Ask, Boundary, Go, Job, Operation, Reserve, Script
+from replicast.core.operations.trial import tried
+from replicast.core.operations.update import Apply, committed, prepared_here, verified
+from replicast.core.order import Replica
+from replicast.core.proposal import Content, Proposal
+
+
+class Function(Operation):
+    """A function that was proposed.
+
+    Attributes:
+        has_source: Whether the worker that runs it is among those that proposed it.
+    """
+
+    kind: ClassVar[str] = "function"
+
+    def __init__(self, proposal: Proposal) -> None:
+        super().__init__(proposal.id, proposal)
+        self.function = proposal
+        self.has_source = False
+
+    def script(self, job: Job) -> Script:
+        """The coordinator's side."""
+        function, times = self.function, job.timeouts
+        if function.at_step is not None:
+            yield Reserve(function.at_step)
+        step = yield Boundary(function.at_step)
+        source = (0 if function.source is None else function.source,)
+        computed = yield Ask(Compute(function.id), source, times.compute_secs, "compute the update")
+        digest, content = computed[source[0]]
+        update = replace(function, digest=digest, content=content)
+        yield from prepared_here(job, update)
+        if function.trial is not None:
+            return (yield from tried(self, job, update, step))
+        record = yield from committed(self, job, update, step)
+        reports = yield Go(Apply(record.id, record.digest, record.sequence))
+        return (yield from verified(job, record, step, reports))
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Worker, in the training thread of the source: run the function."""
+
+    id: str
+    in_background: ClassVar[bool] = False
+
+    def perform(self, replica: Replica) -> tuple[str, Content]:
+        """Nothing is changed: what the function returns is applied by all, or by none."""
+        return replica.compute(self.id)

@@ -1,0 +1,56 @@
+"""Leave: somebody told the job to end. All workers save at one boundary, and end together.
+
+    coordinator                               every worker
+    stop all
+    nothing more is decided from here on
+    Snapshot, write the checkpoint ─────────► unless a trial is under way: what may be reverted is not saved
+    Exit ───────────────────────────────────► the process ends; worker 0, with the channel, ends last
+
+What is not decided then is for the next start: it is in the inbox, in the journal or in the checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from replicast.core.operation import Ask, Boundary, Go, Job, Operation, Outcome, Script
+from replicast.core.operations.save import Snapshot, saved
+from replicast.core.order import Replica
+from replicast.core.refusal import Refusal, Refuse
+from replicast.core.stage import Stage
+
+
+class Leave(Operation):
+    """Somebody told the job to end."""
+
+    kind: ClassVar[str] = "leave"
+
+    def __init__(self, id_: str) -> None:
+        super().__init__(id_)
+        self.in_trial = True
+
+    def script(self, job: Job) -> Script:
+        """The coordinator's side."""
+        step = yield Boundary()
+        job.leaving = True
+        outcome = Outcome(Stage.VERIFIED, Refusal("A trial is under way: the state is not saved"))
+        if job.trial is None:
+            try:
+                snapshots = yield Ask(Snapshot(), None, job.timeouts.compute_secs, "take a snapshot")
+                outcome = yield from saved(job, step, snapshots)
+            except Refuse as error:
+                outcome = Outcome(Stage.VERIFIED, error.refusal)
+        yield Go(Exit())
+        return outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """Worker, in the training thread: end the process."""
+
+    in_background: ClassVar[bool] = False
+
+    def perform(self, replica: Replica) -> None:
+        """When it has answered."""
+        replica.leave()

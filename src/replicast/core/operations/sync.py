@@ -1,0 +1,91 @@
+"""Sync: every replica becomes equal to one worker's. All training threads rest in it.
+
+coordinator                               every worker
+Digest ─────────────────────────────────► the digest of each variable
+all equal? then nothing is done
+Publish ────────────────────────────────► the source gives its values of what differs
+Prepare ────────────────────────────────► fetch the bytes, check them                  in the background
+write the payload and the record: THE COMMIT
+Apply, release ─────────────────────────► assign, report the digest, go on
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from replicast.core.operation import Ask, Boundary, EarlierSettled, Go, Job, Operation, Outcome, Script
+from replicast.core.operations.update import Apply, made_here, verified
+from replicast.core.order import Replica
+from replicast.core.proposal import Content, Proposal
+from replicast.core.refusal import Refuse
+from replicast.core.stage import Stage
+
+
+class Sync(Operation):
+    """All workers have called `sync`.
+
+    Args:
+        source: Whose values count.
+        names: Which variables; empty for all.
+    """
+
+    kind: ClassVar[str] = "sync"
+
+    def __init__(self, id_: str, source: int, names: tuple[str, ...] = ()) -> None:
+        super().__init__(id_)
+        self.source = source
+        self.names = names
+        self.in_trial = True
+
+    def script(self, job: Job) -> Script:
+        """The coordinator's side."""
+        yield EarlierSettled()
+        step = yield Boundary()
+        if job.trial is not None:
+            raise Refuse(f"The trial of {job.trial.id} is not over: train until it is, then call sync")
+        seen = yield Ask(Digest(self.names), None, job.timeouts.compute_secs, "compare its state")
+        names = differing(seen, self.source)
+        if not names:
+            return Outcome(Stage.VERIFIED)
+        source = (self.source,)
+        published = yield Ask(Publish(names), source, job.timeouts.compute_secs, "publish its values")
+        update = Proposal(self.id, *published[self.source])
+        record = yield from made_here(self, job, update, step)
+        reports = yield Go(Apply(record.id, record.digest, record.sequence))
+        return (yield from verified(job, record, step, reports))
+
+
+def differing(seen: dict[int, dict[str, str]], source: int) -> tuple[str, ...]:
+    """The variables of which not all workers have the value of the source."""
+    of_source = seen[source]
+    return tuple(name for name in of_source if any(one[name] != of_source[name] for one in seen.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Worker, in the training thread: the digest of each variable.
+
+    Attributes:
+        names: Which variables; empty for all.
+    """
+
+    names: tuple[str, ...] = ()
+    in_background: ClassVar[bool] = False
+
+    def perform(self, replica: Replica) -> dict[str, str]:
+        """Nothing is changed."""
+        digests = replica.digests()
+        return {name: digests[name] for name in self.names} if self.names else digests
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Worker, in the training thread of the source: an update that assigns its values."""
+
+    names: tuple[str, ...]
+    in_background: ClassVar[bool] = False
+
+    def perform(self, replica: Replica) -> tuple[str, Content]:
+        """Nothing is changed."""
+        return replica.publish(self.names)

@@ -1,0 +1,159 @@
+"""Trial: an update that proves itself, or is reverted by every replica.
+
+    coordinator                               every worker
+    Prepare, stop all                         as for every update
+    Measure ────────────────────────────────► the metric before
+    write the record: THE COMMIT
+    put up the stop at its end
+    Begin, release ─────────────────────────► copy the state, apply the update, train on
+      … most other operations wait; nothing is saved …
+    all stand at its end
+    Measure ────────────────────────────────► the metric since
+    write the decision, once
+    End, release ───────────────────────────► kept: drop the copy. Reverted: go back to it. Report the digest
+
+A restart that finds the decision takes it, at its step, whatever it measures; one that does not decides anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from math import inf
+from typing import Any, ClassVar
+
+from replicast.core.entries import Committed, Decided
+from replicast.core.operation import AnyRequest, Ask, Boundary, Go, Job, Operation, Outcome, Record, Script
+from replicast.core.operations.update import Update, at_its_boundary, committed, prepared, verified
+from replicast.core.order import Replica
+from replicast.core.proposal import Proposal
+from replicast.core.refusal import JobEnds, Refuse
+from replicast.core.stage import Stage
+from replicast.trial import Trial, judged
+
+
+class TrialUpdate(Update):
+    """An update on trial.
+
+    Args:
+        decided: How an earlier attempt has decided it.
+    """
+
+    kind: ClassVar[str] = "trial"
+
+    def __init__(
+        self,
+        proposal: Proposal,
+        record: Committed | None = None,
+        decided: Decided | None = None,
+        *,
+        scheduled: bool = False,
+    ) -> None:
+        super().__init__(proposal, record, scheduled=scheduled)
+        self.decided = decided
+
+    def script(self, job: Job) -> Script:
+        """The coordinator's side."""
+        yield from prepared(self, job)
+        start = yield from at_its_boundary(self)
+        return (yield from tried(self, job, self.update, start, self.record, self.decided))
+
+
+def tried(
+    operation: Operation,
+    job: Job,
+    proposal: Proposal,
+    start: int,
+    record: Committed | None = None,
+    decided: Decided | None = None,
+) -> Generator[AnyRequest, Any, Outcome]:
+    """From the boundary where it is applied to the one where it is decided."""
+    trial = proposal.trial
+    if trial is None:
+        raise JobEnds(f"{proposal.id} is not on trial")
+    replayed = record is not None
+    if record is None:
+        before = yield from _measured(job, trial)
+        if before is None:
+            raise Refuse(f"{trial.metric} was not measured before the trial")
+        record = yield from committed(operation, job, proposal, start, before=before)
+    ends = start + trial.steps if decided is None else decided.step
+    job.trial, operation.must_run = operation, True
+    job.promise(operation, ends)
+    yield Go(Begin(record.id, record.digest, record.sequence))
+    operation.stage = Stage.APPLIED
+    if replayed:
+        operation.replays = (ends, inf if decided is None else decided.last + 0.5)
+        job.replay(operation)
+    end = yield Boundary(ends)
+    if decided is None:
+        decided = yield from _decided(job, trial, record, end)
+    job.trial = None
+    digests = yield Go(End(decided.kept))
+    stage = Stage.VERIFIED if decided.kept else Stage.REVERTED
+    return (yield from verified(job, record, start, digests, stage))
+
+
+def _measured(job: Job, trial: Trial) -> Generator[AnyRequest, Any, float | None]:
+    answers = yield Ask(Measure(trial), None, job.timeouts.compute_secs, "measure")
+    return _mean(answers.values())
+
+
+def _decided(job: Job, trial: Trial, record: Committed, end: int) -> Generator[AnyRequest, Any, Decided]:
+    """The decision is durable before anybody acts on it."""
+    during = yield from _measured(job, trial)
+    outcome = judged(trial, record.sequence, end, record.before, during, end - record.step)
+    last = job.history.next_sequence - 1
+    decided = Decided(record.sequence, outcome.outcome == "kept", end, last, outcome.reason)
+    try:
+        yield Record(decided)
+    except Refuse as error:
+        raise JobEnds(f"How the trial of {record.id} ended cannot be written: {error}") from None
+    return decided
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Worker, in the training thread: the mean of the metric before the trial, or in it."""
+
+    trial: Trial
+    in_background: ClassVar[bool] = False
+
+    def perform(self, replica: Replica) -> float | None:
+        """Nothing is changed."""
+        return replica.measure(self.trial)
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Worker, in the training thread: copy the state, then apply what was prepared."""
+
+    id: str
+    digest: str
+    sequence: int
+    in_background: ClassVar[bool] = False
+
+    def perform(self, replica: Replica) -> str:
+        """Everything was checked before: this cannot fail."""
+        replica.keep_copy()
+        return replica.apply(self.id, self.digest, self.sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Worker, in the training thread: keep the update, or go back; report the digest of the whole state."""
+
+    kept: bool
+    in_background: ClassVar[bool] = False
+
+    def perform(self, replica: Replica) -> str:
+        """All workers do the same, or the receipt says so."""
+        if not self.kept:
+            replica.go_back()
+        replica.drop_copy()
+        return replica.digest()

@@ -1,0 +1,178 @@
+"""Update: every replica applies it at one boundary, or none does.
+
+    coordinator                               every worker
+    Prepare ────────────────────────────────► fetch the bytes, check them; refuse          in the background
+    write the payload
+    stop all ───────────────────────────────► stand at one boundary                        training threads
+    write the record: THE COMMIT
+    Apply, release ─────────────────────────► apply, report the digest, go on
+    compare the digests, write the receipt
+
+With `at_step`, all agree to stop at that step first, and that is written down (`Scheduled`); nothing else
+waits for it. An update of the journal takes the same way without being written again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from replicast.core.entries import Committed, Payload, Receipt, Scheduled
+from replicast.core.operation import (
+    AnyRequest,
+    Ask,
+    Boundary,
+    Go,
+    Job,
+    Operation,
+    Outcome,
+    Record,
+    Reserve,
+    Script,
+)
+from replicast.core.order import Replica
+from replicast.core.proposal import Content, Proposal
+from replicast.core.refusal import JobEnds, Refuse
+from replicast.core.stage import Stage
+
+
+class Update(Operation):
+    """An update that was proposed, or one of the journal that is applied again.
+
+    Args:
+        proposal: What to apply.
+        record: Of the journal, if it is there already.
+        scheduled: It was accepted for its step by an earlier attempt.
+    """
+
+    kind: ClassVar[str] = "update"
+
+    def __init__(
+        self, proposal: Proposal, record: Committed | None = None, *, scheduled: bool = False
+    ) -> None:
+        super().__init__(proposal.id, proposal)
+        self.update = proposal
+        self.record = record
+        self.scheduled = scheduled
+        if record is not None:
+            self.stage, self.step, self.must_run = Stage.COMMITTED, record.step, True
+            self.replays, self.in_trial = (record.step, record.sequence), record.heals
+
+    def script(self, job: Job) -> Script:
+        """The coordinator's side."""
+        yield from prepared(self, job)
+        step = yield from at_its_boundary(self)
+        record = self.record or (yield from committed(self, job, self.update, step))
+        reports = yield Go(Apply(record.id, record.digest, record.sequence))
+        return (yield from verified(job, record, step, reports))
+
+
+def prepared(update: Update, job: Job) -> Generator[AnyRequest, Any, None]:
+    """Every worker can apply it, its payload is durable, and so is its step if it has one."""
+    proposal = update.update
+    try:
+        yield Ask(
+            Prepare(proposal.id, proposal.digest, proposal.content),
+            None,
+            job.timeouts.prepare_secs,
+            "prepare the update",
+        )
+    except Refuse as error:
+        if update.record is None:
+            raise
+        raise JobEnds(
+            f"Update {update.record.sequence} of the journal cannot be applied again: {error}"
+        ) from None
+    if update.record is not None:
+        return
+    update.stage = Stage.PREPARED
+    if not update.scheduled:
+        yield Record(Payload(proposal.id, proposal.digest, proposal.content))
+    if proposal.at_step is not None and not update.scheduled:
+        yield Reserve(proposal.at_step)
+        yield Record(Scheduled(proposal.id, proposal.digest, proposal.at_step, proposal.trial))
+    if proposal.at_step is not None:
+        update.stage, update.step = Stage.SCHEDULED, proposal.at_step
+
+
+def made_here(
+    operation: Operation, job: Job, proposal: Proposal, step: int, *, heals: bool = False
+) -> Generator[AnyRequest, Any, Committed]:
+    """An update that was made at the boundary where all stand is prepared and committed there."""
+    yield from prepared_here(job, proposal)
+    return (yield from committed(operation, job, proposal, step, heals=heals))
+
+
+def prepared_here(job: Job, proposal: Proposal) -> Generator[AnyRequest, Any, None]:
+    """Every worker can apply it, and its payload is durable."""
+    order = Prepare(proposal.id, proposal.digest, proposal.content)
+    yield Ask(order, None, job.timeouts.prepare_secs, "prepare the update")
+    yield Record(Payload(proposal.id, proposal.digest, proposal.content))
+
+
+def at_its_boundary(update: Update) -> Generator[AnyRequest, Any, int]:
+    """All workers stand where it is applied."""
+    step: int = yield Boundary(update.update.at_step if update.record is None else update.record.step)
+    return step
+
+
+def committed(
+    operation: Operation,
+    job: Job,
+    proposal: Proposal,
+    step: int,
+    *,
+    before: float | None = None,
+    heals: bool = False,
+) -> Generator[AnyRequest, Any, Committed]:
+    """The record is durable: from here on nothing can fail."""
+    sequence = job.history.next_sequence
+    record = Committed(
+        sequence, proposal.id, proposal.digest, step, job.attempt, proposal.trial, before, heals
+    )
+    yield Record(record)
+    operation.stage, operation.step = Stage.COMMITTED, step
+    return record
+
+
+def verified(
+    job: Job, record: Committed, step: int, reports: dict[int, str], stage: Stage = Stage.VERIFIED
+) -> Generator[AnyRequest, Any, Outcome]:
+    """The receipt is written. Without room for it, the update is applied all the same."""
+    digests = tuple(reports[rank] for rank in sorted(reports))
+    if len(set(digests)) > 1:
+        stage = Stage.FAILED
+    receipt = Receipt(record.sequence, record.id, step, job.attempt, stage, digests)
+    with contextlib.suppress(Refuse):
+        yield Record(receipt)
+    return Outcome(stage, receipt)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Worker, in the background: fetch the bytes, and check that they can be applied."""
+
+    id: str
+    digest: str
+    content: Content
+    in_background: ClassVar[bool] = True
+
+    def perform(self, replica: Replica) -> None:
+        """Nothing is changed."""
+        replica.prepare(self.id, self.digest, self.content)
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Worker, in the training thread: apply what was prepared, and report the digest of what it touched."""
+
+    id: str
+    digest: str
+    sequence: int
+    in_background: ClassVar[bool] = False
+
+    def perform(self, replica: Replica) -> str:
+        """Everything was checked before: this cannot fail."""
+        return replica.apply(self.id, self.digest, self.sequence)

@@ -1,0 +1,30 @@
+"""Why an operation was refused: data that crosses processes, and the exception that carries it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why nothing was changed.
+
+    Attributes:
+        problem: What is wrong, in one sentence.
+        workers: Who refused, or who was waited for in vain.
+    """
+
+    problem: str
+    workers: tuple[int, ...] = ()
+
+
+class Refuse(Exception):  # noqa: N818 - read as a sentence: raise Refuse("...")
+    """Raised by a script or by a worker's part of an operation: it ends, and nothing has changed."""
+
+    def __init__(self, problem: str, workers: tuple[int, ...] = ()) -> None:
+        super().__init__(problem)
+        self.refusal = Refusal(problem, workers)
+
+
+class JobEnds(Exception):  # noqa: N818 - read as a sentence: raise JobEnds("...")
+    """Raised by a script that can neither be carried out nor refused: every worker has to end."""

@@ -1,0 +1,276 @@
+"""A worker: stops its training thread at boundaries, has orders carried out there, and says where it is.
+
+    Arrived ──► no stop at or before this step? ──yes──► Pass                    an idle boundary
+                       │ no
+                       ▼
+              At(standing) to the coordinator; carry out what `Do` brings
+                       │ Release, or Meet with a later step
+                       ▼
+                     Pass
+
+A training thread also stands while it rests (in `sync`, `close`, …) or waits for a ticket: the boundary it
+has come to last. Having said that it stands, it stays until `Release`, or `Meet` with a later step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from replicast.core.commands import (
+    Continue,
+    Discard,
+    EndJob,
+    Pass,
+    Perform,
+    Send,
+    SetTimer,
+    Settle,
+    WorkerCommand,
+)
+from replicast.core.events import (
+    Arrived,
+    Awaited,
+    FromCoordinator,
+    Performed,
+    Proposed,
+    Rested,
+    TimerFired,
+    WorkerEvent,
+)
+from replicast.core.messages import (
+    Answer,
+    At,
+    Do,
+    Meet,
+    Propose,
+    Release,
+    Rest,
+    Resume,
+    Stop,
+    Tell,
+    ToCoordinator,
+    ToWorkers,
+)
+from replicast.core.operation import Timeouts
+from replicast.core.order import Order
+from replicast.core.stage import Stage
+
+_RESTING, _WAITING = "resting", "waiting"
+
+
+class Worker:
+    """The state machine of one worker.
+
+    Args:
+        rank: Which worker this is.
+        step: The boundary at which its training thread stands when it starts.
+        plans: What it does by itself at every so many steps, by kind: the number of steps, and the order.
+        timeouts: How long it waits.
+
+    Attributes:
+        step: The last boundary that the training thread has come to.
+        standing: Whether it is there still.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        step: int = 0,
+        *,
+        plans: Mapping[str, tuple[int, Order]] | None = None,
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        self.rank = rank
+        self.step = step
+        self.standing = False
+        self.tickets: dict[str, Stage] = {}
+        self._plans = dict(plans or {})
+        self._timeouts = timeouts or Timeouts()
+        self._stops: dict[int, int] = {}
+        self._scheduled: set[int] = set()
+        self._in_background: set[int | tuple[str, int]] = set()
+        self._orders: deque[tuple[int | tuple[str, int], Order]] = deque()
+        self._performing = False
+        self._why = ""  # it stands: resting, waiting, or at a boundary
+        self._token = 0
+        self._ticket = ""
+        self._result: tuple[Any, ...] = ()
+        self._stands = 0
+        self._is_timed = False
+        self._commands: list[WorkerCommand] = []
+
+    def handle(self, event: WorkerEvent) -> list[WorkerCommand]:
+        """What is to be done, in this order."""
+        commands: list[WorkerCommand] = []
+        self._commands = commands
+        match event:
+            case FromCoordinator(message):
+                self._on_message(message)
+            case Arrived(step):
+                self._arrive(step)
+            case Performed(number, value):
+                self._performed(number, value)
+            case Proposed(ticket, proposal):
+                self.tickets[ticket] = Stage.PROPOSED
+                self._send(Propose(ticket, proposal))
+            case Rested(intent):
+                self._token += 1
+                self._stand(_RESTING)
+                self._send(Rest(self._token, self.step, intent))
+            case Awaited(ticket, secs):
+                self._wait_for(ticket, secs)
+            case TimerFired(number):
+                self._timed_out(number)
+        return commands
+
+    def passes(self, step: int) -> bool:
+        """Whether nothing is to be done at this boundary: then the training thread has passed it.
+
+        The training thread may call this instead of making an `Arrived` of every boundary.
+        """
+        if self._stops and min(self._stops.values()) <= step:
+            return False
+        if any(step // every > self.step // every for every, _ in self._plans.values()):
+            return False
+        self.step = step
+        return True
+
+    # The training thread.
+
+    def _arrive(self, step: int) -> None:
+        due = [kind for kind, (every, _) in self._plans.items() if step // every > self.step // every]
+        if self.passes(step):
+            self._commands.append(Pass(step))
+            return
+        self.step, self.standing, self._why, self._is_timed = step, True, "", False
+        for kind in due:  # before everything else at this boundary, so that all workers see the same state
+            self._orders.append(((kind, step), self._plans[kind][1]))
+        self._say_standing()
+        self._go_on()
+
+    def _stand(self, why: str) -> None:
+        self.standing, self._why, self._result = True, why, ()
+        self._say_standing()
+
+    def _wait_for(self, ticket: str, secs: float) -> None:
+        self._stand(_WAITING)
+        self._ticket = ticket
+        self._stands += 1
+        self._commands.append(SetTimer(self._stands, secs))
+        stage = self.tickets.get(ticket)
+        if stage is None or stage.is_final:
+            self._result = (stage,)
+        self._go_on()
+
+    def _say_standing(self) -> None:
+        """Answers every stop that concerns this boundary, and stays until it is told more."""
+        for meeting, target in self._stops.items():
+            if target <= self.step:
+                self._send(At(meeting, self.step, True))
+            elif self._why and meeting not in self._scheduled:
+                # It comes to rest before the step that was agreed: perhaps all others do as well.
+                self._stops[meeting] = self.step
+                self._send(At(meeting, self.step, True))
+
+    def _go_on(self) -> None:
+        """Carries out the next order, or lets the training thread go."""
+        if not self.standing or self._performing:
+            return
+        if self._orders:
+            number, order = self._orders.popleft()
+            self._performing = True
+            self._commands.append(Perform(number, order))
+            return
+        if any(target <= self.step for target in self._stops.values()):
+            if not self._why and not self._is_timed:  # at a boundary: the coordinator must decide in time
+                self._is_timed = True
+                self._stands += 1
+                self._commands.append(SetTimer(self._stands, self._timeouts.decide_secs))
+            return
+        if not self._why:
+            self.standing = False
+            self._commands.append(Pass(self.step))
+        elif self._result:
+            self.standing = False
+            self._commands.append(Continue(self._result[0]))
+
+    def _performed(self, number: int | tuple[str, int], value: Any) -> None:
+        self._send(Answer(number, value))
+        if number in self._in_background:
+            self._in_background.discard(number)
+            return
+        self._performing = False
+        self._go_on()
+
+    def _timed_out(self, number: int) -> None:
+        if number != self._stands or not self.standing or self._result:
+            return
+        if self._why == _WAITING:
+            self._result = (self.tickets.get(self._ticket),)
+            self._go_on()
+        elif not self._why:
+            secs = self._timeouts.decide_secs
+            self._commands.append(
+                EndJob(f"Worker 0, the coordinator, decided nothing for step {self.step} within {secs:g} s")
+            )
+
+    # The log.
+
+    def _on_message(self, message: ToWorkers) -> None:
+        match message:
+            case Do(number, order, of):
+                if of is None or self.rank in of:
+                    self._do(number, order)
+            case Stop(meeting, at_step):
+                self._stop(meeting, at_step)
+            case Meet(meeting, step):
+                if meeting in self._stops:
+                    self._stops[meeting] = step
+                    self._go_on()
+            case Release(meeting):
+                self._stops.pop(meeting, None)
+                self._scheduled.discard(meeting)
+                self._go_on()
+            case Resume(tokens, outcome):
+                if tokens[self.rank] == self._token:
+                    self._result = (outcome,)
+                    self._go_on()
+            case Tell():
+                self._tell(message)
+
+    def _stop(self, meeting: int, at_step: int | None) -> None:
+        step = self.step if self.standing else self.step + 1
+        standing = self.standing and (at_step is None or step >= at_step)
+        self._stops[meeting] = step if at_step is None else max(step, at_step)
+        if at_step is not None:
+            self._scheduled.add(meeting)
+        self._send(At(meeting, step, standing))
+
+    def _do(self, number: int, order: Order) -> None:
+        if order.in_background:
+            self._in_background.add(number)
+            self._commands.append(Perform(number, order))
+        else:
+            self._orders.append((number, order))
+            self._go_on()
+
+    def _tell(self, tell: Tell) -> None:
+        for ticket in tell.tickets:
+            if ticket in self.tickets:
+                self.tickets[ticket] = tell.stage
+                self._commands.append(Settle(ticket, tell))
+                if (
+                    tell.stage.is_final
+                    and ticket == self._ticket
+                    and self._why == _WAITING
+                    and not self._result
+                ):
+                    self._result = (tell.stage,)
+                    self._go_on()
+        if tell.ended and tell.stage in (Stage.REFUSED, Stage.WITHDRAWN):
+            self._commands.append(Discard(tell.id))
+
+    def _send(self, message: ToCoordinator) -> None:
+        self._commands.append(Send(message))

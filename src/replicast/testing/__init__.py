@@ -1,0 +1,1 @@
+"""For tests: `simulation` runs the whole protocol in one thread, in virtual time, from a seed."""

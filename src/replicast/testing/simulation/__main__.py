@@ -1,0 +1,69 @@
+"""`python -m replicast.testing.simulation --seeds 100000`: many stories, and what happened in them.
+
+`--seed N` plays one story and prints its transcript.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections import Counter
+
+from replicast.testing.simulation.plan import random_plan
+from replicast.testing.simulation.replica import StoryFailed
+from replicast.testing.simulation.world import World
+
+
+def main() -> int:
+    """Plays stories; 1 when a promise was broken in one of them."""
+    parser = argparse.ArgumentParser(prog="python -m replicast.testing.simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=10_000, help="number of stories")
+    parser.add_argument("--first", type=int, default=0, help="the seed of the first story")
+    parser.add_argument("--seed", type=int, help="play this one and print its transcript")
+    arguments = parser.parse_args()
+    if arguments.seed is not None:
+        return show(arguments.seed)
+    return play(range(arguments.first, arguments.first + arguments.seeds))
+
+
+def show(seed: int) -> int:
+    """Plays one story and prints what happened in it."""
+    world = World(random_plan(seed), recording=True)
+    failure = ""
+    try:
+        world.run()
+    except StoryFailed as error:
+        failure = f"\nFAILED: {error}"
+    print(f"{world.story.plan}\n")
+    print("\n".join(world.notes.lines) + failure)
+    return 1 if failure else 0
+
+
+def play(seeds: range) -> int:
+    """Plays many stories and prints what happened, and what was lost."""
+    counts, faults, failed = Counter[str](), Counter[str](), list[int]()
+    began, used = time.perf_counter(), time.process_time()
+    gc.disable()  # a story is small, and gone when it is over
+    for seed in seeds:
+        world = World(random_plan(seed))
+        try:
+            world.run()
+        except StoryFailed as error:
+            failed.append(seed)
+            print(f"seed {seed}: {error}\n  python -m replicast.testing.simulation --seed {seed}", flush=True)
+        counts.update(world.notes.counts)
+        faults.update(world.notes.faults)
+        if seed % 200 == 0:
+            gc.collect()
+    wall, cpu = time.perf_counter() - began, time.process_time() - used
+    print(f"{len(seeds)} schedules in {wall:.0f} s ({len(seeds) / cpu:.0f} per second of one core)")
+    for title, numbers in (("what happened", counts), ("faults fired", faults)):
+        print(f"{title}:\n" + "\n".join(f"  {number:>9}  {what}" for what, number in numbers.most_common()))
+    print(f"promises broken: {len(failed)}" + (f", by seeds {failed[:20]}" if failed else ""))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

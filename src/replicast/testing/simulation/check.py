@@ -1,0 +1,275 @@
+"""What must be true of every story, checked while it happens and at its end against a sequential model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from replicast.core.entries import Committed, Decided, Payload, Scheduled
+from replicast.core.messages import Propose, Tell
+from replicast.core.proposal import Proposal
+from replicast.core.stage import Stage
+from replicast.testing.simulation.clock import Clock
+from replicast.testing.simulation.disk import Disk
+from replicast.testing.simulation.notes import Notes
+from replicast.testing.simulation.plan import Plan
+from replicast.testing.simulation.replica import START, SimulatedReplica, StoryFailed, change, train
+from replicast.testing.simulation.words import described
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOutcome:
+    """What is left of a group of workers at the end of a story.
+
+    Attributes:
+        started_at: When its workers began.
+        closing_at: When the first script came to its end.
+    """
+
+    replicas: Sequence[SimulatedReplica]
+    started_at: float
+    closing_at: float
+
+
+class Checks:
+    """Watches one story.
+
+    Attributes:
+        unhealed: An audit could not make replicas equal again, and has said so.
+    """
+
+    def __init__(self, plan: Plan, disk: Disk, clock: Clock, notes: Notes) -> None:
+        self._plan = plan
+        self._disk = disk
+        self._clock = clock
+        self._notes = notes
+        self.unhealed = False
+        self._last = GroupOutcome((), 0.0, 0.0)
+        self._attempts = 0
+        self._proposals: dict[str, Proposal] = {}
+        self._times: dict[str, float] = {}
+        self._from_script: set[str] = set()
+        self._from_inbox: set[str] = set()
+        self._ended: set[str] = set()
+        self._told: dict[str, Stage] = {}
+        self._stages: dict[tuple[str, str], set[Stage]] = defaultdict(set)
+
+    # While it happens.
+
+    def proposed(
+        self, ticket: str, proposal: Proposal, *, in_training: bool = False, in_inbox: bool = False
+    ) -> None:
+        """Somebody proposes something."""
+        self._notes.count("operations")
+        self._proposals[ticket] = proposal
+        self._times[ticket] = self._clock.now
+        if in_training:
+            self._from_script.add(ticket)
+        if in_inbox:
+            self._from_inbox.add(ticket)
+        self._notes.say(None, "author", f"proposes {described(proposal)}  [ticket {ticket}]")
+
+    def asked(self, ticket: str) -> None:
+        """Somebody outside asks for something that is not a proposal."""
+        self._times[ticket] = self._clock.now
+
+    def announced(self, tell: Tell) -> None:
+        """A coordinator tells all workers how far an operation has come, whoever proposed it."""
+        if tell.ended:
+            self._ended.add(tell.id)
+
+    def applied(self, replica: SimulatedReplica, id_: str, sequence: int) -> None:
+        """A worker is about to apply an update."""
+        record = self._disk.find(Committed, id_)
+        if not isinstance(record, Committed) or record.sequence != sequence:
+            raise StoryFailed(
+                f"worker {replica.rank} applies {id_} ({sequence}), which is not in the journal: {record}"
+            )
+        if record.step != replica.step:
+            raise StoryFailed(
+                f"worker {replica.rank} applies {id_} at step {replica.step}, not {record.step}"
+            )
+        if sequence in replica.holds:
+            raise StoryFailed(f"worker {replica.rank} applies {id_} twice")
+
+    def settled(self, replicas: Sequence[SimulatedReplica], ticket: str, tell: Tell) -> None:
+        """An author is told how far a proposal has come."""
+        stage, proposal = tell.stage, self._proposals.get(ticket)
+        if proposal is None:  # a withdrawal's own ticket
+            if stage is Stage.WITHDRAWN and self._disk.find(Committed, tell.id):
+                raise StoryFailed(f"{tell.id} was withdrawn, and is in the journal")
+            return
+        before = self._told.get(ticket)
+        if before is not None and before.is_final and stage is not before:
+            raise StoryFailed(f"{ticket} was told {before}, then {stage}")
+        self._told[ticket] = stage
+        self._stages[proposal.id, proposal.digest].add(stage)
+        waits = f", waits for {tell.waits_for}" if tell.waits_for else ""
+        self._notes.say(None, "author", f"is told: {proposal.id} is {stage}{waits}  [ticket {ticket}]")
+        if stage is Stage.SCHEDULED and not self._is_durable(proposal):
+            raise StoryFailed(f"{ticket} is told that {proposal.id} is scheduled, which is not durable")
+        if stage in (Stage.VERIFIED, Stage.REVERTED, Stage.APPLIED, Stage.COMMITTED):
+            record = self._disk.find(Committed, proposal.id)
+            if not isinstance(record, Committed) or proposal.digest not in ("", record.digest):
+                raise StoryFailed(
+                    f"{ticket} is told that {proposal.id} is {stage}, which is not in the journal"
+                )
+        if stage is Stage.FAILED and not self._notes.faults["drift"]:
+            raise StoryFailed(f"{ticket}: {proposal.id} has failed: {tell.outcome}")
+        if stage is Stage.REFUSED:
+            self._notes.count("refused")
+            if proposal.digest in ("", self._digest(proposal.id)):
+                for replica in replicas:
+                    if any(id_ == proposal.id for _, _, id_ in replica.applied):
+                        raise StoryFailed(
+                            f"{ticket} is told that {proposal.id} is refused, which was applied"
+                        )
+
+    def _is_durable(self, proposal: Proposal) -> bool:
+        disk = self._disk
+        return any(disk.find(kind, proposal.id) for kind in (Scheduled, Committed))
+
+    def _digest(self, id_: str) -> str:
+        record = self._disk.find(Committed, id_)
+        return record.digest if isinstance(record, Committed) else "-"
+
+    # At the end.
+
+    def finish(self, groups: Sequence[GroupOutcome]) -> None:
+        """The story is over: all workers have come to where one sequential model does."""
+        history = self._disk.history()
+        self._notes.count("committed", len(history.committed))
+        self._last, self._attempts = groups[-1], len(groups)
+        for group in groups:
+            self._check_order(group.replicas)
+        self._check_end(groups[-1].replicas)
+        self._check_model(groups[-1].replicas)
+        self._check_outcomes()
+
+    def _check_order(self, replicas: Sequence[SimulatedReplica]) -> None:
+        """Also of a group that died: the workers have applied the same, as far as they came."""
+        lists = sorted((replica.applied for replica in replicas), key=len)
+        for one in lists:
+            if one != lists[-1][: len(one)]:
+                raise StoryFailed(f"the workers have applied different lists: {lists}")
+        if lists and lists[-1] != sorted(lists[-1]):
+            raise StoryFailed(f"applied out of order: {lists[-1]}")
+
+    def _check_end(self, replicas: Sequence[SimulatedReplica]) -> None:
+        first = replicas[0]
+        if any(replica.applied != first.applied for replica in replicas):
+            raise StoryFailed(f"not all or none: {[replica.applied for replica in replicas]}")
+        committed = self._disk.history().committed
+        if sorted(committed) != list(range(1, len(committed) + 1)):
+            raise StoryFailed(f"the journal has gaps: {sorted(committed)}")
+        decided = [one.sequence for one in self._disk.entries() if isinstance(one, Decided)]
+        if len(set(decided)) != len(decided):
+            raise StoryFailed(f"a trial was decided twice: {decided}")
+        ids = [record.id for record in committed.values()]
+        if len(set(ids)) != len(ids):
+            raise StoryFailed(f"an update is in the journal twice: {ids}")
+        left = set(committed) - first.holds
+        if left:
+            raise StoryFailed(f"committed, and not applied at the end: {[committed[one] for one in left]}")
+
+    def _check_model(self, replicas: Sequence[SimulatedReplica]) -> None:
+        entries = self._disk.entries()
+        values = model(entries, self._plan.steps)
+        drifted = self._notes.faults["drift"]
+        if drifted and any(isinstance(one, Decided) and not one.kept for one in entries):
+            self.unhealed = True  # going back brings back what the replica had before
+        for replica in replicas:
+            found = dict(replica.values)
+            if self.unhealed:  # an audit could not make `d` equal again, and has said so
+                found["d"] = values["d"]
+            if found != values:
+                raise StoryFailed(f"worker {replica.rank} has {replica.values}, and the model {values}")
+
+    def _check_outcomes(self) -> None:
+        history = self._disk.history()
+        for ticket, proposal in self._proposals.items():
+            told, record = self._told.get(ticket), history.by_id.get(proposal.id)
+            if told is Stage.WITHDRAWN and record is not None:
+                raise StoryFailed(
+                    f"{ticket} was told that {proposal.id} is withdrawn, and it is in the journal"
+                )
+            has_outcome = (told is not None and told.is_final) or ticket in history.refused
+            is_known = (
+                record is not None or proposal.id in history.withdrawn or proposal.id in history.scheduled
+            )
+            never = proposal.content is None and (proposal.at_step or 0) > self._plan.steps
+            if not has_outcome and not is_known and not never and self._was_in_time(ticket):
+                self._lost(ticket, proposal)
+            if self._is_early(proposal, record):
+                raise StoryFailed(f"{proposal.id} is for step {proposal.at_step}: {record}")
+        for (id_, digest), stages in self._stages.items():
+            record = history.by_id.get(id_)
+            all_told = all(
+                ticket in self._told
+                for ticket, one in self._proposals.items()
+                if (one.id, one.digest) == (id_, digest)
+            )
+            is_there = record is not None and digest in ("", record.digest)
+            if is_there and all_told and stages == {Stage.REFUSED}:
+                raise StoryFailed(f"{id_} was refused, and is in the journal")
+        for ticket, message in self._disk.inbox.items():
+            waits = isinstance(message, Propose) and message.proposal.id in history.scheduled
+            if self._was_in_time(ticket) and not waits:
+                raise StoryFailed(f"left in the inbox: {message}")
+
+    def _was_in_time(self, ticket: str) -> bool:
+        """Whether the job had the time, and the disk the room, to give a proposal its outcome."""
+        if self._notes.faults["full disk"]:
+            return False  # an outcome that a restart would undo is told when it can be written down
+        group = self._last
+        seen = self._times[ticket] if ticket[0].isdigit() else max(self._times[ticket], group.started_at)
+        return seen + 0.06 < group.closing_at
+
+    def _is_early(self, proposal: Proposal, record: Committed | None) -> bool:
+        """Whether it was applied before its step, and nobody has proposed it for another one."""
+        if record is None or record.step >= (proposal.at_step or 0):
+            return False
+        steps = {one.at_step for one in self._proposals.values() if one.id == proposal.id}
+        return len(steps) == 1 and proposal.digest == record.digest
+
+    def _lost(self, ticket: str, proposal: Proposal) -> None:
+        """A proposal without an outcome: only what lived in a process that died may end so."""
+        group = int(ticket.split(".")[0]) if ticket[0].isdigit() else self._attempts - 1
+        if group == self._attempts - 1:
+            raise StoryFailed(f"{ticket} has no outcome: {proposal}")
+        if ticket in self._from_script and proposal.content is not None:
+            again = [
+                other
+                for other in self._proposals
+                if other != ticket and self._proposals[other].id == proposal.id and other in self._from_script
+            ]
+            if not again and proposal.id not in self._ended:
+                raise StoryFailed(f"{ticket} was proposed by a training thread and is lost: {proposal}")
+        elif (proposal.id, proposal.digest) not in self._stages:
+            self._notes.count("lost with their process, never acknowledged")
+
+
+def model(entries: list[Any], steps: int) -> dict[str, int]:
+    """Where one process comes to that trains and applies the journal in its order."""
+    contents: dict[tuple[str, str], Any] = {
+        (one.id, one.digest): one.content for one in entries if isinstance(one, Payload)
+    }
+    records = [one for one in entries if isinstance(one, Committed)]
+    decided = {one.sequence: one for one in entries if isinstance(one, Decided)}
+    events: list[tuple[int, float, Any]] = [(one.step, one.sequence, one) for one in records]
+    events += [(one.step, one.last + 0.5, one) for one in decided.values()]
+    events.sort(key=lambda one: one[:2])
+    values, copy, now = dict(START), dict(START), 0
+    for step, _, event in [*events, (steps, 0.0, None)]:
+        while now < step:
+            now += 1
+            train(values, now)
+        if isinstance(event, Committed):
+            if event.trial is not None:
+                copy = dict(values)
+            change(values, contents[event.id, event.digest])
+        elif isinstance(event, Decided) and not event.kept:
+            values = dict(copy)
+    return values

@@ -1,0 +1,60 @@
+"""The run directory that all groups of workers share: claims, entries, the inbox. It outlives processes."""
+
+from __future__ import annotations
+
+from replicast.core.entries import Committed, Entry, Scheduled
+from replicast.core.history import Group, History, valid
+from replicast.core.messages import Propose, Withdraw
+
+
+class Disk:
+    """What is durable.
+
+    Attributes:
+        groups: The entries of each group, in the order of the claims.
+        taken: How many entries of each group the next one took over.
+        inbox: Proposals from outside that have no outcome yet, by ticket.
+        full_until: Until when writes fail.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[list[Entry]] = []
+        self.taken: list[int | None] = []
+        self.inbox: dict[str, Propose | Withdraw] = {}
+        self.full_until = -1.0
+
+    def claim(self) -> int:
+        """The next group of workers takes over; gives its number. Only `count` says what it takes over."""
+        self.groups.append([])
+        self.taken.append(None)
+        return len(self.groups) - 1
+
+    def count(self, group: int) -> None:
+        """The second part of a claim: what the groups before it write from now on is void."""
+        for earlier in range(group):
+            if self.taken[earlier] is None:
+                self.taken[earlier] = len(self.groups[earlier])
+
+    def append(self, group: int, entry: Entry) -> None:
+        """An entry is there, whoever writes it."""
+        self.groups[group].append(entry)
+
+    def is_fenced(self, group: int) -> bool:
+        """Whether a later group has claimed the run directory."""
+        return group < len(self.groups) - 1
+
+    def entries(self) -> list[Entry]:
+        """The entries that count."""
+        return valid(Group(entries, taken) for entries, taken in zip(self.groups, self.taken, strict=True))
+
+    def history(self) -> History:
+        """What the journal says now."""
+        return History(self.entries())
+
+    def find(self, kind: type[Committed | Scheduled], id_: str) -> Committed | Scheduled | None:
+        """The entry of this kind about an update, if it counts."""
+        for entries, taken in zip(self.groups, self.taken, strict=True):
+            for entry in entries[:taken]:
+                if type(entry) is kind and entry.id == id_:
+                    return entry
+        return None

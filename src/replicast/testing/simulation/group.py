@@ -1,0 +1,191 @@
+"""One group of simulated workers: their processes, the channel between them, the transfers of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from replicast.core import events as e
+from replicast.core.messages import OUTSIDE, Tell
+from replicast.testing.simulation.process import Process
+from replicast.testing.simulation.replica import START, SimulatedReplica
+from replicast.testing.simulation.story import Story
+
+
+class SimulatedGroup:
+    """One attempt.
+
+    Args:
+        story: What all share.
+        on_failure: Called when the launcher sees that a process is gone.
+        on_end: Called when all processes have ended, and whether they were told to.
+
+    Attributes:
+        number: Its place in the order of claims.
+        alive: Whether its processes run.
+        started_at: When its workers began.
+        closing_at: When the first script came to its end.
+    """
+
+    def __init__(
+        self,
+        story: Story,
+        on_failure: Callable[[SimulatedGroup], None],
+        on_end: Callable[[SimulatedGroup, bool], None],
+    ) -> None:
+        self.story = story
+        self.number = story.disk.claim()
+        self._on_failure = on_failure
+        self._on_end = on_end
+        self.alive = True
+        self.started_at = story.clock.now
+        self.closing_at = float("inf")
+        self.log: list[Any] = []
+        self._failed = False
+        self.processes: list[Process] = []
+        size = story.plan.size
+        self._read = [0] * size
+        self._polling = [False] * size
+        self._last_sent = [0.0] * size
+        self._slow_until = [0.0] * size
+        self._in_step: dict[int, list[Process]] = {}
+
+    def start(self) -> None:
+        """All workers have claimed, restored, and are about to train."""
+        if not self.alive:
+            return
+        story, plan = self.story, self.story.plan
+        self.started_at = story.clock.now
+        story.disk.count(self.number)
+        history = story.disk.history()
+        start = history.last_checkpoint()
+        if start is not None and plan.go_back == self.number:
+            story.notes.fired("damaged checkpoint")
+            earlier = [step for step in history.checkpoints if step < start.step]
+            start = history.checkpoints[max(earlier)] if earlier else None
+        step, values, holds, places = 0, START, frozenset[int](), [0] * plan.size
+        if start is not None:
+            state: Any = start.state
+            step, holds = start.step, start.holds
+            values, places = dict(state[0]), story.places[start.attempt, state[1]]
+        story.notes.say(self.number, "launcher", f"attempt {self.number} starts at step {step}")
+        kinds = story.machines
+        coordinator = kinds.coordinator(
+            plan.size, history, attempt=self.number, start=start, timeouts=story.timeouts
+        )
+        for rank in range(plan.size):
+            replica = SimulatedReplica(rank, step, values, holds, story.checks.applied, self._note_place)
+            worker = kinds.worker(rank, step, plans=story.plans, timeouts=story.timeouts)
+            process = Process(
+                story, self, rank, worker, replica, coordinator if rank == 0 else None, places[rank]
+            )
+            if plan.crash is not None and plan.crash[:2] == (self.number, rank):
+                process.commands_left = plan.crash[2]
+            self.processes.append(process)
+        for process in self.processes:
+            process.start()
+        for message in story.disk.inbox.values():
+            self.from_outside(message)
+
+    def _note_place(self, replica: SimulatedReplica, snapshot: int) -> None:
+        """A script that starts again from a snapshot goes on where each training thread was."""
+        places = self.story.places.setdefault((self.number, snapshot), [0] * self.story.plan.size)
+        places[replica.rank] = self.processes[replica.rank].place_of_snapshot()
+
+    def from_outside(self, message: Any) -> None:
+        """The coordinator finds something in the run directory."""
+        if self.alive and self.processes:
+            self.story.clock.after(0.05 * self.story.random.random(), self._deliver, OUTSIDE, message)
+
+    def send(self, rank: int, message: Any) -> None:
+        """From a worker to the coordinator: in order, after a while."""
+        if self.story.notes.recording:
+            self.story.notes.say(self.number, f"worker {rank} →", message)
+        self._last_sent[rank] = max(self._arrival(rank), self._last_sent[rank])
+        self.story.clock.at(self._last_sent[rank], self._deliver, rank, message)
+
+    def append(self, message: Any) -> None:
+        """From the coordinator to all workers: one log."""
+        if self.story.notes.recording:
+            self.story.notes.say(self.number, "     → all", message)
+        self.log.append(message)
+        if isinstance(message, Tell):
+            self.story.checks.announced(message)
+        for rank, polling in enumerate(self._polling):
+            if not polling:
+                self._polling[rank] = True
+                self.story.clock.at(self._arrival(rank), self._poll, rank)
+
+    def slow(self, rank: int, until: float) -> None:
+        """What this worker says and hears is late."""
+        self._slow_until[rank] = until
+
+    def _arrival(self, rank: int) -> float:
+        now, late = self.story.clock.now, self._slow_until[rank]
+        if late > now:
+            self.story.notes.fired("late message")
+            return late
+        return now + 0.001 + self.story.random.random() * 0.01
+
+    def _deliver(self, rank: int, message: Any) -> None:
+        process = self.processes[0]
+        if process.alive and process.coordinator is not None:
+            process.feed(process.coordinator, e.FromWorker(rank, message))
+
+    def _poll(self, rank: int) -> None:
+        """A worker reads what is new in the log."""
+        process = self.processes[rank]
+        process.run(self._read_log, process)
+
+    def _read_log(self, process: Process) -> None:
+        rank = process.rank
+        self._polling[rank] = False
+        start, end = self._read[rank], len(self.log)
+        self._read[rank] = end
+        for message in self.log[start:end]:
+            process.feed(process.worker, e.FromCoordinator(message))
+
+    # Training.
+
+    def train(self, process: Process, steps: int) -> None:
+        """A process starts its next step; in synchronous training it ends when all have started it."""
+        plan, clock, random = self.story.plan, self.story.clock, self.story.random.random
+        if not plan.together:
+            clock.after(0.1 + random() * 0.4, process.arrive, steps)
+            return
+        entered = self._in_step.setdefault(process.replica.step, [])
+        entered.append(process)
+        if len(entered) == plan.size:
+            secs = 0.1 + random() * 0.4
+            for one in entered:
+                clock.after(secs + random() * 0.05, one.arrive, steps)
+
+    # The end.
+
+    def closing(self) -> None:
+        """A script has come to its end."""
+        self.closing_at = min(self.closing_at, self.story.clock.now)
+
+    def replicas(self) -> list[SimulatedReplica]:
+        """Those of all processes."""
+        return [process.replica for process in self.processes]
+
+    def ended(self, process: Process, *, left: bool = False) -> None:
+        """The script of a process has ended, or the process was told to end."""
+        process.alive = False
+        if self.alive and not self._failed and not any(one.alive for one in self.processes):
+            self.alive = False
+            self._on_end(self, left)
+
+    def die(self, process: Process) -> None:
+        """A process is gone; the launcher sees it soon."""
+        process.alive = False
+        self._failed = True
+        if self.alive:
+            self.story.clock.after(0.2 + self.story.random.random(), self._on_failure, self)
+
+    def kill(self) -> None:
+        """The launcher ends what is left of it."""
+        self.alive = False
+        for process in self.processes:
+            process.alive = False

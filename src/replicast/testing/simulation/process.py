@@ -1,0 +1,317 @@
+"""A simulated worker process: drives a `Worker`, on rank 0 a `Coordinator`, and plays the training thread.
+
+The runtime does the same with real threads and files.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from replicast.core import commands as c
+from replicast.core import events as e
+from replicast.core.coordinator import Coordinator
+from replicast.core.operations.leave import Exit
+from replicast.core.proposal import Proposal
+from replicast.core.refusal import Refuse
+from replicast.core.stage import Stage
+from replicast.core.worker import Worker
+from replicast.testing.simulation.replica import SimulatedReplica
+from replicast.testing.simulation.story import Story
+from replicast.testing.simulation.words import described
+
+
+class Group(Protocol):
+    """What a process knows of its group: the channel, and the transfers of training."""
+
+    number: int
+
+    def send(self, rank: int, message: Any) -> None:
+        """From a worker to the coordinator."""
+
+    def append(self, message: Any) -> None:
+        """From the coordinator to all workers."""
+
+    def train(self, process: Process, steps: int) -> None:
+        """Starts the next step."""
+
+    def closing(self) -> None:
+        """A script has come to its end."""
+
+    def ended(self, process: Process, *, left: bool = False) -> None:
+        """The script of a process has ended, or the process was told to end."""
+
+    def die(self, process: Process) -> None:
+        """A process is gone."""
+
+    def replicas(self) -> list[SimulatedReplica]:
+        """Those of all processes."""
+
+
+class Process:
+    """One process. When it is not `alive`, nothing of it happens any more.
+
+    Attributes:
+        frozen_until: Stopped by SIGSTOP until then.
+        hangs: The next thing that it does in the background never ends.
+        place: How many actions of the script behind the current boundary are done.
+    """
+
+    def __init__(
+        self,
+        story: Story,
+        group: Group,
+        rank: int,
+        worker: Worker,
+        replica: SimulatedReplica,
+        coordinator: Coordinator | None,
+        place: int,
+    ) -> None:
+        self.story = story
+        self.clock = story.clock
+        self.group = group
+        self.rank = rank
+        self.name = f"worker {rank}"
+        self.worker = worker
+        self.replica = replica
+        self.coordinator = coordinator
+        self.place = place
+        self.alive = True
+        self.done = False
+        self.hangs = False
+        self.frozen_until = 0.0
+        self.commands_left = -1
+        self._events: deque[tuple[Any, Any]] = deque()
+        self._driving = False
+        self._tickets = 0
+        self._last_ticket = ""
+        self._write_ends = 0.0
+        self._resting: tuple[Any, ...] = ()
+
+    # Events in, commands out.
+
+    def feed(self, machine: Worker | Coordinator, event: Any) -> None:
+        """Gives an event to one of the machines and carries out its commands, unless the process crashes."""
+        if not self.alive:
+            return
+        if self.frozen_until > self.clock.now:
+            self.clock.at(self.frozen_until, self.feed, machine, event)
+            return
+        self._events.append((machine, event))
+        if self._driving:
+            return
+        self._driving = True
+        while self._events and self.alive:
+            machine, event = self._events.popleft()
+            for command in machine.handle(event):
+                if self.commands_left == 0:
+                    self.story.notes.fired("crash")
+                    self.story.notes.say(
+                        self.group.number, self.name, f"dies, before {type(command).__name__}"
+                    )
+                    self.group.die(self)
+                if not self.alive:
+                    break
+                self.commands_left -= 1
+                _CARRIED_OUT_BY[type(command)](self, machine, command)
+        self._driving = False
+
+    def run(self, act: Callable[..., None], *arguments: Any) -> None:
+        """Does something in this process; while it is stopped, later; when it is dead, never."""
+        if not self.alive:
+            return
+        if self.frozen_until > self.clock.now:
+            self.clock.at(self.frozen_until, self.run, act, *arguments)
+        else:
+            act(*arguments)
+
+    def start(self) -> None:
+        """The process has joined the others and restored its state."""
+        self.feed(self.worker, e.Rested(("begin",)))
+
+    # Commands of both machines.
+
+    def _set_timer(self, machine: Worker | Coordinator, command: c.SetTimer) -> None:
+        self.clock.after(command.secs, self.feed, machine, e.TimerFired(command.number))
+
+    def _end_job(self, machine: Worker | Coordinator, command: c.EndJob) -> None:
+        self.story.notes.say(self.group.number, self.name, f"ends the job: {command.reason}")
+        self.story.notes.count("jobs ended by the core")
+        self.group.die(self)
+
+    # Commands of the coordinator.
+
+    def _broadcast(self, machine: Coordinator, command: c.Broadcast) -> None:
+        self.group.append(command.message)
+
+    def _write(self, machine: Coordinator, command: c.Write) -> None:
+        """One write after the other, as one thread would make them."""
+        took = 0.002 + self.story.random.random() * 0.02
+        self._write_ends = max(self.clock.now, self._write_ends) + took
+        self.clock.at(self._write_ends, self._make_write, command)
+
+    def _make_write(self, command: c.Write) -> None:
+        """A process that is stopped here may go on when another group has claimed the run directory."""
+        self.run(self._write_entry, command)
+
+    def _write_entry(self, command: c.Write) -> None:
+        story, disk, number = self.story, self.story.disk, self.group.number
+        story.writes += 1
+        outcome = e.WriteOutcome.DURABLE
+        if story.writes == story.plan.unknown:
+            story.notes.fired("unknown write")
+            if story.random.random() < 0.5:
+                disk.append(number, command.entry)
+            outcome = e.WriteOutcome.UNKNOWN
+        elif disk.full_until > self.clock.now:
+            story.notes.fired("full disk")
+            outcome = e.WriteOutcome.FAILED
+        else:
+            disk.append(number, command.entry)
+            if disk.is_fenced(number):
+                story.notes.fired("stale write")
+                outcome = e.WriteOutcome.FENCED
+        if story.notes.recording:
+            failed = "" if outcome is e.WriteOutcome.DURABLE else f"{outcome.value.upper()}: "
+            story.notes.say(number, "  journal", f"{failed}{described(command.entry)}")
+        if self.coordinator is not None:
+            self.feed(self.coordinator, e.Written(command.number, outcome))
+
+    def _close_inbox(self, machine: Coordinator, command: c.CloseInbox) -> None:
+        if self.story.disk.inbox.pop(command.ticket, None) is not None:
+            self.story.checks.settled(self.group.replicas(), command.ticket, command.tell)
+
+    # Commands of the worker.
+
+    def _send(self, machine: Worker, command: c.Send) -> None:
+        self.group.send(self.rank, command.message)
+
+    def _perform(self, machine: Worker, command: c.Perform) -> None:
+        delay = self.story.random.random()
+        if command.order.in_background:
+            if self.hangs:
+                self.hangs = False
+                self.story.notes.fired("hung transfer")
+                return
+            slow = delay >= 0.9 and not self.story.plan.quick
+            secs = delay if slow else 0.005 + delay * 0.1
+            self.clock.after(secs, self._carry_out, command)
+        elif delay < 0.3:
+            self.clock.after(delay * 0.1, self._carry_out, command)
+        else:
+            self._carry_out(command)
+
+    def _carry_out(self, command: c.Perform) -> None:
+        if not self.alive:
+            return
+        if self.frozen_until > self.clock.now:
+            self.clock.at(self.frozen_until, self._carry_out, command)
+            return
+        try:
+            value = command.order.perform(self.replica)
+        except Refuse as error:
+            value = error.refusal
+            self.story.notes.fired("refused by a worker")
+        if self.story.notes.recording:
+            self.story.notes.say(
+                self.group.number, self.name, f"  {described(command.order)}: {described(value)}"
+            )
+        self.feed(self.worker, e.Performed(command.number, value))
+        if isinstance(command.order, Exit):
+            self.group.ended(self, left=True)
+
+    def _settle(self, machine: Worker, command: c.Settle) -> None:
+        self.story.checks.settled(self.group.replicas(), command.ticket, command.tell)
+
+    def _discard(self, machine: Worker, command: c.Discard) -> None:
+        self.replica.discard(command.id)
+
+    def _pass(self, machine: Worker, command: c.Pass) -> None:
+        self._play()
+
+    def place_of_snapshot(self) -> int:
+        """Where a restart from here goes on: what the script waits in now is done again."""
+        return self.place - 1 if self._resting else self.place
+
+    def _continue(self, machine: Worker, command: c.Continue) -> None:
+        resting, self._resting = self._resting, ()
+        if (
+            resting
+            and resting[0] == "audit"
+            and getattr(command.outcome, "stage", None) is not Stage.VERIFIED
+        ):
+            self.story.checks.unhealed = True
+        if self.done:
+            self.group.ended(self)
+        else:
+            self._play()
+
+    # The training thread.
+
+    def propose(self, proposal: Proposal, *, in_training: bool = False) -> None:
+        """Somebody in this process proposes something."""
+        self._tickets += 1
+        ticket = f"{self.group.number}.{self.rank}.{self._tickets}"
+        if in_training:
+            self._last_ticket = ticket
+        self.story.checks.proposed(ticket, proposal, in_training=in_training)
+        self.feed(self.worker, e.Proposed(ticket, proposal))
+
+    def arrive(self, steps: int) -> None:
+        """A step has ended."""
+        if not self.alive:
+            return
+        if self.frozen_until > self.clock.now:
+            self.clock.at(self.frozen_until, self.arrive, steps)
+            return
+        self.replica.train(steps)
+        self.place = 0
+        self.feed(self.worker, e.Arrived(self.replica.step))
+
+    def _play(self) -> None:
+        """What the script does behind a boundary: some of it waits."""
+        plan, actions = self.story.plan, self.story.plan.script.get(self.replica.step, ())
+        while self.place < len(actions):
+            action = actions[self.place]
+            self.place += 1
+            match action:
+                case ("propose", rank, proposal):
+                    if rank == self.rank:
+                        self.propose(proposal, in_training=True)
+                case ("function", source, id_, number, at_step, trial, by):
+                    if by not in (None, self.rank):
+                        continue
+                    if source == self.rank:
+                        self.replica.functions[id_] = number
+                    self.propose(Proposal(id_, "", None, at_step, trial, source), in_training=True)
+                case ("wait", rank, secs):
+                    if rank == self.rank and self._last_ticket:
+                        self._resting = action
+                        self.feed(self.worker, e.Awaited(self._last_ticket, secs))
+                        return
+                case _:
+                    self._resting = action
+                    self.feed(self.worker, e.Rested(action))
+                    return
+        if self.replica.step >= plan.steps:
+            self.done = True
+            self.group.closing()
+            self.feed(self.worker, e.Rested(("close",)))
+        else:
+            self.group.train(self, plan.stride)
+
+
+_CARRIED_OUT_BY: dict[type[Any], Callable[[Process, Any, Any], None]] = {
+    c.Send: Process._send,
+    c.Perform: Process._perform,
+    c.Pass: Process._pass,
+    c.Continue: Process._continue,
+    c.Settle: Process._settle,
+    c.Discard: Process._discard,
+    c.SetTimer: Process._set_timer,
+    c.EndJob: Process._end_job,
+    c.Broadcast: Process._broadcast,
+    c.Write: Process._write,
+    c.CloseInbox: Process._close_inbox,
+}

@@ -1,0 +1,148 @@
+"""Messages, entries, orders and answers as short English, for transcripts."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from replicast.core import entries as n
+from replicast.core import messages as m
+from replicast.core.operation import Outcome
+from replicast.core.operations.audit import AuditReport, Expected, Report
+from replicast.core.operations.function import Compute
+from replicast.core.operations.leave import Exit
+from replicast.core.operations.save import Snapshot
+from replicast.core.operations.sync import Digest, Publish
+from replicast.core.operations.trial import Begin, End, Measure
+from replicast.core.operations.update import Apply, Prepare
+from replicast.core.proposal import Proposal
+from replicast.core.refusal import Refusal
+
+
+def described(thing: Any) -> str:
+    """A few words."""
+    for words in (_message, _entry, _order):
+        said = words(thing)
+        if said:
+            return said
+    return _value(thing)
+
+
+def _message(thing: Any) -> str:
+    match thing:
+        case m.Propose(_, proposal):
+            return f"Propose   {_value(proposal)}"
+        case m.Withdraw(_, id_):
+            return f"Withdraw  {id_}"
+        case m.Request(kind):
+            return f"Request   {kind}"
+        case m.At(meeting, step, standing):
+            return f"At        {'stands at' if standing else 'has not passed'} step {step}  [{meeting}]"
+        case m.Answer(number, value):
+            return f"Answer    {_value(value)}  [{_number(number)}]"
+        case m.Rest(_, step, intent):
+            return f"Rest      at step {step}: {' '.join(map(str, intent))}"
+        case m.Stop(meeting, at_step):
+            where = "the next boundary" if at_step is None else f"step {at_step}"
+            return f"Stop      at {where}  [{meeting}]"
+        case m.Meet(meeting, step):
+            return f"Meet      at step {step}  [{meeting}]"
+        case m.Do(number, order, of):
+            whom = "" if of is None else f" (worker {', '.join(map(str, of))})"
+            return f"Do        {_order(order)}{whom}  [{number}]"
+        case m.Release(meeting):
+            return f"Release   [{meeting}]"
+        case m.Resume(_, outcome):
+            return f"Resume    {_value(outcome)}"
+        case m.Tell(id_, _, stage, step, outcome, waits_for):
+            why = f": {outcome.problem}" if isinstance(outcome, Refusal) else ""
+            why = f", waits for {waits_for}" if waits_for else why
+            return f"Tell      {id_} is {stage}{'' if step is None else f' at step {step}'}{why}"
+    return ""
+
+
+def _entry(thing: Any) -> str:
+    match thing:
+        case n.Started(attempt, from_step):
+            return f"attempt {attempt} starts from step {from_step}: later checkpoints are given up"
+        case n.Payload(id_):
+            return f"payload of {id_}"
+        case n.Scheduled(id_, _, at_step):
+            return f"{id_} is scheduled for step {at_step}"
+        case n.Committed(sequence, id_, _, step, heals=heals):
+            return f"record {sequence}: {id_} at step {step}{', heals' if heals else ''}  ◄── the commit"
+        case n.Decided(sequence, kept, step):
+            return (
+                f"the trial of update {sequence} is decided at step {step}: {'kept' if kept else 'reverted'}"
+            )
+        case n.Receipt(sequence, id_, _, attempt, stage, digests):
+            return f"receipt of update {sequence} in attempt {attempt}: {id_} is {stage}, {' '.join(digests)}"
+        case n.Withdrawn(id_):
+            return f"{id_} is withdrawn"
+        case n.Refused(id_, _, problem):
+            return f"{id_} is refused: {problem}"
+        case n.Saved(step, _, holds, pending):
+            held = f", holds updates {sorted(holds)}" if holds else ""
+            with_ = f", with the proposals {[one.id for one in pending]}" if pending else ""
+            return f"checkpoint of step {step}{held}{with_}  ◄── its commit"
+    return ""
+
+
+def _order(thing: Any) -> str:
+    match thing:
+        case Prepare(id_):
+            return f"Prepare {id_}"
+        case Apply(id_, _, sequence):
+            return f"Apply {id_} as update {sequence}"
+        case Begin(id_, _, sequence):
+            return f"Begin: copy the state, apply {id_} as update {sequence}"
+        case End(kept):
+            return f"End: {'keep the update' if kept else 'go back to the copy'}"
+        case Measure(trial):
+            return f"Measure {trial.metric}"
+        case Compute(id_):
+            return f"Compute {id_}"
+        case Publish(names):
+            return f"Publish {', '.join(names)}"
+        case Digest() | Snapshot() | Exit() | Expected():
+            return type(thing).__name__
+        case Report(report, raises):
+            return f"Report {_value(report)}{', raise it' if raises else ''}"
+    return ""
+
+
+def _value(thing: Any) -> str:
+    match thing:
+        case None:
+            return "done"
+        case Refusal(problem):
+            return f"refused: {problem}"
+        case Outcome(stage, result):
+            return f"{stage}{f', {_value(result)}' if isinstance(result, Refusal | AuditReport) else ''}"
+        case AuditReport(_, references, healed, equal):
+            healed_by = f", healed by update {', '.join(map(str, healed))}" if healed else ""
+            differ = f"{', '.join(references)} differed" if references else "no difference"
+            return f"{differ}{healed_by}{'' if equal else ', still different'}"
+        case Proposal(id_, _, content, at_step, trial, source):
+            when = "" if at_step is None else f", at step {at_step}"
+            tried = "" if trial is None else f", on trial for {trial.steps} steps"
+            what = f"function {id_} on worker {source}" if content is None else id_
+            return f"{what}{when}{tried}"
+        case dict():
+            return " ".join(f"{name}={value}" for name, value in thing.items()) or "nothing"
+        case (str() as digest, tuple(), frozenset() as holds):
+            return f"snapshot {digest}, holds {sorted(holds)}"
+        case (str(), tuple() as edits):
+            return f"made {_edits(edits)}"
+    if is_dataclass(thing) and not isinstance(thing, type):
+        said = ", ".join(f"{one.name}={_value(getattr(thing, one.name))}" for one in fields(thing))
+        return f"{type(thing).__name__}({said})"
+    return str(thing)
+
+
+def _number(number: int | tuple[str, int]) -> str:
+    return str(number) if isinstance(number, int) else f"{number[0]} of step {number[1]}"
+
+
+def _edits(edits: tuple[Any, ...]) -> str:
+    return "; ".join(" ".join(map(str, edit)) for edit in edits)

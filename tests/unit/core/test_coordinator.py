@@ -1,0 +1,189 @@
+"""The coordinator: what it is told, what it says, and what it never lets happen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from replicast.core.commands import Broadcast, CloseInbox, EndJob, SetTimer, Write
+from replicast.core.coordinator import Coordinator
+from replicast.core.entries import Committed, Payload, Refused, Saved, Scheduled, Started, Withdrawn
+from replicast.core.events import FromWorker, TimerFired, WriteOutcome, Written
+from replicast.core.history import Group, History, valid
+from replicast.core.messages import (
+    OUTSIDE,
+    Answer,
+    At,
+    Do,
+    Propose,
+    Release,
+    Rest,
+    Resume,
+    Stop,
+    Tell,
+    Withdraw,
+)
+from replicast.core.operations.update import Prepare, Update
+from replicast.core.proposal import Proposal
+from replicast.core.refusal import Refusal
+from replicast.core.stage import Stage
+
+ADD = Proposal("add", "digest", (("add", "d", 5),))
+
+
+class Job:
+    """A coordinator of two workers that have begun; the test plays the workers."""
+
+    def __init__(self, history: History | None = None) -> None:
+        self.coordinator = Coordinator(2, history or History())
+        self.said: list[Any] = []
+        self.commands: list[Any] = []
+        self.all_rest(0, "begin")
+
+    def tell(self, event: Any) -> list[Any]:
+        commands = self.coordinator.handle(event)
+        self.commands += commands
+        self.said += [command.message for command in commands if isinstance(command, Broadcast)]
+        return commands
+
+    def hear(self, rank: int, message: Any) -> list[Any]:
+        return self.tell(FromWorker(rank, message))
+
+    def all_answer(self, value: Any = None) -> list[Any]:
+        number = next(one.number for one in reversed(self.said) if isinstance(one, Do))
+        self.hear(0, Answer(number, value))
+        return self.hear(1, Answer(number, value))
+
+    def all_rest(self, step: int, *intent: Any) -> None:
+        for rank in (0, 1):
+            self.hear(rank, Rest(1, step, intent))
+
+    def written(self, outcome: WriteOutcome = WriteOutcome.DURABLE) -> list[Any]:
+        write = next(one for one in reversed(self.commands) if isinstance(one, Write))
+        return self.tell(Written(write.number, outcome))
+
+    def told(self) -> Tell:
+        return next(one for one in reversed(self.said) if isinstance(one, Tell))
+
+    def timers(self) -> list[SetTimer]:
+        return [one for one in self.commands if isinstance(one, SetTimer)]
+
+
+def test_workers_that_wait_for_each_other_at_different_places_are_told_where_each_is() -> None:
+    job = Job()
+    job.hear(0, Rest(2, 5, ("sync", 0)))
+    job.hear(1, Rest(2, 5, ("save",)))
+    resume = job.said[-1]
+    assert isinstance(resume, Resume)
+    assert isinstance(resume.outcome, Refusal)
+    assert "worker 0 at step 5: sync; worker 1 at step 5: save" in resume.outcome.problem
+
+
+def test_a_worker_that_does_not_prepare_in_time_is_named_and_its_late_answer_changes_nothing() -> None:
+    job = Job()
+    job.hear(0, Propose("t", ADD))
+    job.hear(0, Answer(job.said[-1].number, None))
+    job.tell(TimerFired(job.timers()[-1].number))
+    assert job.told().stage is Stage.REFUSED
+    assert job.told().outcome == Refusal("Worker 1 did not prepare the update within 130 s", (1,))
+    late = next(one for one in job.said if isinstance(one, Do))
+    assert job.hear(1, Answer(late.number, None)) == []
+
+
+def test_a_worker_that_does_not_answer_a_stop_is_named_and_the_others_go_on() -> None:
+    job = Job()
+    job.hear(0, Propose("t", ADD))
+    job.all_answer()
+    job.written()
+    stop = job.said[-1]
+    assert isinstance(stop, Stop)
+    job.hear(0, At(stop.meeting, 4, True))
+    job.tell(TimerFired(job.timers()[1].number))
+    assert Release(stop.meeting) in job.said
+    assert job.told().outcome == Refusal("Worker 1 did not answer within 30 s", (1,))
+
+
+def test_nothing_is_applied_before_the_record_is_durable() -> None:
+    job = Job()
+    job.hear(0, Propose("t", ADD))
+    job.all_answer()
+    job.written()
+    meeting = job.said[-1].meeting
+    job.hear(0, At(meeting, 4, True))
+    commands = job.hear(1, At(meeting, 4, True))
+    assert [type(one) for one in commands if not isinstance(one, SetTimer)] == [Write]
+    assert isinstance(commands[-1].entry, Committed)
+    assert [type(one.message) for one in job.written()] == [Do, Release]
+
+
+@pytest.mark.parametrize("outcome", [WriteOutcome.FENCED, WriteOutcome.UNKNOWN])
+def test_a_group_that_is_fenced_or_cannot_know_ends_and_tells_nobody(outcome: WriteOutcome) -> None:
+    job = Job()
+    job.hear(OUTSIDE, Propose("push", ADD))
+    job.all_answer()
+    (ends,) = job.written(outcome)
+    assert isinstance(ends, EndJob)
+    assert job.hear(0, Propose("t", ADD)) == []
+    assert not any(isinstance(one, CloseInbox) for one in job.commands)
+
+
+def test_an_unexpected_exception_about_one_proposal_refuses_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(self: Update, job: Any) -> Any:
+        raise OverflowError("int too large to convert to float")
+        yield
+
+    job = Job()
+    with monkeypatch.context() as patched:
+        patched.setattr(Update, "script", script)
+        job.hear(0, Propose("t", ADD))
+    assert job.told().stage is Stage.REFUSED
+    assert "Unexpected OverflowError in update add" in job.told().outcome.problem
+    job.hear(0, Propose("u", ADD))
+    assert isinstance(job.said[-1], Do)
+
+
+def test_an_inbox_proposal_that_is_refused_is_written_down_before_its_file_goes() -> None:
+    job = Job()
+    job.hear(OUTSIDE, Propose("push", ADD))
+    commands = job.all_answer(Refusal("There is no room"))
+    (write,) = [one for one in commands if isinstance(one, Write)]
+    assert write.entry == Refused("add", ("push",), "There is no room", False)
+    assert any(isinstance(one, CloseInbox) for one in job.written())
+
+
+def test_only_what_the_next_group_took_over_counts() -> None:
+    first, second = Payload("a", "d", ()), Payload("b", "d", ())
+    third = Payload("c", "d", ())
+    assert valid([Group([first, second], taken=1), Group([third])]) == [first, third]
+
+
+def test_a_start_from_an_earlier_checkpoint_gives_up_the_later_ones() -> None:
+    saved = [Saved(step, 0, frozenset(), (), None) for step in (10, 20, 30)]
+    history = History([*saved, Started(1, 20)])
+    assert list(history.checkpoints) == [10, 20]
+
+
+def test_a_withdrawn_or_committed_proposal_is_not_pending_whatever_a_checkpoint_says() -> None:
+    saved = Saved(10, 0, frozenset(), (ADD,), None)
+    assert History([saved]).pending == {"add"}
+    assert not History([saved, Withdrawn("add")]).pending
+    assert not History([Withdrawn("add"), saved]).pending
+    assert not History([saved, Committed(1, "add", "digest", 11, 0)]).pending
+
+
+def test_what_is_scheduled_is_promised_before_the_first_step_of_the_next_attempt() -> None:
+    history = History([Payload("add", "digest", ADD.content), Scheduled("add", "digest", 7)])
+    job = Job(history)
+    stop = next(one for one in job.said if isinstance(one, Stop))
+    assert stop.at_step == 7
+    assert job.said.index(stop) < next(n for n, one in enumerate(job.said) if isinstance(one, Resume))
+    assert any(isinstance(one, Do) and isinstance(one.order, Prepare) for one in job.said)
+
+
+def test_what_is_withdrawn_before_the_journal_is_taken_up_is_withdrawn() -> None:
+    coordinator = Coordinator(1, History())
+    coordinator.handle(FromWorker(OUTSIDE, Propose("push", ADD)))
+    coordinator.handle(FromWorker(OUTSIDE, Withdraw("withdraw", "add")))
+    commands = coordinator.handle(FromWorker(0, Rest(1, 0, ("begin",))))
+    assert [one.entry for one in commands if isinstance(one, Write)] == [Withdrawn("add")]

@@ -1,0 +1,84 @@
+"""The core has no I/O: it imports data, arithmetic and itself. What is tested here is what it cannot do."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import replicast
+
+PACKAGE = Path(replicast.__file__).parent
+PURE = {
+    *("__future__", "abc", "bisect", "collections", "contextlib", "dataclasses", "enum", "itertools", "math"),
+    "typing",
+}
+"""No threads, locks, clocks, files, sockets, subprocesses, numpy or TensorFlow among them."""
+BELOW_CORE = {"replicast.trial"}
+
+
+def imports_of(path: Path) -> set[str]:
+    """All modules that a file imports, wherever in it: in functions and for type checking too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = str(node.module)
+            found |= {f"{module}.{alias.name}" for alias in node.names if is_module(f"{module}.{alias.name}")}
+            found.add(module)
+    return found
+
+
+def is_module(name: str) -> bool:
+    path = PACKAGE.parent / Path(*name.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+CORE = sorted((PACKAGE / "core").rglob("*.py"))
+SIMULATION = sorted((PACKAGE / "testing").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", [*CORE, PACKAGE / "trial.py"], ids=name_of)
+def test_a_file_of_the_core_imports_only_the_core_and_what_is_pure(path: Path) -> None:
+    others = {
+        name
+        for name in imports_of(path)
+        if name.split(".")[0] not in PURE and not name.startswith("replicast.core") and name not in BELOW_CORE
+    }
+    assert not others
+
+
+@pytest.mark.parametrize("path", SIMULATION, ids=name_of)
+def test_the_simulation_has_no_threads_no_files_and_no_clock(path: Path) -> None:
+    allowed = PURE | {"heapq", "random"}
+    if path.name == "__main__.py":
+        allowed |= {"argparse", "gc", "sys", "time"}  # it measures how fast it is
+    others = {name for name in imports_of(path) if name.split(".")[0] not in allowed | {"replicast"}}
+    assert not others
+
+
+def test_no_two_files_of_core_and_simulation_import_each_other() -> None:
+    graph = {name_of(path): imports_of(path) - {"replicast.core"} for path in (*CORE, *SIMULATION)}
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, f"a cycle: {' → '.join((*way, name))}"
+        if name not in done:
+            for other in sorted(graph.get(name, ())):
+                visit(other, (*way, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_a_file_of_the_core_is_short() -> None:
+    long = {name_of(path): len(path.read_text().splitlines()) for path in (*CORE, *SIMULATION)}
+    assert not {name: lines for name, lines in long.items() if lines > 370}

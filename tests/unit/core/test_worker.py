@@ -1,0 +1,119 @@
+"""The state machine of one worker: what it says, and when it lets its training thread go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from replicast.core.commands import Continue, EndJob, Pass, Perform, Send, SetTimer, Settle
+from replicast.core.events import Arrived, Awaited, FromCoordinator, Performed, Proposed, Rested, TimerFired
+from replicast.core.messages import Answer, At, Do, Meet, Release, Rest, Resume, Stop, Tell
+from replicast.core.operations.sync import Digest
+from replicast.core.operations.update import Apply, Prepare
+from replicast.core.proposal import Proposal
+from replicast.core.stage import Stage
+from replicast.core.worker import Worker
+
+
+def hear(worker: Worker, message: Any) -> list[Any]:
+    return worker.handle(FromCoordinator(message))
+
+
+def without_timers(commands: list[Any]) -> list[Any]:
+    return [command for command in commands if not isinstance(command, SetTimer)]
+
+
+def test_an_idle_boundary_is_passed_at_once_and_nothing_is_sent() -> None:
+    worker = Worker(0)
+    assert worker.handle(Arrived(1)) == [Pass(1)]
+    assert worker.passes(2)
+    assert worker.step == 2
+
+
+def test_a_stop_for_a_far_step_costs_the_boundaries_before_it_nothing() -> None:
+    worker = Worker(0)
+    hear(worker, Stop(7, at_step=1000))
+    assert all(worker.passes(step) for step in range(1, 1000))
+    assert not worker.passes(1000)
+
+
+def test_a_stop_is_answered_with_the_first_boundary_that_is_not_passed() -> None:
+    worker = Worker(0)
+    worker.handle(Arrived(3))
+    assert hear(worker, Stop(7)) == [Send(At(7, 4, False))]
+    assert without_timers(worker.handle(Arrived(4))) == [Send(At(7, 4, True))]
+    assert hear(worker, Release(7)) == [Pass(4)]
+
+
+def test_a_worker_goes_on_to_the_agreed_step_and_stands_there() -> None:
+    worker = Worker(0)
+    hear(worker, Stop(7))
+    worker.handle(Arrived(1))
+    assert hear(worker, Meet(7, 2)) == [Pass(1)]
+    assert without_timers(worker.handle(Arrived(2))) == [Send(At(7, 2, True))]
+
+
+def test_orders_are_carried_out_one_after_the_other_before_the_boundary_is_passed() -> None:
+    worker = Worker(0)
+    hear(worker, Stop(7))
+    worker.handle(Arrived(1))
+    assert hear(worker, Do(8, Apply("a", "digest", 1))) == [Perform(8, Apply("a", "digest", 1))]
+    assert hear(worker, Do(9, Apply("b", "digest", 2))) == []
+    assert hear(worker, Release(7)) == []
+    assert worker.handle(Performed(8, "x")) == [Send(Answer(8, "x")), Perform(9, Apply("b", "digest", 2))]
+    assert worker.handle(Performed(9, "y")) == [Send(Answer(9, "y")), Pass(1)]
+
+
+def test_preparing_goes_on_beside_the_training() -> None:
+    worker = Worker(0)
+    assert hear(worker, Do(8, Prepare("a", "digest", ()))) == [Perform(8, Prepare("a", "digest", ()))]
+    assert worker.handle(Arrived(1)) == [Pass(1)]
+    assert worker.handle(Performed(8, None)) == [Send(Answer(8, None))]
+
+
+def test_an_order_for_another_worker_is_left_to_it() -> None:
+    assert hear(Worker(0), Do(8, Prepare("a", "digest", ()), of=(1,))) == []
+
+
+def test_a_worker_that_rests_before_the_agreed_step_says_so_and_stays() -> None:
+    worker = Worker(0)
+    worker.handle(Arrived(1))
+    hear(worker, Stop(7))
+    hear(worker, Meet(7, 2))
+    assert worker.handle(Rested(("close",))) == [Send(At(7, 1, True)), Send(Rest(1, 1, ("close",)))]
+    assert hear(worker, Resume((1,), "over")) == []
+    assert hear(worker, Release(7)) == [Continue("over")]
+
+
+def test_a_stop_for_a_later_step_does_not_keep_a_rest() -> None:
+    worker = Worker(0)
+    worker.handle(Rested(("sync", 0)))
+    assert hear(worker, Stop(7, at_step=5)) == [Send(At(7, 0, False))]
+    assert hear(worker, Resume((1,), "over")) == [Continue("over")]
+
+
+def test_a_training_thread_that_waits_for_a_ticket_goes_on_with_its_outcome_or_when_the_time_is_up() -> None:
+    worker = Worker(0)
+    worker.handle(Proposed("t", Proposal("a", "digest", ())))
+    assert worker.handle(Awaited("t", 5.0)) == [SetTimer(1, 5.0)]
+    told = Tell("a", ("t",), Stage.VERIFIED)
+    assert hear(worker, told) == [Settle("t", told), Continue(Stage.VERIFIED)]
+    worker.handle(Proposed("u", Proposal("b", "digest", ())))
+    worker.handle(Awaited("u", 5.0))
+    assert worker.handle(TimerFired(2)) == [Continue(Stage.PROPOSED)]
+
+
+def test_a_training_thread_does_not_wait_for_the_coordinator_for_ever_and_names_it() -> None:
+    worker = Worker(1)
+    hear(worker, Stop(7))
+    timer = worker.handle(Arrived(1))[-1]
+    assert isinstance(timer, SetTimer)
+    (ends,) = worker.handle(TimerFired(timer.number))
+    assert isinstance(ends, EndJob)
+    assert "Worker 0, the coordinator" in ends.reason
+
+
+def test_planned_orders_come_before_everything_else_at_their_boundary() -> None:
+    worker = Worker(0, plans={"audit": (2, Digest())})
+    assert worker.handle(Arrived(1)) == [Pass(1)]
+    assert worker.handle(Arrived(2)) == [Perform(("audit", 2), Digest())]
+    assert worker.handle(Performed(("audit", 2), {})) == [Send(Answer(("audit", 2), {})), Pass(2)]
