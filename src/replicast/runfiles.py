@@ -169,7 +169,7 @@ def read_run_info(run_dir: Path) -> RunInfo:
     """What a run directory is about, as the last group that counts has written it.
 
     Raises:
-        FileDamaged: It is no run directory, its job has not begun, or run.json is not what was written.
+        FileDamaged: It is not a run directory, its job has not begun, or run.json is not what was written.
     """
     claim = last_claim(run_dir)
     for group in (

@@ -261,7 +261,7 @@ def test_inspect_lists_the_variables_of_a_run_by_the_names_that_an_update_may_us
     assert result.output.splitlines()[-1].startswith(f"{len(read_run_info(run).schema)} variables, ")
     assert invoke("inspect", run, "--as", "add").exit_code == 2
     elsewhere = invoke("inspect", run.parent)
-    assert (elsewhere.exit_code, "is no run directory. Perhaps: " in elsewhere.output) == (2, True)
+    assert (elsewhere.exit_code, "is not a run directory. Perhaps: " in elsewhere.output) == (2, True)
 
 
 def test_inspect_lists_every_problem(run: Path) -> None:

@@ -57,7 +57,7 @@ def list_(run: Path, as_json: bool) -> None:
       replicast checkpoint list runs/first
       replicast checkpoint list runs/first --json | jq .step
 
-    Exit code: 0; 1 when one is damaged, which is named; 2 when RUN is no run directory.
+    Exit code: 0; 1 when one is damaged, which is named; 2 when RUN is not a run directory.
     """  # noqa: D301 - click wants a real backspace
     from replicast.cli.checkpoint_targets import checked_run
     from replicast.cli.checkpoint_views import print_list

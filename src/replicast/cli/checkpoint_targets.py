@@ -34,7 +34,7 @@ def checked_run(path: Path) -> Path:
         return path
     near = path.parent if path.name == "checkpoints" else None
     hint = f" Perhaps: {printable(str(near))}." if near is not None else ""
-    raise click.BadParameter(f"{name} is no run directory: it has neither groups nor checkpoints.{hint}")
+    raise click.BadParameter(f"{name} is not a run directory: it has neither groups nor checkpoints.{hint}")
 
 
 def the_checkpoint(path: Path, step: int | None) -> Path:

@@ -24,7 +24,7 @@ def log(run: Path, as_json: bool, last: int | None) -> None:
       replicast log runs/first -n 5
       replicast log runs/first --json | jq .step
 
-    Exit code: 0; 1 when a file of the journal is damaged; 2 when RUN is no run directory.
+    Exit code: 0; 1 when a file of the journal is damaged; 2 when RUN is not a run directory.
     """  # noqa: D301 - click wants a real backspace
     from replicast.cli.standings import committed
 

@@ -106,7 +106,7 @@ def checked_run(path: Path) -> Path:
         raise click.BadParameter(f"The directory {name} cannot be read by this user.")
     near = [printable(str(child)) for child in sorted(path.iterdir()) if is_run(child)][-_MOST_NEAR:]
     if near:
-        raise click.BadParameter(f"{name} is no run directory. Perhaps: {', '.join(near)}.")
+        raise click.BadParameter(f"{name} is not a run directory. Perhaps: {', '.join(near)}.")
     raise click.BadParameter(
         f"{name} has no groups/*/run.json yet. Give the --run-dir of the job; if it is that, its program has "
         "not made its replicast.Replicas yet."

@@ -32,7 +32,7 @@ def show(run: Path, which: str, as_json: bool) -> None:
       replicast show runs/first 12
       replicast show runs/first 3f2a91c4 --json
 
-    Exit code: 0; 1 when there is no such update or its file is damaged; 2 when RUN is no run directory.
+    Exit code: 0; 1 when there is no such update or its file is damaged; 2 when RUN is not a run directory.
     """  # noqa: D301 - click wants a real backspace
     standing = the_one(run, which)
     if as_json:

@@ -32,7 +32,7 @@ logger = logging.getLogger("replicast")
 
 ROWS_OF_ARRAYS = 64
 FIRST_BATCH_SECS = 60.0
-"""Worker 0 waits so long for another worker's first batch; the step would wait for it anyway."""
+"""How long worker 0 waits for another worker's first batch; the step would wait for it anyway."""
 WHAT = {
     "fit": "training data",
     "validation": "validation data",

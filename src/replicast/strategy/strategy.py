@@ -196,7 +196,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._epoch = epoch
 
     def take_start(self, model: keras.Model) -> feeding.Start | None:
-        """Where this model's data goes on, once: whoever begins to train has taken it, by whatever way."""
+        """Returns the position at which this model's data goes on, and clears it: only one pass uses it."""
         if self._start is None or self._start[0]() is not model:
             return None
         start, self._start = self._start[1], None
