@@ -350,9 +350,10 @@ def used() -> Iterator[tuple[str, str]]:
     everywhere = set().union(*(_defined(tree) for tree in trees.values()))
     for path, tree in trees.items():
         file = str(path.relative_to(SOURCE))
-        here = _defined(tree) if file.startswith(OURS) else everywhere
+        # Only these files derive from classes of TensorFlow and Keras.
+        here, inherited = (_defined(tree), _inherited(tree)) if file.startswith(OURS) else (everywhere, set())
         for name in _private_names(tree):
-            if name not in NOT_PRIVATE and (name not in here or name in _inherited(tree)):
+            if name not in NOT_PRIVATE and (name not in here or name in inherited):
                 yield name, file
 
 
