@@ -9,6 +9,9 @@ three keys of the coordination service:
     left        a worker reached the end of its script, and after how many transfers
     turn/K      a worker came to its K-th turn, and after how many transfers
 
+Each is put by the first worker only. For itself a worker puts `turn/K/RANK` and `end/RANK`: whether a given
+worker has gone on is one lookup.
+
 A turn is what all workers do between steps, in the same order: meet before a pass over the data, exchange
 something outside of a step. Transfers inside steps are counted by every worker alike. A worker that has
 started more of them than another one had at its next turn waits for something that will never come: that is
@@ -113,6 +116,9 @@ class Lifetime:
 
     def turn(self) -> int:
         """To be called by all workers in the same order, between steps; gives the number of the turn."""
+        return self._take_turn("")
+
+    def _take_turn(self, said: str) -> int:
         self.check()
         if not self.watching():
             raise JobFailed("The thread that watches over the job has died; its error is above in the log.")
@@ -121,6 +127,7 @@ class Lifetime:
         transfers = self._transfers_started()
         self._turn += 1
         self._put(f"turn/{self._turn}", {"worker": self._rank, "transfers": transfers})
+        self._put(f"turn/{self._turn}/{self._rank}", {"said": said})
         return self._turn
 
     def meet(self, said: str = "") -> dict[int, str]:
@@ -135,14 +142,12 @@ class Lifetime:
         Returns:
             By worker: what it said.
         """
-        turn = self.turn()
-        self._put(f"turn/{turn}/{self._rank}", {"said": said})
+        turn = self._take_turn(said)
         heard = {self._rank: said}
         waited = 0.0
         for worker in (w for w in range(self._size) if w != self._rank):
             while (text := self._coordination.get(f"{PREFIX}/turn/{turn}/{worker}", 1.0)) is None:
-                if self.failure is not None:
-                    raise self.failure
+                self.check()
                 waited += 1.0
                 if waited % REMIND_SECS == 0:
                     logger.warning("worker %d waits for worker %d to open its data", self._rank, worker)
@@ -155,19 +160,18 @@ class Lifetime:
 
     def has_gone_on(self, worker: int) -> bool:
         """Whether it is known that another worker has passed this worker's position in the script."""
-        first = self._get(f"turn/{self._turn + 1}")
-        if first is None:
-            return self.has_left(worker)
-        return first["worker"] == worker or self._get(f"turn/{self._turn + 1}/{worker}") is not None
+        return self._get(f"turn/{self._turn + 1}/{worker}") is not None or self.has_left(worker)
 
     @contextlib.contextmanager
     def alone(self, doing: str) -> Iterator[None]:
         """Inside, this worker does what the others do not: a transfer fails, since nobody would join it.
 
-        No-op in other threads than the main one, which may train meanwhile.
+        Only in the main thread: while another thread saves, the main thread may train.
         """
-        if threading.current_thread() is threading.main_thread():
-            self._alone = (doing, self._transfers_started())
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._alone = (doing, self._transfers_started())
         try:
             yield
         finally:
@@ -196,14 +200,13 @@ class Lifetime:
             raise JobFailed(f"worker {self._rank} failed, or left before the others", worker=self._rank)
 
     def has_left(self, worker: int) -> bool:
-        """Whether this worker was the first to reach the end of its script: it waits for the others there.
+        """Whether a worker has reached the end of its script: it waits for the others there.
 
         Raises:
             JobFailed: The job has failed.
         """
         self.check()
-        left = self._get("left")
-        return left is not None and left["worker"] == worker
+        return self._get(f"end/{worker}") is not None
 
     def failed(self, error: BaseException) -> None:
         """To be called when this worker's script raised: tells the others, the first one to fail wins."""
@@ -239,6 +242,7 @@ class Lifetime:
         position = self._position_or_none()
         if position is not None and self.failure is None:
             self._put("left", {"worker": self._rank, "transfers": position, "turn": self._turn})
+            self._put(f"end/{self._rank}", {})
         if not self._interrupted and self.failure is None:
             for act in self._before_leaving:
                 act()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import csv
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +67,43 @@ def test_logs_and_checkpoints_of_a_fit_with_validation_are_those_of_plain_keras(
     pool2: Pool, plain: Pool, tmp_path: Path
 ) -> None:
     assert_same_as_plain_keras(pool2, plain, logged, tmp_path)
+
+
+class Interrupted(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        raise InterruptedError
+
+
+def logged_again_and_again(strategy: Any, directory: Path) -> Any:
+    """One callback with another path for each fit, then a copy of it; one fit is interrupted."""
+    directory = directory / f"{strategy.size}-workers"
+    written = files_opened_to_write(directory)
+    directory.mkdir(exist_ok=True)
+    model, log = network(strategy), keras.callbacks.CSVLogger(directory / "a.csv")
+    board = keras.callbacks.TensorBoard(directory / "board", profile_batch=2)
+    fitted(model, [log, board], epochs=2)
+    assert (Path(log.filename), Path(board.log_dir)) == (directory / "a.csv", directory / "board")
+    log.filename = str(directory / "b.csv")
+    try:
+        fitted(model, [log, Interrupted()], epochs=2)
+    except InterruptedError:
+        log.filename = str(directory / "c.csv")
+    fitted(model, [log], epochs=2)
+    saved = keras.callbacks.ModelCheckpoint(directory / "{epoch}.keras")
+    copied = copy.copy(log)
+    copied.filename = str(directory / "d.csv")
+    fitted(model, [copied, saved], epochs=2)
+    saved.set_model(None)
+    fitted(model, [pickle.loads(pickle.dumps(saved))], epochs=3)
+    assert (directory / "3.keras").exists()
+    assert strategy.rank == 0 or not written
+    profiles = len(list(directory.rglob("*.xplane.pb")))
+    return {"profiles": profiles, **{file.name: len(file.read_text()) for file in directory.glob("*.csv")}}
+
+
+def test_a_log_that_is_given_another_path_or_copied_is_written_by_one_worker(
+    pool2: Pool, tmp_path: Path
+) -> None:
+    rows = pool2.run(logged_again_and_again, tmp_path)
+    assert rows[0] == rows[1]
+    assert {name for name, size in rows[0].items() if size} >= {"profiles", *(f"{n}.csv" for n in "abcd")}

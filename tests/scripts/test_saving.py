@@ -138,3 +138,27 @@ def saved_after_a_loop(strategy: Any, path: Path) -> tuple[int, bool]:
 def test_a_model_that_only_a_custom_loop_trains_is_saved_by_one_worker(pool2: Pool, tmp_path: Path) -> None:
     results = pool2.run(saved_after_a_loop, tmp_path / "model.keras")
     assert results == [(1, True), (0, True)]
+
+
+class SavesByDefault(keras.Sequential):
+    def save(self, path: Path | None = None, **options: Any) -> None:
+        assert path is None or "own" not in path.name
+        super().save(path or self.default, **options)
+
+
+def saved_by_a_method_of_its_own(strategy: Any, directory: Path) -> set[str]:
+    written = files_opened_to_write(directory)
+    with strategy.scope():
+        model = SavesByDefault([keras.Input((6,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    object.__setattr__(model, "default", directory / f"own {strategy.rank}.keras")
+    model.save()
+    model.save(path=directory / "named.keras")
+    model.save_weights(filepath=directory / "all.weights.h5")
+    return written
+
+
+def test_a_model_may_have_a_save_method_with_other_arguments(pool2: Pool, tmp_path: Path) -> None:
+    by_worker = pool2.run(saved_by_a_method_of_its_own, tmp_path)
+    assert {"own 0.keras", "named.keras"} <= by_worker[0]
+    assert by_worker[1] == {"own 1.keras"}

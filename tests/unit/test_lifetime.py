@@ -101,7 +101,8 @@ def test_who_has_left_is_known_and_keys_of_turns_do_not_pile_up(workers: list[Wo
         for worker in workers:
             worker.lifetime.turn()
     kept = workers[0].coordination._store.values
-    eventually(lambda: len([key for key in kept if "/turn/" in key]) <= PASSED_TURNS)
+    # Of each turn that is kept: the key of the first worker there, and one of each worker.
+    eventually(lambda: len([key for key in list(kept) if "/turn/" in key]) <= 3 * PASSED_TURNS)
     assert not workers[0].lifetime.has_left(1)
     leaving = threading.Thread(target=workers[1].lifetime.leave)
     leaving.start()
@@ -109,6 +110,30 @@ def test_who_has_left_is_known_and_keys_of_turns_do_not_pile_up(workers: list[Wo
     assert not workers[0].lifetime.has_left(0)
     workers[0].lifetime.leave()
     leaving.join(DEADLINE_SECS)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_of_three_workers_it_is_known_which_have_gone_on_and_which_have_left(
+    monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    monkeypatch.setattr("replicast.lifetime.LOOK_SECS", 0.02)
+    store = MemoryCoordination.Store()
+    workers = [Worker(store, rank, size=3) for rank in range(3)]
+    second, last = (first + 1) % 3, workers[first - 1].lifetime
+    for worker in (first, second):
+        assert not last.has_gone_on(worker)
+        workers[worker].lifetime.turn()
+        assert last.has_gone_on(worker)
+    last.turn()
+    leaving = [threading.Thread(target=workers[worker].lifetime.leave) for worker in (first, second)]
+    for worker, thread in zip((first, second), leaving, strict=True):
+        assert not last.has_left(worker)
+        thread.start()
+        eventually(lambda worker=worker: last.has_left(worker))
+        assert last.has_gone_on(worker)
+    last.leave()
+    for thread in leaving:
+        thread.join(DEADLINE_SECS)
 
 
 def raises(act: Callable[[], object]) -> bool:
@@ -161,6 +186,17 @@ def test_a_worker_that_waits_for_one_that_failed_is_told(workers: list[Worker]) 
     workers[1].lifetime.failed(ValueError("no such column"))
     first.join(DEADLINE_SECS)
     assert [failure.worker for failure in told] == [1]
+
+
+def test_a_worker_that_others_wait_for_in_vain_does_not_wait_for_them(workers: list[Worker]) -> None:
+    told: list[bool] = []
+    waits = threading.Thread(target=lambda: told.append(raises(workers[1].lifetime.meet)))
+    waits.start()
+    eventually(lambda: workers[0].lifetime.has_gone_on(1))
+    workers[0].lifetime.failed(JobFailed("worker 1 did not come", worker=1))
+    waits.join(DEADLINE_SECS)
+    assert told == [True]
+    leave_all(workers)
 
 
 def test_a_worker_that_is_only_slower_is_left_alone(workers: list[Worker]) -> None:
@@ -236,6 +272,19 @@ def test_a_turn_of_a_worker_that_writes_alone_is_refused(workers: list[Worker]) 
     ):
         workers[0].lifetime.turn()
     assert workers[0].lifetime.turn() == 1
+
+
+def test_a_save_in_another_thread_does_not_end_the_watch_over_the_main_thread(workers: list[Worker]) -> None:
+    def save() -> None:
+        with workers[0].lifetime.alone("writing another.keras"):
+            pass
+
+    with workers[0].lifetime.alone("writing model.keras"):
+        other = threading.Thread(target=save)
+        other.start()
+        other.join(DEADLINE_SECS)
+        with pytest.raises(JobFailed, match="alone was writing model"):
+            workers[0].lifetime.turn()
 
 
 def test_a_worker_that_came_to_its_next_turn_has_gone_on(workers: list[Worker]) -> None:

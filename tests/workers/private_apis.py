@@ -231,6 +231,7 @@ NAMES = [
 ARRAYS, GENERATOR, PY_DATASET = "ArrayDataAdapter", "GeneratorDataAdapter", "PyDatasetAdapter"
 ITERATOR, STRATEGY, LAUNCHER = "EpochIterator", "Strategy.extended", "CollectiveReplicaLauncher"
 MODEL, BACKUP, MIRRORED = "keras.Model", "BackupAndRestore", "MirroredVariable"
+BOARD = "TensorBoard"
 REDUCTION, OPTIMIZER, DATASET, SEEDED = "CollectiveAllReduce", "Optimizer", "Dataset", "Context"
 
 FIELDS = [
@@ -271,6 +272,7 @@ FIELDS = [
     PrivateApi(f"{MODEL}._compile_loss", "strategy/building.py", "whether Keras has built the loss"),
     PrivateApi(f"{MODEL}._compile_metrics", "strategy/building.py", "whether Keras has built the metrics"),
     PrivateApi(f"{BACKUP}._training_metadata_path", "strategy/callbacks.py", "where it notes the epoch"),
+    PrivateApi(f"{BOARD}._should_trace", "strategy/callbacks.py", "whether it profiles"),
     PrivateApi(f"{MIRRORED}._distribute_strategy", "strategy/replicated.py", "the strategy that made it"),
     PrivateApi(f"{DATASET}._variant_tensor", "strategy/feeding.py", "to make a dataset of our own class"),
     PrivateApi(f"{SEEDED}._rng", "strategy/seeds.py", "is another one when a seed is set again"),

@@ -73,6 +73,7 @@ def objects(strategy: Any) -> dict[str, Any]:
         private_apis.SEEDED: context.context(),
         private_apis.MODEL: model,
         private_apis.BACKUP: keras.callbacks.BackupAndRestore("backup"),
+        private_apis.BOARD: keras.callbacks.TensorBoard("board"),
         private_apis.MIRRORED: model.trainable_variables[0].value,
     }
 
@@ -444,6 +445,7 @@ def test_callbacks_write_in_the_methods_that_we_replace() -> None:
     assert "self._training_metadata_path" in inspect.getsource(kinds.BackupAndRestore._load_model)
     assert parameters(kinds.ModelCheckpoint._get_file_path) == ["self", "epoch", "batch", "logs"]
     assert "self.log_dir" in inspect.getsource(kinds.TensorBoard.set_model)
+    assert "not self._should_trace" in inspect.getsource(kinds.TensorBoard.on_train_batch_begin)
     assert "self.filename" in inspect.getsource(kinds.CSVLogger.on_train_begin)
     if hasattr(kinds, "OrbaxCheckpoint"):  # not in every Keras 3
         assert parameters(kinds.OrbaxCheckpoint._save_checkpoint) == ["self", "step", "logs"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +91,16 @@ def test_a_script_that_saves_on_every_worker_writes_once(pool2: Pool, tmp_path: 
 def saved_where_it_cannot_be(strategy: Any, directory: Path) -> str:
     model = perceptron(strategy)
     model.fit(*arrays(), verbose=0)
-    with pytest.raises(Exception) as error:  # noqa: PT011 - worker 0 and the others raise different ones
+    with pytest.raises(FileNotFoundError) as error:
         model.save(directory / "no such folder" / "model.keras")
+    assert error.value.errno == errno.ENOENT
+    with pytest.raises(ValueError, match="end in"):
+        model.save_weights(directory / "no weights")
+    model.fit(*arrays(), verbose=0)
     return str(error.value)
 
 
-def test_a_save_that_fails_on_worker_0_fails_on_all(pool2: Pool, tmp_path: Path) -> None:
+def test_a_save_that_fails_can_be_caught_on_all_workers(pool2: Pool, tmp_path: Path) -> None:
     _, of_second = pool2.run(saved_where_it_cannot_be, tmp_path)
     assert "worker 0 could not write" in of_second
     assert "no such folder" in of_second

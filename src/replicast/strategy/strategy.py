@@ -116,7 +116,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             trained_alone=_a_model_was_trained,
         )
         self._writing = Writing(self._coordination, self._rank, self._lifetime)
-        self._callbacks = Callbacks(self._coordination, self._rank, self._size, self._writing)
+        self._callbacks = Callbacks(self._rank, self._size, self._writing)
         self._inputs = Inputs(
             self._rank,
             self._size,
@@ -298,7 +298,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         if self._size > 1:
             if isinstance(call.model, keras.Model):
                 self._writing.guard(call.model)
-            self._callbacks.prepare(call.callbacks)
+            self._callbacks.prepare(call.callbacks, call.method)
         for tell in self.on_fit if call.method == "fit" else ():
             tell(call.model, call.callbacks)
 

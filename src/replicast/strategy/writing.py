@@ -4,8 +4,8 @@ Every worker runs the same script, so every worker would save the model to the s
 each file is written by one worker, and the others go on when it is complete. Which worker, is decided without
 waiting for anyone who may not come:
 
-    The workers' n-th writes between two steps belong together. Worker 0 goes first. Whoever puts the key of a
-    path writes it; whoever finds the key there waits until that worker has finished.
+    The workers' n-th writes between two steps belong together. Worker 0 goes first. The worker that creates
+    the path's key writes the file; the others wait until it has finished.
 
 So the same path on all workers is written by worker 0. A path that worker 0 does not write here is written at
 once by the worker that asks for it: a directory of its own, a save behind `if strategy.rank == 1`.
@@ -13,9 +13,13 @@ once by the worker that asks for it: a directory of its own, a save behind `if s
 
 from __future__ import annotations
 
+import builtins
 import functools
+import inspect
 import json
 import logging
+import os
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -27,7 +31,7 @@ import keras
 import xxhash
 
 from replicast.coordination import Coordination
-from replicast.errors import JobFailed
+from replicast.errors import JobFailed, ReplicastError
 from replicast.lifetime import Lifetime
 
 logger = logging.getLogger("replicast")
@@ -37,6 +41,8 @@ ARRIVE_SECS = 20.0
 WRITE_SECS = 3600.0
 LOOK_SECS = 0.5
 REMIND_SECS = 30.0
+POSITIONS_KEPT = 3
+"""A worker's keys of a position are deleted when it has come to so many later positions."""
 SAVING_METHODS = ("save", "save_weights", "export")
 
 
@@ -62,8 +68,10 @@ class Writing:
         self._lifetime = lifetime
         self._position = (-1, -1)
         self._counts: Counter[str] = Counter()
-        self._put: deque[tuple[int, str]] = deque()
-        self._writes = False
+        self._put: deque[tuple[tuple[int, int], str]] = deque()
+        self._positions: deque[tuple[int, int]] = deque(maxlen=POSITIONS_KEPT)
+        self._keeping = threading.Lock()
+        self._thread = threading.local()
 
     def guard(self, model: keras.Model) -> None:
         """Has one worker write what this model, or a model in it, saves."""
@@ -88,16 +96,18 @@ class Writing:
             kind: Only writes of one kind are counted together.
 
         Raises:
-            JobFailed: The worker that writes has failed, or does not finish.
+            JobFailed: The worker that writes has left the job, or does not finish.
+            Exception: What the write raised, of the same built-in type on all workers.
         """
-        if self._writes:  # part of a larger write
+        if getattr(self._thread, "writes", False):  # part of a larger write
             return write()
         claim = self.claim(path, kind)
         if claim.worker == self._rank:
             return self._write(claim, str(path), write)
-        problem = json.loads(self.hear(f"{claim.key}/done", claim.worker, f"write {path}") or "null")
+        text = self.wait_for_key(f"{claim.key}/done", claim.worker, f"write {path}")
+        problem = json.loads(text or "null")
         if problem is not None:
-            raise JobFailed(f"worker {claim.worker} could not write {path}: {problem}", worker=claim.worker)
+            raise _failed_write(problem, claim.worker, str(path))
         if self._rank == 0 and kind == "file" and not Path(path).exists():
             return write()  # it is on another host's disk, and what worker 0 saves must be on its own
         return None
@@ -107,27 +117,43 @@ class Writing:
 
         Blocks until worker 0 has come to a claim of its own, has passed this position, or the time is up.
         """
-        where = self._where()
         # The whole path: workers in different directories may give the same relative one.
         name = xxhash.xxh3_64(str(Path(path).absolute()).encode()).hexdigest()
-        self._counts.update([name, kind])
-        key, turn = f"{where}/{name}/{self._counts[name]}", f"{where}/{kind}/{self._counts[kind]}"
+        key, turn = self.next_key(name), self.next_key(kind)
         if self._rank != 0:
-            self._let_worker_0_go_first(key, (turn, f"{where}/{kind}/end"), str(path), arrive_secs)
-        if self._remember(key, str(self._rank)):
+            self._let_worker_0_go_first(key, (turn, f"{self._where()}/{kind}/end"), str(path), arrive_secs)
+        if self.put_key(key, str(self._rank)):
             worker = self._rank
         else:
-            worker = int(self.hear(key, 0, f"write {path}"))
+            worker = int(self.wait_for_key(key, 0, f"write {path}"))
         if self._rank == 0:
-            self._remember(turn, str(path))
+            self.put_key(turn, str(path))
         return Claim(key, worker)
 
-    def claims_no_more(self, kind: str) -> None:
+    def end_claims(self, kind: str) -> None:
         """Worker 0 has made all of its claims of this kind here: the others need not wait for more."""
         if self._rank == 0:
-            self._remember(f"{self._where()}/{kind}/end", "")
+            self.put_key(f"{self._where()}/{kind}/end", "")
 
-    def hear(self, key: str, worker: int, what: str) -> str:
+    def next_key(self, name: str) -> str:
+        """A key of this position in the script; the workers' n-th keys of one name are the same."""
+        where = self._where()
+        self._counts[name] += 1
+        return f"{where}/{name}/{self._counts[name]}"
+
+    def put_key(self, key: str, value: str) -> bool:
+        """Puts a key that the others read before they leave this position; it is deleted later.
+
+        Returns:
+            Whether it was put; false if it was there already.
+        """
+        put = self._coordination.put(key, value)
+        if put:
+            with self._keeping:
+                self._put.append((self._lifetime.position(), key))
+        return put
+
+    def wait_for_key(self, key: str, worker: int, what: str) -> str:
         """Waits for a key of another worker, at most an hour, and says every 30 s for whom.
 
         Returns:
@@ -169,36 +195,70 @@ class Writing:
         if position != self._position:
             self._position = position
             self._counts.clear()
-        self._forget()
+            self._delete_old_keys(position)
         return f"replicast/write/{position[0]}-{position[1]}"
 
     def _written_once(self, save: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(save)
-        def once(filepath: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.once(filepath, lambda: save(filepath, *args, **kwargs))
+        def once(*args: Any, **kwargs: Any) -> Any:
+            write = functools.partial(save, *args, **kwargs)
+            path = _path_of(save, args, kwargs)
+            return write() if path is None else self.once(path, write)
 
         return once
 
     def _write(self, claim: Claim, path: str, write: Callable[[], Any]) -> Any:
-        self._writes = True
+        self._thread.writes = True
         try:
             with self._lifetime.alone(f"writing {path}"):
                 result = write()
         except BaseException as error:  # also Ctrl-C: the others must not wait for this file
-            self._remember(f"{claim.key}/done", json.dumps(f"{type(error).__name__}: {error}"))
+            self.put_key(f"{claim.key}/done", json.dumps(_described(error)))
             raise
         finally:
-            self._writes = False
-        self._remember(f"{claim.key}/done", json.dumps(None))
+            self._thread.writes = False
+        self.put_key(f"{claim.key}/done", json.dumps(None))
         return result
 
-    def _remember(self, key: str, value: str) -> bool:
-        put = self._coordination.put(key, value)
-        if put:
-            self._put.append((self._position[1], key))
-        return put
+    def _delete_old_keys(self, position: tuple[int, int]) -> None:
+        """Deletes this worker's keys of positions that all workers have passed.
 
-    def _forget(self) -> None:
-        """Removes this worker's keys of before the last turn: all workers have passed it."""
-        while self._put and self._put[0][0] <= self._position[1] - 2:
-            self._coordination.delete(self._put.popleft()[1])
+        A transfer or turn ends only if all workers join it: when this worker is two positions further, all
+        have left the first.
+        """
+        with self._keeping:
+            self._positions.append(position)
+            old = []
+            while self._put and self._put[0][0] < self._positions[0]:
+                old.append(self._put.popleft()[1])
+        for key in old:
+            self._coordination.delete(key)
+
+
+def _path_of(save: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Where a call of `save` writes; None if it names no path, as an override with a default may."""
+    parameter = next(iter(inspect.signature(save).parameters), "")
+    path = args[0] if args else kwargs.get("filepath", kwargs.get(parameter))
+    return os.fspath(path) if isinstance(path, str | os.PathLike) else None
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    """An error as JSON values: its nearest built-in type and what it says."""
+    kind = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+    number = error.errno if isinstance(error, OSError) else None
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return {"kind": kind.__name__, "name": type(error).__name__, "errno": number, "said": said}
+
+
+def _failed_write(problem: dict[str, Any], worker: int, path: str) -> Exception:
+    """The error of another worker's write, of the type that the script catches on that worker."""
+    kind = getattr(builtins, problem["kind"])
+    said = f"worker {worker} could not write {path}: {problem['name']}: {problem['said']}"
+    if not issubclass(kind, Exception):  # it was told to end
+        return JobFailed(said, worker=worker)
+    if issubclass(kind, OSError) and problem["errno"] is not None:
+        return OSError(problem["errno"], said, path)  # Python picks the subclass
+    try:
+        return ReplicastError(said) if kind is Exception else kind(said)
+    except TypeError:  # the type needs more than a message
+        return ReplicastError(said)
