@@ -78,9 +78,42 @@ def trainer_that_is_no_model(strategy: Any) -> Any:
     }
 
 
+class SameNames(keras.Model):
+    """Its optimizers have attributes and layers of the same name; one of its lists holds itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [keras.layers.Dense(2, name="part"), keras.layers.Dense(2, name="part")]
+        self.opt, self._opt = (keras.optimizers.SGD(0.1, clipnorm=0.1) for _ in range(2))
+        for part in self.parts:
+            part.opt = keras.optimizers.SGD(0.1, clipnorm=0.1)
+        loop: list[Any] = [self.opt]
+        loop.append(loop)
+        # Not by Keras' own setattr, which tracks what is in a list and would not end itself.
+        object.__setattr__(self, "loop", loop)
+
+    def call(self, x: Any) -> Any:
+        return self.parts[1](self.parts[0](x))
+
+    def train_step(self, batch: Any) -> Any:
+        for optimizer in (self.opt, self._opt, *(part.opt for part in self.parts)):
+            with tf.GradientTape() as tape:
+                loss = keras.ops.mean(keras.ops.square(self(batch[0]) - batch[1]))
+            optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def optimizers_of_the_same_name(strategy: Any) -> Any:
+    with strategy.scope():
+        model = SameNames()
+        model.compile()
+    history = model.fit(*data(12, 3, 2), batch_size=4, shuffle=False, verbose=0).history
+    return {"history": history, "values": values(model.trainable_variables)}
+
+
 @pytest.mark.parametrize(
     "script",
-    [functional, autoencoder, forward_forward, trainer_that_is_no_model],
+    [functional, autoencoder, forward_forward, trainer_that_is_no_model, optimizers_of_the_same_name],
     ids=lambda script: script.__name__,
 )
 def test_a_model_trains_as_in_plain_keras(script: Any, pool2: Pool, plain: Pool) -> None:

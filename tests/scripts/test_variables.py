@@ -135,3 +135,100 @@ def metric_of_a_custom_step(strategy: Any) -> Any:
 
 def test_a_metric_that_a_custom_step_updates_is_summed_over_the_workers(pool2: Pool) -> None:
     assert pool2.run(metric_of_a_custom_step) == [6.0, 6.0]
+
+
+class Counting(keras.Model):
+    """Counts rows in a metric that custom steps use too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+        self.seen = keras.metrics.Sum(name="seen")
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, batch: Any) -> Any:
+        self.seen.update_state(tf.ones((tf.shape(batch[0])[0],)))
+        return {**super().train_step(batch), "seen": self.seen.result()}
+
+
+def metric_of_custom_and_keras_steps(strategy: Any, eager: bool = False) -> dict[str, float]:
+    with strategy.scope():
+        model = Counting()
+        model.compile("sgd", "mse", run_eagerly=eager)
+
+    @tf.function
+    def custom() -> None:
+        strategy.run(lambda: model.seen.update_state(1.0 + strategy.rank))
+
+    @tf.function
+    def in_a_graph() -> tf.Tensor:
+        return model.seen.result()
+
+    @tf.function
+    def add_in_a_graph() -> None:
+        model.seen.update_state(100.0)
+
+    found: dict[str, float] = {}
+
+    def note(what: str) -> None:
+        found[what] = float(model.seen.result())
+        assert float(in_a_graph()) == found[what]
+
+    x, y = data(6, 3, 2)
+    for call in ("first", "cached"):
+        model.fit(x, y, batch_size=3, verbose=0)
+        note(f"{call} fit")
+        custom()
+        note(f"{call} custom step on what fit counted")
+        between = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: custom())
+        history = model.fit(x, y, batch_size=3, verbose=0, callbacks=[between]).history
+        found[f"{call} fit with custom steps in between"] = history["seen"][0]
+        note(f"{call} after it")
+        model.evaluate(x, y, batch_size=3, verbose=0)
+        custom()
+        note(f"{call} custom step after evaluate")
+        model.seen.update_state(10.0)
+        add_in_a_graph()
+        note(f"{call} update between steps")
+        model.seen.reset_state()
+        add_in_a_graph()
+        custom()
+        note(f"{call} custom step after a reset")
+    found["variables"] = len(model.variables)
+    return found
+
+
+def counted_by_custom_and_keras_steps() -> dict[str, float]:
+    expected: dict[str, float] = {}
+    for call in ("first", "cached"):
+        expected |= {
+            f"{call} fit": 6,
+            f"{call} custom step on what fit counted": 9,
+            f"{call} fit with custom steps in between": 12,
+            f"{call} after it": 12,
+            f"{call} custom step after evaluate": 3,
+            f"{call} update between steps": 113,
+            f"{call} custom step after a reset": 103,
+        }
+    expected["variables"] = 2
+    return expected
+
+
+def test_custom_steps_and_keras_steps_count_in_the_same_metric(pool2: Pool) -> None:
+    assert pool2.run(metric_of_custom_and_keras_steps) == [counted_by_custom_and_keras_steps()] * 2
+
+
+def result_of_the_script(strategy: Any) -> Any:
+    with strategy.scope():
+        model = Counting()
+        model.compile("sgd", "mse")
+    stock = model.seen.result
+    model.seen.result = lambda: stock() + 100.0
+    history = model.fit(*data(12, 3, 2), batch_size=4, shuffle=False, verbose=0).history
+    return [history["seen"], float(model.seen.result())]
+
+
+def test_a_result_function_that_a_script_sets_on_a_metric_is_used_and_stays(pool2: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool2, plain, result_of_the_script)

@@ -188,6 +188,31 @@ NAMES = [
         "how such a variable is read outside a step",
     ),
     PrivateApi(
+        "tensorflow.python.ops.resource_variable_ops.ResourceVariable",
+        "strategy/replicated.py",
+        "a variable that is none of the strategy's, also when it is created in the scope",
+    ),
+    PrivateApi(
+        "tensorflow.python.distribute.values_util.is_saving_non_distributed",
+        "strategy/replicated.py",
+        "whether a model is being exported without its strategy",
+    ),
+    PrivateApi(
+        "tensorflow.python.distribute.values.SyncOnReadVariable._get",
+        "strategy/replicated.py",
+        "how a replica reads such a variable",
+    ),
+    PrivateApi(
+        "tensorflow.python.distribute.values.SyncOnReadVariable._gather_saveables_for_checkpoint",
+        "strategy/replicated.py",
+        "what a tf.train.Checkpoint saves of such a variable",
+    ),
+    PrivateApi(
+        "tensorflow.python.distribute.values._SyncOnReadSaveable.restore",
+        "strategy/replicated.py",
+        "how a tf.train.Checkpoint restores such a variable",
+    ),
+    PrivateApi(
         "tensorflow.python.distribute.values.DistributedVariable._primary",
         "strategy/replicated.py",
         "the variable on this worker",

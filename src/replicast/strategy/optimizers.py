@@ -7,18 +7,23 @@ from typing import Any
 
 import keras
 
+_LONGEST = 1000
+"""A longer list or dict holds data, not optimizers. A step that uses one from there anyway is refused."""
+
 
 def held_optimizers(model: Any) -> dict[str, keras.optimizers.Optimizer]:
-    """The optimizers of a model and of all of its layers, by where they are held.
+    """The optimizers of a model and of all of its layers, each once, by where they are held.
 
     The one that `compile` sets is "optimizer". Others are named after the attribute, with the name of the
     layer before it, and the index in a list or the key in a dict after it: "critic_optimizer",
-    "dense_1/optimizer", "optimizers/0".
+    "dense_1/optimizer", "optimizers/0". A name that occurs twice gets a number: "optimizer#2".
     """
     found: dict[str, keras.optimizers.Optimizer] = {}
+    ids: set[int] = set()
     for name, optimizer in _all_held(model):
-        if not any(optimizer is other for other in found.values()):
-            found[name] = optimizer
+        if id(optimizer) not in ids:
+            ids.add(id(optimizer))
+            found[_unused(name, found)] = optimizer
     return found
 
 
@@ -27,25 +32,42 @@ def optimizers_of(model: Any) -> list[keras.optimizers.Optimizer]:
     return list(held_optimizers(model).values())
 
 
+def _unused(name: str, used: Mapping[str, Any]) -> str:
+    unused, number = name, 1
+    while unused in used:
+        number += 1
+        unused = f"{name}#{number}"
+    return unused
+
+
 def _all_held(model: Any) -> Iterator[tuple[str, keras.optimizers.Optimizer]]:
-    yield from _inside("optimizer", getattr(model, "optimizer", None))
-    yield from _attributes("", model)
+    seen: dict[int, Any] = {}
+    yield from _inside("optimizer", getattr(model, "optimizer", None), seen)
+    yield from _attributes("", model, seen)
     # Private: all layers at any depth; the public `layers` are those of the first level.
     for layer in model._flatten_layers(include_self=False):
-        yield from _attributes(f"{layer.name}/", layer)
+        yield from _attributes(f"{layer.name}/", layer, seen)
 
 
-def _attributes(prefix: str, holder: Any) -> Iterator[tuple[str, keras.optimizers.Optimizer]]:
+def _attributes(
+    prefix: str, holder: Any, seen: dict[int, Any]
+) -> Iterator[tuple[str, keras.optimizers.Optimizer]]:
     for name, value in list(vars(holder).items()):
-        yield from _inside(prefix + name.lstrip("_"), value)
+        yield from _inside(prefix + name.lstrip("_"), value, seen)
 
 
-def _inside(name: str, value: Any) -> Iterator[tuple[str, keras.optimizers.Optimizer]]:
+def _inside(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, keras.optimizers.Optimizer]]:
+    """The optimizers in a value.
+
+    Args:
+        name: Of the value.
+        value: Anything.
+        seen: The lists and dicts that were looked into, by id: one may hold itself. Kept, because the id of
+            a list that is gone may be that of the next one.
+    """
     if isinstance(value, keras.optimizers.Optimizer):
         yield name, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _inside(f"{name}/{key}", item)
-    elif isinstance(value, list | tuple):
-        for place, item in enumerate(value):
-            yield from _inside(f"{name}/{place}", item)
+    elif isinstance(value, Mapping | list | tuple) and id(value) not in seen and len(value) <= _LONGEST:
+        seen[id(value)] = value
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _inside(f"{name}/{key}", item, seen)

@@ -7,14 +7,21 @@ has an answer, and it is local: reading a variable never waits for another worke
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-# Private: the classes of the variables that a strategy makes; there is no public way to derive from them.
-from tensorflow.python.distribute.values import MirroredVariable, SyncOnReadVariable
+# Private: the classes of the variables that a strategy makes, how one is saved, and whether a model without
+# them is being exported; there is no public way to derive from them or to ask.
+from tensorflow.python.distribute import values_util
+from tensorflow.python.distribute.values import MirroredVariable, SyncOnReadVariable, _SyncOnReadSaveable
+
+# Private: a variable that no creator sees; in a scope, `tf.Variable` would make one of the strategy.
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 
 class _Converted:
@@ -48,41 +55,129 @@ class ReplicatedVariable(_Converted, MirroredVariable):
 class SummedVariable(_Converted, SyncOnReadVariable):
     """A variable that each worker adds to for itself: the state of a metric.
 
-    TensorFlow sums the workers' values whenever it is read between steps, which is a transfer. That is needed
-    only after a custom step has added to it: a Keras step leaves the total of all workers on each of them.
+    It is either whole, each worker holding the total of all workers, or in parts, whose sum is the total. A
+    Keras step and an assignment between steps leave it whole, so reading it is local; a custom step leaves
+    parts, and reading it is a transfer. Which of the two it is, is a variable too: the graph of a step runs
+    many times after its trace, with other steps in between.
     """
 
-    whole = True
-    """Whether each worker holds the total of all workers, so that reading and assigning are local."""
+    def __init__(self, strategy: Any, values: Any, aggregation: Any, var_policy: Any = None) -> None:
+        super().__init__(strategy, values, aggregation, var_policy)
+        self.in_keras_step = False
+        """Whether a Keras step is being traced or run that sums what the workers add to this variable."""
+        with tf.init_scope(), tf.device(self._primary.device):
+            self._whole = ResourceVariable(True, trainable=False, name="whole")
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in TensorFlow, which assigns each worker its part of the sum; the total to a whole variable."""
-        if self.whole and self._between_steps():
+        """As in TensorFlow; between steps, each worker gets the total."""
+        if self._between_steps():
+            self.mark_whole()
             return self._primary.assign(value, *args, **kwargs)
         return super().assign(value, *args, **kwargs)
 
     def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in TensorFlow, which refuses it between steps; to a whole variable it is added."""
-        if self.whole and self._between_steps():
-            return self._primary.assign_add(value, *args, **kwargs)
+        """As in TensorFlow, which refuses it between steps; here it is added once to the total."""
+        if self._between_steps():
+            return self._primary.assign_add(self._once(value), *args, **kwargs)
         return super().assign_add(value, *args, **kwargs)
 
     def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in TensorFlow, which refuses it between steps; from a whole variable it is subtracted."""
-        if self.whole and self._between_steps():
-            return self._primary.assign_sub(value, *args, **kwargs)
+        """As in TensorFlow, which refuses it between steps; here it is subtracted once from the total."""
+        if self._between_steps():
+            return self._primary.assign_sub(self._once(value), *args, **kwargs)
         return super().assign_sub(value, *args, **kwargs)
 
+    def mark_whole(self) -> None:
+        """Notes that each worker now holds the total."""
+        self._whole.assign(True, read_value=False)
+
+    def zero_unless_whole(self, value: tf.Tensor) -> tf.Tensor:
+        """The value if each worker holds the total, zeros if each holds a part of it."""
+        return tf.where(self._whole, value, tf.zeros_like(value))
+
+    def total(self, sum_parts: Callable[[], Any]) -> Any:
+        """The value if it is whole; else the sum, which is a transfer."""
+        if tf.executing_eagerly() or values_util.is_saving_non_distributed():
+            with tf.init_scope():
+                whole = bool(self._whole.numpy())
+            return self._primary.read_value() if whole else sum_parts()
+        return tf.cond(self._whole, self._primary.read_value, sum_parts)
+
     def _between_steps(self) -> bool:
+        return not self._in_step() and not values_util.is_saving_non_distributed()
+
+    def _in_step(self) -> bool:
         context = tf.distribute.get_replica_context()
-        return context is None or context.strategy is not self._distribute_strategy
+        return context is not None and context.strategy is self._distribute_strategy
+
+    def _in_custom_step(self) -> bool:
+        several = self._distribute_strategy.size > 1
+        return several and self._in_step() and not self.in_keras_step
+
+    def _once(self, value: Any) -> Any:
+        """The value; if the variable is in parts, then for worker 0 alone."""
+        if self.aggregation != tf.VariableAggregation.SUM or self._distribute_strategy.rank == 0:
+            return value
+        return self.zero_unless_whole(tf.convert_to_tensor(value, self.dtype))
+
+    def _part(self) -> tf.Tensor:
+        """This worker's part, also of a total: an equal share as in TensorFlow, or all of it on worker 0."""
+        value, strategy = self._primary.read_value(), self._distribute_strategy
+        if self.aggregation != tf.VariableAggregation.SUM:
+            return value
+        if self.dtype.is_floating:
+            share = value / tf.cast(strategy.size, self.dtype)
+        else:
+            share = value if strategy.rank == 0 else tf.zeros_like(value)
+        return tf.where(self._whole, share, value)
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
-        self.whole = False  # a Keras step sets it again when it has summed what the workers added
+        if self._in_custom_step():
+            # Not before the data is there: a step that finds none left must change nothing.
+            with tf.control_dependencies([value] if tf.is_symbolic_tensor(value) else []):
+                self._primary.assign(self._part(), read_value=False)
+                self._whole.assign(False, read_value=False)
         return super()._update_replica(update_fn, value, **kwargs)
 
+    def _get(self) -> Any:
+        return self._part() if self._in_custom_step() else super()._get()
+
+    def value(self) -> Any:
+        """As in TensorFlow: in a custom step this worker's part, between steps the total."""
+        return self._part() if self._in_custom_step() else super().value()
+
     def _get_cross_replica(self) -> Any:
-        return self._primary.read_value() if self.whole else super()._get_cross_replica()
+        return self.total(super()._get_cross_replica)
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Callable[..., Any]]:
+        def saveable(name: str = self.name) -> _Total:
+            return _Total(self, name)
+
+        return dict.fromkeys(super()._gather_saveables_for_checkpoint(), saveable)
+
+
+class _Total(_SyncOnReadSaveable):
+    """What is saved of a `SummedVariable`: its total. TensorFlow restores a part of it on each worker."""
+
+    def __init__(self, variable: SummedVariable, name: str) -> None:
+        super().__init__(variable, name)
+        self._variable = variable
+
+    def restore(self, restored_tensors: Any, restored_shapes: Any) -> Any:
+        return self._variable.assign(restored_tensors[0])
+
+
+@contextlib.contextmanager
+def added_by_keras_step(variables: Iterable[Any]) -> Iterator[None]:
+    """Inside, a Keras step adds to these variables; it sums what the workers added and marks them whole."""
+    summed = [variable for variable in variables if isinstance(variable, SummedVariable)]
+    for variable in summed:
+        variable.in_keras_step = True
+    try:
+        yield
+    finally:
+        for variable in summed:
+            variable.in_keras_step = False
 
 
 def replicated(variable: Any) -> Any:

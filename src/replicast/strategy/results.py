@@ -21,6 +21,7 @@ class MetricResults:
 
     def __init__(self, metrics: Iterable[keras.metrics.Metric]) -> None:
         self._metrics = list({id(metric): metric for metric in metrics}.values())
+        self._own = [vars(metric).get("result") for metric in self._metrics]
         self._noted: dict[int, tuple[Any, keras.metrics.Metric, int]] = {}
 
     def __enter__(self) -> MetricResults:
@@ -29,8 +30,11 @@ class MetricResults:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for metric in self._metrics:
-            object.__delattr__(metric, "result")
+        for metric, own in zip(self._metrics, self._own, strict=True):
+            if own is None:
+                object.__delattr__(metric, "result")
+            else:  # the script had set it on this object
+                object.__setattr__(metric, "result", own)
 
     def __contains__(self, value: Any) -> bool:
         return id(value) in self._noted

@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from replicast.strategy.collectives import CARRIERS, ReplicatedExtended
 from replicast.strategy.optimizers import optimizers_of
+from replicast.strategy.replicated import SummedVariable, added_by_keras_step
 from replicast.strategy.results import MetricResults
 from replicast.strategy.rows import at_least_one_row, rows_of
 from replicast.strategy.writes import Writes, component, local
@@ -68,20 +69,20 @@ class KerasStep:
         self._rows = tf.cast(rows, tf.float32) / ROWS_UNIT
         metrics = list(self._model.metrics_variables)
         before = [local(v) for v in metrics]
+        totals = [total_before(v, value) for v, value in zip(metrics, before, strict=True)]
         self._watch = watch = Writes([*metrics, *self._assignable()])
         results = MetricResults(self._model.metrics)
         with contextlib.ExitStack() as stack:
             stack.enter_context(watch)
             stack.enter_context(results)
+            stack.enter_context(added_by_keras_step([v.value for v in metrics]))
             for optimizer in optimizers_of(self._model):
                 stack.enter_context(applying_with(optimizer, self._apply))
             stack.enter_context(self._extended.keras_step(alone=not _sums_its_loss(self._model)))
             logs = self._function(at_least_one_row(data))
-        for variable in metrics:
-            mark_whole(variable)
         added = [
-            (v, value, tf.where(rows > 0, local(v), value))
-            for v, value in zip(metrics, before, strict=True)
+            (v, total, tf.where(rows > 0, local(v), value))
+            for v, value, total in zip(metrics, before, totals, strict=True)
             if watch.wrote(v)
         ]
         assigned = [v for v in watch.written()[len(added) :] if v.trainable or self._average_statistics]
@@ -138,6 +139,7 @@ class KerasStep:
             self._apply_summed(apply, kept, summed(), rows, variables)
         for (variable, before, _), total in zip(added, states(), strict=True):
             component(variable).assign(before + total)
+            mark_whole(variable)
         for variable, total in zip(statistics, totals(), strict=True):
             variable.assign(total / tf.cast(rows, total.dtype))
         means = iter([total / rows for total in weighted_logs()])
@@ -184,9 +186,16 @@ class Transfer:
         self._summed = [_cast(summed[place], value.dtype) for place, value in enumerate(self._values)]
 
 
+def total_before(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
+    """What all workers hold of a metric's state; nothing if it is in parts, which the step then sums too."""
+    state = variable.value
+    return state.zero_unless_whole(value) if isinstance(state, SummedVariable) else value
+
+
 def mark_whole(variable: keras.Variable) -> None:
-    """Notes that a metric's variable holds the state of the whole job between steps, on every worker."""
-    variable.value.whole = True
+    """Notes that a metric's variable holds the state of the whole job, on every worker."""
+    if isinstance(variable.value, SummedVariable):
+        variable.value.mark_whole()
 
 
 @contextlib.contextmanager

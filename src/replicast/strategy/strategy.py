@@ -254,8 +254,8 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         if isinstance(value, Agreed):
             return value.value
-        if isinstance(value, SummedVariable) and value.whole:
-            return value.read_value()
+        if isinstance(value, SummedVariable):
+            return value.total(functools.partial(super().reduce, reduce_op, value, axis))
         if isinstance(value, (tuple, list, dict)) and only_looks_at_shapes():
             return keras.tree.map_structure(lambda part: self.experimental_local_results(part)[0], value)
         return super().reduce(reduce_op, value, axis)
