@@ -192,9 +192,8 @@ def kinds_of_gradients(strategy: Any) -> tuple[str, ...]:
     return model.optimizer.kinds
 
 
-@pytest.mark.parametrize("name", ["Adam", "Adagrad", "SGD"])
-def test_lookups_of_ids_and_positions_train_as_in_plain_keras(name: str, pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, lookups, name, {})
+def test_lookups_of_ids_and_positions_train_as_in_plain_keras(pool2: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool2, plain, lookups, "Adam", {})
 
 
 def test_sparse_inputs_train_as_in_plain_keras(pool2: Pool, plain: Pool) -> None:
@@ -205,7 +204,7 @@ def test_ids_that_are_distinct_on_each_worker_train_as_in_plain_keras(pool2: Poo
     assert_same_as_plain_keras(pool2, plain, ids_that_meet_between_workers)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [1, 3])
 def test_lookups_of_few_rows_train_as_in_plain_keras(batch_size: int, pool2: Pool, plain: Pool) -> None:
     assert_same_as_plain_keras(pool2, plain, small_batches, batch_size)
 

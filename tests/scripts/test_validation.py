@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.pool import Pool
-from tests.scripts.compare import assert_same_as_plain_keras, weights
+from tests.scripts.compare import assert_same_as_plain_keras
 
 ROWS, FEATURES = 60, 5
 
@@ -64,14 +64,3 @@ def validated_with_steps(strategy: Any, steps: int) -> Any:
 
 def test_validation_steps_see_the_batches_that_they_see_in_plain_keras(pool2: Pool, plain: Pool) -> None:
     assert_same_as_plain_keras(pool2, plain, validated_with_steps, 3)  # part of a repetition
-
-
-def trained_in_two_fits(strategy: Any) -> Any:
-    model = compiled(strategy)
-    repeated = rows_of(2).shuffle(40, seed=5).repeat().batch(8)
-    histories = [model.fit(repeated, steps_per_epoch=5, epochs=2, verbose=0).history for _ in range(2)]
-    return {"histories": histories, "weights": weights(model)}
-
-
-def test_a_second_fit_on_repeated_data_sees_what_it_sees_in_plain_keras(pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, trained_in_two_fits)

@@ -175,7 +175,7 @@ def test_a_checkpoint_is_shown_as_json(run: Path) -> None:
         (("show", "run/checkpoints/00000100", "100"), 2, "leave the step out"),
         (("show", "nowhere"), 2, "There is no directory nowhere"),
         (("list", "run/checkpoints"), 2, "Perhaps: run."),
-        (("verify", "."), 2, "no run directory"),
+        (("verify", "."), 2, "not a run directory"),
         (("diff", "run", "nowhere"), 2, "There is no directory nowhere"),
         (("patch", "run/checkpoints/00000100", "-o", "out"), 2, "Say what to change"),
         (("patch", "run/checkpoints/00000100", "--set", "learning_rate=1"), 2, "-o"),

@@ -96,7 +96,8 @@ def test_what_a_job_has_applied_or_does_not_give_back_in_time_stays(
     assert inbox.take_withdrawals(run) == []
 
 
-def test_what_a_dead_job_had_taken_can_be_withdrawn_unless_it_is_committed(run: Path) -> None:
+def test_what_a_dead_job_had_taken_can_be_withdrawn_unless_it_is_committed(run: Path, listening: Any) -> None:
+    listening(lambda: None)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     dead = this_process() | {"pid": ended.pid}

@@ -83,7 +83,7 @@ def _asked(run: Path, update_id: str) -> Standing:
         for _ in range(round(_ANSWER_SECS / _LOOK_SECS)):
             sleep(_LOOK_SECS)
             standing = the_one(run, update_id)
-            if standing.stage not in (Stage.PROPOSED, Stage.STAGED, Stage.COMMITTED):
+            if standing.stage not in (Stage.PROPOSED, Stage.STAGED, Stage.COMMITTED) or not _is_running(run):
                 return standing
     finally:
         request.unlink(missing_ok=True)
