@@ -34,6 +34,20 @@ class CloseInbox:
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """Coordinator: an operation that nobody holds a ticket for has ended.
+
+    Attributes:
+        number: Of what the workers report by themselves: which report of that kind it was; otherwise 0.
+        outcome: An `Outcome`.
+    """
+
+    kind: str
+    number: int
+    outcome: Any
+
+
+@dataclass(frozen=True, slots=True)
 class SetTimer:
     """Either: send `TimerFired` after this time. There is no need to cancel one: late ones are ignored."""
 
@@ -92,5 +106,5 @@ class Discard:
     id: str
 
 
-CoordinatorCommand: TypeAlias = Broadcast | Write | CloseInbox | SetTimer | EndJob
+CoordinatorCommand: TypeAlias = Broadcast | Write | CloseInbox | Ended | SetTimer | EndJob
 WorkerCommand: TypeAlias = Send | Perform | Pass | Continue | Settle | Discard | SetTimer | EndJob

@@ -12,15 +12,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from replicast.core.commands import CloseInbox
+from replicast.core.commands import CloseInbox, Ended
 from replicast.core.engine import UNDECIDED, Engine
 from replicast.core.entries import Committed, Entry, Refused, Saved, Withdrawn
 from replicast.core.history import History
 from replicast.core.messages import OUTSIDE, Answer, At, Propose, Request, Rest, Tell, ToCoordinator, Withdraw
-from replicast.core.operation import Operation, Outcome, Script, Timeouts
+from replicast.core.operation import AuditTrail, Operation, Outcome, Script, Timeouts
+from replicast.core.operations.audit import Audit
 from replicast.core.operations.catalog import collective, planned, proposed, replayed, requested
 from replicast.core.operations.function import Function
-from replicast.core.proposal import Proposal
+from replicast.core.proposal import Pending, Proposal
 from replicast.core.refusal import Refusal
 from replicast.core.stage import Stage
 
@@ -37,6 +38,7 @@ class Coordinator(Engine):
         attempt: The number of this group.
         start: The checkpoint that the workers have restored; None when they start from scratch.
         timeouts: How long it waits.
+        audit_policy: What becomes of replicas that differ: "heal", "raise" or "warn".
 
     Attributes:
         operations: What is under way, in order: `status` reads it, and so do tickets, through `Tell`.
@@ -52,8 +54,11 @@ class Coordinator(Engine):
         attempt: int = 0,
         start: Saved | None = None,
         timeouts: Timeouts | None = None,
+        audit_policy: str = "heal",
     ) -> None:
         super().__init__(size, history, timeouts or Timeouts())
+        self.audits = AuditTrail()
+        self.audit_policy = audit_policy
         self.attempt = attempt
         self.start = start
         self.trial: Operation | None = None
@@ -61,7 +66,9 @@ class Coordinator(Engine):
         self._known: dict[str, Operation] = {}
         self._early: list[tuple[int, ToCoordinator]] | None = []
         self._inbox: set[str] = set()
-        self._in_checkpoints = set(history.pending)
+        self._in_checkpoints = {
+            one.proposal.id for saved in history.checkpoints.values() for one in saved.pending
+        }
         self._replays: deque[Operation] = deque()
 
     # What comes in.
@@ -83,9 +90,8 @@ class Coordinator(Engine):
                 if rank == OUTSIDE:
                     self._inbox.add(ticket)
                 self._withdraw(ticket, id_)
-            case Request(kind):
-                if not any(one.kind == kind and one.stage in UNDECIDED for one in self.operations.values()):
-                    self.open(requested(kind, self.new_id(kind)))
+            case Request(kind, asked_by):
+                self._request(kind, asked_by)
 
     def _propose(self, rank: int, message: Propose) -> None:
         """The same id with the same content is one update; with other content it is refused."""
@@ -175,6 +181,16 @@ class Coordinator(Engine):
         operation.tokens = tokens
         self.open(operation)
 
+    def _request(self, kind: str, asked_by: tuple[str, ...]) -> None:
+        """One operation answers all who ask before its boundary."""
+        waiting = (one for one in self.operations.values() if one.kind == kind and not one.report)
+        operation = next((one for one in waiting if one is not self.boundaries.speaker), None)
+        if operation is None:
+            operation = requested(kind, self.new_id(kind))
+            self.open(operation)
+        if isinstance(operation, Audit):
+            operation.asked_by += asked_by
+
     # The list.
 
     def open(self, operation: Operation, promised_at: int | None = None) -> None:
@@ -218,9 +234,11 @@ class Coordinator(Engine):
             content = history.content(one.id, one.digest)
             proposal = Proposal(one.id, one.digest, content, one.at_step, one.trial)
             self.open(proposed(proposal, scheduled=True), promised_at=one.at_step)
-        for proposal in () if start is None else start.pending:
-            if proposal.id in history.pending and proposal.id not in self._known:
-                self.open(proposed(proposal))
+        for pending in () if start is None else start.pending:
+            if not history.has_ended(pending) and pending.proposal.id not in self._known:
+                operation = proposed(pending.proposal, stored=True)
+                operation.tickets.extend(pending.tickets)
+                self.open(operation)
         early, self._early = self._early or [], None
         for rank, message in early:
             self._on_message(rank, message)
@@ -231,13 +249,25 @@ class Coordinator(Engine):
             replay = self._replays.popleft()
             self.open(replay, promised_at=replay.step)
 
-    def pending(self) -> tuple[Proposal, ...]:
+    def pending(self) -> tuple[Pending, ...]:
         """The updates that were proposed and are not committed."""
         return tuple(
-            one.proposal
+            Pending(one.proposal, tuple(one.tickets))
             for one in self.operations.values()
-            if one.proposal is not None and one.proposal.content is not None and one.stage in UNDECIDED
+            if one.proposal is not None and one.stored and one.stage in UNDECIDED
         )
+
+    def resting_for(self) -> str:
+        """The kind of operation in which all training threads rest; empty when they do not."""
+        if self.boundaries.resting_step() is None:
+            return ""
+        return str(self.boundaries.rests[0].intent[0])
+
+    def end_rest(self, operation: Operation, refusal: Refusal) -> None:
+        """Refuses the operation in which all training threads rest, if that is another one."""
+        for one in list(self.operations.values()):
+            if one.tokens and one is not operation:
+                self._finish(one, Outcome(Stage.REFUSED, refusal))
 
     def refuse_functions_without_source(self) -> None:
         """All workers have come to the end of what they propose."""
@@ -270,8 +300,8 @@ class Coordinator(Engine):
         """A function waits until its source is among those that propose it."""
         return not isinstance(operation, Function) or operation.has_source
 
-    def _open_planned(self, kind: str, step: int) -> None:
-        self.open(planned(kind, step))
+    def _open_planned(self, kind: str, number: int) -> None:
+        self.open(planned(kind, number))
 
     def _has_left_turn(self, operation: Operation) -> None:
         self._open_replays()
@@ -291,7 +321,7 @@ class Coordinator(Engine):
 
     def _write(self, entry: Entry, then: Callable[[Refusal | None], None]) -> None:
         if isinstance(entry, Saved):
-            self._in_checkpoints.update(proposal.id for proposal in entry.pending)
+            self._in_checkpoints.update(one.proposal.id for one in entry.pending)
         super()._write(entry, then)
 
     # Who is told.
@@ -316,6 +346,9 @@ class Coordinator(Engine):
                 self._refuse(told, operation)
             else:
                 self._tell(told)
+                self._known.pop(operation.id, None)  # the journal knows it
+        else:
+            self._commands.append(Ended(operation.kind, operation.report, outcome))
         if operation.tokens:
             self._resume(operation.tokens, outcome)
 

@@ -29,6 +29,7 @@ from replicast.core.operation import (
     Boundary,
     Collect,
     EarlierSettled,
+    EarlierStored,
     Go,
     Operation,
     Outcome,
@@ -67,7 +68,7 @@ class Engine(ABC):
         self._gathers: dict[int | tuple[str, int], tuple[Gather, Operation]] = {}
         self._writes: dict[int, tuple[Entry, Callable[[Refusal | None], None]]] = {}
         self._timers: dict[int, Callable[[], None]] = {}
-        self._settling: list[tuple[Operation, int]] = []
+        self._settling: list[tuple[Operation, int, Callable[[Operation], bool]]] = []
         self._resuming: Resume | None = None
         self._over = False
         self._commands: list[CoordinatorCommand] = []
@@ -121,8 +122,8 @@ class Engine(ABC):
         """It is known now why an operation waits."""
 
     @abstractmethod
-    def _open_planned(self, kind: str, step: int) -> None:
-        """The first worker reports what all do by themselves at a planned step."""
+    def _open_planned(self, kind: str, number: int) -> None:
+        """The first worker reports what all do by themselves, for the n-th time."""
 
     @abstractmethod
     def _has_left_turn(self, operation: Operation) -> None:
@@ -149,7 +150,7 @@ class Engine(ABC):
             return
         try:
             if isinstance(value, Refusal):
-                request = operation.running.throw(Refuse(value.problem, value.workers))
+                request = operation.running.throw(Refuse(value.problem, value.workers, value.details))
             else:
                 request = operation.running.send(value)
         except StopIteration as end:
@@ -198,19 +199,21 @@ class Engine(ABC):
             case Reserve(at_step):
                 self.boundaries.reserve(operation, at_step)
             case EarlierSettled():
-                self._settling.append((operation, next(self._numbers)))
-            case Collect(kind, step):
-                self._gathers[kind, step] = Gather(f"report its {kind}", range(self.size)), operation
+                self._settling.append((operation, next(self._numbers), self._waits_for_later))
+            case EarlierStored():
+                self._settling.append((operation, next(self._numbers), self._is_stored))
+            case Collect(kind, number):
+                self._gathers[kind, number] = Gather(f"report its {kind}", range(self.size)), operation
 
     def _settle_next(self) -> bool:
-        """Goes on with a script that waits for all earlier operations, if they are settled."""
-        if not self._settling or self._writes:
-            return False
-        for place, (operation, limit) in enumerate(self._settling):
+        """Goes on with a script that waits for all earlier operations, if they have come far enough."""
+        for place, (operation, limit, is_enough) in enumerate(self._settling):
+            if self._writes and is_enough == self._waits_for_later:
+                continue  # what is being written may be told when it is durable
             earlier = (
                 one for number, one in self.operations.items() if number < limit and one is not operation
             )
-            if all(self._waits_for_later(one) for one in earlier):
+            if all(is_enough(one) for one in earlier):
                 del self._settling[place]
                 self._run(operation, None)
                 return True
@@ -225,6 +228,11 @@ class Engine(ABC):
         if not self.boundaries.is_waiting(operation):
             return later and operation.promised  # it is still being prepared
         return later or self._deferred(operation) is not None
+
+    def _is_stored(self, operation: Operation) -> bool:
+        """Whether a restart from the journal could bring it back, as far as anything can."""
+        is_update = operation.proposal is not None and operation.proposal.content is not None
+        return operation.stored or not is_update or operation.stage not in UNDECIDED
 
     # Answers.
 

@@ -7,9 +7,9 @@ makes something true is the only one: `Committed` is the commit of an update, `S
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from replicast.core.proposal import Content, Proposal
+from replicast.core.proposal import Content, Pending
 from replicast.core.stage import Stage
 from replicast.trial import Trial
 
@@ -29,11 +29,18 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """The bytes of an update, before it has a place in the order."""
+    """The bytes of an update, before it has a place in the order.
+
+    Attributes:
+        author: Who proposed it.
+        note: Why.
+    """
 
     id: str
     digest: str
     content: Content
+    author: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,7 @@ class Decided:
         sequence: The update's number.
         step: The boundary at which it was decided.
         last: The last committed update then: those behind it come after the decision.
+        during: What the metric was in the trial.
     """
 
     sequence: int
@@ -82,6 +90,7 @@ class Decided:
     step: int
     last: int
     reason: str = ""
+    during: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +99,9 @@ class Receipt:
 
     Attributes:
         digests: What each worker reported, by rank.
+        propose_to_applied_secs: From the proposal until the last worker had applied it.
+        stall_secs: The longest that a training thread was held up.
+        trained: How far each worker had trained, by rank, if they report it; they must agree.
     """
 
     sequence: int
@@ -98,6 +110,9 @@ class Receipt:
     attempt: int
     stage: Stage
     digests: tuple[str, ...]
+    propose_to_applied_secs: float = 0.0
+    stall_secs: float = 0.0
+    trained: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +151,8 @@ class Saved:
     step: int
     attempt: int
     holds: frozenset[int]
-    pending: tuple[Proposal, ...]
-    state: Content
+    pending: tuple[Pending, ...]
+    state: Any
 
 
 Entry: TypeAlias = Started | Payload | Scheduled | Committed | Decided | Receipt | Withdrawn | Refused | Saved

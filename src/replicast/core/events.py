@@ -65,10 +65,14 @@ class Rested:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """To a worker: the training thread waits for one of its tickets, at most `secs`."""
+    """To a worker: the training thread waits for one of its tickets.
+
+    Attributes:
+        secs: At most so long; None until it is certain that this thread has to train first.
+    """
 
     ticket: str
-    secs: float
+    secs: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,19 @@ class Performed:
     """To a worker: an order was carried out; `value` is what it returned, or a `Refusal`."""
 
     number: int | tuple[str, int]
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """To a worker: the training thread did by itself what all workers do at the same boundary.
+
+    Attributes:
+        kind: The operation: "save" or "audit". The n-th report of each worker belongs together.
+        value: What it found.
+    """
+
+    kind: str
     value: Any
 
 
@@ -88,4 +105,6 @@ class Proposed:
 
 
 CoordinatorEvent: TypeAlias = FromWorker | Written | TimerFired
-WorkerEvent: TypeAlias = FromCoordinator | Arrived | Rested | Awaited | Performed | Proposed | TimerFired
+WorkerEvent: TypeAlias = (
+    FromCoordinator | Arrived | Rested | Awaited | Performed | Reported | Proposed | TimerFired
+)

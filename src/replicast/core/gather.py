@@ -36,7 +36,7 @@ class Gather:
         for rank in sorted(self.answers):
             if isinstance(self.answers[rank], Refusal):
                 refusal: Refusal = self.answers[rank]
-                return Refusal(refusal.problem, (rank,))
+                return Refusal(refusal.problem, refusal.workers or (rank,), refusal.details)
         return None
 
     def timed_out(self, secs: float) -> Refusal:

@@ -29,7 +29,7 @@ from replicast.core.entries import (
     Started,
     Withdrawn,
 )
-from replicast.core.proposal import Content
+from replicast.core.proposal import Content, Pending
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,8 @@ class History:
         receipts: The last receipt of each update, by sequence number.
         scheduled: What is durable and waits for its step, by id.
         withdrawn: The ids of what was taken back.
-        refused: The tickets of inbox proposals that were refused.
+        refused: The tickets of proposals whose refusal was written down.
         checkpoints: The checkpoints that a restart may use, by step.
-        pending: The ids of proposals that a checkpoint holds and that have no outcome yet.
     """
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
@@ -73,7 +72,6 @@ class History:
         self.withdrawn: set[str] = set()
         self.refused: set[str] = set()
         self.checkpoints: dict[int, Saved] = {}
-        self.pending: set[str] = set()
         self._contents: dict[tuple[str, str], Content] = {}
         for entry in entries:
             self.add(entry)
@@ -86,7 +84,6 @@ class History:
             case Committed():
                 self.committed[entry.sequence] = self.by_id[entry.id] = entry
                 self.scheduled.pop(entry.id, None)
-                self.pending.discard(entry.id)
             case Receipt():
                 self.receipts[entry.sequence] = entry
             case Scheduled():
@@ -94,18 +91,14 @@ class History:
             case Withdrawn():
                 self.withdrawn.add(entry.id)
                 self.scheduled.pop(entry.id, None)
-                self.pending.discard(entry.id)
             case Refused():
                 self.refused.update(entry.tickets)
                 if entry.whole:
                     self.scheduled.pop(entry.id, None)
-                    self.pending.discard(entry.id)
             case Decided():
                 self.decided[entry.sequence] = entry
             case Saved():
                 self.checkpoints[entry.step] = entry
-                ended = self.withdrawn.union(self.by_id)
-                self.pending.update(one.id for one in entry.pending if one.id not in ended)
             case Started(_, from_step):
                 kept = -1 if from_step is None else from_step
                 self.checkpoints = {step: one for step, one in self.checkpoints.items() if step <= kept}
@@ -118,6 +111,11 @@ class History:
     def content(self, id_: str, digest: str) -> Content:
         """The bytes of an update that is committed or scheduled."""
         return self._contents[id_, digest]
+
+    def has_ended(self, pending: Pending) -> bool:
+        """Whether a proposal that a checkpoint holds has had its outcome since."""
+        id_ = pending.proposal.id
+        return id_ in self.by_id or id_ in self.withdrawn or not self.refused.isdisjoint(pending.tickets)
 
     def last_checkpoint(self) -> Saved | None:
         """The one that a restart uses unless it is told otherwise."""

@@ -50,9 +50,14 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Somebody asks for an operation of all workers at a next boundary: "leave", "save", "audit"."""
+    """Somebody asks for an operation of all workers at a next boundary: "leave", "save", "audit".
+
+    Attributes:
+        asked_by: The ids of those outside the job who asked, if they want to recognise the answer.
+    """
 
     kind: str
+    asked_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ class Answer:
     """What came of an order.
 
     Attributes:
-        number: That of the `Do`; for what a worker does at planned steps, the kind and the step.
+        number: That of the `Do`; for what all workers report by themselves, the kind and its count.
         value: What the order returned, or a `Refusal`.
     """
 

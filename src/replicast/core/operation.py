@@ -15,7 +15,8 @@ from replicast.core.entries import Entry, Saved
 from replicast.core.history import History
 from replicast.core.meeting import Meeting
 from replicast.core.order import Order
-from replicast.core.proposal import Proposal
+from replicast.core.proposal import Pending, Proposal
+from replicast.core.refusal import Refusal
 from replicast.core.stage import Stage
 
 
@@ -78,14 +79,19 @@ class EarlierSettled:
 
 
 @dataclass(frozen=True, slots=True)
+class EarlierStored:
+    """Resumed when the payload of everything that was proposed before is durable, or it has its outcome."""
+
+
+@dataclass(frozen=True, slots=True)
 class Collect:
-    """What every worker reports by itself at a planned step; resumed with the answers by rank."""
+    """What every worker reports by itself, for the n-th time; resumed with the answers by rank."""
 
     kind: str
-    step: int
+    number: int
 
 
-AnyRequest: TypeAlias = Ask | Go | Reserve | Boundary | Record | EarlierSettled | Collect
+AnyRequest: TypeAlias = Ask | Go | Reserve | Boundary | Record | EarlierSettled | EarlierStored | Collect
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +130,34 @@ class Timeouts:
     retry_secs: float = 10.0
 
 
+class AuditTrail:
+    """What the audits of one attempt have found, one after the other.
+
+    Attributes:
+        last_equal: The step of the last audit that found all replicas equal.
+        found_at: The step at which it was first seen that they differ; None while they do not.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self.last_equal: int | None = None
+        self.found_at: int | None = None
+
+    def next_number(self) -> int:
+        """Of a report."""
+        self._count += 1
+        return self._count
+
+    def differ(self, step: int) -> int:
+        """They differ; gives the step at which that was first seen."""
+        self.found_at = step if self.found_at is None else self.found_at
+        return self.found_at
+
+    def are_equal(self, step: int) -> None:
+        """They are equal, or were made so."""
+        self.found_at, self.last_equal = None, step
+
+
 class Job(Protocol):
     """What a script may know about the job. The coordinator is one."""
 
@@ -137,6 +171,10 @@ class Job(Protocol):
     """The operation whose trial is under way."""
     leaving: bool
     """All workers are told to end: nothing more is decided."""
+    audits: AuditTrail
+    """What audits have found so far."""
+    audit_policy: str
+    """What becomes of replicas that differ: "heal", "raise" or "warn"."""
 
     def new_id(self, kind: str) -> str:
         """An id for an update that nobody has given one."""
@@ -156,8 +194,14 @@ class Job(Protocol):
     def refuse_functions_without_source(self) -> None:
         """All workers have come to the end of what they propose."""
 
-    def pending(self) -> tuple[Proposal, ...]:
+    def pending(self) -> tuple[Pending, ...]:
         """The updates that were proposed and are not committed."""
+
+    def resting_for(self) -> str:
+        """The kind of operation in which all training threads rest; empty when they do not."""
+
+    def end_rest(self, operation: Operation, refusal: Refusal) -> None:
+        """Refuses the operation in which all training threads rest, if that is another one."""
 
 
 class Operation:
@@ -176,6 +220,8 @@ class Operation:
         in_trial: Whether it may run while a trial is under way.
         promised: The stop for its next boundary is up, whatever else has to be done until then.
         must_run: It is committed, or has begun: when it cannot be carried out, the job ends.
+        stored: Its payload is in the journal.
+        report: Of what the workers report by themselves: which report of this kind it is; otherwise 0.
     """
 
     kind: ClassVar[str]
@@ -194,6 +240,8 @@ class Operation:
         self.in_trial = False
         self.promised = False
         self.must_run = False
+        self.stored = False
+        self.report = 0
         # Written by the coordinator.
         self.running: Script | None = None
         self.meeting: Meeting | None = None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
-from replicast.core.proposal import Content
+from replicast.core.proposal import Content, Published
+from replicast.core.reports import Applied, Seen, Snapshot
 from replicast.trial import Trial
 
 
@@ -20,6 +22,13 @@ class Replica(Protocol):
     def on_trial(self) -> bool:
         """Whether there is a copy to go back to."""
 
+    def load(self, id_: str, digest: str) -> Content:
+        """Background, on worker 0. Makes the bytes of a payload in the journal available to all workers.
+
+        Raises:
+            Refuse: It is not there any more, or damaged.
+        """
+
     def prepare(self, id_: str, digest: str, content: Content) -> None:
         """Background. Fetches and checks the bytes; raises `Refuse` when they could not be applied.
 
@@ -27,33 +36,39 @@ class Replica(Protocol):
         what is prepared is kept by id and digest.
         """
 
-    def apply(self, id_: str, digest: str, sequence: int) -> str:
-        """Applies what was prepared; gives the digest of what it touched. Must not fail."""
+    def apply(self, id_: str, digest: str, sequence: int) -> Applied:
+        """Applies what was prepared. Must not fail."""
 
     def discard(self, id_: str) -> None:
         """Background. Forgets what was prepared under an id, or still is being. No-op if nothing was."""
 
-    def compute(self, id_: str) -> tuple[str, Content]:
-        """Runs a function that this worker has proposed; gives digest and content of what it returned.
+    def compute(self, id_: str) -> Published:
+        """Runs a function that this worker has proposed.
 
         Raises:
             Refuse: It raised, or what it returned is not acceptable.
         """
 
     def digest(self) -> str:
-        """The digest of the whole state."""
+        """The digest of all that must be equal on all workers."""
 
-    def digests(self) -> dict[str, str]:
-        """The digest of each variable."""
+    def digests(self, names: tuple[str, ...] = ()) -> dict[str, str]:
+        """The digest of each of these variables; of all without names."""
 
-    def expected(self) -> dict[str, str]:
-        """The digests that checkpoint and journal give, of the variables that training does not change."""
+    def examine(self) -> Seen:
+        """What an audit has to know."""
 
-    def publish(self, names: tuple[str, ...]) -> tuple[str, Content]:
-        """An update that assigns this replica's values of these variables: its digest and content."""
+    def expected(self, names: tuple[str, ...]) -> dict[str, str]:
+        """The digests that checkpoint and journal give, of those variables that training does not change."""
 
-    def snapshot(self) -> tuple[str, Content, frozenset[int]]:
-        """Copies the state; gives its digest, where the copy is, and the updates that it holds."""
+    def publish(self, id_: str, names: tuple[str, ...]) -> Published:
+        """An update that assigns this replica's values of these variables."""
+
+    def deviations(self, id_: str, digest: str, names: tuple[str, ...]) -> Mapping[str, Any]:
+        """How far this replica's values of these variables are from those of a prepared update."""
+
+    def snapshot(self) -> Snapshot:
+        """Copies the state on worker 0, and digests it on all."""
 
     def keep_copy(self) -> None:
         """Copies the state, to go back to it."""
@@ -61,17 +76,24 @@ class Replica(Protocol):
     def go_back(self) -> None:
         """Makes the state that of `keep_copy` again."""
 
+    def drop_copy(self) -> None:
+        """Forgets the copy."""
+
     def report(self, report: Any, *, raises: bool) -> None:
         """Hands an audit's report to the training thread, which raises it if it has to."""
 
     def leave(self) -> None:
         """The process ends, together with all others."""
 
-    def drop_copy(self) -> None:
-        """Forgets the copy."""
+    def measure(self, trial: Trial) -> tuple[float | None, int]:
+        """The mean of the trial's metric since `keep_copy`, or before now when there is no copy.
 
-    def measure(self, trial: Trial) -> float | None:
-        """The mean of the trial's metric: since `keep_copy`, or before now when there is no copy."""
+        Returns:
+            The mean, None when nothing was measured; and of how many steps it is.
+
+        Raises:
+            Refuse: Before the trial: there is no such metric, or it is not finite.
+        """
 
 
 class Order(Protocol):

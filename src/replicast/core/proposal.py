@@ -22,6 +22,9 @@ class Proposal:
         at_step: The step at which it must be applied; None for the next possible one.
         trial: What it has to prove.
         source: For a function: the worker that runs it.
+        author: Who proposes it.
+        note: Why.
+        proposed_at: When, in seconds since 1970.
     """
 
     id: str
@@ -30,3 +33,33 @@ class Proposal:
     at_step: int | None = None
     trial: Trial | None = None
     source: int | None = None
+    author: str = ""
+    note: str = ""
+    proposed_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """An update that a worker has made at a boundary, and that all workers can fetch.
+
+    Attributes:
+        digest: Of the content.
+        content: Where the bytes are.
+        note: Why, in words; empty when nobody said.
+    """
+
+    digest: str
+    content: Content
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A proposal that a checkpoint holds because it was made before and is not committed.
+
+    Attributes:
+        tickets: Whose proposals it is: a refusal in the journal names them.
+    """
+
+    proposal: Proposal
+    tickets: tuple[str, ...]

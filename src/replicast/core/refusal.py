@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,18 +14,22 @@ class Refusal:
     Attributes:
         problem: What is wrong, in one sentence.
         workers: Who refused, or who was waited for in vain.
+        details: What else the author's error says, by field: variable, expected, received, what to do.
     """
 
     problem: str
     workers: tuple[int, ...] = ()
+    details: Mapping[str, Any] | None = None
 
 
 class Refuse(Exception):  # noqa: N818 - read as a sentence: raise Refuse("...")
     """Raised by a script or by a worker's part of an operation: it ends, and nothing has changed."""
 
-    def __init__(self, problem: str, workers: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, problem: str, workers: tuple[int, ...] = (), details: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(problem)
-        self.refusal = Refusal(problem, workers)
+        self.refusal = Refusal(problem, workers, details)
 
 
 class JobEnds(Exception):  # noqa: N818 - read as a sentence: raise JobEnds("...")

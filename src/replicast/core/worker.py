@@ -15,7 +15,6 @@ has come to last. Having said that it stands, it stays until `Release`, or `Meet
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
 from replicast.core.commands import (
@@ -35,6 +34,7 @@ from replicast.core.events import (
     FromCoordinator,
     Performed,
     Proposed,
+    Reported,
     Rested,
     TimerFired,
     WorkerEvent,
@@ -66,7 +66,6 @@ class Worker:
     Args:
         rank: Which worker this is.
         step: The boundary at which its training thread stands when it starts.
-        plans: What it does by itself at every so many steps, by kind: the number of steps, and the order.
         timeouts: How long it waits.
 
     Attributes:
@@ -79,14 +78,13 @@ class Worker:
         rank: int,
         step: int = 0,
         *,
-        plans: Mapping[str, tuple[int, Order]] | None = None,
         timeouts: Timeouts | None = None,
     ) -> None:
         self.rank = rank
         self.step = step
         self.standing = False
         self.tickets: dict[str, Stage] = {}
-        self._plans = dict(plans or {})
+        self._reports: dict[str, int] = {}
         self._timeouts = timeouts or Timeouts()
         self._stops: dict[int, int] = {}
         self._scheduled: set[int] = set()
@@ -96,6 +94,7 @@ class Worker:
         self._why = ""  # it stands: resting, waiting, or at a boundary
         self._token = 0
         self._ticket = ""
+        self._patient = True
         self._result: tuple[Any, ...] = ()
         self._stands = 0
         self._is_timed = False
@@ -112,6 +111,9 @@ class Worker:
                 self._arrive(step)
             case Performed(number, value):
                 self._performed(number, value)
+            case Reported(kind, value):
+                number = self._reports[kind] = self._reports.get(kind, 0) + 1
+                self._send(Answer((kind, number), value))
             case Proposed(ticket, proposal):
                 self.tickets[ticket] = Stage.PROPOSED
                 self._send(Propose(ticket, proposal))
@@ -132,21 +134,16 @@ class Worker:
         """
         if self._stops and min(self._stops.values()) <= step:
             return False
-        if any(step // every > self.step // every for every, _ in self._plans.values()):
-            return False
         self.step = step
         return True
 
     # The training thread.
 
     def _arrive(self, step: int) -> None:
-        due = [kind for kind, (every, _) in self._plans.items() if step // every > self.step // every]
         if self.passes(step):
             self._commands.append(Pass(step))
             return
         self.step, self.standing, self._why, self._is_timed = step, True, "", False
-        for kind in due:  # before everything else at this boundary, so that all workers see the same state
-            self._orders.append(((kind, step), self._plans[kind][1]))
         self._say_standing()
         self._go_on()
 
@@ -154,15 +151,22 @@ class Worker:
         self.standing, self._why, self._result = True, why, ()
         self._say_standing()
 
-    def _wait_for(self, ticket: str, secs: float) -> None:
+    def _wait_for(self, ticket: str, secs: float | None) -> None:
         self._stand(_WAITING)
         self._ticket = ticket
+        self._patient = secs is not None
         self._stands += 1
-        self._commands.append(SetTimer(self._stands, secs))
+        if secs is not None:
+            self._commands.append(SetTimer(self._stands, secs))
         stage = self.tickets.get(ticket)
-        if stage is None or stage.is_final:
+        if stage is None or stage.is_final or stage is Stage.SCHEDULED:
             self._result = (stage,)
         self._go_on()
+
+    def _give_up(self) -> None:
+        """The training thread waits for what cannot come before it has trained more."""
+        if self.standing and self._why == _WAITING and not self._patient and not self._result:
+            self._result = (self.tickets.get(self._ticket),)
 
     def _say_standing(self) -> None:
         """Answers every stop that concerns this boundary, and stays until it is told more."""
@@ -228,6 +232,8 @@ class Worker:
             case Meet(meeting, step):
                 if meeting in self._stops:
                     self._stops[meeting] = step
+                    if step > self.step:
+                        self._give_up()
                     self._go_on()
             case Release(meeting):
                 self._stops.pop(meeting, None)
@@ -261,14 +267,14 @@ class Worker:
             if ticket in self.tickets:
                 self.tickets[ticket] = tell.stage
                 self._commands.append(Settle(ticket, tell))
-                if (
-                    tell.stage.is_final
-                    and ticket == self._ticket
-                    and self._why == _WAITING
-                    and not self._result
-                ):
-                    self._result = (tell.stage,)
+                if ticket == self._ticket and self._why == _WAITING and not self._result:
+                    if tell.stage.is_final:
+                        self._result = (tell.stage,)
+                    elif tell.waits_for or tell.stage is Stage.SCHEDULED:
+                        self._give_up()
                     self._go_on()
+                if tell.stage.is_final:
+                    del self.tickets[ticket]
         if tell.ended and tell.stage in (Stage.REFUSED, Stage.WITHDRAWN):
             self._commands.append(Discard(tell.id))
 

@@ -1,13 +1,14 @@
-"""Audit: who differs, and where; and heal.
+"""Audit: who differs, where, by how much; and heal.
 
     coordinator                               every worker
-    at planned steps nobody waits: ◄───────── every worker reports its digests as it arrives, and goes on
+    usually nobody waits: ◄───────────────── every worker reports one digest at one boundary, and goes on
     they differ, or somebody asks: stop all
-    Digest ─────────────────────────────────► the digest of each variable
+    Examine ────────────────────────────────► the digest of each variable
     whose value counts: the majority's; otherwise that of checkpoint and journal; otherwise worker 0's
-    "heal":  Publish ───────────────────────► that worker gives its values of what differs
-             Prepare, write, Apply ─────────► an update like any other, while all stand
-             Digest ────────────────────────► are they equal now?
+    Publish, Prepare ───────────────────────► that worker gives its values of what differs, all fetch them
+    Compare ────────────────────────────────► how far each replica is from them
+    "heal":  write, Apply ──────────────────► an update like any other, while all stand
+             Examine ───────────────────────► are they equal now?
     Report, release ────────────────────────► the report; with "raise", every training thread raises it
 
 A heal is recorded with `heals`, so that a restart applies it again, in the middle of a trial too.
@@ -15,131 +16,315 @@ A heal is recorded with `heals`, so that a restart applies it again, in the midd
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Generator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from replicast.agreement import groups_of, reference_first, reference_of
 from replicast.core.operation import (
     AnyRequest,
     Ask,
     Boundary,
     Collect,
     EarlierSettled,
-    Go,
     Job,
     Operation,
     Outcome,
+    Record,
     Script,
 )
-from replicast.core.operations.sync import Digest, Publish, differing
-from replicast.core.operations.update import Apply, made_here, verified
+from replicast.core.operations.sync import Publish
+from replicast.core.operations.update import Apply, Prepare, committed, payload_of, verified
 from replicast.core.order import Replica
 from replicast.core.proposal import Proposal
-from replicast.core.refusal import Refuse
+from replicast.core.refusal import Refusal, Refuse
+from replicast.core.reports import Seen
 from replicast.core.stage import Stage
 
-Seen = dict[int, dict[str, str]]
+Reports = dict[int, Seen]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A variable that is not the same on all workers.
+
+    Attributes:
+        groups: The workers with equal bits, the reference's group first.
+        reference: The worker whose value counts.
+        rule: Why its value does.
+        deviations: How far the others are from it, by rank; what that is, the core does not know.
+    """
+
+    variable: str
+    groups: tuple[tuple[int, ...], ...]
+    reference: int
+    rule: str
+    deviations: Mapping[int, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What an audit has found, the same on all workers.
+    """What an audit has found and done, the same on all workers.
 
     Attributes:
+        number: Which audit of this attempt it is, from 1.
         step: Where.
-        references: For each variable that differs: the worker whose value counts.
+        time: When, in seconds since 1970.
+        found_at: The step at which it was first seen that replicas differ; `step` when they are equal.
+        last_equal: The step of the last audit before that found them equal.
+        outcome: "equal", "warned", "raised" or "healed".
+        differences: What differs and must not.
+        free: What may differ, and whether it does.
         healed: The sequence numbers of the updates that made the replicas equal again.
-        equal: Whether the replicas are equal now.
+        digest_secs: How long the slowest worker took to digest its state.
+        asked_by: The ids of those outside the job who asked for it.
     """
 
+    number: int
     step: int
-    references: dict[str, int] = field(default_factory=dict)
+    time: float
+    found_at: int
+    last_equal: int | None
+    outcome: str = "equal"
+    differences: tuple[Difference, ...] = ()
+    free: Mapping[str, bool] = field(default_factory=dict)
     healed: tuple[int, ...] = ()
-    equal: bool = True
+    digest_secs: float = 0.0
+    asked_by: tuple[str, ...] = ()
 
 
 class Audit(Operation):
-    """A comparison that is planned for a step, or that somebody has asked for.
+    """A comparison that all workers have reported to, or that somebody has asked for.
 
     Args:
-        policy: What becomes of replicas that differ: "heal", "raise" or "warn".
-        planned_step: The step at which every worker reports its digests by itself; None when somebody asks.
+        policy: What becomes of replicas that differ: "heal", "raise" or "warn"; empty for the job's policy.
+        report: Which report of the workers it is of; 0 when somebody asks.
     """
 
     kind: ClassVar[str] = "audit"
 
-    def __init__(self, id_: str, policy: str = "heal", planned_step: int | None = None) -> None:
+    def __init__(self, id_: str, policy: str = "", report: int = 0) -> None:
         super().__init__(id_)
         self.policy = policy
-        self.step = planned_step
+        self.report = report
+        self.asked_by: tuple[str, ...] = ()
         self.in_trial = True
 
     def script(self, job: Job) -> Script:
         """The coordinator's side."""
-        if self.step is not None:
-            if not differing((yield Collect(self.kind, self.step)), 0):
-                return Outcome(Stage.VERIFIED, AuditReport(self.step))
+        if self.report:
+            quiet = self._compared_quietly(job, (yield Collect(self.kind, self.report)))
+            if quiet is not None:
+                return quiet
         elif self.tokens:
             yield EarlierSettled()
         step = yield Boundary()
-        references = yield from self._compared(job)
-        report = AuditReport(step, references, (), not references)
-        if references and self.policy == "heal":
-            healed = yield from self._healed(job, step, references)
-            left = yield from self._compared(job)
-            report = AuditReport(step, references, healed, not left)
-        if not report.equal:
-            yield Go(Report(report, self.policy != "warn"))
-        return Outcome(Stage.VERIFIED if report.equal else Stage.FAILED, report)
+        policy = self.policy or job.audit_policy
+        if policy == "raise" and job.resting_for() == "sync":
+            policy = "warn"  # all workers are about to be made equal
+        seen = yield Ask(Examine(), None, job.timeouts.compute_secs, "compare its state")
+        report = replace(_report(job, step, seen), asked_by=self.asked_by)
+        differences = yield from self._differences(job, seen)
+        if differences:
+            report = yield from self._looked_into(job, report, differences, seen, policy)
+        else:
+            job.audits.are_equal(step)
+        if report.outcome == "raised":
+            job.end_rest(self, Refusal("An audit found that the replicas differ"))
+        if report.outcome == "raised" or not self.tokens:
+            # Every worker has it before the first one raises: that one may end the job.
+            yield Ask(Report(report, report.outcome == "raised"), None, job.timeouts.answer_secs, "report")
+        equal = report.outcome in ("equal", "healed")
+        return Outcome(Stage.VERIFIED if equal else Stage.FAILED, report)
 
-    def _compared(self, job: Job) -> Generator[AnyRequest, Any, dict[str, int]]:
-        """Whose value counts, of each variable that differs."""
-        secs = job.timeouts.compute_secs
-        seen: Seen = yield Ask(Digest(), None, secs, "compare its state")
-        names = differing(seen, 0)
-        if not names:
-            return {}
-        expected = (yield Ask(Expected(), (0,), secs, "read the journal"))[0]
-        return {name: reference_of(name, seen, expected) for name in names}
+    def _compared_quietly(self, job: Job, seen: Reports) -> Outcome | None:
+        """What nobody has to stop for; None when the workers differ."""
+        steps = {one.step for one in seen.values()}
+        if len(steps) > 1:
+            said = ", ".join(f"worker {rank}: step {one.step}" for rank, one in sorted(seen.items()))
+            return Outcome(Stage.REFUSED, Refusal(f"The workers are audited at different steps ({said})"))
+        step = steps.pop()
+        if len({tuple(one.digests.values()) for one in seen.values()}) == 1:
+            report = _report(job, step, seen)
+            if job.audits.found_at is None:
+                job.audits.are_equal(step)
+            return Outcome(Stage.VERIFIED, report)
+        if job.audits.last_equal is not None and step <= job.audits.last_equal:
+            return Outcome(Stage.VERIFIED)  # they were made equal since
+        job.audits.differ(step)
+        return None
+
+    def _differences(self, job: Job, seen: Reports) -> Generator[AnyRequest, Any, tuple[Difference, ...]]:
+        """What differs, and whose value of it counts."""
+        names = tuple(seen[0].digests)
+        groups = groups_of({rank: tuple(one.digests.values()) for rank, one in seen.items()}, names)
+        if not groups:
+            return ()
+        order = Expected(tuple(groups))
+        expected = (yield Ask(order, (0,), job.timeouts.compute_secs, "read the journal"))[0]
+        found = []
+        for name, of in groups.items():
+            digest = expected.get(name)
+            reference, rule = reference_of(of, lambda digest=digest: digest)  # type: ignore[misc]
+            found.append(Difference(name, reference_first(of, reference), reference, rule))
+        return tuple(found)
+
+    def _looked_into(
+        self,
+        job: Job,
+        report: AuditReport,
+        differences: tuple[Difference, ...],
+        seen: Reports,
+        policy: str,
+    ) -> Generator[AnyRequest, Any, AuditReport]:
+        """How far the replicas are apart; with "heal" they are made equal."""
+        outcomes = {"heal": "healed", "raise": "raised", "warn": "warned"}
+        report = replace(report, found_at=job.audits.differ(report.step), differences=differences)
+        try:
+            updates = yield from self._borrowed(job, differences)
+            differences = yield from _compared(job, differences, updates)
+        except Refuse:  # no room for the values: what differs is known all the same
+            return replace(report, outcome="warned" if policy == "warn" else "raised")
+        report = replace(report, differences=differences, outcome=outcomes[policy])
+        if policy == "heal" and len({one.trained for one in seen.values()}) == 1:
+            return (yield from self._healed(job, report, updates))
+        yield Ask(Discard(tuple(one.id for one in updates)))
+        # Workers that have not trained equally far cannot be healed: one of them has missed a boundary.
+        return replace(report, outcome="raised") if policy == "heal" else report
+
+    def _borrowed(
+        self, job: Job, differences: tuple[Difference, ...]
+    ) -> Generator[AnyRequest, Any, list[Proposal]]:
+        """Every worker has fetched the values that count: an update from each worker that has some."""
+        updates: list[Proposal] = []
+        for source in sorted({one.reference for one in differences}):
+            mine = tuple(one for one in differences if one.reference == source)
+            id_, names = job.new_id("heal"), tuple(one.variable for one in mine)
+            publish = Publish(id_, names)
+            secs = job.timeouts.compute_secs
+            made = (yield Ask(publish, (source,), secs, "publish its values"))[source]
+            updates.append(Proposal(id_, made.digest, made.content, author="audit", note=_note(mine)))
+            prepare = Prepare(id_, made.digest, made.content)
+            yield Ask(prepare, None, job.timeouts.prepare_secs, "fetch the values that count")
+        return updates
 
     def _healed(
-        self, job: Job, step: int, references: dict[str, int]
-    ) -> Generator[AnyRequest, Any, tuple[int, ...]]:
-        """One update for each worker whose values count."""
-        healed = []
-        for source in sorted(set(references.values())):
-            names = tuple(name for name, rank in references.items() if rank == source)
-            published = yield Ask(Publish(names), (source,), job.timeouts.compute_secs, "publish its values")
-            update = Proposal(job.new_id("heal"), *published[source])
+        self, job: Job, report: AuditReport, updates: list[Proposal]
+    ) -> Generator[AnyRequest, Any, AuditReport]:
+        """What was fetched is committed like any update, and applied while all stand."""
+        healed: list[int] = []
+        for update in updates:
             try:
-                record = yield from made_here(self, job, update, step, heals=True)
-            except Refuse:  # no room for it: the report says that they still differ
-                break
+                yield Record(payload_of(update))
+                record = yield from committed(self, job, update, report.step, heals=True)
+            except Refuse:  # the disk is full: the report says that they still differ
+                yield Ask(Discard(tuple(one.id for one in updates[len(healed) :])))
+                return replace(report, outcome="raised", healed=tuple(healed))
             reports = yield Ask(Apply(record.id, record.digest, record.sequence))
-            yield from verified(job, record, step, reports)
+            yield from verified(job, record, update, report.step, reports)
             healed.append(record.sequence)
-        return tuple(healed)
+        seen = yield Ask(Examine(), None, job.timeouts.compute_secs, "compare its state")
+        if len({tuple(one.digests.values()) for one in seen.values()}) > 1:
+            return replace(report, outcome="raised", healed=tuple(healed))
+        job.audits.are_equal(report.step)
+        return replace(report, healed=tuple(healed))
 
 
-def reference_of(name: str, seen: Seen, expected: dict[str, str]) -> int:
-    """The worker whose value of a variable counts."""
-    votes = Counter(one[name] for one in seen.values())
-    digest, most = votes.most_common(1)[0]
-    if most * 2 <= len(seen):
-        digest = expected.get(name, seen[0][name])
-    return next((rank for rank in sorted(seen) if seen[rank][name] == digest), 0)
+def _report(job: Job, step: int, seen: Reports) -> AuditReport:
+    """Of an audit that has found nothing yet."""
+    free = {name: len({one.free[name] for one in seen.values()}) > 1 for name in seen[0].free}
+    return AuditReport(
+        job.audits.next_number(),
+        step,
+        max(one.time for one in seen.values()),
+        step,
+        job.audits.last_equal,
+        free=free,
+        digest_secs=max(one.secs for one in seen.values()),
+    )
+
+
+def _compared(
+    job: Job, differences: tuple[Difference, ...], updates: list[Proposal]
+) -> Generator[AnyRequest, Any, tuple[Difference, ...]]:
+    """How far each worker is from the values that count."""
+    found: dict[int, dict[str, Any]] = {rank: {} for rank in range(job.size)}
+    sources = sorted({one.reference for one in differences})
+    for source, update in zip(sources, updates, strict=True):
+        names = tuple(one.variable for one in differences if one.reference == source)
+        order = Compare(update.id, update.digest, names)
+        answers = yield Ask(order, None, job.timeouts.compute_secs, "compare its values")
+        for rank, deviations in answers.items():
+            found[rank].update(deviations)
+    return tuple(
+        replace(
+            one,
+            deviations={
+                rank: found[rank][one.variable]
+                for group in one.groups[1:]
+                for rank in group
+                if one.variable in found[rank]
+            },
+        )
+        for one in differences
+    )
+
+
+def _note(differences: tuple[Difference, ...]) -> str:
+    """What an update heals, in words."""
+    names = ", ".join(one.variable for one in differences[:5])
+    more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
+    return f"heal: {names}{more} as on worker {differences[0].reference} ({differences[0].rule})"
+
+
+@dataclass(frozen=True, slots=True)
+class Examine:
+    """Worker, in the training thread: the digest of each variable."""
+
+    in_background: ClassVar[bool] = False
+
+    def perform(self, replica: Replica) -> Seen:
+        """Nothing is changed."""
+        return replica.examine()
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
     """Worker 0, in the training thread: the digests that checkpoint and journal give."""
 
+    names: tuple[str, ...]
     in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> dict[str, str]:
         """Only of what training does not change."""
-        return replica.expected()
+        return replica.expected(self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """Worker, in the training thread: how far its values are from those of a prepared update."""
+
+    id: str
+    digest: str
+    names: tuple[str, ...]
+    in_background: ClassVar[bool] = False
+
+    def perform(self, replica: Replica) -> Mapping[str, Any]:
+        """Nothing is changed."""
+        return replica.deviations(self.id, self.digest, self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Worker, in the background: what was prepared for an audit is not needed any more."""
+
+    ids: tuple[str, ...]
+    in_background: ClassVar[bool] = True
+
+    def perform(self, replica: Replica) -> None:
+        """Nothing is changed."""
+        for id_ in self.ids:
+            replica.discard(id_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,5 +336,5 @@ class Report:
     in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> None:
-        """All workers have it before the first one raises: none of them has gone on."""
+        """It is raised when the training thread goes on."""
         replica.report(self.report, raises=self.raises)

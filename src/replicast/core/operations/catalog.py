@@ -11,6 +11,7 @@ from replicast.core.operations.begin import Begin
 from replicast.core.operations.close import Close
 from replicast.core.operations.function import Function
 from replicast.core.operations.leave import Leave
+from replicast.core.operations.meet import Meet
 from replicast.core.operations.save import Save
 from replicast.core.operations.sync import Sync
 from replicast.core.operations.trial import TrialUpdate
@@ -18,13 +19,12 @@ from replicast.core.operations.update import Update
 from replicast.core.proposal import Proposal
 
 
-def proposed(proposal: Proposal, *, scheduled: bool = False) -> Operation:
-    """For what somebody proposes, or has scheduled in an earlier attempt."""
+def proposed(proposal: Proposal, *, scheduled: bool = False, stored: bool = False) -> Operation:
+    """For what somebody proposes, or has scheduled or proposed in an earlier attempt."""
     if proposal.content is None:
         return Function(proposal)
-    if proposal.trial is not None:
-        return TrialUpdate(proposal, scheduled=scheduled)
-    return Update(proposal, scheduled=scheduled)
+    kind = Update if proposal.trial is None else TrialUpdate
+    return kind(proposal, scheduled=scheduled, stored=stored)
 
 
 def replayed(proposal: Proposal, record: Committed, decided: Decided | None) -> Operation:
@@ -47,6 +47,8 @@ def collective(intent: tuple[Any, ...], id_: str) -> Operation:
             return Audit(id_, policy)
         case ("save",):
             return Save(id_)
+        case ("meet", *_):
+            return Meet(id_)
     raise ValueError(f"All workers rest for an unknown reason. Received: {intent!r}")
 
 
@@ -56,7 +58,7 @@ def requested(kind: str, id_: str) -> Operation:
     return kinds[kind](id_)
 
 
-def planned(kind: str, step: int) -> Operation:
-    """For what every worker does by itself at planned steps."""
-    id_ = f"{kind}-at-{step}"
-    return Save(id_, step) if kind == "save" else Audit(id_, planned_step=step)
+def planned(kind: str, number: int) -> Operation:
+    """For what every worker reports by itself, for the n-th time."""
+    kinds: dict[str, type[Audit | Save]] = {"audit": Audit, "save": Save}
+    return kinds[kind](f"{kind}-{number}", report=number)

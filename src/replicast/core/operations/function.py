@@ -20,7 +20,7 @@ from replicast.core.operation import Ask, Boundary, Go, Job, Operation, Reserve,
 from replicast.core.operations.trial import tried
 from replicast.core.operations.update import Apply, committed, prepared_here, verified
 from replicast.core.order import Replica
-from replicast.core.proposal import Content, Proposal
+from replicast.core.proposal import Proposal, Published
 
 
 class Function(Operation):
@@ -45,14 +45,14 @@ class Function(Operation):
         step = yield Boundary(function.at_step)
         source = (0 if function.source is None else function.source,)
         computed = yield Ask(Compute(function.id), source, times.compute_secs, "compute the update")
-        digest, content = computed[source[0]]
-        update = replace(function, digest=digest, content=content)
+        made = computed[source[0]]
+        update = replace(function, digest=made.digest, content=made.content, note=function.note or made.note)
         yield from prepared_here(job, update)
         if function.trial is not None:
             return (yield from tried(self, job, update, step))
         record = yield from committed(self, job, update, step)
         reports = yield Go(Apply(record.id, record.digest, record.sequence))
-        return (yield from verified(job, record, step, reports))
+        return (yield from verified(job, record, update, step, reports))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,6 @@ class Compute:
     id: str
     in_background: ClassVar[bool] = False
 
-    def perform(self, replica: Replica) -> tuple[str, Content]:
+    def perform(self, replica: Replica) -> Published:
         """Nothing is changed: what the function returns is applied by all, or by none."""
         return replica.compute(self.id)

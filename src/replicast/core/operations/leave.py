@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from replicast.core.operation import Ask, Boundary, Go, Job, Operation, Outcome, Script
-from replicast.core.operations.save import Snapshot, saved
+from replicast.core.operations.save import TakeSnapshot, saved
 from replicast.core.order import Replica
 from replicast.core.refusal import Refusal, Refuse
 from replicast.core.stage import Stage
@@ -32,13 +32,13 @@ class Leave(Operation):
 
     def script(self, job: Job) -> Script:
         """The coordinator's side."""
-        step = yield Boundary()
+        yield Boundary()
         job.leaving = True
         outcome = Outcome(Stage.VERIFIED, Refusal("A trial is under way: the state is not saved"))
         if job.trial is None:
             try:
-                snapshots = yield Ask(Snapshot(), None, job.timeouts.compute_secs, "take a snapshot")
-                outcome = yield from saved(job, step, snapshots)
+                snapshots = yield Ask(TakeSnapshot(), None, job.timeouts.compute_secs, "take a snapshot")
+                outcome = yield from saved(job, snapshots)
             except Refuse as error:
                 outcome = Outcome(Stage.VERIFIED, error.refusal)
         yield Go(Exit())

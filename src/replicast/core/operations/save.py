@@ -1,14 +1,15 @@
 """Save: a checkpoint of one boundary.
 
     coordinator                               every worker
-    at planned steps nobody waits: ◄───────── every worker takes its snapshot as it arrives, and goes on
+    usually nobody waits: ◄────────────────── every worker takes its snapshot at one boundary, and goes on
     otherwise: stop all, Snapshot ──────────► copy the state on worker 0, digest it everywhere; go on
     all digests equal? otherwise an audit
-    write the state and the entry: THE COMMIT of the checkpoint
+    wait until the payloads of what was proposed before are durable
+    write the state: THE COMMIT of the checkpoint
 
 With the state goes what was proposed before the boundary and is not committed: a script that starts again
-from here does not come to those lines again. While a trial is under way nothing is saved: a planned
-checkpoint is made when it is over.
+from here does not come to those lines again. While a trial is under way nothing is saved: one that is
+due then is made when it is over.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from replicast.core.operation import (
     Boundary,
     Collect,
     EarlierSettled,
+    EarlierStored,
     Go,
     Job,
     Operation,
@@ -32,60 +34,68 @@ from replicast.core.operation import (
 )
 from replicast.core.operations.audit import Audit
 from replicast.core.order import Replica
-from replicast.core.proposal import Content
 from replicast.core.refusal import Refusal, Refuse
+from replicast.core.reports import Snapshot
 from replicast.core.stage import Stage
 
-Snapshots = dict[int, tuple[str, Content, frozenset[int]] | None]
+Snapshots = dict[int, Snapshot | None]
 
 
 class Save(Operation):
-    """A checkpoint that is planned for a step, or that somebody has asked for.
+    """A checkpoint of which every worker has taken its snapshot, or that somebody has asked for.
 
     Args:
-        planned_step: The step at which every worker takes its snapshot by itself; None when somebody asks.
+        report: Which report of the workers it is of; 0 when somebody asks.
     """
 
     kind: ClassVar[str] = "save"
 
-    def __init__(self, id_: str, planned_step: int | None = None) -> None:
+    def __init__(self, id_: str, report: int = 0) -> None:
         super().__init__(id_)
-        self.step = planned_step
+        self.report = report
 
     def script(self, job: Job) -> Script:
         """The coordinator's side."""
-        step, snapshots = self.step, Snapshots()
-        if step is not None:
-            snapshots = yield Collect(self.kind, step)
+        snapshots = Snapshots()
+        if self.report:
+            snapshots = yield Collect(self.kind, self.report)
         elif self.tokens:  # all training threads rest in it: they cannot train to the end of a trial
             self.in_trial = True
             yield EarlierSettled()
-        if step is None or None in snapshots.values():  # a trial was under way: its end comes first
-            step = yield Boundary()
+        if not snapshots or None in snapshots.values():  # a trial was under way: its end comes first
+            yield Boundary()
             if job.trial is not None:
                 raise Refuse(f"The trial of {job.trial.id} is not over: what may be reverted is not saved")
-            snapshots = yield Go(Snapshot(), resume=True)
-        return (yield from saved(job, step, snapshots))
+            snapshots = yield Go(TakeSnapshot(), resume=True)
+        return (yield from saved(job, snapshots))
 
 
-def saved(job: Job, step: int, snapshots: Snapshots) -> Generator[AnyRequest, Any, Outcome]:
+def saved(job: Job, snapshots: Snapshots) -> Generator[AnyRequest, Any, Outcome]:
     """The checkpoint is durable, if the state was the same on all workers."""
-    first = snapshots[0]
-    digests = {rank: one[0] for rank, one in snapshots.items() if one is not None}
-    if first is None or len(set(digests.values())) > 1:
+    taken = {rank: one for rank, one in snapshots.items() if one is not None}
+    first = taken[0]
+    if len({one.step for one in taken.values()}) > 1:
+        said = ", ".join(f"worker {rank} at step {one.step}" for rank, one in sorted(taken.items()))
+        return Outcome(Stage.REFUSED, Refusal(f"The workers save at different steps: {said}"))
+    differing = tuple(rank for rank, one in sorted(taken.items()) if one.digest != first.digest)
+    if differing:
         job.open(Audit(job.new_id("audit")))
-        return Outcome(Stage.FAILED, Refusal(f"The workers' states differ at step {step}: {digests}"))
-    _, state, holds = first
-    yield Record(Saved(step, job.attempt, holds, job.pending(), state))
-    return Outcome(Stage.VERIFIED, step)
+        problem = f"The state is not saved: worker {differing[0]} differs from worker 0 at step {first.step}"
+        return Outcome(Stage.FAILED, Refusal(problem, differing, {"step": first.step}))
+    if first.details is None:
+        return Outcome(Stage.VERIFIED)  # worker 0 has skipped it
+    yield EarlierStored()
+    state = tuple(taken[rank].details for rank in sorted(taken))
+    yield Record(Saved(first.step, job.attempt, first.holds, job.pending(), state))
+    return Outcome(Stage.VERIFIED, first.step)
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class TakeSnapshot:
     """Worker, in the training thread: the digest of the state; on worker 0 also a copy of it."""
 
     in_background: ClassVar[bool] = False
 
-    def perform(self, replica: Replica) -> tuple[str, Content, frozenset[int]] | None:
+    def perform(self, replica: Replica) -> Snapshot | None:
         """None while a trial is under way."""
         return None if replica.on_trial else replica.snapshot()

@@ -17,7 +17,7 @@ from typing import ClassVar
 from replicast.core.operation import Ask, Boundary, EarlierSettled, Go, Job, Operation, Outcome, Script
 from replicast.core.operations.update import Apply, made_here, verified
 from replicast.core.order import Replica
-from replicast.core.proposal import Content, Proposal
+from replicast.core.proposal import Proposal, Published
 from replicast.core.refusal import Refuse
 from replicast.core.stage import Stage
 
@@ -49,11 +49,14 @@ class Sync(Operation):
         if not names:
             return Outcome(Stage.VERIFIED)
         source = (self.source,)
-        published = yield Ask(Publish(names), source, job.timeouts.compute_secs, "publish its values")
-        update = Proposal(self.id, *published[self.source])
+        publish = Publish(self.id, names)
+        made = (yield Ask(publish, source, job.timeouts.compute_secs, "publish its values"))[self.source]
+        note = f"sync with worker {self.source}"
+        update = Proposal(self.id, made.digest, made.content, author="sync", note=note)
         record = yield from made_here(self, job, update, step)
         reports = yield Go(Apply(record.id, record.digest, record.sequence))
-        return (yield from verified(job, record, step, reports))
+        job.audits.are_equal(step)
+        return (yield from verified(job, record, update, step, reports))
 
 
 def differing(seen: dict[int, dict[str, str]], source: int) -> tuple[str, ...]:
@@ -75,17 +78,17 @@ class Digest:
 
     def perform(self, replica: Replica) -> dict[str, str]:
         """Nothing is changed."""
-        digests = replica.digests()
-        return {name: digests[name] for name in self.names} if self.names else digests
+        return replica.digests(self.names)
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
     """Worker, in the training thread of the source: an update that assigns its values."""
 
+    id: str
     names: tuple[str, ...]
     in_background: ClassVar[bool] = False
 
-    def perform(self, replica: Replica) -> tuple[str, Content]:
+    def perform(self, replica: Replica) -> Published:
         """Nothing is changed."""
-        return replica.publish(self.names)
+        return replica.publish(self.id, self.names)

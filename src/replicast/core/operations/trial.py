@@ -28,6 +28,7 @@ from replicast.core.operations.update import Update, at_its_boundary, committed,
 from replicast.core.order import Replica
 from replicast.core.proposal import Proposal
 from replicast.core.refusal import JobEnds, Refuse
+from replicast.core.reports import Applied
 from replicast.core.stage import Stage
 from replicast.trial import Trial, judged
 
@@ -48,8 +49,9 @@ class TrialUpdate(Update):
         decided: Decided | None = None,
         *,
         scheduled: bool = False,
+        stored: bool = False,
     ) -> None:
-        super().__init__(proposal, record, scheduled=scheduled)
+        super().__init__(proposal, record, scheduled=scheduled, stored=stored)
         self.decided = decided
 
     def script(self, job: Job) -> Script:
@@ -73,7 +75,7 @@ def tried(
         raise JobEnds(f"{proposal.id} is not on trial")
     replayed = record is not None
     if record is None:
-        before = yield from _measured(job, trial)
+        before, _ = yield from _measured(job, trial)
         if before is None:
             raise Refuse(f"{trial.metric} was not measured before the trial")
         record = yield from committed(operation, job, proposal, start, before=before)
@@ -91,20 +93,22 @@ def tried(
     job.trial = None
     digests = yield Go(End(decided.kept))
     stage = Stage.VERIFIED if decided.kept else Stage.REVERTED
-    return (yield from verified(job, record, start, digests, stage))
+    return (yield from verified(job, record, proposal, start, digests, stage))
 
 
-def _measured(job: Job, trial: Trial) -> Generator[AnyRequest, Any, float | None]:
+def _measured(job: Job, trial: Trial) -> Generator[AnyRequest, Any, tuple[float | None, int]]:
+    """The mean over the workers, and of how many steps it is."""
     answers = yield Ask(Measure(trial), None, job.timeouts.compute_secs, "measure")
-    return _mean(answers.values())
+    return _mean(mean for mean, _ in answers.values()), min(steps for _, steps in answers.values())
 
 
 def _decided(job: Job, trial: Trial, record: Committed, end: int) -> Generator[AnyRequest, Any, Decided]:
     """The decision is durable before anybody acts on it."""
-    during = yield from _measured(job, trial)
-    outcome = judged(trial, record.sequence, end, record.before, during, end - record.step)
+    during, steps = yield from _measured(job, trial)
+    outcome = judged(trial, record.sequence, end, record.before, during, steps)
     last = job.history.next_sequence - 1
-    decided = Decided(record.sequence, outcome.outcome == "kept", end, last, outcome.reason)
+    kept = outcome.outcome == "kept"
+    decided = Decided(record.sequence, kept, end, last, outcome.reason, outcome.during)
     try:
         yield Record(decided)
     except Refuse as error:
@@ -124,7 +128,7 @@ class Measure:
     trial: Trial
     in_background: ClassVar[bool] = False
 
-    def perform(self, replica: Replica) -> float | None:
+    def perform(self, replica: Replica) -> tuple[float | None, int]:
         """Nothing is changed."""
         return replica.measure(self.trial)
 
@@ -138,7 +142,7 @@ class Begin:
     sequence: int
     in_background: ClassVar[bool] = False
 
-    def perform(self, replica: Replica) -> str:
+    def perform(self, replica: Replica) -> Applied:
         """Everything was checked before: this cannot fail."""
         replica.keep_copy()
         return replica.apply(self.id, self.digest, self.sequence)
@@ -151,9 +155,9 @@ class End:
     kept: bool
     in_background: ClassVar[bool] = False
 
-    def perform(self, replica: Replica) -> str:
+    def perform(self, replica: Replica) -> Applied:
         """All workers do the same, or the receipt says so."""
         if not self.kept:
             replica.go_back()
         replica.drop_copy()
-        return replica.digest()
+        return Applied(replica.digest())

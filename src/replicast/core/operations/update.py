@@ -1,6 +1,7 @@
 """Update: every replica applies it at one boundary, or none does.
 
     coordinator                               every worker
+    Load ───────────────────────────────────► worker 0: of the journal, for what is stored there already
     Prepare ────────────────────────────────► fetch the bytes, check them; refuse          in the background
     write the payload
     stop all ───────────────────────────────► stand at one boundary                        training threads
@@ -35,6 +36,7 @@ from replicast.core.operation import (
 from replicast.core.order import Replica
 from replicast.core.proposal import Content, Proposal
 from replicast.core.refusal import JobEnds, Refuse
+from replicast.core.reports import Applied
 from replicast.core.stage import Stage
 
 
@@ -45,14 +47,21 @@ class Update(Operation):
         proposal: What to apply.
         record: Of the journal, if it is there already.
         scheduled: It was accepted for its step by an earlier attempt.
+        stored: Its payload is in the journal already.
     """
 
     kind: ClassVar[str] = "update"
 
     def __init__(
-        self, proposal: Proposal, record: Committed | None = None, *, scheduled: bool = False
+        self,
+        proposal: Proposal,
+        record: Committed | None = None,
+        *,
+        scheduled: bool = False,
+        stored: bool = False,
     ) -> None:
         super().__init__(proposal.id, proposal)
+        self.stored = stored or scheduled or record is not None
         self.update = proposal
         self.record = record
         self.scheduled = scheduled
@@ -66,19 +75,19 @@ class Update(Operation):
         step = yield from at_its_boundary(self)
         record = self.record or (yield from committed(self, job, self.update, step))
         reports = yield Go(Apply(record.id, record.digest, record.sequence))
-        return (yield from verified(job, record, step, reports))
+        return (yield from verified(job, record, self.update, step, reports))
 
 
 def prepared(update: Update, job: Job) -> Generator[AnyRequest, Any, None]:
     """Every worker can apply it, its payload is durable, and so is its step if it has one."""
-    proposal = update.update
+    proposal, secs = update.update, job.timeouts.prepare_secs
+    content = proposal.content
     try:
-        yield Ask(
-            Prepare(proposal.id, proposal.digest, proposal.content),
-            None,
-            job.timeouts.prepare_secs,
-            "prepare the update",
-        )
+        if update.stored:
+            load = Load(proposal.id, proposal.digest)
+            content = (yield Ask(load, (0,), secs, "load the update"))[0]
+        prepare = Prepare(proposal.id, proposal.digest, content)
+        yield Ask(prepare, None, secs, "prepare the update")
     except Refuse as error:
         if update.record is None:
             raise
@@ -87,9 +96,10 @@ def prepared(update: Update, job: Job) -> Generator[AnyRequest, Any, None]:
         ) from None
     if update.record is not None:
         return
+    if not update.stored:
+        yield Record(payload_of(proposal))
+        update.stored = True
     update.stage = Stage.PREPARED
-    if not update.scheduled:
-        yield Record(Payload(proposal.id, proposal.digest, proposal.content))
     if proposal.at_step is not None and not update.scheduled:
         yield Reserve(proposal.at_step)
         yield Record(Scheduled(proposal.id, proposal.digest, proposal.at_step, proposal.trial))
@@ -109,7 +119,12 @@ def prepared_here(job: Job, proposal: Proposal) -> Generator[AnyRequest, Any, No
     """Every worker can apply it, and its payload is durable."""
     order = Prepare(proposal.id, proposal.digest, proposal.content)
     yield Ask(order, None, job.timeouts.prepare_secs, "prepare the update")
-    yield Record(Payload(proposal.id, proposal.digest, proposal.content))
+    yield Record(payload_of(proposal))
+
+
+def payload_of(proposal: Proposal) -> Payload:
+    """What is written of it before it has a place in the order."""
+    return Payload(proposal.id, proposal.digest, proposal.content, proposal.author, proposal.note)
 
 
 def at_its_boundary(update: Update) -> Generator[AnyRequest, Any, int]:
@@ -138,16 +153,46 @@ def committed(
 
 
 def verified(
-    job: Job, record: Committed, step: int, reports: dict[int, str], stage: Stage = Stage.VERIFIED
+    job: Job,
+    record: Committed,
+    proposal: Proposal,
+    step: int,
+    reports: dict[int, Applied],
+    stage: Stage = Stage.VERIFIED,
 ) -> Generator[AnyRequest, Any, Outcome]:
     """The receipt is written. Without room for it, the update is applied all the same."""
-    digests = tuple(reports[rank] for rank in sorted(reports))
+    of_all = [reports[rank] for rank in sorted(reports)]
+    digests = tuple(one.digest for one in of_all)
     if len(set(digests)) > 1:
         stage = Stage.FAILED
-    receipt = Receipt(record.sequence, record.id, step, job.attempt, stage, digests)
+    applied_at = max(one.applied_at for one in of_all)
+    receipt = Receipt(
+        record.sequence,
+        record.id,
+        step,
+        job.attempt,
+        stage,
+        digests,
+        max(0.0, applied_at - proposal.proposed_at) if proposal.proposed_at else 0.0,
+        max(one.stall_secs for one in of_all),
+        tuple(one.trained for one in of_all),
+    )
     with contextlib.suppress(Refuse):
         yield Record(receipt)
     return Outcome(stage, receipt)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Worker 0, in the background: make a payload of the journal available to all workers."""
+
+    id: str
+    digest: str
+    in_background: ClassVar[bool] = True
+
+    def perform(self, replica: Replica) -> Content:
+        """Nothing is changed."""
+        return replica.load(self.id, self.digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +218,6 @@ class Apply:
     sequence: int
     in_background: ClassVar[bool] = False
 
-    def perform(self, replica: Replica) -> str:
+    def perform(self, replica: Replica) -> Applied:
         """Everything was checked before: this cannot fail."""
         return replica.apply(self.id, self.digest, self.sequence)

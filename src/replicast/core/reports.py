@@ -1,0 +1,62 @@
+"""What workers report of what they did at a boundary. Data that crosses processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A worker has applied an update.
+
+    Attributes:
+        digest: Of what the update touched.
+        applied_at: When, in seconds since 1970.
+        stall_secs: How long the training thread was held up.
+        trained: How far this worker has trained, in a unit that all workers count alike.
+    """
+
+    digest: str
+    applied_at: float = 0.0
+    stall_secs: float = 0.0
+    trained: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a worker saw in an audit.
+
+    Attributes:
+        step: Where.
+        digests: Of each variable that must be equal on all workers; in a planned audit, one of all of them.
+        free: Of each variable that may differ.
+        secs: How long it took.
+        trained: How far this worker has trained, in a unit that all workers count alike.
+        time: When, in seconds since 1970.
+    """
+
+    step: int
+    digests: Mapping[str, str]
+    free: Mapping[str, str] = field(default_factory=dict)
+    secs: float = 0.0
+    trained: int = 0
+    time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a worker contributes to a checkpoint.
+
+    Attributes:
+        step: Where.
+        digest: Of all that must be equal on all workers.
+        holds: The sequence numbers of the updates that its state contains.
+        details: What is written with the checkpoint; None on worker 0 when it skips this one.
+    """
+
+    step: int
+    digest: str
+    holds: frozenset[int]
+    details: Any
