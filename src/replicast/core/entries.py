@@ -6,12 +6,13 @@ makes something true is the only one: `Committed` is the commit of an update, `S
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from replicast.core.proposal import Content, Pending
 from replicast.core.stage import Stage
-from replicast.trial import Trial
+from replicast.trial import Trial, TrialOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +99,29 @@ class Receipt:
     """How an update ended, in one attempt: a replay leaves a receipt of its own.
 
     Attributes:
-        digests: What each worker reported, by rank.
-        propose_to_applied_secs: From the proposal until the last worker had applied it.
+        sequence: Its place in the order.
+        id: The update's id.
+        step: The boundary at which it was applied.
+        digests: What each worker reported of the touched variables, by rank.
+        propose_to_applied_secs: From the proposal until the last worker had applied it; 0 in a replay.
         stall_secs: The longest that a training thread was held up.
+        verified_at: When the last worker had applied it, in seconds since 1970.
+        stage: Verified, reverted or failed.
+        trial: How its trial ended, if it had one.
+        attempt: The start of the job that applied it.
         trained: How far each worker had trained, by rank, if they report it; they must agree.
     """
 
     sequence: int
     id: str
     step: int
-    attempt: int
+    digests: Mapping[int, str]
+    propose_to_applied_secs: float
+    stall_secs: float
+    verified_at: float
     stage: Stage
-    digests: tuple[str, ...]
-    propose_to_applied_secs: float = 0.0
-    stall_secs: float = 0.0
+    trial: TrialOutcome | None = None
+    attempt: int = 0
     trained: tuple[int, ...] = ()
 
 

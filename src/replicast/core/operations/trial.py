@@ -30,7 +30,8 @@ from replicast.core.proposal import Proposal
 from replicast.core.refusal import JobEnds, Refuse
 from replicast.core.reports import Applied
 from replicast.core.stage import Stage
-from replicast.trial import Trial, judged
+from replicast.trial import Outcome as Kept
+from replicast.trial import Trial, TrialOutcome, judged
 
 
 class TrialUpdate(Update):
@@ -91,9 +92,16 @@ def tried(
     if decided is None:
         decided = yield from _decided(job, trial, record, end)
     job.trial = None
-    digests = yield Go(End(decided.kept))
-    stage = Stage.VERIFIED if decided.kept else Stage.REVERTED
-    return (yield from verified(job, record, proposal, start, digests, stage))
+    reports = yield Go(End(decided.kept))
+    return (yield from verified(job, record, proposal, start, reports, outcome_of(trial, record, decided)))
+
+
+def outcome_of(trial: Trial, record: Committed, decided: Decided) -> TrialOutcome:
+    """How a trial ended, for its author."""
+    kept: Kept = "kept" if decided.kept else "reverted"
+    return TrialOutcome(
+        record.sequence, kept, decided.step, trial.metric, record.before, decided.during, decided.reason
+    )
 
 
 def _measured(job: Job, trial: Trial) -> Generator[AnyRequest, Any, tuple[float | None, int]]:

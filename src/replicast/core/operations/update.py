@@ -38,6 +38,7 @@ from replicast.core.proposal import Content, Proposal
 from replicast.core.refusal import JobEnds, Refuse
 from replicast.core.reports import Applied
 from replicast.core.stage import Stage
+from replicast.trial import TrialOutcome
 
 
 class Update(Operation):
@@ -158,24 +159,25 @@ def verified(
     proposal: Proposal,
     step: int,
     reports: dict[int, Applied],
-    stage: Stage = Stage.VERIFIED,
+    trial: TrialOutcome | None = None,
 ) -> Generator[AnyRequest, Any, Outcome]:
     """The receipt is written. Without room for it, the update is applied all the same."""
-    of_all = [reports[rank] for rank in sorted(reports)]
-    digests = tuple(one.digest for one in of_all)
-    if len(set(digests)) > 1:
+    stage = Stage.REVERTED if trial is not None and trial.outcome == "reverted" else Stage.VERIFIED
+    if len({(one.digest, one.trained) for one in reports.values()}) > 1:
         stage = Stage.FAILED
-    applied_at = max(one.applied_at for one in of_all)
+    applied_at = max(one.applied_at for one in reports.values())
     receipt = Receipt(
         record.sequence,
         record.id,
         step,
-        job.attempt,
-        stage,
-        digests,
+        {rank: reports[rank].digest for rank in sorted(reports)},
         max(0.0, applied_at - proposal.proposed_at) if proposal.proposed_at else 0.0,
-        max(one.stall_secs for one in of_all),
-        tuple(one.trained for one in of_all),
+        max(one.stall_secs for one in reports.values()),
+        applied_at,
+        stage,
+        trial,
+        job.attempt,
+        tuple(reports[rank].trained for rank in sorted(reports)),
     )
     with contextlib.suppress(Refuse):
         yield Record(receipt)
