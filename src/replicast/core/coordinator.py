@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from replicast.core.commands import CloseInbox, Ended
 from replicast.core.engine import UNDECIDED, Engine
-from replicast.core.entries import Committed, Entry, Refused, Saved, Withdrawn
+from replicast.core.entries import Committed, Entry, Receipt, Refused, Saved, Withdrawn
 from replicast.core.history import History
 from replicast.core.messages import OUTSIDE, Answer, At, Propose, Request, Rest, Tell, ToCoordinator, Withdraw
 from replicast.core.operation import AuditTrail, Operation, Outcome, Script, Timeouts
@@ -127,7 +127,10 @@ class Coordinator(Engine):
         stage = receipt.stage if receipt is not None else Stage.VERIFIED
         if decided is not None and not decided.kept:
             stage = Stage.REVERTED
-        return Tell(id_, (ticket,), stage, None if record is None else record.step, receipt)
+        step = None if record is None else record.step
+        if receipt is None and step is not None:  # it was never written: the state that was restored has it
+            receipt = Receipt(sequence, id_, step, {}, 0.0, 0.0, 0.0, stage)
+        return Tell(id_, (ticket,), stage, step, receipt)
 
     def _note_proposer(self, operation: Operation, rank: int) -> None:
         """A function runs on its source, which must be among those that propose it."""
@@ -256,6 +259,11 @@ class Coordinator(Engine):
             for one in self.operations.values()
             if one.proposal is not None and one.stored and one.stage in UNDECIDED
         )
+
+    def announce(self, outcome: Outcome) -> None:
+        """Tells all workers the receipt of an update that nobody holds a ticket for."""
+        receipt: Receipt = outcome.result
+        self._say(Tell(receipt.id, (), receipt.stage, receipt.step, receipt, ended=True))
 
     def resting_for(self) -> str:
         """The kind of operation in which all training threads rest; empty when they do not."""

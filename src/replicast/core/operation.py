@@ -197,6 +197,9 @@ class Job(Protocol):
     def pending(self) -> tuple[Pending, ...]:
         """The updates that were proposed and are not committed."""
 
+    def announce(self, outcome: Outcome) -> None:
+        """Tells all workers the receipt of an update that nobody holds a ticket for."""
+
     def resting_for(self) -> str:
         """The kind of operation in which all training threads rest; empty when they do not."""
 

@@ -34,7 +34,7 @@ from replicast.core.operation import (
     Script,
 )
 from replicast.core.operations.sync import Publish
-from replicast.core.operations.update import Apply, Prepare, committed, payload_of, verified
+from replicast.core.operations.update import Apply, Discard, Prepare, committed, payload_of, verified
 from replicast.core.order import Replica
 from replicast.core.proposal import Proposal
 from replicast.core.refusal import Refusal, Refuse
@@ -221,7 +221,7 @@ class Audit(Operation):
                 yield Ask(Discard(tuple(one.id for one in updates[len(healed) :])))
                 return replace(report, outcome="raised", healed=tuple(healed))
             reports = yield Ask(Apply(record.id, record.digest, record.sequence))
-            yield from verified(job, record, update, report.step, reports)
+            job.announce((yield from verified(job, record, update, report.step, reports)))
             healed.append(record.sequence)
         seen = yield Ask(Examine(), None, job.timeouts.compute_secs, "compare its state")
         if len({tuple(one.digests.values()) for one in seen.values()}) > 1:
@@ -312,19 +312,6 @@ class Compare:
     def perform(self, replica: Replica) -> Mapping[str, Any]:
         """Nothing is changed."""
         return replica.deviations(self.id, self.digest, self.names)
-
-
-@dataclass(frozen=True, slots=True)
-class Discard:
-    """Worker, in the background: what was prepared for an audit is not needed any more."""
-
-    ids: tuple[str, ...]
-    in_background: ClassVar[bool] = True
-
-    def perform(self, replica: Replica) -> None:
-        """Nothing is changed."""
-        for id_ in self.ids:
-            replica.discard(id_)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,9 @@ class Sync(Operation):
         record = yield from made_here(self, job, update, step)
         reports = yield Go(Apply(record.id, record.digest, record.sequence))
         job.audits.are_equal(step)
-        return (yield from verified(job, record, update, step, reports))
+        outcome = yield from verified(job, record, update, step, reports)
+        job.announce(outcome)
+        return outcome
 
 
 def differing(seen: dict[int, dict[str, str]], source: int) -> tuple[str, ...]:

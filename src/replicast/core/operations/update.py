@@ -112,8 +112,12 @@ def made_here(
     operation: Operation, job: Job, proposal: Proposal, step: int, *, heals: bool = False
 ) -> Generator[AnyRequest, Any, Committed]:
     """An update that was made at the boundary where all stand is prepared and committed there."""
-    yield from prepared_here(job, proposal)
-    return (yield from committed(operation, job, proposal, step, heals=heals))
+    try:
+        yield from prepared_here(job, proposal)
+        return (yield from committed(operation, job, proposal, step, heals=heals))
+    except Refuse:
+        yield Ask(Discard((proposal.id,)))
+        raise
 
 
 def prepared_here(job: Job, proposal: Proposal) -> Generator[AnyRequest, Any, None]:
@@ -182,6 +186,19 @@ def verified(
     with contextlib.suppress(Refuse):
         yield Record(receipt)
     return Outcome(stage, receipt)
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Worker, in the background: what was prepared is not needed any more."""
+
+    ids: tuple[str, ...]
+    in_background: ClassVar[bool] = True
+
+    def perform(self, replica: Replica) -> None:
+        """Nothing is changed."""
+        for id_ in self.ids:
+            replica.discard(id_)
 
 
 @dataclass(frozen=True, slots=True)

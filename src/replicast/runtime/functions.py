@@ -8,7 +8,6 @@ from typing import Any
 import numpy.typing as npt
 
 from replicast.errors import UpdateRefused
-from replicast.protocol.messages import Compute
 from replicast.state import State
 from replicast.update import Update
 
@@ -35,38 +34,30 @@ class LiveValues(Mapping[str, "npt.NDArray[Any]"]):
         return len(self._state.schema)
 
 
-def computed_update(order: Compute, function: Function | None, state: State) -> Update:
-    """What `sync` or a user's function makes of the live values, under the id that was agreed.
+def computed_update(id_: str, function: Function, state: State, rank: int) -> Update:
+    """What a user's function makes of the live values, under the id that was agreed.
 
     Raises:
         UpdateRefused: The function raised, or returned something else.
     """
-    if order.variables is not None:
-        update = Update(id=order.id, note=f"sync with worker {order.source}", allow_nonfinite=True)
-        for name, value in state.read(order.variables).items():
-            value.flags.writeable = False  # ours alone: no second copy
-            update = update.assign(name, value)
-        return update
-    if function is None:
-        raise UpdateRefused(f"This worker has no function for {order.id}", worker=order.source)
     try:
         returned = function(LiveValues(state))
     except UpdateRefused:
         raise
     except Exception as error:
         said = f"The function {_name(function)} raised {type(error).__name__}: {error}"
-        raise UpdateRefused(said, worker=order.source) from error
+        raise UpdateRefused(said, worker=rank) from error
     if isinstance(returned, Update):
-        return Update.from_parts({**returned.describe(), "id": order.id}, returned.arrays())
+        return Update.from_parts({**returned.describe(), "id": id_}, returned.arrays())
     if isinstance(returned, Mapping):
-        update = Update(id=order.id)
+        update = Update(id=id_)
         for name, value in returned.items():
             update = update.assign(name, value)
         return update
     raise UpdateRefused(
         f"The function {_name(function)} must return an Update, or the new value of each variable by name",
         received=type(returned).__name__,
-        worker=order.source,
+        worker=rank,
     )
 
 

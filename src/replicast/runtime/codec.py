@@ -1,0 +1,93 @@
+"""Messages as text: every value of the core comes out of `decode` as it went into `encode`.
+
+Scalars are themselves; whatever contains something is a list that begins with what it is. Only the classes
+listed here can be made from a text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from enum import Enum
+from typing import Any
+
+from replicast.core import entries, messages, operation, proposal, refusal, reports
+from replicast.core.operations import audit, function, leave, save, sync, trial, update
+from replicast.core.stage import Stage
+from replicast.distances import Deviation
+from replicast.transport import Parcel, Piece
+from replicast.trial import Trial, TrialOutcome
+
+_CLASSES: tuple[type[Any], ...] = (
+    *(messages.Propose, messages.Withdraw, messages.Request, messages.At, messages.Answer, messages.Rest),
+    *(messages.Stop, messages.Meet, messages.Do, messages.Release, messages.Resume, messages.Tell),
+    *(update.Load, update.Prepare, update.Apply, update.Discard, function.Compute, sync.Digest, sync.Publish),
+    *(save.TakeSnapshot, leave.Exit, trial.Measure, trial.Begin, trial.End),
+    *(audit.Examine, audit.Expected, audit.Compare, audit.Report, audit.AuditReport, audit.Difference),
+    *(reports.Applied, reports.Seen, reports.Snapshot, entries.Receipt, operation.Outcome, refusal.Refusal),
+    *(proposal.Proposal, proposal.Published, Trial, TrialOutcome, Parcel, Piece, Deviation),
+)
+_BY_NAME = {cls.__name__: cls for cls in _CLASSES}
+_FIELDS = {cls: tuple(field.name for field in fields(cls)) for cls in _CLASSES}
+
+
+def encode(value: Any) -> str:
+    """A message, or a list of them, as text.
+
+    Raises:
+        TypeError: It has a part that no message may have.
+    """
+    return json.dumps(_packed(value), separators=(",", ":"))
+
+
+def decode(text: str) -> Any:
+    """What `encode` was given.
+
+    Raises:
+        ValueError: It is not what `encode` gives.
+    """
+    return _unpacked(json.loads(text))
+
+
+def _packed(value: Any) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    names = _FIELDS.get(type(value))
+    if names is not None:
+        return ["class", type(value).__name__, *(_packed(getattr(value, name)) for name in names)]
+    match value:
+        case Stage():
+            return ["stage", value.value]
+        case tuple():
+            return ["tuple", *map(_packed, value)]
+        case list():
+            return ["list", *map(_packed, value)]
+        case frozenset():
+            return ["set", *sorted(value)]
+        case Mapping():
+            return ["map", *([_packed(key), _packed(one)] for key, one in value.items())]
+        case Enum() | str() | int():  # an enum that is a string, a numpy-free subclass
+            return str(value) if isinstance(value, str) else int(value)  # type: ignore[call-overload]
+    raise TypeError(f"A message cannot have a part of this type. Received: {type(value).__name__}")
+
+
+def _unpacked(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, *parts = value
+    match kind:
+        case "class":
+            name, *values = parts
+            return _BY_NAME[name](*map(_unpacked, values))
+        case "stage":
+            return Stage(parts[0])
+        case "tuple":
+            return tuple(map(_unpacked, parts))
+        case "list":
+            return list(map(_unpacked, parts))
+        case "set":
+            return frozenset(parts)
+        case "map":
+            return {_unpacked(key): _unpacked(one) for key, one in parts}
+    raise ValueError(f"This is not a part of a message. Received: {str(value)[:200]}")

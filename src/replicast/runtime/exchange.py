@@ -1,0 +1,106 @@
+"""Values that training threads exchange directly, while all of them are at the same line of the script.
+
+Joining and restoring happen before the first boundary, or between trainings: every worker calls the same thing,
+and waits for what the others say. Each wait has a deadline, and names who did not come.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from replicast.coordination import Coordination
+from replicast.errors import JobFailed
+
+LOOK_SECS = 1.0
+
+
+class Exchange:
+    """One worker's end. Any thread may call any method.
+
+    Args:
+        coordination: Where the keys are.
+        name: In front of all of them.
+        rank: Which worker this is.
+        size: The number of workers.
+        has_left: Whether a worker has reached the end of its script, so that it says nothing more; raises
+            when the job has failed.
+    """
+
+    def __init__(
+        self,
+        coordination: Coordination,
+        name: str,
+        rank: int,
+        size: int,
+        has_left: Callable[[int], bool] = lambda worker: False,
+    ) -> None:
+        self._coordination = coordination
+        self._has_left = has_left
+        self._prefix = f"replicast/{name}"
+        self.name = name
+        self.rank = rank
+        self.size = size
+
+    def tell(self, what: str, value: str) -> None:
+        """Leaves a value for the others, once."""
+        self._coordination.put(f"{self._prefix}/told/{what}", value)
+
+    def hear(self, what: str, timeout_secs: float, worker: int = 0) -> str:
+        """The value that a worker has left. Blocks at most `timeout_secs`.
+
+        Raises:
+            JobFailed: It did not come in time, or that worker has left.
+        """
+        return self._wait_for(f"told/{what}", what, time.monotonic() + timeout_secs, timeout_secs, worker)
+
+    def agree(self, what: str, value: str, timeout_secs: float) -> dict[int, str]:
+        """Every worker gives its value and gets everyone's. Blocks until all have, at most `timeout_secs`.
+
+        Raises:
+            JobFailed: A worker did not come in time, or has left; it is named.
+        """
+        self._coordination.put(f"{self._prefix}/agree/{what}/{self.rank}", value)
+        ends = time.monotonic() + timeout_secs
+        return {
+            worker: self._wait_for(f"agree/{what}/{worker}", what, ends, timeout_secs, worker)
+            for worker in range(self.size)
+        }
+
+    def forget_agreed(self, what: str) -> None:
+        """Removes what this worker said, when all are known to have heard it."""
+        self._coordination.delete(f"{self._prefix}/agree/{what}/{self.rank}")
+
+    def check_nobody_left(self) -> None:
+        """Raises when another worker has reached the end of its script, and so will not come here."""
+        for worker in range(self.size):
+            if worker != self.rank and self._has_left(worker):
+                raise self._gone(worker)
+
+    def _wait_for(self, key: str, what: str, ends: float, timeout_secs: float, worker: int) -> str:
+        # Asks again and again: no signal of the process is handled during a call to the service.
+        while (text := self._get(key, ends)) is None:
+            if time.monotonic() >= ends:
+                raise JobFailed(
+                    f"worker {self.rank} waited {timeout_secs:.0f} s for worker {worker}, which did not say "
+                    f"its {what}",
+                    worker=worker,
+                )
+            if self._has_left(worker):
+                # What it said before it left is there by now.
+                text = self._get(key, time.monotonic() + LOOK_SECS)
+                if text is None:
+                    raise self._gone(worker)
+                return text
+        return text
+
+    def _get(self, key: str, ends: float) -> str | None:
+        timeout_secs = max(0.001, min(LOOK_SECS, ends - time.monotonic()))
+        return self._coordination.get(f"{self._prefix}/{key}", timeout_secs)
+
+    def _gone(self, worker: int) -> JobFailed:
+        return JobFailed(
+            f"worker {worker} reached the end of its script while worker {self.rank} waits for it. Every "
+            "worker must come to the same calls of replicast",
+            worker=worker,
+        )

@@ -1,0 +1,272 @@
+"""One worker's copy of the state, as the operations of the core see it: on a real state, with real bytes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import xxhash
+
+from replicast import faults
+from replicast.core.proposal import Content, Published
+from replicast.core.refusal import Refuse
+from replicast.core.reports import Applied, Seen, Snapshot
+from replicast.distances import deviation
+from replicast.edits import Edit
+from replicast.errors import FileDamaged, UpdateRefused
+from replicast.guard import Guard
+from replicast.runtime.functions import Function, computed_update
+from replicast.runtime.gate import Gate
+from replicast.runtime.measures import Measures
+from replicast.runtime.parcels import Parcels
+from replicast.runtime.threads import Lane
+from replicast.runtime.ticket import refusal_of
+from replicast.state import Arrays, State
+from replicast.storage.journal import Journal
+from replicast.transport import Parcel
+from replicast.trial import Trial
+from replicast.update import Update
+from replicast.validate import Limits, planned
+
+logger = logging.getLogger("replicast")
+
+
+class StateReplica:
+    """As `replicast.core.order.Replica`; what a method does is said there.
+
+    Args:
+        rank: Which worker this is.
+        state: The variables.
+        parcels: The bytes of updates.
+        gate: Where the training thread waits.
+        releasing: Does what would take the training thread too long.
+        limits: What is refused as too large.
+        receive_secs: How long bytes may take to arrive.
+
+    Attributes:
+        holds: The sequence numbers of the updates that the state contains.
+        measures: What the last steps have measured.
+        journal: On worker 0: where payloads are loaded from.
+        guard: What this worker lets nobody propose.
+        may_differ: The variables that may differ between workers.
+        trained: How far this worker has trained, in a unit that all workers count alike.
+        step: The boundary at which the training thread is.
+        take_snapshot: What this worker contributes to a checkpoint of now.
+        expectation: The digest that checkpoint and journal give for a variable, if they do.
+        on_report: Told of each audit's report.
+        on_leave: What to do before the process ends.
+        on_stage: Told how far an update has come on this worker.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        state: State,
+        parcels: Parcels,
+        gate: Gate,
+        releasing: Lane,
+        limits: Limits,
+        receive_secs: float,
+    ) -> None:
+        self.rank = rank
+        self.state = state
+        self._parcels = parcels
+        self._gate = gate
+        self._releasing = releasing
+        self._limits = limits
+        self._receive_secs = receive_secs
+        self._functions: dict[str, Function] = {}
+        self._copy: Arrays | None = None
+        self.holds: set[int] = set()
+        self.measures = Measures()
+        self.journal: Journal | None = None
+        self.guard: Guard | None = None
+        self.may_differ: frozenset[str] = frozenset()
+        self.trained: Callable[[], int] = lambda: 0
+        self.step: Callable[[], int] = lambda: 0
+        self.take_snapshot: Callable[[], Any] = lambda: None
+        self.expectation: Callable[[str], str | None] = lambda name: None
+        self.on_report: Callable[[Any, bool], None] = lambda report, raises: None
+        self.on_leave: Callable[[], None] = lambda: None
+        self.on_stage: Callable[[str, str], None] = lambda id_, stage: None
+
+    # In the background.
+
+    def load(self, id_: str, digest: str) -> Content:
+        """As in `Replica`."""
+        if self.journal is None:
+            raise Refuse("Only worker 0 reads the journal")
+        try:
+            return self._parcels.publish(self.journal.load(id_, digest))
+        except FileDamaged as error:
+            raise Refuse(str(error)) from error
+        except UpdateRefused as error:
+            raise _refuse(error, self.rank) from error
+
+    def prepare(self, id_: str, digest: str, content: Content) -> None:
+        """As in `Replica`."""
+        if not isinstance(content, Parcel):
+            raise Refuse(f"There are no bytes for {id_}")
+        try:
+            self._parcels.prepare(id_, digest, content, self._receive_secs)
+        except UpdateRefused as error:
+            raise _refuse(error, self.rank) from error
+        self.on_stage(id_, "prepared")
+
+    def discard(self, id_: str) -> None:
+        """As in `Replica`."""
+        self._functions.pop(id_, None)
+        self._parcels.discard(id_)
+
+    # In the training thread.
+
+    @property
+    def on_trial(self) -> bool:
+        """As in `Replica`."""
+        return self._copy is not None
+
+    def apply(self, id_: str, digest: str, sequence: int) -> Applied:
+        """As in `Replica`."""
+        update, parcel_id = self._parcels.take(id_, digest)
+        faults.point("apply")
+        self.state.apply(update.edits)
+        self.holds.add(sequence)
+        applied_at = time.time()
+        found = self.state.digest(self._to_be_equal(update.edits))
+        self._releasing.do(lambda: self._parcels.release(parcel_id))
+        self.on_stage(id_, "applied")
+        faults.point("ack")
+        return Applied(found, applied_at, time.monotonic() - self._gate.since, self.trained())
+
+    def add_function(self, id_: str, function: Function) -> None:
+        """A function that this worker proposes and will run. Any thread."""
+        self._functions[id_] = function
+
+    def compute(self, id_: str) -> Published:
+        """As in `Replica`."""
+        function = self._functions.pop(id_, None)
+        if function is None:
+            raise Refuse(f"Worker {self.rank} has no function for {id_}", (self.rank,))
+        try:
+            with self._gate.in_function():
+                update = computed_update(id_, function, self.state, self.rank)
+            update = planned(update, self.state.schema, self._limits)
+            self.check_by_guard(update)
+            return self._published(update)
+        except UpdateRefused as error:
+            raise _refuse(error, self.rank) from error
+
+    def check_by_guard(self, update: Update) -> None:
+        """Raises `UpdateRefused` when the guard does not allow the update."""
+        if self.guard is not None:
+            self.guard.check(update.edits, self.state.schema, self.state.read)
+
+    def publish(self, id_: str, names: tuple[str, ...]) -> Published:
+        """As in `Replica`."""
+        update = Update(id=id_, allow_nonfinite=True)
+        for name, value in self.state.read(names).items():
+            value.flags.writeable = False  # ours alone: no second copy
+            update = update.assign(name, value)
+        try:
+            return self._published(planned(update, self.state.schema, self._limits))
+        except UpdateRefused as error:
+            raise _refuse(error, self.rank) from error
+
+    def _published(self, update: Update) -> Published:
+        parcel = self._parcels.publish(update)
+        return Published(parcel.digest, parcel, update.note)
+
+    def digest(self) -> str:
+        """As in `Replica`."""
+        names = (variable.name for variable in self.state.schema)
+        return joined(self.state.digests(name for name in names if name not in self.may_differ))
+
+    def digests(self, names: tuple[str, ...] = ()) -> dict[str, str]:
+        """As in `Replica`."""
+        return self.state.digests(names or tuple(variable.name for variable in self.state.schema))
+
+    def examine(self) -> Seen:
+        """As in `Replica`."""
+        started = time.monotonic()
+        digests = self.state.fingerprints(variable.name for variable in self.state.schema)
+        secs = time.monotonic() - started
+        strict = {name: digest for name, digest in digests.items() if name not in self.may_differ}
+        free = {name: digest for name, digest in digests.items() if name in self.may_differ}
+        return Seen(self.step(), strict, free, secs, self.trained(), time.time())
+
+    def examine_quietly(self) -> Seen:
+        """The same with one digest for all that must be equal: less to send."""
+        seen = self.examine()
+        return Seen(seen.step, {"": joined(seen.digests)}, seen.free, seen.secs, seen.trained, seen.time)
+
+    def expected(self, names: tuple[str, ...]) -> dict[str, str]:
+        """As in `Replica`."""
+        found = {name: self.expectation(name) for name in names}
+        return {name: digest for name, digest in found.items() if digest is not None}
+
+    def deviations(self, id_: str, digest: str, names: tuple[str, ...]) -> Mapping[str, Any]:
+        """As in `Replica`; only of what differs."""
+        found = {}
+        for edit in self._parcels.prepared(id_, digest).edits:
+            if edit.variable in names:
+                mine = self.state.read([edit.variable])[edit.variable]
+                value = edit.arrays["value"]
+                if mine.tobytes() != value.tobytes():
+                    found[edit.variable] = deviation(mine, value)
+        return found
+
+    def snapshot(self) -> Snapshot:
+        """As in `Replica`."""
+        snapshot: Snapshot = self.take_snapshot()()
+        return snapshot
+
+    def keep_copy(self) -> None:
+        """As in `Replica`."""
+        self._copy = {}
+        self.state.snapshot(self._copy)
+        self.measures.begin(self.step())
+
+    def go_back(self) -> None:
+        """As in `Replica`."""
+        faults.point("settle")
+        if self._copy is not None:
+            self.state.restore_snapshot(self._copy)
+            self.measures.end(reverted=True)
+
+    def drop_copy(self) -> None:
+        """As in `Replica`."""
+        faults.point("settle")
+        self._copy = None
+        self.measures.end(reverted=False)
+
+    def measure(self, trial: Trial) -> tuple[float | None, int]:
+        """As in `Replica`."""
+        if self.on_trial:
+            return self.measures.during(trial.metric)
+        try:
+            return self.measures.before(trial.metric, trial.steps), trial.steps
+        except UpdateRefused as error:
+            raise _refuse(error, self.rank) from error
+
+    def report(self, report: Any, *, raises: bool) -> None:
+        """As in `Replica`."""
+        self.on_report(report, raises)
+
+    def leave(self) -> None:
+        """As in `Replica`."""
+        self.on_leave()
+
+    def _to_be_equal(self, edits: Iterable[Edit]) -> list[Edit]:
+        return [edit for edit in edits if edit.variable not in self.may_differ]
+
+
+def joined(digests: Mapping[str, str]) -> str:
+    """One digest of several."""
+    return xxhash.xxh3_128_hexdigest("".join(digests[name] for name in sorted(digests)).encode())
+
+
+def _refuse(error: UpdateRefused, rank: int) -> Refuse:
+    refusal = refusal_of(error, rank)
+    return Refuse(refusal.problem, refusal.workers, refusal.details)

@@ -1,0 +1,167 @@
+"""What the author of a proposal holds: how far it has come, and in the end its receipt or the reason."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from replicast.core.entries import Receipt
+from replicast.core.messages import Tell
+from replicast.core.refusal import Refusal
+from replicast.core.stage import Stage
+from replicast.errors import ReplicasDiverged, ReplicastError, UpdatePending, UpdateRefused
+from replicast.trial import Trial
+
+_ORDER = list(Stage)
+
+
+class Ticket:
+    """One proposal of this worker. Any thread may ask it.
+
+    Attributes:
+        id: The update's id.
+        number: Tells this proposal from all others of the job, also of the same update.
+        stage: How far it has come. It never goes back.
+        step: The step at which it is, or will be, applied, once that is known.
+        waits_for: What it waits for before it can be decided, in words, when that is known.
+        trial: What it has to prove, if it is on trial; then it is settled when that is decided.
+        proposed_at: When it was proposed, in seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        id: str,  # noqa: A002 - the update's own word
+        number: str,
+        wait_for: Callable[[Ticket, float | None], bool],
+        trial: Trial | None = None,
+    ) -> None:
+        self.id = id
+        self.number = number
+        self.trial = trial
+        self.stage = Stage.PROPOSED
+        self.step: int | None = None
+        self.waits_for = ""
+        self.proposed_at = time.time()
+        self._wait_for = wait_for
+        self._settled = threading.Event()
+        self._receipt: Receipt | None = None
+        self._error: ReplicastError | None = None
+
+    def done(self) -> bool:
+        """Whether `result` would return or raise at once."""
+        return self._settled.is_set()
+
+    def wait(self, timeout_secs: float) -> bool:
+        """Blocks until it is settled, at most `timeout_secs`; says whether it is."""
+        return self._settled.wait(timeout_secs)
+
+    def result(self, timeout: float | None = None) -> Receipt:
+        """Blocks until every worker has applied the update and the digests agree, at most `timeout` seconds.
+
+        In the training thread, between steps, this succeeds only if all other workers wait as well (in
+        `sync`, at the end of the script), or come to the same boundary. Without a timeout, `UpdatePending`
+        is raised as soon as it is certain that this thread has to train first: ask again later, or in
+        another thread.
+
+        Raises:
+            UpdateRefused: It was refused or withdrawn: no replica has changed.
+            ReplicasDiverged: It was applied, and the replicas are not equal.
+            UpdatePending: The time is up, or this thread waits for itself.
+        """
+        if not self._wait_for(self, timeout) and not self._settled.is_set():
+            raise UpdatePending(self._where(timeout), stage=self.stage, update_id=self.id)
+        if self._error is not None:
+            raise self._error
+        if self._receipt is None:
+            raise UpdatePending(f"Update {self.id} has no outcome", stage=self.stage, update_id=self.id)
+        return self._receipt
+
+    def _where(self, timeout: float | None) -> str:
+        if self.stage is Stage.SCHEDULED and self.step is not None:
+            ends = f"it is scheduled for step {self.step}"
+        elif self.stage is Stage.APPLIED and self.trial is not None:
+            ends = f"its trial of {self.trial.steps} steps is not over"
+        else:
+            ends = f"it is {self.stage}" + (f" and waits for {self.waits_for}" if self.waits_for else "")
+        waited = "this thread has to train first" if timeout is None else f"{timeout:g} s have passed"
+        return f"Update {self.id}: {waited}, and {ends}. Go on training and ask again"
+
+    def reach(self, stage: Stage) -> None:
+        """It has come this far, as this worker sees it."""
+        if not self.done() and _ORDER.index(stage) > _ORDER.index(self.stage):
+            self.stage, self.waits_for = stage, ""
+
+    def told(self, tell: Tell) -> None:
+        """The coordinator says how far it has come; the first outcome stays."""
+        if self.done():
+            return
+        self.reach(tell.stage)
+        self.step = self.step if tell.step is None else tell.step
+        self.waits_for = tell.waits_for
+        if not tell.stage.is_final:
+            return
+        match tell.stage, tell.outcome:
+            case (Stage.VERIFIED | Stage.REVERTED), Receipt():
+                self._receipt, self.stage, self.step = tell.outcome, tell.stage, tell.outcome.step
+            case Stage.FAILED, Receipt():
+                self._error = diverged(tell.outcome)
+            case Stage.WITHDRAWN, _:
+                self._error = UpdateRefused("It was withdrawn")
+            case _, Refusal():
+                self._error = refused(tell.outcome)
+            case _:
+                self._error = UpdateRefused("It was refused in an earlier attempt of the job")
+        self.stage = tell.stage
+        self._settled.set()
+
+    def fail(self, stage: Stage, error: ReplicastError) -> None:
+        """Gives the reason; the first outcome stays."""
+        if not self.done():
+            self._error, self.stage = error, stage
+            self._settled.set()
+
+
+def refused(refusal: Refusal) -> UpdateRefused:
+    """A refusal as its author gets it."""
+    if refusal.details is not None and "problem" in refusal.details:
+        return UpdateRefused.from_json(refusal.details)
+    worker = refusal.workers[0] if refusal.workers else None
+    return UpdateRefused(refusal.problem, worker=worker)
+
+
+def refusal_of(error: UpdateRefused, rank: int) -> Refusal:
+    """A worker's refusal as it crosses processes."""
+    details = error.to_json()
+    if details["worker"] is None:
+        details["worker"] = rank
+    return Refusal(error.problem, (rank,), details)
+
+
+def diverged(receipt: Receipt) -> ReplicasDiverged:
+    """The error of an update after which the replicas are not equal."""
+    if len(set(receipt.trained)) > 1:
+        counted = ", ".join(f"worker {rank}: {count}" for rank, count in enumerate(receipt.trained))
+        why = (
+            f"the workers had not trained equally far at that boundary (transfers so far: {counted}): one "
+            "has missed a boundary, or has made one too many. Every worker must call replicas.boundary() "
+            "after each step"
+        )
+    else:
+        groups: dict[str, list[str]] = {}
+        for worker, digest in sorted(receipt.digests.items()):
+            groups.setdefault(digest, []).append(str(worker))
+        said = "; ".join(f"worker {', '.join(workers)}: {digest}" for digest, workers in groups.items())
+        what = "the variables it touched are not equal"
+        if receipt.trial is not None:
+            what = "at the end of its trial the replicas' states are not equal"
+        why = (
+            f"{what} ({said}). They must have differed before: a worker has assigned to a variable by "
+            "itself. replicas.sync(source=0) makes them equal"
+        )
+    return ReplicasDiverged(
+        f"Update {receipt.id} was applied by all workers at step {receipt.step}, and {why}",
+        digests=dict(receipt.digests),
+        update_id=receipt.id,
+        step=receipt.step,
+    )

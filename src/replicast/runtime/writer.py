@@ -1,0 +1,79 @@
+"""Worker 0's writes: entries of the journal in one lane, checkpoints, which take longer, in another."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from replicast import faults
+from replicast.core.entries import Committed, Decided, Entry, Payload, Receipt, Saved
+from replicast.core.events import WriteOutcome
+from replicast.core.history import History
+from replicast.errors import JobFailed
+from replicast.runtime.parcels import Parcels
+from replicast.runtime.threads import Threads
+from replicast.storage.journal import Journal, NotWritten, PerhapsWritten
+from replicast.update import Update
+
+logger = logging.getLogger("replicast")
+
+_POINTS_BEFORE: dict[type[Entry], str] = {Receipt: "verify", Decided: "decide"}
+
+
+class Writer:
+    """Writes what the coordinator decides.
+
+    Args:
+        journal: Where entries go.
+        checkpoints: What `Saved` entries exist already.
+        write_checkpoint: Writes the state of a `Saved`, and says what came of it.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        checkpoints: list[Saved] | None = None,
+        write_checkpoint: Callable[[Saved], WriteOutcome] = lambda saved: WriteOutcome.DURABLE,
+    ) -> None:
+        self.journal = journal
+        self.write_checkpoint = write_checkpoint
+        self._checkpoints = checkpoints or []
+
+    def start(self, threads: Threads) -> None:
+        """Starts the lanes."""
+        self._entries = threads.lane("journal")
+        self._saver = threads.lane("saver")
+
+    def history(self) -> History:
+        """What the journal and the checkpoints say now."""
+        history = self.journal.history()
+        for saved in self._checkpoints:
+            history.add(saved)
+        return history
+
+    def write(self, entry: Entry, parcels: Parcels, then: Callable[[WriteOutcome], None]) -> None:
+        """Writes an entry, and then says what came of it. Returns at once."""
+        if isinstance(entry, Saved):
+            self._saver.do(lambda: then(self.write_checkpoint(entry)))
+            return
+        update = parcels.prepared(entry.id, entry.digest) if isinstance(entry, Payload) else None
+        self._entries.do(lambda: then(self._written(entry, update)))
+
+    def _written(self, entry: Entry, update: Update | None) -> WriteOutcome:
+        point = _POINTS_BEFORE.get(type(entry))
+        if point is not None:
+            faults.point(point)
+        try:
+            self.journal.write(entry, update)
+        except NotWritten as error:
+            logger.warning("%s", error)
+            return WriteOutcome.FAILED
+        except PerhapsWritten as error:
+            logger.error("%s", error)
+            return WriteOutcome.UNKNOWN
+        except JobFailed as error:
+            logger.error("%s", error)
+            return WriteOutcome.FENCED
+        if isinstance(entry, Committed):
+            faults.point("commit")
+        return WriteOutcome.DURABLE
