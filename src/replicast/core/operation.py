@@ -120,6 +120,7 @@ class Timeouts:
         decide_secs: For the coordinator, by a training thread that stands at a boundary.
         compute_secs: For an order that runs in a training thread at a boundary.
         retry_secs: Before a write that must succeed is tried again.
+        join_secs: For the other workers to make their `Replicas`, or to come to the same call.
     """
 
     prepare_secs: float = 130.0
@@ -128,6 +129,7 @@ class Timeouts:
     decide_secs: float = 1800.0
     compute_secs: float = 600.0
     retry_secs: float = 10.0
+    join_secs: float = 600.0
 
 
 class AuditTrail:

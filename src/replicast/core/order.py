@@ -82,8 +82,12 @@ class Replica(Protocol):
     def report(self, report: Any, *, raises: bool) -> None:
         """Hands an audit's report to the training thread, which raises it if it has to."""
 
-    def leave(self) -> None:
-        """The process ends, together with all others."""
+    def leave(self, problem: str) -> None:
+        """The process ends, together with all others.
+
+        Args:
+            problem: Why the state is not saved; empty when it is.
+        """
 
     def measure(self, trial: Trial) -> tuple[float | None, int]:
         """The mean of the trial's metric since `keep_copy`, or before now when there is no copy.

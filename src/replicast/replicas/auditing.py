@@ -1,8 +1,7 @@
 """When a job is audited, what may differ, and where it is written down.
 
-The training threads digest the state at boundaries that the plan names, and go on. Worker 0 compares in the
-background; a difference is looked into at one of the next boundaries, where all stand still
-(`replicast.protocol.audits`).
+The training threads digest the state at boundaries that the plan names, and go on. Worker 0 compares; a
+difference is examined at one of the next boundaries, where all stand still (`core/operations/audit.py`).
 """
 
 from __future__ import annotations
@@ -10,29 +9,35 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from replicast.audit import AuditReport, Policy, checked_policy
-from replicast.auditfiles import append_audit, audit_requests
+from replicast.audit import AuditReport, Declared, Difference, Policy, checked_policy
+from replicast.auditfiles import append_audit
+from replicast.core.commands import Ended
+from replicast.core.operations.audit import AuditReport as CoreReport
+from replicast.core.refusal import Refusal
 from replicast.edits import FLOAT_DTYPES
-from replicast.errors import ClusterError
-from replicast.protocol import Member
-from replicast.protocol.examining import diverged
+from replicast.errors import ClusterError, ReplicasDiverged
+from replicast.runtime import Session
 from replicast.schema import Schema
 
 logger = logging.getLogger("replicast")
 
+MOST_REPORTS = 1000
+_MOST_NAMED = 5
+
 
 @dataclass(frozen=True, slots=True)
 class AuditPlan:
-    """When replicas are compared, and what becomes of a difference.
+    """When replicas are compared, and what happens when they differ.
 
     Attributes:
-        every: After so many steps; None for never.
-        policy: What becomes of a difference.
+        every: After this number of steps; None for never.
+        policy: What happens when they differ.
         ends: Whether also at the end of every epoch and of the training.
     """
 
@@ -48,10 +53,11 @@ class AuditPlan:
 
 
 class Auditing:
-    """One worker's audits. For its training thread.
+    """One worker's audits. For its training thread, unless a method says otherwise.
 
     Args:
-        member: Its part in the protocol.
+        session: Its part in the job.
+        schema: The variables.
         run_dir: Where worker 0 writes what was found, if anywhere.
         plan: When audits are made, unless a training has a plan of its own. The same on all workers.
 
@@ -59,59 +65,64 @@ class Auditing:
         ClusterError: The workers have different plans, or different variables may differ.
     """
 
-    def __init__(self, member: Member, run_dir: Path | None, plan: AuditPlan) -> None:
-        self._member = member
+    def __init__(self, session: Session, schema: Schema, run_dir: Path | None, plan: AuditPlan) -> None:
+        self._session = session
+        self._schema = schema
         self._run_dir = run_dir
         self._usual = plan
         self._plan = plan
         self._plans = 0
-        self._looked_at = -1
-        self._complained = False
-        if member.channel.rank == 0 and run_dir is not None:
-            member.examiner.on_report = self._write
-            member.examiner.requests = self._requests
+        self._audited_at = -1
+        self._warned = False
+        self._reports: deque[AuditReport] = deque(maxlen=MOST_REPORTS)
+        session.replica.on_report = self._on_report
         self.plan(plan)
 
     @property
     def reports(self) -> Sequence[AuditReport]:
-        """What audits have found so far, the latest last."""
-        return tuple(self._member.examiner.reports)
+        """What audits have found so far, the latest last. Any thread."""
+        return tuple(self._reports)
+
+    @property
+    def policy(self) -> Policy:
+        """What happens when replicas differ. Any thread."""
+        return self._plan.policy
 
     def plan(self, plan: AuditPlan) -> None:
         """Sets when audits are made. All workers call it; blocks until they have."""
-        channel = self._member.channel
-        mine = json.dumps([plan.every, plan.policy, plan.ends, sorted(self._member.examiner.declared)])
+        exchange, may_differ = self._session.exchange, sorted(self._session.replica.may_differ)
         self._plans += 1
-        said = channel.agree(f"audits/{self._plans}", mine, self._member.patience.begin_secs)
+        mine = json.dumps([plan.every, plan.policy, plan.ends, may_differ])
+        said = exchange.agree(f"audits/{self._plans}", mine, self._session.timeouts.join_secs)
         for worker, theirs in said.items():
             if theirs != said[0]:
                 raise ClusterError(
-                    f"Worker {worker} is to be audited otherwise than worker 0",
+                    f"Worker {worker} has other audit settings than worker 0",
                     remedy="Give audit_every, on_divergence and may_differ alike on all workers",
                     received=f"{theirs[:200]}, worker 0: {said[0][:200]}",
                 )
-        channel.forget_agreed(f"audits/{self._plans - 1}")  # all have heard it who have come to this one
+        exchange.forget_agreed(f"audits/{self._plans - 1}")  # all who have come to this one have heard it
         self._follow(plan)
 
     def after_step(self, steps: int) -> None:
-        """A boundary: looks if one is due."""
-        every, step = self._plan.every, self._member.gate.step
+        """A boundary: audits if one is due."""
+        every, step = self._plan.every, self._session.step
         if every is not None and step // every > (step - steps) // every:
-            self._look()
+            self._audit_in_passing()
 
     def after_epoch(self) -> None:
-        """The end of an epoch: looks if the plan says so."""
+        """The end of an epoch: audits if the plan says so."""
         if self._plan.ends and self._plan.every is not None:
-            self._look()
+            self._audit_in_passing()
 
     def after_training(self) -> None:
-        """The end of the training: looks once more if the plan says so.
+        """The end of the training: audits once more if the plan says so.
 
-        Also at a boundary that was looked at: callbacks may have changed something since.
+        Also at a boundary that was audited: callbacks may have changed something since.
         """
         if self._plan.ends and self._plan.every is not None:
-            self._looked_at = -1
-            self._look()
+            self._audited_at = -1
+            self._audit_in_passing()
 
     def training_ended(self) -> None:
         """The plan is the usual one again. All workers come here."""
@@ -124,37 +135,101 @@ class Auditing:
             ReplicasDiverged: They differ, and the policy is to raise, or they could not be healed.
         """
         policy = self._usual.policy if policy is None else checked_policy(policy)
-        self._member.pause(f"audit\n{policy}")
-        report = self._member.examiner.reports[-1]
-        if report.outcome == "raised":
-            raise diverged(report, self._member.gate.trial_ends)
-        return report
+        report = self._session.rest("audit", policy)
+        if isinstance(report, Refusal):
+            raise ClusterError(f"The audit could not be carried out: {report.problem}")
+        return self._add(report)
+
+    def ended(self, ended: Ended) -> None:
+        """Worker 0, in the event loop's thread: an audit is over."""
+        result = ended.outcome.result
+        if isinstance(result, CoreReport):
+            self._add(result)
+        elif isinstance(result, Refusal):
+            logger.warning("an audit could not be carried out: %s", result.problem)
 
     def _follow(self, plan: AuditPlan) -> None:
         self._plan = plan
-        self._member.examiner.policy = plan.policy
+        self._session.set_audit_policy(plan.policy)
 
-    def _look(self) -> None:
-        alone = self._member.channel.size == 1
-        if not alone and self._looked_at != self._member.gate.step:
-            self._looked_at = self._member.gate.step
-            self._member.examiner.look()
+    def _audit_in_passing(self) -> None:
+        alone = self._session.size == 1
+        if not alone and self._audited_at != self._session.step:
+            self._audited_at = self._session.step
+            seen = self._session.replica.examine_quietly()
+            self._session.report("audit", lambda: seen)
+
+    def _on_report(self, report: CoreReport, raises: bool) -> None:
+        """An audit for which all workers stand still: written down before anybody raises."""
+        added = self._add(report)
+        if raises:
+            self._session.raise_later(diverged(added, on_trial=self._session.replica.on_trial))
+
+    def _add(self, found: CoreReport) -> AuditReport:
+        """Once for each report, whoever brings it first; on worker 0 that is the event loop or training."""
+        known = next((one for one in list(self._reports) if one.number == found.number), None)
+        if known is not None:
+            return known
+        report = self._public(found)
+        self._reports.append(report)
+        if self._session.rank == 0:
+            log = logger.debug if report.equal else logger.warning
+            log("%s", "\n".join(report.lines()))
+            self._write(report)
+        return report
+
+    def _public(self, found: CoreReport) -> AuditReport:
+        return AuditReport(
+            number=found.number,
+            step=found.step,
+            time=found.time,
+            workers=self._session.size,
+            variables=len(self._schema),
+            nbytes=sum(variable.nbytes for variable in self._schema),
+            found_at=found.found_at,
+            last_equal=found.last_equal,
+            differences=tuple(
+                Difference(one.variable, one.groups, one.reference, one.rule, one.deviations)
+                for one in found.differences
+            ),
+            declared=tuple(Declared(name, differs) for name, differs in found.free.items()),
+            outcome=found.outcome,  # type: ignore[arg-type]
+            healed=found.healed,
+            digest_secs=found.digest_secs,
+            requests=found.asked_by,
+        )
 
     def _write(self, report: AuditReport) -> None:
-        """In a background thread of worker 0. A disk that is full does not stop the training."""
+        """A disk that is full does not stop the training."""
         try:
             if self._run_dir is not None:
                 append_audit(self._run_dir, report)
         except OSError as error:
-            if not self._complained:
-                self._complained = True
+            if not self._warned:
+                self._warned = True
                 logger.warning("what audits find cannot be written down: %s", error)
 
-    def _requests(self) -> tuple[str, ...]:
-        try:
-            return () if self._run_dir is None else audit_requests(self._run_dir)
-        except OSError:
-            return ()
+
+def diverged(report: AuditReport, *, on_trial: bool = False) -> ReplicasDiverged:
+    """The error of an audit that found a difference.
+
+    Args:
+        report: What it found.
+        on_trial: Whether it was found while an update is on trial.
+    """
+    named = "; ".join(str(difference) for difference in report.differences[:_MOST_NAMED])
+    more = len(report.differences) - _MOST_NAMED
+    rest = f"; and {more} more" if more > 0 else ""
+    also = f"; replicas.sync(source={report.differences[0].reference}) makes them equal"
+    if on_trial:
+        also += " when the trial under way is over; before that it is refused"
+    return ReplicasDiverged(
+        f"At step {report.step} the replicas are not equal in {len(report.differences)} of "
+        f"{report.variables} variables, since {report.since}: {named}{rest}. "
+        f'on_divergence="heal" repairs this by itself, unless the log of worker 0 says why not{also}.',
+        worker=report.differences[0].minority[0],
+        step=report.step,
+    )
 
 
 def declared(schema: Schema, patterns: Sequence[str], *, local_statistics: bool) -> frozenset[str]:

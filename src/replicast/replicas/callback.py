@@ -16,7 +16,7 @@ from replicast.strategy.resuming import ResumedEpoch, callbacks_of, go_on, pass_
 
 if TYPE_CHECKING:
     from replicast.replicas.auditing import AuditPlan
-    from replicast.replicas.recovery import Saves
+    from replicast.replicas.checkpoints import SavePlan
     from replicast.replicas.replicas import Replicas
 
 logger = logging.getLogger("replicast")
@@ -61,7 +61,7 @@ class BoundaryCallback(keras.callbacks.Callback):
     Give it to `fit` on all workers.
     """
 
-    def __init__(self, replicas: Replicas, saves: Saves, audits: AuditPlan) -> None:
+    def __init__(self, replicas: Replicas, saves: SavePlan, audits: AuditPlan) -> None:
         super().__init__()
         self._replicas = replicas
         self._saves = saves
@@ -84,11 +84,11 @@ class BoundaryCallback(keras.callbacks.Callback):
         self._replicas.training_begins()
         called_with = self.params or {}
         fit = Fit(called_with.get("epochs", 1), called_with.get("steps"))
-        self._resumed = self._replicas.recovery.take_resumed(fit)
+        self._resumed = self._replicas.training.begin_fit(fit)
         if self._is_over():
             pass_over(self.model, self._resumed.epoch, self._warn)
             return
-        self._replicas.recovery.plan(self._saves)
+        self._replicas.training.plan_saves(self._saves)
         self._replicas.auditing.plan(self._audits)
         if self._resumed.epoch >= fit.epochs or self._resumed.inside == "stopped":  # Keras ends it as it does
             pass_over(self.model, self._resumed.epoch, self._warn)
@@ -117,20 +117,20 @@ class BoundaryCallback(keras.callbacks.Callback):
                 remedy="Give fit one replicas.callback(...), with all that it is to do",
             )
         self._first_step = batch
-        self._replicas.recovery.goes_on()
+        self._replicas.training.goes_on()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """A boundary."""
         steps = batch - self._first_step + 1
         position = self._position(batch)
         ends = self._last_of_all is not None and position.epoch > self._epoch
-        self._replicas.recovery.reached(position, logs, batches=batch + 1, epoch_ends=ends)
+        self._replicas.training.reached(position, logs, batches=batch + 1, epoch_ends=ends)
         self._replicas.boundary(steps=steps, logs=logs, batches=0)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """The end of an epoch is where the next one begins."""
         self._resumed_epoch.ended()
-        self._replicas.recovery.reached(Position(epoch + 1), logs)
+        self._replicas.training.reached(Position(epoch + 1), logs)
         self._replicas.auditing.after_epoch()
         if self._last_of_all is None:
             self._save_epoch()
@@ -139,32 +139,32 @@ class BoundaryCallback(keras.callbacks.Callback):
         """Settles what was proposed during training, so that nothing waits for a step that never comes."""
         start_at_epoch(self.model, 0)
         self._replicas.begin_epoch(None)
-        recovery, others = self._replicas.recovery, callbacks_of(self.model)
+        training, others = self._replicas.training, callbacks_of(self.model)
         if others is not None and self._last_of_all in others:
             others.remove(self._last_of_all)
         self._last_of_all = None
         if self._is_over():
-            recovery.held.put_back()
+            training.frozen_variables.put_back()
             self._replicas.training_ends()
-            recovery.held.keep()
+            training.frozen_variables.keep()
             return
-        recovery.ended(stopped=self._is_stopped())
+        training.end_fit(stopped=self._is_stopped())
         self._replicas.training_ends()
         self._replicas.proposing.comes_to("fit", self._replicas.step)
 
-    # What is proposed at the same moment of training has the same id in every life of the job, also in one
-    # that begins there.
+    # What is proposed at the same moment of training has the same id in every attempt, also in one that
+    # begins there.
 
     def _all_began(self) -> None:
         """A learning rate that was changed when the epoch began is in a state that was saved later in it."""
         self._replicas.proposing.comes_to("epoch", self._replicas.step - self._resumed.batch)
         if self._resumed.batch:
             of_optimizers = (each for each in self._replicas.schema if each.kind == "optimizer")
-            self._replicas.recovery.held.keep(each.name for each in of_optimizers if not each.shape)
+            self._replicas.training.frozen_variables.keep(each.name for each in of_optimizers if not each.shape)
 
     def _epoch_began(self) -> None:
-        self._replicas.recovery.held.put_back()
-        self._replicas.recovery.held.release()
+        self._replicas.training.frozen_variables.put_back()
+        self._replicas.training.frozen_variables.release()
         goes_on = self._resumed.batch and self._epoch == self._resumed.epoch
         self._replicas.proposing.comes_to("batch" if goes_on else "first", self._replicas.step)
 
@@ -178,11 +178,11 @@ class BoundaryCallback(keras.callbacks.Callback):
     def _save_epoch(self) -> None:
         """The epoch has ended, for all callbacks where they could be found."""
         if self._is_stopped():
-            self._replicas.recovery.ended(stopped=True)
-        self._replicas.recovery.after_epoch()
+            self._replicas.training.end_fit(stopped=True)
+        self._replicas.training.after_epoch()
 
     def _is_over(self) -> bool:
-        """Whether this training was done in an earlier life of the job, and is passed over."""
+        """Whether this training was done in an earlier attempt, and is passed over."""
         return self._resumed.inside == "over"
 
     def _is_stopped(self) -> bool:

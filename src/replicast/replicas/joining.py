@@ -17,17 +17,21 @@ from replicast.config import read_launch
 from replicast.errors import ClusterError, NotSupported, ReplicastError
 from replicast.fence import Fence, check_free
 from replicast.guard import Guard, checked_guard
-from replicast.journal import AnyJournal, Journal, MemoryJournal
-from replicast.protocol import Channel, Coordinator, Member, Patience
+from replicast.checkpoint import CheckpointStore
+from replicast.core.operation import Timeouts
 from replicast.replicas.auditing import Auditing, AuditPlan, declared
-from replicast.replicas.expecting import Expectation
-from replicast.replicas.housekeeping import Housekeeping
+from replicast.replicas.checkpoints import Checkpoints
+from replicast.replicas.expectation import Expectation
 from replicast.replicas.proposing import Proposing
-from replicast.replicas.recovery import Recovery
+from replicast.replicas.run_files import RunFiles
+from replicast.replicas.training import Training
 from replicast.replicas.uncounted import Uncounted
 from replicast.runfiles import FORMAT, RunInfo, clean_run, read_run_info, write_run_info
+from replicast.runtime import Channel, Exchange, Session, Writer
+from replicast.storage.journal import FileJournal, MemoryJournal
+from replicast.storage.saved import saved_of
 from replicast.strategy import KerasState, Strategy, optimizers_by_name
-from replicast.transport import open_transport
+from replicast.transport import Transport, open_transport
 from replicast.validate import Limits
 
 logger = logging.getLogger("replicast")
@@ -42,7 +46,7 @@ class Settings:
     Attributes:
         name: Tells the keys of this model's updates from those of another; the same on all workers.
         run_dir: Where files go, if anywhere.
-        attempt: Which life of the job this is.
+        attempt: Which start of the job this is.
         durable: Whether the journal is on disk.
         audits: When replicas are compared, outside of `fit`.
         may_differ: Patterns of the names of those variables that may differ.
@@ -53,7 +57,7 @@ class Settings:
     attempt: int
     durable: bool
     limits: Limits
-    patience: Patience
+    timeouts: Timeouts
     guard: Guard | None
     audits: AuditPlan
     may_differ: tuple[str, ...]
@@ -64,9 +68,11 @@ class Parts:
     """What exists once the model is built."""
 
     state: KerasState
-    member: Member
-    housekeeping: Housekeeping
-    recovery: Recovery
+    session: Session
+    transport: Transport
+    run_files: RunFiles
+    checkpoints: Checkpoints
+    training: Training
     auditing: Auditing
     proposing: Proposing
     uncounted: Uncounted
@@ -77,7 +83,7 @@ def settle(
     run_dir: Path | None,
     durability: Durability | None,
     limits: Limits | None,
-    patience: Patience | None,
+    timeouts: Timeouts | None,
     guard: Guard | None,
     audits: AuditPlan,
     may_differ: Sequence[str],
@@ -101,7 +107,7 @@ def settle(
         attempt=launch.attempt,
         durable=durability != "memory" and run_dir is not None,
         limits=Limits() if limits is None else limits,
-        patience=Patience() if patience is None else patience,
+        timeouts=Timeouts() if timeouts is None else timeouts,
         guard=checked_guard(guard),
         audits=audits,
         may_differ=(may_differ,) if isinstance(may_differ, str) else tuple(may_differ),
@@ -128,7 +134,7 @@ def join(
 ) -> Parts:
     """Joins the other workers and starts the threads. All workers come here, each with a built model.
 
-    Blocks until they have, at most `patience.begin_secs`, then names who is missing.
+    Blocks until they have, at most `timeouts.join_secs`, then names who is missing.
     """
     with strategy.scope():
         optimizers = optimizers_by_name(model, optimizer)
@@ -140,41 +146,61 @@ def join(
         settings.guard.check_patterns(state.schema)
     local = strategy.statistics == "local"
     may_differ = declared(state.schema, settings.may_differ, local_statistics=local)
-    channel = Channel(strategy.coordination, settings.name, strategy.rank, strategy.size, strategy.has_left)
-    if strategy.rank == 0 and settings.run_dir is not None:
+    rank, size, timeouts = strategy.rank, strategy.size, settings.timeouts
+    exchange = Exchange(strategy.coordination, settings.name, rank, size, strategy.has_left)
+    if rank == 0 and settings.run_dir is not None:
         check_free(settings.run_dir)
         # Before the others hear of this worker: until then none of them writes.
         with contextlib.suppress(OSError):  # Whatever is wrong with the disk, the first write will say.
             clean_run(settings.run_dir)
-    _check_same_model(channel, state, settings.patience)
-    accelerated = channel.agree("accelerator", str(state.on_accelerator), settings.patience.begin_secs)
+    _check_same_model(exchange, state, timeouts.join_secs)
+    accelerated = exchange.agree("accelerator", str(state.on_accelerator), timeouts.join_secs)
     state.fingerprints_on_device = str(True) in accelerated.values()  # one kind, or none could be compared
-    member = Member(
-        channel,
-        open_transport(strategy.coordination, strategy.rank, strategy.size, os.environ),
+    transport = open_transport(strategy.coordination, rank, size, os.environ)
+    fence = writer = store = None
+    if rank == 0:
+        fence = None if settings.run_dir is None else Fence(settings.run_dir, settings.attempt)
+        writer, store = _writer(state, size, settings, fence)
+    session = Session(
+        exchange,
+        Channel(strategy.coordination, settings.name, rank, size),
+        transport,
         state,
-        patience=settings.patience,
+        writer=writer,
+        attempt=settings.attempt,
+        timeouts=timeouts,
         limits=settings.limits,
+        guard=settings.guard,
+        audit_policy=settings.audits.policy,
         check=strategy.check_job,
     )
-    member.trained = strategy.transfers_started
-    member.guard = settings.guard
-    member.examiner.declared = may_differ
-    member.start()
-    fence = None
-    if strategy.rank == 0:
-        fence = None if settings.run_dir is None else Fence(settings.run_dir, settings.attempt)
-        _coordinate(member, settings, fence)
-    housekeeping = Housekeeping(member, settings.run_dir, settings.attempt, fence)
-    housekeeping.start()
-    recovery = Recovery(member, state, settings.run_dir, settings.attempt, fence)
-    auditing = Auditing(member, settings.run_dir, settings.audits)
-    uncounted = Uncounted(member, housekeeping, optimizers.values())
-    return Parts(state, member, housekeeping, recovery, auditing, Proposing(member), uncounted, optimizers)
+    session.replica.trained = strategy.transfers_started
+    session.replica.may_differ = may_differ
+    session.start()
+    if rank != 0 and settings.run_dir is not None:
+        store = CheckpointStore(settings.run_dir)
+    run_files = RunFiles(session, settings.run_dir, settings.attempt, fence)
+    run_files.start()
+    checkpoints = Checkpoints(session, state, store, settings.attempt)
+    auditing = Auditing(session, state.schema, settings.run_dir, settings.audits)
+    if writer is not None:
+        _connect(session, writer, checkpoints, auditing, settings)
+    return Parts(
+        state=state,
+        session=session,
+        transport=transport,
+        run_files=run_files,
+        checkpoints=checkpoints,
+        training=Training(session, state, checkpoints),
+        auditing=auditing,
+        proposing=Proposing(session),
+        uncounted=Uncounted(session, run_files, optimizers.values()),
+        optimizers=optimizers,
+    )
 
 
-def _check_same_model(channel: Channel, state: KerasState, patience: Patience) -> None:
-    schemas = channel.agree("schema", state.schema.digest(), patience.begin_secs)
+def _check_same_model(exchange: Exchange, state: KerasState, timeout_secs: float) -> None:
+    schemas = exchange.agree("schema", state.schema.digest(), timeout_secs)
     differing = [worker for worker, digest in schemas.items() if digest != schemas[0]]
     if differing:
         raise ClusterError(
@@ -184,22 +210,39 @@ def _check_same_model(channel: Channel, state: KerasState, patience: Patience) -
         )
 
 
-def _coordinate(member: Member, settings: Settings, fence: Fence | None) -> None:
-    journal: AnyJournal = MemoryJournal()
-    if settings.run_dir is not None and fence is not None:
-        size = member.channel.size
-        _say_if_other_size(settings.run_dir, size)
-        schema, now = member.state.schema, time.time()
-        info = RunInfo(FORMAT, schema, size, settings.attempt, now, journaled=settings.durable)
-        write_run_info(fence, info)
-        if settings.durable:
-            journal = Journal(settings.run_dir, fence)
-            journal.clean()
-        member.examiner.expected = Expectation(member, settings.run_dir, journal).fingerprint
-    Coordinator(member, journal, durable=settings.durable, attempt=settings.attempt).start()
+def _writer(
+    state: KerasState, size: int, settings: Settings, fence: Fence | None
+) -> tuple[Writer, CheckpointStore | None]:
+    """Worker 0: where entries and checkpoints go."""
+    if settings.run_dir is None or fence is None:
+        return Writer(MemoryJournal()), None
+    _warn_if_other_size(settings.run_dir, size)
+    info = RunInfo(FORMAT, state.schema, size, settings.attempt, time.time(), journaled=settings.durable)
+    write_run_info(fence, info)
+    journal = FileJournal(settings.run_dir, fence) if settings.durable else MemoryJournal()
+    store = CheckpointStore(settings.run_dir, fence)
+    store.clean()
+    return Writer(journal, [saved_of(manifest) for manifest in store.list()]), store
 
 
-def _say_if_other_size(run_dir: Path, size: int) -> None:
+def _connect(
+    session: Session, writer: Writer, checkpoints: Checkpoints, auditing: Auditing, settings: Settings
+) -> None:
+    """Worker 0: who is told of what."""
+    writer.write_checkpoint = checkpoints.write
+    checkpoints.policy = lambda: auditing.policy
+    checkpoints.remove_payloads = writer.remove_payloads
+    writer.held_by_all = checkpoints.held_by_all
+    told = {"save": checkpoints.ended, "audit": auditing.ended}
+    session.on_ended = lambda ended: told.get(ended.kind, lambda _: None)(ended)
+    if settings.run_dir is not None:
+        expectation = Expectation(
+            session, session.replica.state, settings.run_dir, durable=settings.durable
+        )
+        session.replica.expectation = expectation.fingerprint
+
+
+def _warn_if_other_size(run_dir: Path, size: int) -> None:
     with contextlib.suppress(ReplicastError, OSError):
         before = read_run_info(run_dir).workers
         if before != size:

@@ -7,8 +7,8 @@ import uuid
 from typing import Any
 
 from replicast.errors import UpdateRefused
-from replicast.protocol import Member, Ticket
-from replicast.protocol.functions import Function
+from replicast.runtime import Session, Ticket
+from replicast.runtime.functions import Function
 from replicast.trial import Trial
 from replicast.update import Update
 
@@ -16,27 +16,28 @@ from replicast.update import Update
 class Proposing:
     """Checks what can be checked at once, and hands proposals to the protocol. Any thread may call."""
 
-    def __init__(self, member: Member) -> None:
-        self._member = member
-        self._rank = member.channel.rank
-        self._size = member.channel.size
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._rank = session.rank
+        self._size = session.size
+        self._has_trained = False
         self._last: dict[str, tuple[str, int]] = {}
         self._moment = (-1, "")
 
     def comes_to(self, moment: str, step: int) -> None:
         """What the training thread proposes from here to the next boundary belongs to this moment.
 
-        Without a word, it belongs to the boundary before; to step 0 if there is none in this life.
+        Otherwise it belongs to the boundary before; to step 0 if there is none in this attempt.
 
         Args:
             moment: Its name, a word.
-            step: The last step before it: in a life that begins behind it, an earlier one than that of now.
+            step: The last step before it: in an attempt that begins behind it, an earlier one than now.
         """
-        self._moment = self._member.gate.step, f"step-{step}-{moment}"
+        self._moment = self._session.step, f"step-{step}-{moment}"
 
     def go_on(self) -> None:
         """The training goes on behind the step at which it stands: what is proposed belongs there."""
-        self._member.has_arrived = True
+        self._has_trained = True
 
     def propose(
         self,
@@ -64,47 +65,47 @@ class Proposing:
                 received=type(update).__name__,
             )
         runs_on = self._rank if source is None else checked_worker(source, self._size)
-        if runs_on != self._rank and not self._member.in_training_thread():
+        if runs_on != self._rank and not self._session.in_training_thread():
             raise UpdateRefused(
                 f"A function for worker {runs_on} cannot be sent there by worker {self._rank}",
                 remedy=f"Propose it on worker {runs_on}, or in the training thread of every worker",
             )
         # Out of the training thread it is at no certain step, and a restarted job does not propose it again.
-        in_step = self._member.in_training_thread()
+        in_step = self._session.in_training_thread()
         id_ = self._next_id(f"function-{runs_on}") if in_step else f"function-{runs_on}-{uuid.uuid4().hex}"
         if self._is_past(at_step):
             return self._refused(id_, at_step)
-        return self._member.propose_function(id_, update, runs_on, at_step, trial)
+        return self._session.propose_function(id_, update, runs_on, at_step, trial)
 
     def _propose_update(
         self, update: Update, source: int | None, at_step: int | None, trial: Trial | None = None
     ) -> Ticket:
         if source is not None:
             raise UpdateRefused("source is for functions: an update's values are given", received=f"{source}")
-        if not update.id_was_given and self._member.in_training_thread():
+        if not update.id_was_given and self._session.in_training_thread():
             update = update.with_id(self._next_id(f"worker-{self._rank}"))
         if self._is_past(at_step):
             return self._refused(update.id, at_step)
-        return self._member.propose(update.signed(f"worker {self._rank}"), at_step, trial)
+        return self._session.propose(update.signed(f"worker {self._rank}"), at_step, trial)
 
     def _is_past(self, at_step: int | None) -> bool:
-        return at_step is not None and at_step <= self._member.gate.step
+        return at_step is not None and at_step <= self._session.step
 
     def _refused(self, id_: str, at_step: int | None) -> Ticket:
-        step = self._member.gate.step
+        step = self._session.step
         error = UpdateRefused(
             f"Step {at_step} is past", expected=f"a step after {step}", received=f"at_step={at_step}"
         )
-        return self._member.refuse(id_, error)
+        return self._session.refuse(id_, error)
 
     def _next_id(self, prefix: str) -> str:
         """An id that a restarted job gives to the same proposal, so that it is applied once all the same.
 
         For the training thread. What a script proposes before it trains has step 0, also after a restore.
         """
-        step = self._member.gate.step
+        step = self._session.step
         since, moment = self._moment
-        now = moment if since == step else f"step-{step if self._member.has_arrived else 0}"
+        now = moment if since == step else f"step-{step if self._has_trained else 0}"
         last, count = self._last.get(prefix, (now, 0))
         count = count + 1 if last == now else 1
         self._last[prefix] = (now, count)

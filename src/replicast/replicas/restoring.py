@@ -32,10 +32,13 @@ from replicast.config import host_id
 from replicast.edits import Edit, Operation
 from replicast.errors import CheckpointError, FileDamaged, JobFailed, ReplicastError
 from replicast.mapping import fresh_memory
-from replicast.protocol import Member
+from replicast.core.entries import Saved
 from replicast.replicas.position import Position
-from replicast.state import Arrays
-from replicast.transport import Parcel
+from replicast.runtime import Exchange, Session
+from replicast.runtime.codec import decode, encode
+from replicast.state import Arrays, State
+from replicast.storage.saved import saved_of
+from replicast.transport import Parcel, Transport
 from replicast.transport.layout import arrays_in, lay_out
 
 logger = logging.getLogger("replicast")
@@ -63,13 +66,42 @@ class Restored:
     holds: frozenset[int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """What a worker needs to take part."""
+
+    session: Session
+    state: State
+    transport: Transport
+
+    @property
+    def exchange(self) -> Exchange:
+        return self.session.exchange
+
+    @property
+    def rank(self) -> int:
+        return self.session.rank
+
+    @property
+    def secs(self) -> float:
+        return self.session.timeouts.join_secs
+
+
 def restore(
-    member: Member, store: CheckpointStore, number: int, step: int | None, partial: bool
+    session: Session,
+    state: State,
+    transport: Transport,
+    store: CheckpointStore,
+    number: int,
+    step: int | None,
+    partial: bool,
 ) -> Restored | None:
     """Gives all workers the state of a checkpoint. All of them call it; blocks until all have it.
 
     Args:
-        member: This worker's part in the protocol.
+        session: This worker's part in the job.
+        state: The variables.
+        transport: How bytes reach workers that do not see the directory.
         store: What worker 0 reads. The others need not see the directory; where they do, they read too.
         number: How often this was called before: the same on all workers.
         step: Which one. Default: the last that is whole; worker 0 says what is wrong with later ones.
@@ -82,66 +114,62 @@ def restore(
         CheckpointError: There is none of that step, it is of another model or damaged, or training has begun.
             Nothing has changed then.
     """
+    worker = _Worker(session, state, transport)
+    _check_not_begun(session)
     damaged: dict[int, str] = {}
     told: dict[str, Any] | None = None
+    saved: Saved | None = None
     for turn in itertools.count():
         what = f"restore/{number}/{turn}"
-        reader = _tell_plan(member, store, what, number, step, partial, damaged)
-        told = _hear_plan(member, what)
+        reader = _tell_plan(worker, store, what, step, partial, damaged)
+        saved = None if reader is None else saved_of(reader.manifest)
+        told = _hear_plan(worker, what)
         if told is None:
             break
-        problem = _take(member, store, what, reader, told)
+        problem = _take(worker, store, what, reader, told)
         if not problem:
             break
         damaged[told["step"]] = problem  # The same on all workers, who look for another one together.
-    if member.channel.rank == 0:
-        member.channel.tell(
-            f"restore/{number}/stands", str(member.gate.step if told is None else told["step"])
-        )
     if told is None:
         return None
-    _warn(member, told, damaged)
-    member.trying.measures.recall(json.loads(told["measured"]))
+    _warn(worker, told, damaged)
+    holds = frozenset(told["holds"])
+    session.replica.measures.recall(json.loads(told["measured"]))
+    session.start_from(saved or Saved(told["step"], 0, holds, (), None))
     return Restored(
         step=told["step"],
         position=Position(told["epoch"], told["batch"]).at(told["script"]),
         left_out=tuple(told["left_out"]),
-        holds=frozenset(range(1, told["sequence"] + 1)) - set(told["later"]),
+        holds=holds,
     )
 
 
 def _tell_plan(
-    member: Member,
+    worker: _Worker,
     store: CheckpointStore,
     what: str,
-    number: int,
     step: int | None,
     partial: bool,
     damaged: dict[int, str],
 ) -> CheckpointReader | None:
     """Worker 0 says what will be restored, or why nothing can be."""
-    if member.channel.rank != 0:
+    if worker.rank != 0:
         return None
     reader: CheckpointReader | None = None
     plan: dict[str, Any] | None
     try:
-        _check_not_trained(member, number)
         reader = choose(store, step, damaged)
-        plan = None if reader is None else _plan(member, reader, partial)
+        plan = None if reader is None else _plan(worker, reader, partial)
     except (ReplicastError, OSError) as error:
         if reader is not None:
             reader.close()
         reader, plan = None, _described(error)
-    member.channel.tell(what, json.dumps(plan))
+    worker.exchange.tell(what, json.dumps(plan))
     return reader
 
 
-def _hear_plan(member: Member, what: str) -> dict[str, Any] | None:
-    timeout_secs = member.patience.begin_secs
-    text = member.channel.hear(what, timeout_secs)
-    if text is None:
-        raise JobFailed(f"worker 0 did not read a checkpoint within {timeout_secs:.0f} s", worker=0)
-    told: dict[str, Any] | None = json.loads(text)
+def _hear_plan(worker: _Worker, what: str) -> dict[str, Any] | None:
+    told: dict[str, Any] | None = json.loads(worker.exchange.hear(what, worker.secs))
     if told is not None and "error" in told:
         raise CheckpointError(told["error"], **told["fields"])
     return told
@@ -156,20 +184,19 @@ def _described(error: Exception) -> dict[str, Any]:
     return {"error": error.problem, "fields": fields | {"path": error.path and str(error.path)}}
 
 
-def _check_not_trained(member: Member, number: int) -> None:
-    """Refused before a state changes, not behind it. Where training stood is worker 0's own word."""
-    stood = "0" if number == 1 else member.channel.hear(f"restore/{number - 1}/stands", 0.1)
-    if stood is not None and int(stood) != member.gate.step:
+def _check_not_begun(session: Session) -> None:
+    """Refused before a state changes, not after."""
+    if session.begun:
         raise CheckpointError(
             "restore() has to come before training",
-            expected=f"step {stood}",
-            received=f"step {member.gate.step}",
-            remedy="Call it before fit or the first boundary; to go back, start the script again",
+            expected="no fit, boundary, sync, save or audit before it",
+            received=f"step {session.step}",
+            remedy="Call it first; to go back, start the script again",
         )
 
 
-def _warn(member: Member, told: dict[str, Any], damaged: dict[int, str]) -> None:
-    if member.channel.rank == 0:
+def _warn(worker: _Worker, told: dict[str, Any], damaged: dict[int, str]) -> None:
+    if worker.rank == 0:
         for step, problem in sorted(damaged.items()):
             logger.warning(
                 "THE CHECKPOINT OF STEP %d IS DAMAGED, that of step %d is restored instead. %s",
@@ -180,37 +207,37 @@ def _warn(member: Member, told: dict[str, Any], damaged: dict[int, str]) -> None
 
 
 def _take(
-    member: Member, store: CheckpointStore, what: str, reader: CheckpointReader | None, told: dict[str, Any]
+    worker: _Worker, store: CheckpointStore, what: str, reader: CheckpointReader | None, told: dict[str, Any]
 ) -> str:
     """All workers read or receive the checkpoint.
 
     Returns:
         What is wrong with its bytes, the same on all workers; no state has changed then.
     """
-    channel, patience = member.channel, member.patience
+    exchange = worker.exchange
     with contextlib.ExitStack() as closing:
         if reader is None:
             reader = _see(store, told)
         if reader is not None:
             closing.enter_context(reader)
-        seen = channel.agree(f"{what}/sees", "" if reader is None else "yes", patience.begin_secs)
+        seen = exchange.agree(f"{what}/sees", "" if reader is None else "yes", worker.secs)
         if reader is not None and told["nbytes"] <= MOST_AT_ONCE and all(seen.values()):
-            return _read_all(member, reader, what, told)
-        source = reader if channel.rank == 0 else None
-        problem = _check_first(member, source, what, told)
+            return _read_all(worker, reader, what, told)
+        source = reader if worker.rank == 0 else None
+        problem = _check_first(worker, source, what, told)
         if not problem:
-            _receive_all(member, source, what, told)
+            _receive_all(worker, source, what, told)
         return problem
 
 
-def _plan(member: Member, reader: CheckpointReader, partial: bool) -> dict[str, Any]:
+def _plan(worker: _Worker, reader: CheckpointReader, partial: bool) -> dict[str, Any]:
     """What all workers must know of a checkpoint.
 
     Raises:
         CheckpointError: It is of another model.
     """
     manifest = reader.manifest
-    differing = differences(member.state.schema, manifest.schema)
+    differing = differences(worker.state.schema, manifest.schema)
     if differing and not partial:
         said = "; ".join(f"{d.name}: expected {d.expected}, received {d.received}" for d in differing[:10])
         more = f" and {len(differing) - 10} more" if len(differing) > 10 else ""
@@ -219,8 +246,8 @@ def _plan(member: Member, reader: CheckpointReader, partial: bool) -> dict[str, 
             "partial=True takes what fits"
         )
     differs = {difference.name for difference in differing}
-    left_out = [variable.name for variable in member.state.schema if variable.name in differs]
-    names = [variable.name for variable in member.state.schema if variable.name not in differs]
+    left_out = [variable.name for variable in worker.state.schema if variable.name in differs]
+    names = [variable.name for variable in worker.state.schema if variable.name not in differs]
     return {
         "host": host_id(os.environ),
         "nbytes": manifest.nbytes,
@@ -228,10 +255,9 @@ def _plan(member: Member, reader: CheckpointReader, partial: bool) -> dict[str, 
         "step": manifest.step,
         "epoch": manifest.epoch,
         "batch": manifest.batch,
-        "script": manifest.extra.get("script"),
-        "sequence": manifest.sequence,
-        "later": list(manifest.extra.get("committed_for_later", ())),
-        "measured": manifest.extra.get("measured", "[]"),
+        "script": manifest.script,
+        "holds": sorted(manifest.holds),
+        "measured": manifest.measured,
         "names": names,
         "left_out": sorted(left_out),
         "digests": {name: manifest.digests[name] for name in names},
@@ -252,37 +278,37 @@ def _see(store: CheckpointStore, told: dict[str, Any]) -> CheckpointReader | Non
     return reader
 
 
-def _read_all(member: Member, reader: CheckpointReader, what: str, told: dict[str, Any]) -> str:
+def _read_all(worker: _Worker, reader: CheckpointReader, what: str, told: dict[str, Any]) -> str:
     """Every worker reads for itself. No state changes before all have read all of it, and found it right.
 
     Returns:
         What is wrong with what was read, by any of them.
     """
     names: list[str] = told["names"]
-    values = _memory_for(member, names)
+    values = _memory_for(worker, names)
     try:
         wrong = [name for name in names if not reader.read_into(name, values[name])]
         problem = f"the bytes of {', '.join(wrong[:5])} are not those that were written" if wrong else ""
     except FileDamaged as error:
         problem = error.problem.removesuffix(f". {advice(reader.path)}")
-    verdicts = member.channel.agree(f"{what}/read", problem, member.patience.begin_secs)
-    found = [f"worker {worker} reads: {verdict}" for worker, verdict in verdicts.items() if verdict]
+    verdicts = worker.exchange.agree(f"{what}/read", problem, worker.secs)
+    found = [f"worker {rank} reads: {verdict}" for rank, verdict in verdicts.items() if verdict]
     if found:
         file = reader.path / "state.safetensors"
         return str(FileDamaged(file, f"{'; '.join(found[:3])[:500]}. {advice(reader.path)}"))
-    member.state.apply([Edit(Operation.ASSIGN, name, {"value": values[name]}) for name in names])
+    worker.state.apply([Edit(Operation.ASSIGN, name, {"value": values[name]}) for name in names])
     return ""
 
 
-def _memory_for(member: Member, names: Sequence[str]) -> Arrays:
+def _memory_for(worker: _Worker, names: Sequence[str]) -> Arrays:
     """Memory in which variables can live: TensorFlow takes it over."""
-    shapes = {variable.name: variable for variable in member.state.schema}
+    shapes = {variable.name: variable for variable in worker.state.schema}
     like = [np.broadcast_to(np.zeros((), dtype_of(shapes[name])), shapes[name].shape) for name in names]
     pieces, nbytes = lay_out(like)
     return dict(zip(names, arrays_in(fresh_memory(nbytes), Parcel("", 0, nbytes, pieces)), strict=True))
 
 
-def _check_first(member: Member, reader: CheckpointReader | None, what: str, told: dict[str, Any]) -> str:
+def _check_first(worker: _Worker, reader: CheckpointReader | None, what: str, told: dict[str, Any]) -> str:
     """Worker 0 looks at all bytes before any worker's state changes.
 
     Returns:
@@ -296,45 +322,35 @@ def _check_first(member: Member, reader: CheckpointReader | None, what: str, tol
                     pass  # Compared with its digest in passing.
         except FileDamaged as error:
             problem = str(error)
-        member.channel.tell(f"{what}/checked", problem)
-    timeout_secs = member.patience.begin_secs
-    said = member.channel.hear(f"{what}/checked", timeout_secs)
-    if said is None:
-        raise JobFailed(f"worker 0 did not look at the checkpoint within {timeout_secs:.0f} s", worker=0)
-    return said
+        worker.exchange.tell(f"{what}/checked", problem)
+    return worker.exchange.hear(f"{what}/checked", worker.secs)
 
 
-def _receive_all(member: Member, reader: CheckpointReader | None, what: str, told: dict[str, Any]) -> None:
-    channel, patience = member.channel, member.patience
-    for place, names in enumerate(_batches(member, told["names"])):
+def _receive_all(worker: _Worker, reader: CheckpointReader | None, what: str, told: dict[str, Any]) -> None:
+    exchange, transport = worker.exchange, worker.transport
+    for place, names in enumerate(_batches(worker, told["names"])):
         parcel_is = f"{what}/{place}"
         if reader is not None:
-            parcel = member.transport.publish(
-                f"{channel.name}-{what.replace('/', '-')}-{place}", [reader.read(name) for name in names]
-            )
-            channel.tell(parcel_is, json.dumps(parcel.to_json()))
-        text = channel.hear(parcel_is, patience.begin_secs)
-        if text is None:
-            raise JobFailed(
-                f"worker 0 did not send a checkpoint within {patience.begin_secs:.0f} s", worker=0
-            )
-        parcel = Parcel.from_json(json.loads(text))
-        values = member.transport.receive(parcel, patience.begin_secs)
+            parcel_id = f"{exchange.name}-{what.replace('/', '-')}-{place}"
+            parcel = transport.publish(parcel_id, [reader.read(name) for name in names])
+            exchange.tell(parcel_is, encode(parcel))
+        parcel = decode(exchange.hear(parcel_is, worker.secs))
+        values = transport.receive(parcel, worker.secs)
         edits = [Edit(Operation.ASSIGN, name, {"value": v}) for name, v in zip(names, values, strict=True)]
-        member.state.apply(edits)
-        found = member.state.digests(names)
+        worker.state.apply(edits)
+        found = worker.state.digests(names)
         wrong = [name for name in names if found[name] != told["digests"][name]]
-        verdicts = channel.agree(parcel_is, ",".join(wrong), patience.begin_secs)
-        member.transport.release(parcel.id)
-        for worker, verdict in verdicts.items():
+        verdicts = exchange.agree(parcel_is, ",".join(wrong), worker.secs)
+        transport.release(parcel.id)
+        for rank, verdict in verdicts.items():
             if verdict:
                 raise CheckpointError(
-                    f"Worker {worker} has other values than the checkpoint", variable=verdict.split(",")[0]
+                    f"Worker {rank} has other values than the checkpoint", variable=verdict.split(",")[0]
                 )
 
 
-def _batches(member: Member, names: list[str]) -> Iterator[list[str]]:
-    sizes = {variable.name: variable.nbytes for variable in member.state.schema}
+def _batches(worker: _Worker, names: list[str]) -> Iterator[list[str]]:
+    sizes = {variable.name: variable.nbytes for variable in worker.state.schema}
     batch: list[str] = []
     for name in names:
         if batch and sum(sizes[n] for n in batch) + sizes[name] > PARCEL_BYTES:

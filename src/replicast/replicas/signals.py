@@ -1,4 +1,4 @@
-"""SIGTERM as a wish to leave: what it does the first time, and what when it is repeated."""
+"""SIGTERM as a request to leave: what it does the first time, and what when it is repeated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from replicast.config import read_launch
-from replicast.protocol.leaving import Leaving, told_to_end
+from replicast.replicas.leaving import Leaving, told_to_end
 
 logger = logging.getLogger("replicast")
 
@@ -68,7 +68,7 @@ def on_sigterm(act: Callable[[], object], *, now: Callable[[], float] = time.mon
     return True
 
 
-def heed_sigterm(leaving: Leaving, leavings: list[Leaving]) -> None:
+def leave_on_sigterm(leaving: Leaving, leavings: list[Leaving]) -> None:
     """Has this model and all others of the script leave on SIGTERM.
 
     Args:

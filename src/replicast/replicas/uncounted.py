@@ -8,9 +8,9 @@ from typing import Any
 
 import keras
 
-from replicast.protocol import Member
-from replicast.replicas.housekeeping import Housekeeping
+from replicast.replicas.run_files import RunFiles
 from replicast.runfiles import WITHOUT_CALLBACK
+from replicast.runtime import Session
 
 logger = logging.getLogger("replicast")
 
@@ -23,12 +23,12 @@ class Uncounted:
 
     def __init__(
         self,
-        member: Member,
-        housekeeping: Housekeeping,
+        session: Session,
+        run_files: RunFiles,
         optimizers: Iterable[keras.optimizers.Optimizer],
     ) -> None:
-        self._member = member
-        self._housekeeping = housekeeping
+        self._session = session
+        self._run_files = run_files
         self._optimizers = tuple(optimizers)
         self._since: int | None = None
 
@@ -36,7 +36,7 @@ class Uncounted:
         """A `fit` of this model begins that was not given our callback."""
         if self._since is None:
             self._since = self._iterations()
-        self._housekeeping.waiting_for = WITHOUT_CALLBACK
+        self._run_files.waiting_for = WITHOUT_CALLBACK
 
     def count(self, known: int = 0) -> None:
         """The training thread is between steps again: what was trained meanwhile is one boundary.
@@ -47,10 +47,10 @@ class Uncounted:
         since, self._since = self._since, None
         if since is None:
             return
-        self._housekeeping.waiting_for = ""
+        self._run_files.waiting_for = ""
         steps = self._iterations() - since - known
         if steps > 0:
-            self._member.arrive(self._member.gate.step + steps)
+            self._session.arrive(self._session.step + steps)
 
     def _iterations(self) -> int:
         return max((int(each.iterations.numpy()) for each in self._optimizers), default=0)

@@ -89,7 +89,7 @@ class StateReplica:
         self.take_snapshot: Callable[[], Any] = lambda: None
         self.expectation: Callable[[str], str | None] = lambda name: None
         self.on_report: Callable[[Any, bool], None] = lambda report, raises: None
-        self.on_leave: Callable[[], None] = lambda: None
+        self.on_leave: Callable[[str], None] = lambda problem: None
         self.on_stage: Callable[[str, str], None] = lambda id_, stage: None
 
     # In the background.
@@ -254,9 +254,9 @@ class StateReplica:
         """As in `Replica`."""
         self.on_report(report, raises)
 
-    def leave(self) -> None:
+    def leave(self, problem: str) -> None:
         """As in `Replica`."""
-        self.on_leave()
+        self.on_leave(problem)
 
     def _to_be_equal(self, edits: Iterable[Edit]) -> list[Edit]:
         return [edit for edit in edits if edit.variable not in self.may_differ]

@@ -55,6 +55,8 @@ from replicast.validate import Limits, planned
 
 logger = logging.getLogger("replicast")
 
+UNBEGUN_SECS = 5.0
+"""How long a training thread waits for a ticket before training: nothing is decided until all workers begin."""
 _ToCoordinator = e.FromWorker | e.Written
 
 
@@ -77,6 +79,7 @@ class Session:
     Attributes:
         replica: This worker's copy of the state.
         exchange: See above.
+        begun: Whether what earlier attempts left is taken up: nothing is decided before.
         receipts: Those of all updates that were verified so far, in order, the same on every worker.
         on_ended: On worker 0: told of each operation that ended and that nobody holds a ticket for.
         on_inbox: On worker 0: told of each proposal from outside that has its outcome.
@@ -107,7 +110,7 @@ class Session:
         self._lock = threading.Lock()
         self.threads = Threads(on_death=lambda: self._gate.let_go())
         self._loop = Loop(self._handle, self.threads.stopping.is_set)
-        self._gate = Gate(self._check, self._performed)
+        self._gate = Gate(self.check, self._performed)
         self._outbox = self.threads.lane("outbox")
         self._preparing = self.threads.lane("prepare")
         self._releasing = self.threads.lane("release")
@@ -141,6 +144,7 @@ class Session:
         self._unique = f"worker-{self.rank}-{uuid.uuid4().hex[:12]}"
         self._tickets: dict[str, Ticket] = {}
         self._closed = False
+        self.begun = False
         self.receipts: list[Receipt] = []
         self.on_ended: Callable[[c.Ended], None] = lambda ended: None
         self.on_inbox: Callable[[str, Tell], None] = lambda ticket, tell: None
@@ -192,7 +196,7 @@ class Session:
             passes = self._worker.passes(step)
         if passes:
             self._gate.thread = threading.current_thread()
-            self._check()
+            self.check()
         else:
             self._gate.enter(lambda: self._loop.post(e.Arrived(step)))
 
@@ -214,6 +218,12 @@ class Session:
                 outcome.problem, remedy="Every worker must come to the same calls of replicast"
             )
         return outcome.result if isinstance(outcome, Outcome) else outcome
+
+    def begin(self) -> None:
+        """All workers are about to train, or to do something together: what earlier attempts left comes first."""
+        if not self.begun:
+            self.rest("begin")
+            self.begun = True
 
     def report(self, kind: str, value: Callable[[], Any]) -> None:
         """Reports what every worker does by itself at this boundary. Returns at once.
@@ -355,12 +365,13 @@ class Session:
         if ticket.done() or self._closed:
             return ticket.done()
         if self.in_training_thread():
-            awaited = e.Awaited(ticket.number, timeout)
+            secs = UNBEGUN_SECS if timeout is None and not self.begun else timeout
+            awaited = e.Awaited(ticket.number, secs)
             self._gate.enter(lambda: self._outbox.do(lambda: self._loop.post(awaited)))
             return ticket.done()
         ends = None if timeout is None else time.monotonic() + timeout
         while not ticket.wait(0.5 if ends is None else max(0.0, min(0.5, ends - time.monotonic()))):
-            self._check()
+            self.check()
             if ends is not None and time.monotonic() >= ends:
                 return False
         return True
@@ -487,6 +498,7 @@ class Session:
             for message in self._channel.receive_from(rank):
                 self._loop.post(e.FromWorker(rank, message))
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises when a thread or another worker has died."""
         self._check_elsewhere()
         self.threads.check()

@@ -27,6 +27,9 @@ class Writer:
         journal: Where entries go.
         checkpoints: What `Saved` entries exist already.
         write_checkpoint: Writes the state of a `Saved`, and says what came of it.
+
+    Attributes:
+        held_by_all: The sequence numbers of the updates that every kept checkpoint holds.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class Writer:
     ) -> None:
         self.journal = journal
         self.write_checkpoint = write_checkpoint
+        self.held_by_all: Callable[[], frozenset[int]] = frozenset
         self._checkpoints = checkpoints or []
 
     def start(self, threads: Threads) -> None:
@@ -58,6 +62,10 @@ class Writer:
             return
         update = parcels.prepared(entry.id, entry.digest) if isinstance(entry, Payload) else None
         self._entries.do(lambda: then(self._written(entry, update)))
+
+    def remove_payloads(self) -> None:
+        """Removes the payloads that no kept checkpoint needs. Returns at once."""
+        self._entries.do(lambda: self.journal.remove_payloads(self.held_by_all()))
 
     def _written(self, entry: Entry, update: Update | None) -> WriteOutcome:
         point = _POINTS_BEFORE.get(type(entry))

@@ -34,23 +34,29 @@ class Leave(Operation):
         """The coordinator's side."""
         yield Boundary()
         job.leaving = True
-        outcome = Outcome(Stage.VERIFIED, Refusal("A trial is under way: the state is not saved"))
+        refusal = Refusal("a trial is under way; the job goes on from the checkpoint before it")
+        outcome = Outcome(Stage.VERIFIED, refusal)
         if job.trial is None:
             try:
                 snapshots = yield Ask(TakeSnapshot(), None, job.timeouts.compute_secs, "take a snapshot")
                 outcome = yield from saved(job, snapshots)
             except Refuse as error:
                 outcome = Outcome(Stage.VERIFIED, error.refusal)
-        yield Go(Exit())
+        yield Go(Exit(outcome.result.problem if isinstance(outcome.result, Refusal) else ""))
         return outcome
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """Worker, in the training thread: end the process."""
+    """Worker, in the training thread: end the process.
 
+    Attributes:
+        problem: Why the state is not saved; empty when it is.
+    """
+
+    problem: str = ""
     in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> None:
         """When it has answered."""
-        replica.leave()
+        replica.leave(self.problem)

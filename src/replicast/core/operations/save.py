@@ -74,6 +74,8 @@ def saved(job: Job, snapshots: Snapshots) -> Generator[AnyRequest, Any, Outcome]
     """The checkpoint is durable, if the state was the same on all workers."""
     taken = {rank: one for rank, one in snapshots.items() if one is not None}
     first = taken[0]
+    if first.details is None:
+        return Outcome(Stage.VERIFIED)  # worker 0 has skipped it
     if len({one.step for one in taken.values()}) > 1:
         said = ", ".join(f"worker {rank} at step {one.step}" for rank, one in sorted(taken.items()))
         return Outcome(Stage.REFUSED, Refusal(f"The workers save at different steps: {said}"))
@@ -82,8 +84,6 @@ def saved(job: Job, snapshots: Snapshots) -> Generator[AnyRequest, Any, Outcome]
         job.open(Audit(job.new_id("audit")))
         problem = f"The state is not saved: worker {differing[0]} differs from worker 0 at step {first.step}"
         return Outcome(Stage.FAILED, Refusal(problem, differing, {"step": first.step}))
-    if first.details is None:
-        return Outcome(Stage.VERIFIED)  # worker 0 has skipped it
     yield EarlierStored()
     state = tuple(taken[rank].details for rank in sorted(taken))
     yield Record(Saved(first.step, job.attempt, first.holds, job.pending(), state))

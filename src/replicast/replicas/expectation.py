@@ -9,8 +9,9 @@ from typing import NamedTuple
 from replicast.checkpoint import CheckpointStore, Manifest
 from replicast.edits import Array, apply_edit
 from replicast.errors import ReplicastError
-from replicast.journal import AnyJournal, Record
-from replicast.protocol import Member
+from replicast.runtime import Session
+from replicast.state import State
+from replicast.storage.updates import CommittedUpdate, committed_updates, load_update
 
 logger = logging.getLogger("replicast")
 
@@ -19,10 +20,10 @@ MOST_BYTES = 2**30
 
 
 class _Place(NamedTuple):
-    """Where an audit is: as long as nothing of this changes, what was read counts."""
+    """Where an audit is: as long as nothing of this changes, what was read is valid."""
 
     step: int
-    applied: frozenset[int]
+    holds: frozenset[int]
     checkpoints_changed_at: int | None
 
 
@@ -30,20 +31,22 @@ class _Basis(NamedTuple):
     """The last checkpoint, and what this worker has applied since, in the journal's order."""
 
     last: Manifest
-    since: tuple[Record, ...]
+    since: tuple[CommittedUpdate, ...]
 
 
 class Expectation:
     """The last checkpoint, and what the journal has changed since. On worker 0, while all stand still.
 
     It is the truth for a variable that training has not changed since the checkpoint: one that is frozen, a
-    learning rate, or any at the very step of the checkpoint. Else no worker has it, and nothing is decided.
+    learning rate, or any at the very step of the checkpoint. Otherwise no worker has it, and nothing is decided.
     """
 
-    def __init__(self, member: Member, run_dir: Path, journal: AnyJournal) -> None:
-        self._member = member
+    def __init__(self, session: Session, state: State, run_dir: Path, *, durable: bool) -> None:
+        self._session = session
+        self._state = state
+        self._run_dir = run_dir
+        self._durable = durable
         self._store = CheckpointStore(run_dir)
-        self._journal = journal
         self._found_at: _Place | None = None
         self._found: _Basis | None = None
 
@@ -55,16 +58,16 @@ class Expectation:
         except (ReplicastError, OSError) as error:
             logger.warning("checkpoint and journal do not say what %s should be: %s", name, error)
             return None
-        return None if value is None else self._member.state.fingerprint_of(value)
+        return None if value is None else self._state.fingerprint_of(value)
 
     def _basis(self) -> _Basis | None:
         """What checkpoint and journal hold now: read once for all variables of an audit."""
-        applied = frozenset(self._member.applied)
-        place = _Place(self._member.gate.step, applied, self._checkpoints_changed_at())
+        holds = frozenset(self._session.replica.holds)
+        place = _Place(self._session.step, holds, self._checkpoints_changed_at())
         if place != self._found_at:
             self._found_at, self._found = place, None
             try:
-                self._found = self._read(applied)
+                self._found = self._read(holds)
             except (ReplicastError, OSError) as error:
                 logger.warning("checkpoint and journal do not say what any variable should be: %s", error)
         return self._found
@@ -76,33 +79,27 @@ class Expectation:
         except OSError:
             return None
 
-    def _read(self, applied: frozenset[int]) -> _Basis | None:
+    def _read(self, holds: frozenset[int]) -> _Basis | None:
         last = self._store.last()
         if last is None:
             return None
-        later = set(last.extra.get("committed_for_later", ()))
-        since = tuple(
-            record
-            for record in self._journal.records()
-            if (record.sequence > last.sequence or record.sequence in later) and record.sequence in applied
-        )
-        return _Basis(last, since)
+        sequences = holds - last.holds
+        if sequences and not self._durable:
+            return None
+        recorded = committed_updates(self._run_dir) if sequences else []
+        return _Basis(last, tuple(one for one in recorded if one.sequence in sequences))
 
     def _value(self, name: str, basis: _Basis) -> Array | None:
         if name not in basis.last.schema:
             return None
-        since = [record for record in basis.since if any(edit["variable"] == name for edit in record.edits)]
-        if sum(record.nbytes for record in since) > MOST_BYTES or any(map(_is_trial, since)):
+        since = [one for one in basis.since if any(edit["variable"] == name for edit in one.edits)]
+        on_trial = any(one.trial is not None for one in since)  # it may have been reverted
+        if on_trial or sum(one.nbytes for one in since) > MOST_BYTES:
             return None
         with self._store.open(basis.last.step) as reader:
             value = reader.read(name)
-            for record in since:
-                for edit in self._journal.load(record.sequence).edits:
+            for one in since:
+                for edit in load_update(self._run_dir, one.sequence).edits:
                     if edit.variable == name:
                         value = apply_edit(edit, value)
             return value
-
-
-def _is_trial(record: Record) -> bool:
-    """Whether it may have been taken back."""
-    return record.trial is not None

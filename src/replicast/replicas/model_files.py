@@ -9,30 +9,26 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from replicast.errors import CheckpointError, JobFailed
-from replicast.protocol import Member
+from replicast.errors import CheckpointError
+from replicast.runtime import Exchange
 
 WRITE_SECS = 3600.0
 
 
-def move(member: Member, number: int, act: Callable[[], None]) -> None:
-    """Has worker 0 act while the others wait for it, at most an hour; what it cannot do, all raise.
+def on_worker_0(exchange: Exchange, number: int, act: Callable[[], None]) -> None:
+    """Has worker 0 act while the others wait for it, at most an hour; if it fails, all raise.
 
     Raises:
         CheckpointError: Worker 0 could not.
     """
-    channel = member.channel
-    if channel.rank == 0:
+    if exchange.rank == 0:
         said = ""
         try:
             act()
         except Exception as error:  # whatever Keras or TensorFlow find wrong, the others must hear of it
             said = f"{type(error).__name__}: {error}"
-        channel.tell(f"move/{number}", json.dumps(said))
-    text = channel.hear(f"move/{number}", WRITE_SECS)
-    if text is None:
-        raise JobFailed(f"worker 0 did not read or write the file within {WRITE_SECS:.0f} s", worker=0)
-    problem = json.loads(text)
+        exchange.tell(f"move/{number}", json.dumps(said))
+    problem = json.loads(exchange.hear(f"move/{number}", WRITE_SECS))
     if problem:
         raise CheckpointError(f"Worker 0 could not read it into this model, or write it: {problem}")
 

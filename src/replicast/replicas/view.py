@@ -1,4 +1,4 @@
-"""What one worker can see of the replicas. Nothing here waits for anybody, or changes anything."""
+"""What one worker can see of the replicas. Nothing here waits, or changes anything."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from replicast.audit import AuditReport
+from replicast.core.entries import Receipt
 from replicast.errors import NotSupported
-from replicast.journal import Receipt
-from replicast.protocol import Member
 from replicast.replicas.auditing import Auditing
-from replicast.replicas.housekeeping import Housekeeping
 from replicast.replicas.joining import Parts, Settings
 from replicast.replicas.position import Position
 from replicast.replicas.proposing import Proposing
-from replicast.replicas.recovery import Recovery
+from replicast.replicas.training import Training
 from replicast.schema import Schema
-from replicast.strategy import KerasState, Strategy
+from replicast.strategy import Strategy
 
 
-class Facts:
-    """The part of `Replicas` that can be looked at, by any thread."""
+class ReplicasView:
+    """The part of `Replicas` that can be read, by any thread."""
 
     _strategy: Strategy
     _settings: Settings
@@ -40,12 +38,12 @@ class Facts:
     @property
     def step(self) -> int:
         """How many steps were trained up to the last boundary."""
-        return self._opened().member.gate.step
+        return self._opened().session.step
 
     @property
     def schema(self) -> Schema:
         """The names, shapes and dtypes of all variables that an update can change."""
-        return self._state.schema
+        return self._opened().state.schema
 
     @property
     def run_dir(self) -> Path | None:
@@ -55,22 +53,7 @@ class Facts:
     @property
     def history(self) -> Sequence[Receipt]:
         """The receipts of the updates that were verified so far, the same on every worker."""
-        return tuple(self._opened().member.history)
-
-    @property
-    def proposing(self) -> Proposing:
-        """Under which ids this worker proposes. For the callback."""
-        return self._opened().proposing
-
-    @property
-    def recovery(self) -> Recovery:
-        """This worker's part in checkpoints, for the callback."""
-        return self._opened().recovery
-
-    @property
-    def auditing(self) -> Auditing:
-        """This worker's part in audits, for the callback."""
-        return self._opened().auditing
+        return tuple(self._opened().session.receipts)
 
     @property
     def audits(self) -> Sequence[AuditReport]:
@@ -84,7 +67,22 @@ class Facts:
     @property
     def position(self) -> Position:
         """Where in its data the training stands: the epoch, and how many batches of it are done."""
-        return self.recovery.position
+        return self.training.position
+
+    @property
+    def proposing(self) -> Proposing:
+        """Under which ids this worker proposes. For the callback."""
+        return self._opened().proposing
+
+    @property
+    def training(self) -> Training:
+        """Where the training stands. For the callback."""
+        return self._opened().training
+
+    @property
+    def auditing(self) -> Auditing:
+        """This worker's part in audits. For the callback."""
+        return self._opened().auditing
 
     def _active(self) -> Parts:
         if self._closed:
@@ -110,15 +108,3 @@ class Facts:
                 "until training has begun",
             )
         return self._parts
-
-    @property
-    def _member(self) -> Member:
-        return self._active().member
-
-    @property
-    def _state(self) -> KerasState:
-        return self._opened().state
-
-    @property
-    def _housekeeping(self) -> Housekeeping:
-        return self._opened().housekeeping

@@ -1,0 +1,488 @@
+"""Checkpoints of a running job: when they are made, what each worker contributes, how worker 0 writes them.
+
+    training threads    at one boundary: worker 0 copies its state, the others digest theirs
+    training threads    when they go on behind that boundary: report it, after all that they proposed up to here
+    coordinator         compares the digests; waits for the payloads of what was proposed (`core/operations/save.py`)
+    saver lane          on worker 0: writes the copy
+
+A state that is not the same on all workers is never saved as if it were one. Of what may differ, the mean is
+saved. A restarted script does not come again to what callbacks have proposed at the boundary of the checkpoint,
+so that is part of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from importlib import metadata
+from typing import Any, Literal
+
+import numpy as np
+
+from replicast import faults
+from replicast.audit import what_follows
+from replicast.checkpoint import CheckpointStore, Draft, Manifest, file_order
+from replicast.core.commands import Ended
+from replicast.core.entries import Saved
+from replicast.core.events import WriteOutcome
+from replicast.core.refusal import Refusal
+from replicast.core.reports import Snapshot
+from replicast.core.stage import Stage
+from replicast.digest import digest_array
+from replicast.edits import FLOAT_DTYPES, Array
+from replicast.errors import CheckpointError, JobFailed, NotSupported, ReplicasDiverged, ReplicastError
+from replicast.replicas.position import Position
+from replicast.runtime import Session
+from replicast.runtime.measures import History, mean_history
+from replicast.runtime.replica import joined
+from replicast.schema import Schema
+from replicast.state import Arrays, State
+
+logger = logging.getLogger("replicast")
+
+SaveEvery = int | timedelta | Literal["epoch"]
+WhenBusy = Literal["wait", "skip"]
+MOST_AVERAGED_BYTES = 2**20
+"""Values that may differ travel as text. Moving statistics are far smaller; of larger ones, worker 0's is saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Which checkpoints stay.
+
+    Attributes:
+        last: The number of latest ones to keep.
+        best: A metric and whether its smallest or largest value is the best: that one stays too.
+    """
+
+    last: int = 3
+    best: tuple[str, Literal["min", "max"]] | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.last) is not int or self.last < 1:  # `type`, since True is an int to isinstance
+            raise ValueError(f"keep is a number of checkpoints, at least 1. Received: {self.last!r}")
+        pair = isinstance(self.best, tuple | list) and len(self.best) == 2 and isinstance(self.best[0], str)
+        if self.best is not None and not (pair and self.best[1] in ("min", "max")):
+            raise ValueError(
+                f'keep_best is a metric and "min" or "max", as in ("loss", "min"). Received: {self.best!r}'
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """When checkpoints are made, and which of them stay.
+
+    Attributes:
+        every: A number of steps, a time, or "epoch"; None for never.
+        keeping: Which ones stay.
+        when_busy: What happens to one that is due while the one before is still being written.
+    """
+
+    every: SaveEvery | None = None
+    keeping: Keeping = field(default_factory=Keeping)
+    when_busy: WhenBusy = "wait"
+
+    def __post_init__(self) -> None:
+        wrong = isinstance(self.every, bool) or (isinstance(self.every, int) and self.every < 1)
+        wrong = wrong or (isinstance(self.every, timedelta) and self.every < timedelta(0))
+        if wrong or not (
+            self.every is None or self.every == "epoch" or isinstance(self.every, int | timedelta)
+        ):
+            raise ValueError(
+                f'save_every is a number of steps, a datetime.timedelta or "epoch". Received: {self.every!r}'
+            )
+        if self.when_busy not in ("wait", "skip"):
+            raise ValueError(f'when_busy must be "wait" or "skip". Received: {self.when_busy!r}')
+
+
+class Saving:
+    """A checkpoint that is being written. The other workers hold one too, which is done at once."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._manifest: Manifest | None = None
+        self._error: Exception | None = None
+        self.told = False
+        """Whether somebody was given its failure."""
+
+    def done(self) -> bool:
+        """Whether it is written, or never will be."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Blocks until it is done, at most `timeout` seconds; says whether it is."""
+        return self._done.wait(timeout)
+
+    def result(self, timeout: float | None = None) -> Manifest | None:
+        """Blocks until the checkpoint is durable, at most `timeout` seconds.
+
+        Returns:
+            Its manifest; None on the workers that do not write, and when it was skipped.
+
+        Raises:
+            ReplicasDiverged: The workers' states differ: nothing was saved.
+            CheckpointError: It could not be written.
+        """
+        if not self.wait(timeout):
+            raise CheckpointError("The checkpoint is still being written", received=f"after {timeout} s")
+        if self._error is not None:
+            self.told = True
+            raise self._error
+        return self._manifest
+
+    def finish(self, manifest: Manifest | None = None, error: Exception | None = None) -> None:
+        """Settles it; the first outcome stays."""
+        if not self.done():
+            self._manifest, self._error = manifest, error
+            self._done.set()
+
+
+class StateCopy:
+    """Worker 0's copy of the state, on its way to a file."""
+
+    def __init__(
+        self, draft: Draft, arrays: Arrays, digests: dict[str, str], measured: History, saving: Saving
+    ) -> None:
+        self.draft = draft
+        self.arrays = arrays
+        self.digests = digests
+        self.measured = measured
+        self.saving = saving
+
+
+class Checkpoints:
+    """One worker's part in checkpoints. All methods are for the training thread unless they say otherwise.
+
+    Args:
+        session: This worker's part in the job.
+        state: The variables.
+        store: Where worker 0 writes; None without a run directory.
+        attempt: Which start of the job this is.
+
+    Attributes:
+        position: Where in its data the training stands.
+        metrics: The last loss and metrics.
+        named: The step of a checkpoint that stays: the script asked for it, and does so again if restarted.
+        policy: What happens when replicas differ, for messages. Written before the first boundary.
+        remove_payloads: Removes from the journal what no checkpoint needs. Written before the first boundary.
+    """
+
+    def __init__(self, session: Session, state: State, store: CheckpointStore | None, attempt: int) -> None:
+        self._session = session
+        self._state = state
+        self._store = store
+        self._attempt = attempt
+        self._plan = SavePlan()
+        self._buffers: Arrays = {}
+        self._unreported: Callable[[], Snapshot | None] | None = None
+        self._current: Saving | None = None
+        self._failed: tuple[Saving, Exception] | None = None
+        self._warned_of_metric = False
+        self._next_when_busy: WhenBusy = "wait"
+        self.position = Position()
+        self.metrics: Mapping[str, Any] = {}
+        self.named: int | None = None
+        self.policy: Callable[[], str] = lambda: "raise"
+        self.remove_payloads: Callable[[], None] = lambda: None
+        session.replica.take_snapshot = self._take
+
+    @property
+    def has_place(self) -> bool:
+        """Whether there is a run directory."""
+        return self._store is not None
+
+    @property
+    def plan(self) -> SavePlan:
+        """When checkpoints are made."""
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: SavePlan) -> None:
+        if plan.every is not None and self._store is None:
+            raise no_run_dir()
+        self._plan = plan
+
+    def save_here(self) -> Saving:
+        """Saves the state of this boundary, for which all workers rest; returns while it is being written.
+
+        Raises:
+            CheckpointError: A trial is under way, or not all workers can be saved.
+        """
+        if self._store is None:
+            raise no_run_dir()
+        self.report()
+        self._next_when_busy = "wait"
+        outcome = self._session.rest("save")
+        if isinstance(outcome, Refusal):
+            raise CheckpointError(
+                f"The state is not saved. {outcome.problem}",
+                step=self._session.step,
+                remedy="Save when the trial is decided; save_every of the callback does so by itself",
+            )
+        return self._current if self._session.rank == 0 and self._current is not None else _done()
+
+    def save_in_passing(self) -> Saving:
+        """Saves the state of this boundary, at which all workers call this; none of them waits.
+
+        It is written when all of them have called `report`. In a trial it is made when that is over.
+        """
+        self.report()
+        self._next_when_busy = self._plan.when_busy
+        replica = self._session.replica
+        if replica.on_trial:
+            if self._session.rank == 0:
+                logger.warning("the checkpoint of step %d is made when the trial ends", self._session.step)
+            self._unreported = lambda: None
+            return _done()
+        self._unreported = self._take()
+        return self._current if self._session.rank == 0 and self._current is not None else _done()
+
+    def report(self) -> None:
+        """This worker's training goes on: what it has proposed so far belongs to the last checkpoint."""
+        unreported, self._unreported = self._unreported, None
+        if unreported is not None:
+            self._session.report("save", unreported)
+
+    def check(self) -> None:
+        """Raises, once, why a checkpoint could not be written, unless its `result` has said so already."""
+        failed, self._failed = self._failed, None
+        if failed is not None and not failed[0].told:
+            raise failed[1]
+
+    def settle(self, timeout_secs: float | None = None) -> None:
+        """Blocks until nothing is being written.
+
+        Raises:
+            CheckpointError: It is, after `timeout_secs`.
+            JobFailed: The job ended before.
+        """
+        self.report()
+        if self._current is None:
+            return
+        ends = None if timeout_secs is None else time.monotonic() + timeout_secs
+        while not self._current.wait(0.05):
+            self._session.check()
+            if self._session.threads.stopping.is_set() and not self._current.done():
+                # Its lane may still be writing: whoever goes on would change the copy that it writes.
+                raise JobFailed("The job ended before its checkpoint was written")
+            if ends is not None and time.monotonic() > ends:
+                raise CheckpointError(
+                    "The checkpoint before is still being written", received=f"after {timeout_secs} s"
+                )
+
+    def _take(self) -> Callable[[], Snapshot]:
+        """What this worker contributes to a checkpoint of now; the rest is done in the background."""
+        self.report()
+        faults.point("snapshot")
+        step, replica = self._session.step, self._session.replica
+        holds, measured = frozenset(replica.holds), replica.measures.history()
+        names = [variable.name for variable in self._state.schema]
+        averaged = averaged_names(self._state.schema, replica.may_differ)
+        if self._session.rank != 0:
+            digests = self._state.digests(names)
+            details = {"values": _packed(self._state, averaged), "measured": json.dumps(measured)}
+            snapshot = Snapshot(step, joined(self._strict(digests)), holds, details)
+            return lambda: snapshot
+        if self._current is not None and not self._current.done():
+            if self._next_when_busy == "skip":
+                skipped = Snapshot(step, "", holds, None)
+                return lambda: skipped
+            self.settle()
+        self._state.snapshot(self._buffers)
+        draft, saving = self._draft(step), Saving()
+        self._current = saving
+
+        def finish() -> Snapshot:
+            digests = {name: digest_array(value) for name, value in self._buffers.items()}
+            copy = StateCopy(draft, self._buffers, digests, measured, saving)
+            return Snapshot(step, joined(self._strict(digests)), holds, copy)
+
+        return finish
+
+    def _strict(self, digests: Mapping[str, str]) -> dict[str, str]:
+        may_differ = self._session.replica.may_differ
+        return {name: digest for name, digest in digests.items() if name not in may_differ}
+
+    def _draft(self, step: int) -> Draft:
+        return Draft(
+            step=step,
+            epoch=self.position.epoch,
+            batch=self.position.batch,
+            created_at=time.time(),
+            workers=self._session.size,
+            attempt=self._attempt,
+            schema=self._state.schema,
+            metrics=numbers(self.metrics),
+            versions=_versions(),
+            script=self.position.script(),
+        )
+
+    # Worker 0, in other threads.
+
+    def write(self, saved: Saved) -> WriteOutcome:
+        """Writes a checkpoint, in the saver lane. Whatever happens, nobody waits for it any more."""
+        copy: StateCopy = saved.state[0]
+        others: Sequence[dict[str, Any]] = saved.state[1:]
+        try:
+            manifest = self._written(copy, others, saved)
+        except JobFailed as error:
+            copy.saving.finish(error=error)
+            return WriteOutcome.FENCED
+        except (ReplicastError, OSError) as error:
+            failure = not_written(error, self._store, saved.step) if isinstance(error, OSError) else error
+            self._failed = copy.saving, failure
+            copy.saving.finish(error=failure)
+            return WriteOutcome.FAILED
+        except BaseException as error:
+            copy.saving.finish(error=JobFailed(f"No checkpoint is written any more: {error}"))
+            raise
+        copy.saving.finish(manifest)
+        copy.arrays, copy.measured = {}, []
+        for other in others:
+            other.clear()
+        return WriteOutcome.DURABLE
+
+    def held_by_all(self) -> frozenset[int]:
+        """The updates that every kept checkpoint holds: no start needs their payloads again."""
+        kept = [] if self._store is None else [manifest.holds for manifest in self._store.list()]
+        return frozenset.intersection(*kept) if kept else frozenset()
+
+    def ended(self, ended: Ended) -> None:
+        """Of a checkpoint that was not written: says why."""
+        outcome, current = ended.outcome, self._current
+        if current is None or current.done() or outcome.stage is Stage.VERIFIED:
+            if current is not None and outcome.stage is Stage.VERIFIED and outcome.result is None:
+                current.finish()
+            return
+        problem = outcome.result.problem if isinstance(outcome.result, Refusal) else str(outcome.result)
+        if outcome.stage is Stage.FAILED:
+            worker = outcome.result.workers[0] if outcome.result.workers else None
+            error: ReplicastError = ReplicasDiverged(
+                f"{problem}. {what_follows(self.policy())}",  # type: ignore[arg-type]
+                worker=worker,
+                step=(outcome.result.details or {}).get("step"),
+            )
+            logger.warning("%s", error)
+        else:
+            error = CheckpointError(problem)
+            self._failed = current, error
+        current.finish(error=error)
+
+    def _written(self, copy: StateCopy, others: Sequence[dict[str, Any]], saved: Saved) -> Manifest:
+        if self._store is None:
+            raise no_run_dir()
+        replica = self._session.replica
+        for name in averaged_names(self._state.schema, replica.may_differ) if others else ():
+            values = [other["values"] for other in others]
+            np.copyto(copy.arrays[name], _mean(copy.arrays[name], values, name))
+            copy.digests[name] = digest_array(copy.arrays[name])
+        arrays = ((name, copy.arrays[name]) for name in file_order(copy.draft.schema))
+        # As one line of text: it is much, and for no human eye. A trial after a restart is compared with it.
+        histories = [copy.measured, *(json.loads(other["measured"]) for other in others)]
+        measured = json.dumps(mean_history(histories))
+        draft = replace(copy.draft, holds=saved.holds, pending=saved.pending, measured=measured)
+        manifest = self._store.write(draft, arrays, copy.digests)
+        self._prune(manifest)
+        return manifest
+
+    def _prune(self, manifest: Manifest) -> None:
+        """Removes what need not stay. The new one is whole, whatever happens to the others."""
+        best = self._plan.keeping.best
+        if best is not None and best[0] not in manifest.metrics and not self._warned_of_metric:
+            self._warned_of_metric = True
+            logger.warning(
+                "keep_best: the checkpoint of step %d has no metric %r, so it cannot be the best one. It "
+                'has: %s. Metrics of validation are there with save_every="epoch"',
+                manifest.step,
+                best[0],
+                ", ".join(manifest.metrics) or "none",
+            )
+        try:
+            if self._store is not None:
+                self._store.prune(self._plan.keeping.last, best, self.named)
+                self.remove_payloads()
+        except (ReplicastError, OSError) as error:
+            logger.warning("old checkpoints are not removed, and take room: %s", error)
+
+
+def numbers(logs: Mapping[str, Any]) -> dict[str, float]:
+    """What in the logs is a number; a metric may be anything."""
+    found = {}
+    for name, value in logs.items():
+        with contextlib.suppress(TypeError, ValueError):
+            found[name] = float(value)
+    return found
+
+
+def no_run_dir() -> NotSupported:
+    """The error of a checkpoint without a place."""
+    return NotSupported(
+        "A checkpoint without a run directory",
+        reason="there is no place for it",
+        remedy="Give Replicas(model, run_dir=...), or start the job with 'replicast run'",
+    )
+
+
+def averaged_names(schema: Schema, may_differ: Collection[str]) -> list[str]:
+    """Those of which the mean is saved; of the others, and of whole numbers, worker 0's own value."""
+    floats = [v for v in schema if v.name in may_differ and v.dtype in FLOAT_DTYPES]
+    return [v.name for v in floats] if sum(v.nbytes for v in floats) <= MOST_AVERAGED_BYTES else []
+
+
+def _packed(state: State, names: Iterable[str]) -> dict[str, str]:
+    """This worker's values, as text."""
+    values = state.read(names)
+    return {name: base64.b64encode(value.tobytes()).decode() for name, value in values.items()}
+
+
+def _mean(own: Array, others: Sequence[Mapping[str, str]], name: str) -> Array:
+    """The mean of worker 0's value and what the others have packed, in the variable's dtype."""
+    total = own.astype(np.float64)
+    for other in others:
+        total += np.frombuffer(base64.b64decode(other[name]), own.dtype).reshape(own.shape)
+    averaged: Array = (total / (len(others) + 1)).astype(own.dtype)
+    return averaged
+
+
+_MAKE_ROOM = "Make room on the disk, or keep fewer: callback(keep=...)"
+_REMEDIES = {
+    errno.ENOSPC: _MAKE_ROOM,
+    errno.EDQUOT: _MAKE_ROOM,
+    errno.EROFS: "The file system is read-only: make it writable, or give another run directory",
+    errno.EACCES: "Let this user write there, or give another run directory",
+}
+
+
+def not_written(error: OSError, store: CheckpointStore | None, step: int) -> CheckpointError:
+    """What to do after a checkpoint could not be written."""
+    failure = CheckpointError(
+        f"The checkpoint of step {step} could not be written",
+        path=None if store is None else store.path(step),
+        step=step,
+        received=str(error),
+        remedy=f"{_REMEDIES.get(error.errno or 0, 'See what is wrong there')}. Those before it are whole",
+    )
+    failure.__cause__ = error
+    return failure
+
+
+def _done() -> Saving:
+    saving = Saving()
+    saving.finish()
+    return saving
+
+
+def _versions() -> dict[str, Any]:
+    found = {}
+    for package in ("replicast", "tensorflow", "tensorflow-cpu", "keras", "numpy"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found

@@ -1,0 +1,122 @@
+"""A worker's part in leaving: all workers were told to end, save at one boundary, and exit.
+
+Somebody sends SIGTERM to one worker, or to all, or calls `replicas.leave()`. Whoever hears it requests the
+operation "leave" (`core/operations/leave.py`): all save at one boundary, and the processes end with 143.
+
+A script may have several models. The one that comes to a boundary first leaves, and saves those of the others
+too: all workers are at the same line of the script then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from replicast.config import TOLD_TO_END
+from replicast.errors import ClusterError, ReplicastError
+from replicast.runtime import Session
+
+logger = logging.getLogger("replicast")
+
+WRONG_CALLS = 100
+"""How often the end of a script waits for a worker that is still at another call."""
+
+
+def told_to_end(leavings: Sequence[Leaving]) -> None:
+    """SIGTERM has come: whatever is trained leaves at one boundary. Outside of a training, at once.
+
+    Args:
+        leavings: Those of all models that are not closed.
+
+    Raises:
+        SystemExit: Nothing is trained, and the script has not come to its end either.
+    """
+    training = [one for one in leavings if one.is_training()]
+    for one in training:
+        one.ask()
+    if not training and not any(one.left or one.ends for one in leavings):
+        logger.warning("this worker was told to end outside of a training: nothing is saved")
+        sys.exit(TOLD_TO_END)
+
+
+class Leaving:
+    """One worker's part in leaving. For the training thread; `ask` for any thread and signal handler.
+
+    Args:
+        session: This worker's part in the job.
+        save: Makes a checkpoint of this boundary, waits for it within bounds, and says what came of it.
+        has_run_dir: Whether there is a place for checkpoints.
+
+    Attributes:
+        companions: Those of all models of this worker, in the same order on all workers; this one among them.
+        is_training: Whether the model is trained now. Written before the first boundary.
+        has_trained: Whether it ever was. Written before the first boundary.
+        left: Whether this worker has left the training, at the boundary of all others.
+    """
+
+    def __init__(self, session: Session, save: Callable[[], str], *, has_run_dir: bool) -> None:
+        self._session = session
+        self._save = save
+        self._has_run_dir = has_run_dir
+        self._ends = False
+        self.companions: list[Leaving] = [self]
+        self.is_training: Callable[[], bool] = lambda: False
+        self.has_trained: Callable[[], bool] = lambda: False
+        self.left = False
+        session.replica.on_leave = self._leave
+
+    @property
+    def ends(self) -> bool:
+        """Whether the script has come to its end: then nothing needs to end it any more."""
+        return self._ends
+
+    @ends.setter
+    def ends(self, ends: bool) -> None:
+        self._ends = ends
+        if ends:
+            self._session.script_ends()
+
+    def ask(self) -> None:
+        """Asks all workers to leave at one boundary. Returns at once."""
+        if not self.left and not self.ends:
+            self._session.request("leave")
+
+    def settle(self) -> None:
+        """Settles what is open together with all others, unless all have left already."""
+        for _ in range(WRONG_CALLS):
+            if self.left:
+                return
+            try:
+                self._session.begin()
+                if not self.left:
+                    self._session.rest("close")
+            except ClusterError as error:
+                # Another worker is elsewhere: both are told so, and that one comes to its end later.
+                logger.warning("worker %d is at the end of its script. %s", self._session.rank, error)
+            else:
+                return
+
+    def _leave(self, problem: str) -> None:
+        """All workers are at one boundary, and the state is saved; then the process ends."""
+        self._say("there is no run directory" if not self._has_run_dir else problem)
+        for other in self.companions:
+            if not other.left and other.has_trained():
+                other._save_too()
+        # Worker 0 hosts the coordination service: the others may still read from it.
+        with contextlib.suppress(ReplicastError):
+            self._session.exchange.agree("leave", "", self._session.timeouts.answer_secs)
+
+    def _save_too(self) -> None:
+        try:
+            problem = self._save()
+        except (ReplicastError, OSError) as error:
+            problem = str(error)
+        self._say(problem)
+
+    def _say(self, problem: str) -> None:
+        self.left = True
+        which = f" ({self._session.exchange.name})" if len(self.companions) > 1 else ""
+        said = f"the state is not saved: {problem}" if problem else "the state is saved"
+        logger.warning("worker %d was told to end: %s%s", self._session.rank, said, which)

@@ -1,0 +1,295 @@
+"""What others see of a worker in the run directory, and what they put there: notes, metrics, the inbox.
+
+One thread per worker, so that the training thread never touches a file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from replicast import inbox
+from replicast.auditfiles import audit_requests
+from replicast.core.entries import Receipt
+from replicast.core.messages import Tell
+from replicast.core.stage import Stage
+from replicast.errors import (
+    FileDamaged,
+    JobFailed,
+    ReplicastError,
+    UpdateRefused,
+    refusal_of,
+)
+from replicast.fence import Fence
+from replicast.processes import this_process
+from replicast.replicas.checkpoints import numbers
+from replicast.runfiles import ENDED, WorkerNote, append_metrics, write_operations, write_worker_note
+from replicast.runtime import Session
+from replicast.runtime.ticket import diverged, refused
+
+logger = logging.getLogger("replicast")
+
+LOOK_SECS = 0.2
+NOTE_SECS = 1.0
+ASIDE_SECS = 10.0
+"""How long an update is left alone after a disk error: others must not wait for it."""
+
+
+class RunFiles:
+    """Writes this worker's note every second; on worker 0 also the metrics, and looks into the inbox.
+
+    A full or missing disk is reported once and does not stop the training. Another group that has taken the
+    run over does: what lies in the inbox is for that one.
+
+    Args:
+        session: This worker's part in the job.
+        run_dir: Where files go, if anywhere.
+        attempt: Which start of the job this is.
+        fence: On worker 0: whether what this group writes still counts.
+
+    Attributes:
+        logs: The latest loss and metrics. Written by the training thread.
+        training: Whether the training thread is inside `fit`. Written by the training thread.
+        waiting_for: What this worker waits for, in words; else empty. Written by the training thread.
+    """
+
+    def __init__(
+        self, session: Session, run_dir: Path | None, attempt: int, fence: Fence | None = None
+    ) -> None:
+        self._session = session
+        self._fence = fence
+        self._run_dir = run_dir
+        self._attempt = attempt
+        self._proposed: dict[str, Path] = {}
+        self._noted: dict[Path, tuple[Any, ...]] = {}
+        self._outcomes: queue.SimpleQueue[tuple[str, Tell]] = queue.SimpleQueue()
+        self._unsettled: dict[str, Tell] = {}
+        self._requests: frozenset[str] = frozenset()
+        self._withdrawals = 0
+        self._operations: list[dict[str, Any]] = []
+        self._last_metrics_step = -1
+        self._aside: dict[Path, float] = {}
+        self._warned: set[Path] = set()
+        self.waiting_for = ""
+        self.logs: Mapping[str, Any] | None = None
+        self.training = False
+        session.on_inbox = lambda ticket, tell: self._outcomes.put((ticket, tell))
+
+    def start(self) -> None:
+        """Starts the thread, if there is a run directory."""
+        if self._run_dir is not None:
+            self._session.threads.start("run-files", self._run)
+
+    def finish(self) -> None:
+        """Writes the last state, when the thread has ended."""
+        self.training = False
+        self.waiting_for = ENDED
+        self._aside.clear()  # a last try
+        self._write_last(self._write_note, self._write_metrics, self._settle_inbox, self._write_operations)
+        if self._fence is not None:
+            self._fence.release()
+
+    def note_end(self) -> None:
+        """The process ends, in whatever state: others need not wonder for ten seconds."""
+        self.waiting_for, self.training = ENDED, False
+        self._write_last(self._write_note)
+
+    def _run(self) -> None:
+        if self._run_dir is None:
+            return
+        noted = 0.0
+        is_first = self._session.rank == 0
+        if is_first:
+            self._with_files(self._run_dir, inbox.clean)
+        while not self._session.threads.stopping.wait(LOOK_SECS):
+            now = time.monotonic()
+            if now - noted >= NOTE_SECS:
+                noted = now
+                self._with_files(
+                    self._run_dir, self._write_note, self._write_metrics, self._write_operations
+                )
+            if is_first:
+                self._with_files(
+                    self._run_dir,
+                    self._look_into_inbox,
+                    self._look_for_audit_requests,
+                    self._look_for_withdrawals,
+                    self._settle_inbox,
+                )
+
+    def _write_last(self, *acts: Callable[[Path], None]) -> None:
+        """For the training thread, which comes to no boundary any more that could raise."""
+        try:
+            if self._run_dir is not None:
+                self._with_files(self._run_dir, *acts)
+        except JobFailed as error:
+            logger.warning("%s", error)
+
+    def _with_files(self, run_dir: Path, *acts: Callable[[Path], None]) -> None:
+        """Does each of them, as far as the disk allows.
+
+        Raises:
+            JobFailed: Another group has taken the run over: nothing was done.
+        """
+        problem = "the run directory cannot be kept up to date"
+        try:
+            if self._fence is not None:
+                self._fence.check()
+        except FileDamaged as error:  # Nobody knows whose the run is until the disk is back.
+            self._warn(run_dir, problem, error)
+            return
+        for act in acts:
+            try:
+                act(run_dir)
+            except OSError as error:
+                self._warn(run_dir, problem, error)
+
+    def _warn(self, path: Path, problem: str, error: Exception) -> None:
+        """Says what is wrong with a path, once."""
+        if path not in self._warned:
+            self._warned.add(path)
+            logger.warning("%s: %s", problem, error)
+
+    def _write_note(self, run_dir: Path) -> None:
+        write_worker_note(
+            run_dir,
+            WorkerNote(
+                rank=self._session.rank,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                step=self._session.step,
+                attempt=self._attempt,
+                time=time.time(),
+                training=self.training,
+                waiting_for=self.waiting_for,
+            ),
+        )
+
+    def _write_metrics(self, run_dir: Path) -> None:
+        step, logs = self._session.step, self.logs
+        if self._session.rank != 0 or logs is None or step == self._last_metrics_step:
+            return
+        self._last_metrics_step = step
+        append_metrics(run_dir, step, numbers(logs))
+
+    def _write_operations(self, run_dir: Path) -> None:
+        operations = [] if self.waiting_for == ENDED else self._session.operations()
+        if self._session.rank == 0 and operations != self._operations:
+            write_operations(run_dir, self._session.step, operations)
+            self._operations = operations
+
+    # The inbox: worker 0.
+
+    def _look_into_inbox(self, run_dir: Path) -> None:
+        # What is pushed while nobody trains waits for a training: it would come after the end of the script.
+        ends = time.monotonic() + NOTE_SECS / 2  # The rest comes next time: this thread also writes the notes.
+        known = set(self._proposed.values())
+        for waiting in inbox.waiting(run_dir) if self.training else ():
+            if waiting.path not in known:
+                self._with_entry(waiting.path, self._propose, run_dir)
+            if time.monotonic() > ends:
+                return
+
+    def _with_entry(self, path: Path, act: Callable[[Path, Path], None], run_dir: Path) -> None:
+        """Does something with one update of the inbox; sets it aside for a while after a disk error.
+
+        A full disk may have room again, so it is tried again; now and then, since a refusal is fsynced. Any
+        other error is the entry's own: it is refused, and the job goes on.
+        """
+        if time.monotonic() < self._aside.get(path, 0.0):
+            return
+        self._aside.pop(path, None)
+        try:
+            try:
+                act(run_dir, path)
+            except (OSError, ReplicastError):
+                raise
+            except Exception as error:
+                logger.exception("%s is refused: handling it caused an unexpected error", path)
+                inbox.refuse(run_dir, path, refusal_of(error))
+        except OSError as error:
+            self._aside[path] = time.monotonic() + ASIDE_SECS
+            self._warn(path, f"{path} stays in the inbox, others are taken before it", error)
+
+    def _propose(self, run_dir: Path, path: Path) -> None:
+        try:
+            # Of this very file: the same update may be submitted again after a refusal.
+            status = path.stat()
+            ticket = f"{path.name}@{status.st_ino}-{status.st_mtime_ns}"
+            taken = inbox.take(run_dir, path, self._session.limits.max_bytes)
+            if taken is not None:
+                self._session.propose_from_outside(ticket, taken.update, taken.at_step, taken.trial)
+                self._proposed[ticket] = path
+        except FileNotFoundError:
+            return  # withdrawn just now
+        except UpdateRefused as error:
+            inbox.refuse(run_dir, path, error, durably=False)
+
+    def _settle_inbox(self, run_dir: Path) -> None:
+        """Says how far each proposal has come; one that has its outcome leaves the inbox."""
+        while not self._outcomes.empty():
+            ticket, tell = self._outcomes.get()
+            if ticket in self._proposed:
+                self._unsettled[ticket] = tell
+        settled = False
+        for ticket in list(self._unsettled):
+            path = self._proposed[ticket]
+            self._with_entry(path, lambda run, path, ticket=ticket: self._settle(run, path, ticket), run_dir)
+            settled = True
+        if settled:
+            inbox.clean(run_dir)
+        self._note_stages(run_dir)
+
+    def _note_stages(self, run_dir: Path) -> None:
+        under_way = {one["id"]: one for one in self._session.operations()} if self._proposed else {}
+        for path in self._proposed.values():
+            one = under_way.get(inbox.id_of(path))
+            standing = None if one is None else (one["stage"], one["step"], one["waits_for"])
+            if one is not None and standing is not None and self._noted.get(path) != standing:
+                self._noted[path] = standing
+                self._note(run_dir, one["id"], Stage(one["stage"]), one["step"], waits_for=one["waits_for"])
+
+    def _note(self, run_dir: Path, id_: str, stage: Stage, step: int | None, **fields: Any) -> None:
+        inbox.note_stage(run_dir, id_, stage, step=step, taken_by=this_process(), **fields)
+
+    def _settle(self, run_dir: Path, path: Path, ticket: str) -> None:
+        tell = self._unsettled[ticket]
+        match tell.stage, tell.outcome:
+            case (Stage.VERIFIED | Stage.REVERTED), Receipt():
+                # With the receipt: without a journal on disk, its author finds it nowhere else.
+                self._note(run_dir, tell.id, tell.stage, tell.step, receipt=inbox.receipt_to_json(tell.outcome))
+                inbox.done(path)
+            case Stage.FAILED, Receipt():
+                error = diverged(tell.outcome)
+                logger.error("%s", error)
+                self._note(run_dir, tell.id, tell.stage, tell.step, reason=str(error))
+                inbox.done(path)
+            case Stage.WITHDRAWN, _:
+                inbox.note_stage(run_dir, tell.id, Stage.WITHDRAWN)
+                inbox.done(path)
+            case _:
+                known = tell.outcome is not None
+                said = refused(tell.outcome) if known else UpdateRefused("It was refused in an earlier attempt")
+                inbox.refuse(run_dir, path, said)
+        del self._unsettled[ticket], self._proposed[ticket]
+        self._noted.pop(path, None)
+
+    def _look_for_audit_requests(self, run_dir: Path) -> None:
+        if not self.training:
+            return
+        requests = frozenset(audit_requests(run_dir))
+        new = requests - self._requests  # once for each: it stays until a report answers it
+        if new:
+            self._session.request("audit", tuple(sorted(new)))
+        self._requests = requests
+
+    def _look_for_withdrawals(self, run_dir: Path) -> None:
+        for update_id in inbox.take_withdrawals(run_dir) if self.training else ():
+            self._withdrawals += 1
+            self._session.withdraw_from_outside(f"withdraw-{update_id}-{self._withdrawals}", update_id)

@@ -1,0 +1,191 @@
+"""Where a training stands: in its script, in its data, and what a restarted script repeats of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from replicast.replicas.checkpoints import Checkpoints, SavePlan, Saving
+from replicast.replicas.fits import Fits
+from replicast.replicas.frozen import FrozenVariables
+from replicast.replicas.leaving import Leaving
+from replicast.replicas.position import Fit, Position
+from replicast.replicas.restoring import Restored
+from replicast.runtime import Session
+from replicast.state import State
+from replicast.strategy.passes import Batches, length_of, rest_of, what_is_not_certain
+
+logger = logging.getLogger("replicast")
+
+LOOK_SECS = 0.5
+
+
+class Training:
+    """One worker's training. All methods are for the training thread.
+
+    Attributes:
+        frozen_variables: What stays as it is while trainings are passed over.
+        leaving: This worker's part in leaving when the machine is taken away.
+    """
+
+    def __init__(self, session: Session, state: State, checkpoints: Checkpoints) -> None:
+        self._session = session
+        self._checkpoints = checkpoints
+        self._has_timer = False
+        self._fits = Fits(speaks=session.rank == 0)
+        self._in_a_pass = False
+        self._warned = False
+        self._epoch_ends = False
+        self._due_after_epoch = False
+        self.frozen_variables = FrozenVariables(session, state)
+        self.leaving = Leaving(session, self._save_before_leaving, has_run_dir=checkpoints.has_place)
+
+    @property
+    def position(self) -> Position:
+        """Where in its data the training stands."""
+        return self._checkpoints.position
+
+    def plan_saves(self, plan: SavePlan) -> None:
+        """Sets when checkpoints are made."""
+        self._checkpoints.plan = plan
+        if isinstance(plan.every, timedelta) and self._session.rank == 0 and not self._has_timer:
+            self._has_timer = True
+            self._session.threads.start("save-timer", self._request_in_time)
+
+    def reached(
+        self,
+        position: Position,
+        logs: Mapping[str, Any] | None,
+        batches: int | None = None,
+        epoch_ends: bool = False,
+    ) -> None:
+        """Notes where in its data the training stands, and the last loss and metrics.
+
+        Args:
+            position: Where.
+            logs: Loss and metrics.
+            batches: How many batches they are running means of.
+            epoch_ends: Whether an epoch ends here, and `after_epoch` follows: a checkpoint waits for that.
+        """
+        self._epoch_ends = epoch_ends
+        self._checkpoints.position = self._fits.stamped(position)
+        self._checkpoints.metrics = logs if logs is not None else {}
+        self._session.replica.measures.batches = batches
+
+    def after_step(self, steps: int) -> None:
+        """A boundary: makes the checkpoint that is due, and raises why the last one failed."""
+        self._checkpoints.check()
+        every, step = self._checkpoints.plan.every, self._session.step
+        if isinstance(every, int) and step // every > (step - steps) // every:
+            self._save_due()
+
+    def after_epoch(self) -> None:
+        """The end of an epoch, with all that callbacks do there."""
+        due, self._due_after_epoch, self._epoch_ends = self._due_after_epoch, False, False
+        if due or self._checkpoints.plan.every == "epoch":
+            self._save_due()
+
+    def goes_on(self) -> None:
+        """All that was to be done at this boundary is done, by callbacks too: the next step follows."""
+        self._checkpoints.report()
+
+    def restored(self, restored: Restored, named: int | None) -> None:
+        """The state is that of a checkpoint.
+
+        Args:
+            restored: Which one.
+            named: Its step, if the script has asked for it by name.
+        """
+        self._checkpoints.named = named
+        self._checkpoints.position = restored.position
+        self._fits.restored(restored.position)
+
+    def begin_fit(self, fit: Fit) -> Position:
+        """Where the training that begins now goes on; one that was over when the state was saved, "over"."""
+        resumed = self._fits.begin(fit)
+        self.frozen_variables.put_back()
+        if resumed.inside == "over":
+            self.frozen_variables.keep()
+        else:
+            self.frozen_variables.release()
+        return resumed
+
+    def end_fit(self, stopped: bool) -> None:
+        """A training is over.
+
+        Args:
+            stopped: Whether something ended it before all its epochs were done.
+        """
+        self._fits.end(self.position.epoch, stopped)
+        if stopped:
+            self._checkpoints.position = self._fits.stamped(self.position)
+
+    def used(self, batches: int) -> None:
+        """A custom training loop has used this number of further batches of its pass."""
+        self._checkpoints.position = self._fits.used(self.position, batches)
+
+    def resume(self, dataset: Batches) -> Batches:
+        """A pass over the data begins; after a restore, the rest of the one that was interrupted."""
+        problem = what_is_not_certain(dataset)
+        if problem and not self._warned and self._session.rank == 0:
+            logger.warning(problem)
+        self._warned = self._warned or bool(problem)
+        resumed = self._fits.take_loop()
+        self.frozen_variables.put_back()
+        self.frozen_variables.release()
+        if resumed is None:
+            begun = Position(self.position.epoch + 1) if self._in_a_pass else Position()
+            self._checkpoints.position = self._fits.looping(begun)
+            self._in_a_pass = True
+            return dataset
+        self._in_a_pass = True
+        self._checkpoints.position = self._fits.looping(resumed.in_passes_of(length_of(dataset)))
+        return rest_of(dataset, self.position.epoch, self.position.batch)
+
+    def warn_of_what_was_left(self) -> None:
+        """An update for a step that this training did not reach stays in the journal."""
+        if self.leaving.left or self._session.rank != 0:
+            return
+        if self._fits.awaited():
+            logger.warning(self._fits.awaited())
+        step = self._session.step
+        left = [one for one in self._session.operations() if (one["step"] or 0) > step]
+        steps = ", ".join(str(at) for at in sorted({one["step"] for one in left})[:10])
+        if left:
+            logger.warning(
+                "the training ended at step %d; updates scheduled for step %s were not applied, and wait in "
+                "the journal for a later start; functions were not run",
+                step,
+                steps,
+            )
+
+    def _save_due(self) -> None:
+        """The same on all workers."""
+        if self._epoch_ends:
+            self._due_after_epoch = True
+        else:
+            self._checkpoints.save_in_passing()
+
+    def _save_before_leaving(self) -> str:
+        """Saves in passing, waits for it within bounds, and says why it was not possible."""
+        if not self._checkpoints.has_place:
+            return "there is no run directory"
+        if self._session.replica.on_trial:
+            return "a trial is under way"
+        secs = self._session.timeouts.join_secs
+        self._checkpoints.settle(secs)
+        saving: Saving = self._checkpoints.save_in_passing()
+        self._checkpoints.report()
+        saving.result(secs)
+        return ""
+
+    def _request_in_time(self) -> None:
+        waited = 0.0
+        while not self._session.threads.stopping.wait(LOOK_SECS):
+            waited += LOOK_SECS
+            every = self._checkpoints.plan.every
+            if isinstance(every, timedelta) and waited >= every.total_seconds():
+                waited = 0.0
+                self._session.request("save")
