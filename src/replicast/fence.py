@@ -63,7 +63,11 @@ class Fence:
         sync_directory(groups)
         # Only now: what an earlier group writes from here on, it will not act on.
         claim = _taken_over(self._run_dir, self.number, attempt)
-        write_durably(self.directory / CLAIM, [sealed(claim.to_json())])
+        try:
+            write_durably(self.directory / CLAIM, [sealed(claim.to_json())])
+        except OSError:
+            self.check_not_taken_over()  # A later group removes what an earlier one has not finished.
+            raise
         self.check()
 
     def check(self) -> None:
@@ -73,13 +77,21 @@ class Fence:
             JobFailed: It has. What was written may count or not.
             FileDamaged: The run directory is not there.
         """
+        self.check_not_taken_over()
+        if not (self.directory / CLAIM).exists():
+            raise FileDamaged(self.directory / CLAIM, "it is not there")
+
+    def check_not_taken_over(self) -> None:
+        """Raises when another group has taken the run over, also where a write has failed.
+
+        Raises:
+            JobFailed: It has.
+        """
         if group_directory(self._run_dir, self.number + 1).exists():
             raise JobFailed(
                 f"Another group of workers{self._later()} has taken over {self._run_dir}; this one was "
                 "thought dead, and what it writes no longer counts"
             )
-        if not (self.directory / CLAIM).exists():
-            raise FileDamaged(self.directory / CLAIM, "it is not there")
 
     def append(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Writes the next entry of this group's log, whole and durable. Only one thread may.
