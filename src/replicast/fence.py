@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from replicast import faults
 from replicast.errors import ClusterError, FileDamaged, JobFailed
 from replicast.files import make_durably, sync_directory, write_durably
 from replicast.groups import (
@@ -53,7 +51,6 @@ class Fence:
 
     def __init__(self, run_dir: Path, attempt: int) -> None:
         self._run_dir = Path(run_dir)
-        self._lock = threading.Lock()
         self._entries = 0
         check_free(self._run_dir)
         groups = self._run_dir / GROUPS
@@ -66,7 +63,11 @@ class Fence:
         sync_directory(groups)
         # Only now: what an earlier group writes from here on, it will not act on.
         claim = _taken_over(self._run_dir, self.number, attempt)
-        write_durably(self.directory / CLAIM, [sealed(claim.to_json())])
+        try:
+            write_durably(self.directory / CLAIM, [sealed(claim.to_json())])
+        except OSError:
+            self.check_not_taken_over()  # A later group removes what an earlier one has not finished.
+            raise
         self.check()
 
     def check(self) -> None:
@@ -76,46 +77,41 @@ class Fence:
             JobFailed: It has. What was written may count or not.
             FileDamaged: The run directory is not there.
         """
+        self.check_not_taken_over()
+        if not (self.directory / CLAIM).exists():
+            raise FileDamaged(self.directory / CLAIM, "it is not there")
+
+    def check_not_taken_over(self) -> None:
+        """Raises when another group has taken the run over, also where a write has failed.
+
+        Raises:
+            JobFailed: It has.
+        """
         if group_directory(self._run_dir, self.number + 1).exists():
             raise JobFailed(
                 f"Another group of workers{self._later()} has taken over {self._run_dir}; this one was "
                 "thought dead, and what it writes no longer counts"
             )
-        if not (self.directory / CLAIM).exists():
-            raise FileDamaged(self.directory / CLAIM, "it is not there")
 
-    def append(self, kind: str, fields: Mapping[str, Any], payload: Path | None = None) -> None:
-        """Writes the next entry of this group's log, whole and durable.
+    def append(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Writes the next entry of this group's log, whole and durable. Only one thread may.
 
         Args:
             kind: What it is.
             fields: What it says, as JSON values.
-            payload: A file that belongs to it, and gets its final name before the entry is there.
 
         Raises:
             JobFailed: Another group has taken the run over.
-            OSError: It cannot be written. Nothing is there then, the payload included; unless only the
-                directory could not be synced: the entry is there then, and `entries` counts it.
+            OSError: It cannot be written. Nothing is there then; unless only the directory could not be
+                synced: the entry is there then, and `entries` counts it.
         """
-        with self._lock:
-            number = self._entries + 1
-            path = entry_path(self.directory, number, kind)
-            content = sealed({**fields, "group": self.number, "entry": number})
-            final = path.with_name(f"{number:06d}.safetensors")
-            try:
-                if payload is not None:
-                    payload.rename(final)
-                    sync_directory(self.directory)
-                    faults.point("journal")
-                write_durably(path, [content])
-            except OSError:
-                if not path.exists():
-                    for each in (payload, final) if payload is not None else ():
-                        each.unlink(missing_ok=True)
-                raise
-            finally:
-                if path.exists():
-                    self._entries = number
+        number = self._entries + 1
+        path = entry_path(self.directory, number, kind)
+        try:
+            write_durably(path, [sealed({**fields, "group": self.number, "entry": number})])
+        finally:
+            if path.exists():
+                self._entries = number
         self.check()
 
     @property

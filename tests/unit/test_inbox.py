@@ -7,10 +7,11 @@ import pytest
 import safetensors.numpy
 
 from replicast import inbox
+from replicast.core.stage import Stage
 from replicast.errors import UpdateRefused
 from replicast.files import write_durably
 from replicast.trial import Trial
-from replicast.update import Stage, Update
+from replicast.update import Update
 
 ONES = np.ones(3, np.float32)
 
@@ -180,7 +181,7 @@ def test_hostile_files_are_refused_and_moved_away(tmp_path: Path) -> None:
 
 def test_stages_are_noted_over_each_other(tmp_path: Path) -> None:
     assert inbox.stage_of(tmp_path, "a") is None
-    inbox.note_stage(tmp_path, "a", Stage.STAGED)
+    inbox.note_stage(tmp_path, "a", Stage.PREPARED)
     inbox.note_stage(tmp_path, "a", Stage.COMMITTED, step=7)
     found = inbox.stage_of(tmp_path, "a")
     assert found is not None
