@@ -29,7 +29,7 @@ import numpy as np
 
 from replicast import faults
 from replicast.audit import what_follows
-from replicast.checkpoint import CheckpointStore, Draft, Manifest, file_order
+from replicast.checkpoint import CheckpointStore, Draft, Manifest, file_order, saved_of
 from replicast.core.commands import Ended
 from replicast.core.entries import Saved
 from replicast.core.events import WriteOutcome
@@ -352,7 +352,7 @@ class Checkpoints:
 
     def held_by_all(self) -> frozenset[int]:
         """The updates that every kept checkpoint holds: no start needs their payloads again."""
-        kept = [] if self._store is None else [manifest.holds for manifest in self._store.list()]
+        kept = [] if self._store is None else [saved_of(each).holds for each in self._store.list()]
         return frozenset.intersection(*kept) if kept else frozenset()
 
     def ended(self, ended: Ended) -> None:
@@ -388,7 +388,7 @@ class Checkpoints:
         # As one line of text: it is much, and for no human eye. A trial after a restart is compared with it.
         histories = [copy.measured, *(json.loads(other["measured"]) for other in others)]
         measured = json.dumps(mean_history(histories))
-        draft = replace(copy.draft, holds=saved.holds, pending=saved.pending, measured=measured)
+        draft = replace(copy.draft, measured=measured).with_updates(saved)
         manifest = self._store.write(draft, arrays, copy.digests)
         self._prune(manifest)
         return manifest

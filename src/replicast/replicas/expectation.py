@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from replicast.checkpoint import CheckpointStore, Manifest
+from replicast.checkpoint import CheckpointStore, Manifest, saved_of
 from replicast.edits import Array, apply_edit
 from replicast.errors import ReplicastError
 from replicast.runtime import Session
@@ -83,7 +83,7 @@ class Expectation:
         last = self._store.last()
         if last is None:
             return None
-        sequences = holds - last.holds
+        sequences = holds - saved_of(last).holds
         if sequences and not self._durable:
             return None
         recorded = committed_updates(self._run_dir) if sequences else []

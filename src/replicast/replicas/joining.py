@@ -17,7 +17,7 @@ from replicast.config import read_launch
 from replicast.errors import ClusterError, NotSupported, ReplicastError
 from replicast.fence import Fence, check_free
 from replicast.guard import Guard, checked_guard
-from replicast.checkpoint import CheckpointStore
+from replicast.checkpoint import CheckpointStore, saved_of
 from replicast.core.operation import Timeouts
 from replicast.replicas.auditing import Auditing, AuditPlan, declared
 from replicast.replicas.checkpoints import Checkpoints
@@ -29,7 +29,6 @@ from replicast.replicas.uncounted import Uncounted
 from replicast.runfiles import FORMAT, RunInfo, clean_run, read_run_info, write_run_info
 from replicast.runtime import Channel, Exchange, Session, Writer
 from replicast.storage.journal import FileJournal, MemoryJournal
-from replicast.storage.saved import saved_of
 from replicast.strategy import KerasState, Strategy, optimizers_by_name
 from replicast.transport import Transport, open_transport
 from replicast.validate import Limits

@@ -27,6 +27,7 @@ from replicast.checkpoint import (
     choose,
     differences,
     dtype_of,
+    saved_of,
 )
 from replicast.config import host_id
 from replicast.edits import Edit, Operation
@@ -37,7 +38,6 @@ from replicast.replicas.position import Position
 from replicast.runtime import Exchange, Session
 from replicast.runtime.codec import decode, encode
 from replicast.state import Arrays, State
-from replicast.storage.saved import saved_of
 from replicast.transport import Parcel, Transport
 from replicast.transport.layout import arrays_in, lay_out
 
@@ -256,7 +256,7 @@ def _plan(worker: _Worker, reader: CheckpointReader, partial: bool) -> dict[str,
         "epoch": manifest.epoch,
         "batch": manifest.batch,
         "script": manifest.script,
-        "holds": sorted(manifest.holds),
+        "holds": sorted(saved_of(manifest).holds),
         "measured": manifest.measured,
         "names": names,
         "left_out": sorted(left_out),

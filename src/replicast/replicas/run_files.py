@@ -5,14 +5,18 @@ One thread per worker, so that the training thread never touches a file.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import queue
 import socket
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from replicast import inbox
 from replicast.auditfiles import audit_requests
@@ -27,14 +31,17 @@ from replicast.errors import (
     refusal_of,
 )
 from replicast.fence import Fence
+from replicast.files import write_quickly
 from replicast.processes import this_process
 from replicast.replicas.checkpoints import numbers
-from replicast.runfiles import ENDED, WorkerNote, append_metrics, write_operations, write_worker_note
+from replicast.runfiles import ENDED, WorkerNote, append_metrics, write_worker_note
 from replicast.runtime import Session
 from replicast.runtime.ticket import diverged, refused
 
 logger = logging.getLogger("replicast")
 
+OPERATIONS = "operations.json"
+"""What is under way, for `replicast status`."""
 LOOK_SECS = 0.2
 NOTE_SECS = 1.0
 ASIDE_SECS = 10.0
@@ -181,7 +188,8 @@ class RunFiles:
     def _write_operations(self, run_dir: Path) -> None:
         operations = [] if self.waiting_for == ENDED else self._session.operations()
         if self._session.rank == 0 and operations != self._operations:
-            write_operations(run_dir, self._session.step, operations)
+            said = json.dumps({"step": self._session.step, "operations": operations})
+            write_quickly(run_dir / OPERATIONS, said)
             self._operations = operations
 
     # The inbox: worker 0.
@@ -240,7 +248,7 @@ class RunFiles:
         settled = False
         for ticket in list(self._unsettled):
             path = self._proposed[ticket]
-            self._with_entry(path, lambda run, path, ticket=ticket: self._settle(run, path, ticket), run_dir)
+            self._with_entry(path, partial(self._settle, ticket), run_dir)
             settled = True
         if settled:
             inbox.clean(run_dir)
@@ -249,7 +257,7 @@ class RunFiles:
     def _note_stages(self, run_dir: Path) -> None:
         under_way = {one["id"]: one for one in self._session.operations()} if self._proposed else {}
         for path in self._proposed.values():
-            one = under_way.get(inbox.id_of(path))
+            one = under_way.get(path.name.removesuffix(".safetensors"))
             standing = None if one is None else (one["stage"], one["step"], one["waits_for"])
             if one is not None and standing is not None and self._noted.get(path) != standing:
                 self._noted[path] = standing
@@ -258,12 +266,13 @@ class RunFiles:
     def _note(self, run_dir: Path, id_: str, stage: Stage, step: int | None, **fields: Any) -> None:
         inbox.note_stage(run_dir, id_, stage, step=step, taken_by=this_process(), **fields)
 
-    def _settle(self, run_dir: Path, path: Path, ticket: str) -> None:
+    def _settle(self, ticket: str, run_dir: Path, path: Path) -> None:
         tell = self._unsettled[ticket]
         match tell.stage, tell.outcome:
             case (Stage.VERIFIED | Stage.REVERTED), Receipt():
                 # With the receipt: without a journal on disk, its author finds it nowhere else.
-                self._note(run_dir, tell.id, tell.stage, tell.step, receipt=inbox.receipt_to_json(tell.outcome))
+                receipt = msgspec.to_builtins(tell.outcome, str_keys=True)
+                self._note(run_dir, tell.id, tell.stage, tell.step, receipt=receipt)
                 inbox.done(path)
             case Stage.FAILED, Receipt():
                 error = diverged(tell.outcome)

@@ -75,6 +75,6 @@ class Channel:
             return []
         self._read_from[rank] += 1
         self._coordination.delete(key)
-        read, *messages = decode(text)
-        self._read_by[rank] = read
-        return messages
+        messages: list[Any] = decode(text)
+        self._read_by[rank] = messages[0]
+        return messages[1:]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import fields
-from enum import Enum
 from typing import Any
 
 from replicast.core import entries, messages, operation, proposal, refusal, reports
@@ -67,8 +66,6 @@ def _packed(value: Any) -> Any:
             return ["set", *sorted(value)]
         case Mapping():
             return ["map", *([_packed(key), _packed(one)] for key, one in value.items())]
-        case Enum() | str() | int():  # an enum that is a string, a numpy-free subclass
-            return str(value) if isinstance(value, str) else int(value)  # type: ignore[call-overload]
     raise TypeError(f"A message cannot have a part of this type. Received: {type(value).__name__}")
 
 

@@ -40,7 +40,7 @@ class Loop:
 
     def run(self) -> None:
         """Until it is stopped."""
-        while not self._stopped():
+        while not self._stopped() or not self._events.empty():
             try:
                 self._handle(self._events.get(timeout=self._secs_to_next_timer()))
             except queue.Empty:

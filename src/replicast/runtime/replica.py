@@ -57,6 +57,7 @@ class StateReplica:
         expectation: The digest that checkpoint and journal give for a variable, if they do.
         on_report: Told of each audit's report.
         on_leave: What to do before the process ends.
+        on_applied: Told of each update that this worker has applied.
         on_stage: Told how far an update has come on this worker.
     """
 
@@ -90,6 +91,7 @@ class StateReplica:
         self.expectation: Callable[[str], str | None] = lambda name: None
         self.on_report: Callable[[Any, bool], None] = lambda report, raises: None
         self.on_leave: Callable[[str], None] = lambda problem: None
+        self.on_applied: Callable[[str], None] = lambda id_: None
         self.on_stage: Callable[[str, str], None] = lambda id_, stage: None
 
     # In the background.
@@ -137,6 +139,7 @@ class StateReplica:
         found = self.state.digest(self._to_be_equal(update.edits))
         self._releasing.do(lambda: self._parcels.release(parcel_id))
         self.on_stage(id_, "applied")
+        self.on_applied(id_)
         faults.point("ack")
         return Applied(found, applied_at, time.monotonic() - self._gate.since, self.trained())
 

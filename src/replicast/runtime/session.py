@@ -13,12 +13,14 @@ The loop never waits for anything but the coordination service; everything else 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from replicast import faults
@@ -156,13 +158,15 @@ class Session:
         if self._writer is not None:
             self._writer.start(self.threads)
             for rank in range(1, self.size):
-                self.threads.start(f"reader-{rank}", lambda rank=rank: self._read_from(rank))
+                self.threads.start(f"reader-{rank}", partial(self._read_from, rank))
         else:
             self.threads.start("reader", self._read)
 
     def stop(self, timeout_secs: float = 5.0) -> None:
         """Ends the threads; open tickets say that the job is over."""
         self._closed = True
+        self.threads.stopping.set()
+        self._loop.post(None)
         self.threads.stop(timeout_secs)
         for ticket in list(self._tickets.values()):
             meant = "" if ticket.step is None else f" for step {ticket.step}"
@@ -379,6 +383,9 @@ class Session:
     # The event loop.
 
     def _handle(self, event: Any) -> None:
+        if event is None:
+            self._wake_readers()
+            return
         pending = [event]
         while pending:
             pending = [more for one in pending for more in self._handle_one(one)]
@@ -487,6 +494,14 @@ class Session:
         for ticket in list(self._tickets.values()):
             if ticket.id == id_:
                 ticket.reach(Stage(stage))
+
+    def _wake_readers(self) -> None:
+        """So that those of all other workers end at once, and not when their question to the service does."""
+        with contextlib.suppress(JobFailed):
+            if self._coordinator is None:
+                self._channel.send([])
+            else:
+                self._channel.broadcast([])
 
     def _read(self) -> None:
         while not self.threads.stopping.is_set():
