@@ -114,6 +114,8 @@ class Coordinator(Engine):
         elif known is not None and known.outcome is None:
             known.tickets.append(ticket)
             self._note_proposer(known, rank)
+            if known.waits_until:
+                self._tell_progress(known, (ticket,))
         else:
             tell = self._outcome_of(proposal.id, ticket, known, record)
             (self._refuse if tell.stage is Stage.REFUSED else self._tell)(tell)
@@ -307,17 +309,13 @@ class Coordinator(Engine):
         self._open_replays()
 
     def _note_deferred(self, operation: Operation) -> None:
-        if operation.tickets:
-            waits_for = operation.waits_for
-            self._say(
-                Tell(operation.id, tuple(operation.tickets), operation.stage, operation.step, None, waits_for)
-            )
+        self._tell_progress(operation, tuple(operation.tickets))
 
     def _run(self, operation: Operation, value: object) -> None:
         super()._run(operation, value)
-        if operation.stage is Stage.SCHEDULED and operation.told is not Stage.SCHEDULED:
-            operation.told = Stage.SCHEDULED
-            self._tell(Tell(operation.id, tuple(operation.tickets), operation.stage, operation.step))
+        if operation.stage in (Stage.SCHEDULED, Stage.APPLIED) and operation.told is not operation.stage:
+            operation.told = operation.stage
+            self._tell_progress(operation, tuple(operation.tickets))
 
     def _write(self, entry: Entry, then: Callable[[Refusal | None], None]) -> None:
         if isinstance(entry, Saved):
@@ -380,6 +378,14 @@ class Coordinator(Engine):
         """What was refused may be proposed again. A function's refusal is kept for its other authors."""
         if operation is not None and not isinstance(operation, Function):
             self._known.pop(operation.id, None)
+
+    def _tell_progress(self, operation: Operation, tickets: tuple[str, ...]) -> None:
+        """It is not decided yet; whoever waits for it learns why, and whether training has to go on first."""
+        if tickets:
+            why, until = operation.waits_for, operation.waits_until
+            self._say(
+                Tell(operation.id, tickets, operation.stage, operation.step, waits_for=why, waits_until=until)
+            )
 
     def _tell(self, tell: Tell) -> None:
         self._say(tell)

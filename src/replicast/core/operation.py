@@ -213,6 +213,7 @@ class Operation:
         stage: How far it has come.
         step: Where it is, or will be, applied.
         waits_for: Why it is not decided yet, in words.
+        waits_until: It can have no outcome before this step; 0 when that is not known.
         tickets: Who is told.
         tokens: Of an operation for which all training threads rest: the token of each rest.
         outcome: How it ended.
@@ -233,6 +234,7 @@ class Operation:
         self.stage = Stage.PROPOSED
         self.step: int | None = None
         self.waits_for = ""
+        self.waits_until = 0
         self.tickets: list[str] = []
         self.tokens: tuple[int, ...] = ()
         self.outcome: Outcome | None = None

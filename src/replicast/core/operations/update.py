@@ -69,6 +69,7 @@ class Update(Operation):
         if record is not None:
             self.stage, self.step, self.must_run = Stage.COMMITTED, record.step, True
             self.replays, self.in_trial = (record.step, record.sequence), record.heals
+            self.waits_until = record.step
 
     def script(self, job: Job) -> Script:
         """The coordinator's side."""
@@ -106,6 +107,7 @@ def prepared(update: Update, job: Job) -> Generator[AnyRequest, Any, None]:
         yield Record(Scheduled(proposal.id, proposal.digest, proposal.at_step, proposal.trial))
     if proposal.at_step is not None:
         update.stage, update.step = Stage.SCHEDULED, proposal.at_step
+        update.waits_until = proposal.at_step
 
 
 def made_here(
