@@ -145,6 +145,7 @@ class Worker:
             self._commands.append(Pass(step))
             return
         self.step, self.standing, self._why, self._is_timed = step, True, "", False
+        self._result = ()
         self._say_standing()
         self._go_on()
 

@@ -112,6 +112,8 @@ def test_a_training_thread_that_waits_for_a_ticket_goes_on_with_its_outcome_or_w
 
 def test_a_training_thread_does_not_wait_for_the_coordinator_for_ever_and_names_it() -> None:
     worker = Worker(1)
+    worker.handle(Rested(("begin",)))
+    hear(worker, Resume((1, 1), "over"))
     hear(worker, Stop(7))
     timer = worker.handle(Arrived(1))[-1]
     assert isinstance(timer, SetTimer)
