@@ -25,6 +25,8 @@ from replicast.core.tickets import Tickets, digest_of
 
 AHEAD = 4
 """How many updates of the journal are prepared before their step comes."""
+NO_TOKEN = 0
+"""That of a worker that does not rest: the tokens of rests begin with 1."""
 
 
 class Coordinator(Tickets):
@@ -248,10 +250,20 @@ class Coordinator(Tickets):
         return str(self.boundaries.rests[0].intent[0])
 
     def end_rest(self, operation: Operation, refusal: Refusal) -> None:
-        """Refuses the operation in which all training threads rest, if that is another one."""
+        """Whoever rests in something else than this operation goes on: all, or those that have come so far."""
         for one in list(self.operations.values()):
             if one.tokens and one is not operation:
                 self._finish(one, Outcome(Stage.REFUSED, refusal))
+        rests = self.boundaries.rests
+        if rests and len(rests) < self.size:
+            tokens = tuple(rests[rank].token if rank in rests else NO_TOKEN for rank in range(self.size))
+            self._resume(tokens, Outcome(Stage.REFUSED, refusal))
+
+    def request_audit(self) -> None:
+        """Replicas differ: the next audit looks into it, which may be one that waits for its boundary."""
+        audits = (one for one in self.operations.values() if isinstance(one, Audit))
+        if not any(self.boundaries.is_waiting(one) for one in audits):
+            self.open(requested("audit", self.new_id("audit")))
 
     def refuse_functions_without_source(self) -> None:
         """All workers have come to the end of what they propose."""

@@ -146,7 +146,7 @@ class Resume:
     """A rest is over.
 
     Attributes:
-        tokens: That of each worker's rest, by rank.
+        tokens: That of each worker's rest, by rank; 0 for a worker that does not rest.
         outcome: What came of it, or a `Refusal`.
     """
 

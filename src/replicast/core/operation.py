@@ -179,8 +179,8 @@ class Job(Protocol):
     def new_id(self, kind: str) -> str:
         """An id for an update that nobody has given one."""
 
-    def open(self, operation: Operation) -> None:
-        """Adds an operation to the list."""
+    def request_audit(self) -> None:
+        """Replicas differ: the next audit looks into it, which may be one that waits for its boundary."""
 
     def promise(self, operation: Operation, at_step: int) -> None:
         """Puts up the stop for the operation's next boundary, while all workers stand before it."""
@@ -201,7 +201,7 @@ class Job(Protocol):
         """The kind of operation in which all training threads rest; empty when they do not."""
 
     def end_rest(self, operation: Operation, refusal: Refusal) -> None:
-        """Refuses the operation in which all training threads rest, if that is another one."""
+        """Whoever rests in something else than this operation goes on: all, or those that have come so far."""
 
 
 class Operation:
