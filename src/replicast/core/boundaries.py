@@ -275,10 +275,11 @@ class Boundaries:
         self._shared = len(self._turn)
 
     def _put_off(self, operation: Operation, reason: str, until: int) -> None:
-        if operation.waits_for != reason:
-            operation.waits_for, operation.waits_until = reason, until
-            self._note_deferred(operation)
         meeting = operation.meeting
+        if operation.waits_for != reason:
+            own = 0 if meeting is None else meeting.at_step or 0
+            operation.waits_for, operation.waits_until = reason, max(until, own)
+            self._note_deferred(operation)
         if meeting is not None and meeting.standing and until > meeting.target:
             meeting.aim(until)
             self._say(Meet(meeting.number, until))

@@ -250,7 +250,7 @@ class Coordinator(Tickets):
         return str(self.boundaries.rests[0].intent[0])
 
     def end_rest(self, operation: Operation, refusal: Refusal) -> None:
-        """Whoever rests in something else than this operation goes on: all, or those that have come so far."""
+        """Whoever rests in something else than this operation goes on, even if not all have come to rest."""
         for one in list(self.operations.values()):
             if one.tokens and one is not operation:
                 self._finish(one, Outcome(Stage.REFUSED, refusal))

@@ -201,7 +201,7 @@ class Job(Protocol):
         """The kind of operation in which all training threads rest; empty when they do not."""
 
     def end_rest(self, operation: Operation, refusal: Refusal) -> None:
-        """Whoever rests in something else than this operation goes on: all, or those that have come so far."""
+        """Whoever rests in something else than this operation goes on, even if not all have come to rest."""
 
 
 class Operation:

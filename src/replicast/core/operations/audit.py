@@ -132,7 +132,7 @@ class Audit(Operation):
         if report.outcome == "raised":
             job.end_rest(self, Refusal("An audit found that the replicas differ"))
         if report.outcome == "raised" or not self.tokens:
-            # Every worker has it before the first one raises, however long it takes: that one may end the job.
+            # Every worker has it before the first one raises, which may end the job: there is no deadline.
             yield Ask(Report(report, report.outcome == "raised"))
         equal = report.outcome in ("equal", "healed")
         return Outcome(Stage.VERIFIED if equal else Stage.FAILED, report)
@@ -197,7 +197,7 @@ class Audit(Operation):
     def _borrow(
         self, job: Job, differences: tuple[Difference, ...], updates: list[Proposal]
     ) -> Generator[AnyRequest, Any, None]:
-        """Every worker fetches the values that count: `updates` grows by one for each worker that has some."""
+        """Every worker fetches the values that count; `updates` grows by one per worker that has some."""
         for source in sorted({one.reference for one in differences}):
             mine = tuple(one for one in differences if one.reference == source)
             id_, names = job.new_id("heal"), tuple(one.variable for one in mine)

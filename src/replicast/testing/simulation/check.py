@@ -50,7 +50,7 @@ class Checks:
         self._times: dict[str, float] = {}
         self._from_script: set[str] = set()
         self._from_inbox: set[str] = set()
-        self._ended: dict[str, float] = {}
+        self._ended: dict[tuple[str, int], float] = {}
         self._told: dict[str, Stage] = {}
         self._stages: dict[tuple[str, str], set[Stage]] = defaultdict(set)
 
@@ -73,10 +73,10 @@ class Checks:
         """Somebody outside asks for something that is not a proposal."""
         self._times[ticket] = self._clock.now
 
-    def announced(self, tell: Tell) -> None:
+    def announced(self, attempt: int, tell: Tell) -> None:
         """A coordinator tells all workers how far an operation has come, whoever proposed it."""
         if tell.ended:
-            self._ended[tell.id] = self._clock.now
+            self._ended[tell.id, attempt] = self._clock.now
 
     def drifted(self, attempt: int) -> None:
         """A replica of this attempt has another value than the others."""
@@ -209,7 +209,7 @@ class Checks:
         last = {proposal.id: self._times[ticket] for ticket, proposal in self._proposals.items()}
         for replica in group.replicas:
             for id_, _ in replica.prepared:
-                ended_at = self._ended.get(id_, -1.0)
+                ended_at = self._ended.get((id_, self._attempts - 1), -1.0)
                 if id_ not in last or last[id_] < ended_at < group.closing_at:
                     raise StoryFailed(f"worker {replica.rank} keeps the bytes of {id_}, which has ended")
 
@@ -285,7 +285,7 @@ class Checks:
                 for other in self._proposals
                 if other != ticket and self._proposals[other].id == proposal.id and other in self._from_script
             ]
-            if not again and proposal.id not in self._ended:
+            if not again and not any(id_ == proposal.id for id_, _ in self._ended):
                 raise StoryFailed(f"{ticket} was proposed by a training thread and is lost: {proposal}")
         elif (proposal.id, proposal.digest) not in self._stages:
             self._notes.count("lost with their process, never acknowledged")

@@ -122,7 +122,7 @@ class SimulatedGroup:
             self.story.notes.say(self.number, "     → all", message)
         self.log.append(message)
         if isinstance(message, Tell):
-            self.story.checks.announced(message)
+            self.story.checks.announced(self.number, message)
         for rank, polling in enumerate(self._polling):
             if not polling:
                 self._polling[rank] = True

@@ -104,12 +104,14 @@ class _Chooser:
         if choice < 0.27:
             self.act(("propose", rank, self.proposal("w")))
             if random.random() < 0.25:
-                self.act(("wait", rank, random.choice([0.05, 1.0, None])), same=True)
+                self.wait(rank)
         elif choice < 0.37:
             number = None if random.random() < 0.15 else random.randrange(100)
             id_ = f"f{len(plan.script)}{random.randrange(99)}"
             by = None if random.random() < 0.8 else random.randrange(plan.size)
             self.act(("function", rank, id_, number, self.at_step(), self.trial(), by))
+            if random.random() < 0.25:
+                self.wait(random.randrange(plan.size))
         elif choice < 0.47:
             plan.incidents.append((self.when(), "thread", rank, self.proposal("t")))
         elif choice < 0.67:
@@ -134,6 +136,10 @@ class _Chooser:
         if self.random.random() < 0.8:
             return None
         return Trial(self.random.randrange(1, 4), "a", self.random.choice([-1.0, 0.0, 10.0]))
+
+    def wait(self, rank: int) -> None:
+        """The training thread waits for what it has just proposed."""
+        self.act(("wait", rank, self.random.choice([0.05, 1.0, None])), same=True)
 
     def act(self, action: Action, *, same: bool = False) -> None:
         if not same:
