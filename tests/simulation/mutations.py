@@ -16,16 +16,21 @@ from replicast.core import coordinator as coordinator_module
 from replicast.core.boundaries import Boundaries
 from replicast.core.commands import CloseInbox, Write
 from replicast.core.coordinator import Coordinator
+from replicast.core.engine import UNDECIDED
 from replicast.core.entries import Committed, Scheduled
 from replicast.core.events import WriteOutcome
 from replicast.core.gather import Gather
 from replicast.core.history import History
 from replicast.core.meeting import Meeting
 from replicast.core.messages import Tell
-from replicast.core.operation import Boundary, EarlierSettled, Outcome, Record
+from replicast.core.operation import Ask, Boundary, EarlierSettled, Go, Outcome, Record
 from replicast.core.operations import audit as audit_module
+from replicast.core.operations.audit import Audit, Report
+from replicast.core.operations.save import TakeSnapshot
 from replicast.core.operations.trial import Begin, End
-from replicast.core.operations.update import Apply, Prepare
+from replicast.core.operations.update import Apply, Discard, Load, Prepare
+from replicast.core.proposal import Pending
+from replicast.core.reports import Applied
 from replicast.core.stage import Stage
 from replicast.core.worker import Worker
 from replicast.testing.simulation import StoryFailed, World, random_plan
@@ -37,13 +42,15 @@ _original = {
     (owner, name): getattr(owner, name)
     for owner, name in [
         (Boundaries, "want"),
-        (Coordinator, "_finish"),
+        (Coordinator, "_answered"),
+        (Coordinator, "pending"),
         (Coordinator, "_propose"),
         (Coordinator, "_serve"),
         (Coordinator, "_withdraw"),
         (Coordinator, "_written"),
         (History, "after"),
         (Meeting, "step"),
+        (Worker, "_arrive"),
         (Worker, "_do"),
         (Worker, "_go_on"),
         (Worker, "_on_message"),
@@ -138,8 +145,8 @@ def keep_what_was_prepared_by_id_alone() -> Any:
     def prepare(self: Prepare, replica: Any) -> None:
         replica.prepare(self.id, "", self.content)
 
-    def apply(self: Apply, replica: Any) -> str:
-        return str(replica.apply(self.id, "", self.sequence))
+    def apply(self: Apply, replica: Any) -> Any:
+        return replica.apply(self.id, "", self.sequence)
 
     stack = contextlib.ExitStack()
     stack.enter_context(broken(Prepare, "perform", prepare))
@@ -183,7 +190,7 @@ def refuse_what_is_committed() -> Any:
 
 @mutation
 def accept_other_content_under_the_same_id() -> Any:
-    return broken(coordinator_module, "_digest_of", lambda known, record: mock.ANY)
+    return broken(coordinator_module, "digest_of", lambda known, record: mock.ANY)
 
 
 @mutation
@@ -249,11 +256,11 @@ def decide_a_trial_again_after_a_restart() -> Any:
 
 @mutation
 def revert_a_trial_on_all_workers_but_one() -> Any:
-    def perform(self: End, replica: Any) -> str:
+    def perform(self: End, replica: Any) -> Applied:
         if not self.kept and replica.rank != 1:
             replica.go_back()
         replica.drop_copy()
-        return str(replica.digest())
+        return Applied(replica.digest())
 
     return broken(End, "perform", perform)
 
@@ -265,9 +272,7 @@ def commit_others_during_a_trial() -> Any:
 
 @mutation
 def save_during_a_trial() -> Any:
-    from replicast.core.operations.save import Snapshot
-
-    return broken(Snapshot, "perform", lambda self, replica: replica.snapshot())
+    return broken(TakeSnapshot, "perform", lambda self, replica: replica.snapshot())
 
 
 @mutation
@@ -354,8 +359,9 @@ def save_a_state_that_differs_between_workers() -> Any:
 
     original = save_module.saved
 
-    def saved(job: Any, step: int, snapshots: Any) -> Any:
-        return original(job, step, dict.fromkeys(snapshots, snapshots[0]))
+    def saved(job: Any, snapshots: Any) -> Any:
+        same = {rank: replace(one, digest="") for rank, one in snapshots.items() if one is not None}
+        return original(job, same)
 
     stack = contextlib.ExitStack()
     stack.enter_context(broken(save_module, "saved", saved))
@@ -365,7 +371,131 @@ def save_a_state_that_differs_between_workers() -> Any:
 
 @mutation
 def heal_nothing() -> Any:
-    return broken(audit_module, "differing", lambda seen, source: ())
+    def differences(self: Audit, job: Any, seen: Any) -> Any:
+        return ()
+        yield
+
+    return broken(Audit, "_differences", differences)
+
+
+@mutation
+def write_a_checkpoint_before_the_payloads() -> Any:
+    return broken(Coordinator, "_is_stored", lambda self, operation: True)
+
+
+@mutation
+def hold_proposals_of_which_nothing_is_written() -> Any:
+    def pending(self: Coordinator) -> tuple[Pending, ...]:
+        return tuple(
+            Pending(one.proposal, tuple(one.tickets))
+            for one in self.operations.values()
+            if one.proposal is not None and one.proposal.content is not None and one.stage in UNDECIDED
+        )
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(broken(Coordinator, "_is_stored", lambda self, operation: True))
+    stack.enter_context(broken(Coordinator, "pending", pending))
+    return stack
+
+
+@mutation
+def forget_whose_proposals_a_checkpoint_holds() -> Any:
+    def pending(self: Coordinator) -> tuple[Pending, ...]:
+        return tuple(replace(one, tickets=()) for one in _original[Coordinator, "pending"](self))
+
+    return broken(Coordinator, "pending", pending)
+
+
+@mutation
+def bring_back_what_has_ended() -> Any:
+    return broken(History, "has_ended", lambda self, pending: pending.proposal.id in self.by_id)
+
+
+@mutation
+def use_the_bytes_of_an_earlier_attempt() -> Any:
+    def serve(self: Coordinator, operation: Any, request: Any) -> None:
+        if isinstance(request, Ask) and isinstance(request.order, Load):
+            self._run(operation, {0: operation.proposal.content})
+        else:
+            _original[Coordinator, "_serve"](self, operation, request)
+
+    return broken(Coordinator, "_serve", serve)
+
+
+@mutation
+def raise_an_audit_before_all_have_its_report() -> Any:
+    def serve(self: Coordinator, operation: Any, request: Any) -> None:
+        report = isinstance(request, Ask) and isinstance(request.order, Report)
+        _original[Coordinator, "_serve"](self, operation, Go(request.order) if report else request)
+
+    return broken(Coordinator, "_serve", serve)
+
+
+@mutation
+def give_up_on_a_report_that_comes_late() -> Any:
+    def serve(self: Coordinator, operation: Any, request: Any) -> None:
+        if isinstance(request, Ask) and isinstance(request.order, Report):
+            request = replace(request, secs=self.timeouts.answer_secs)
+        _original[Coordinator, "_serve"](self, operation, request)
+
+    return broken(Coordinator, "_serve", serve)
+
+
+@mutation
+def keep_the_threads_that_rest_when_an_audit_raises() -> Any:
+    return broken(Coordinator, "end_rest", lambda self, operation, refusal: None)
+
+
+@mutation
+def do_not_raise_what_an_audit_found() -> Any:
+    return broken(Report, "perform", lambda self, replica: replica.report(self.report, raises=False))
+
+
+@mutation
+def heal_with_the_value_of_the_minority() -> Any:
+    def reference_of(groups: Any, expected: Any) -> Any:
+        return min(list(groups.values())[-1]), "minority"
+
+    return broken(audit_module, "reference_of", reference_of)
+
+
+@mutation
+def do_not_say_until_when_an_update_waits() -> Any:
+    def tell_progress(self: Coordinator, operation: Any, tickets: Any) -> None:
+        self._say(Tell(operation.id, tickets, operation.stage, operation.step))
+
+    return broken(Coordinator, "_tell_progress", tell_progress)
+
+
+@mutation
+def forget_the_deadline_of_a_boundary_after_a_rest() -> Any:
+    def arrive(self: Worker, step: int) -> None:
+        _original[Worker, "_arrive"](self, step)
+        self._is_timed = True
+
+    def go_on(self: Worker) -> None:
+        self._is_timed = True
+        _original[Worker, "_go_on"](self)
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(broken(Worker, "_arrive", arrive))
+    stack.enter_context(broken(Worker, "_go_on", go_on))
+    return stack
+
+
+@mutation
+def keep_the_bytes_of_what_was_refused() -> Any:
+    return broken(Discard, "perform", lambda self, replica: None)
+
+
+@mutation
+def take_the_reports_of_different_boundaries_for_one() -> Any:
+    def answered(self: Coordinator, rank: int, number: Any, value: Any) -> None:
+        if isinstance(number, tuple) and rank == 1:
+            number = number[0], max(1, number[1] - 1)
+        _original[Coordinator, "_answered"](self, rank, number, value)
+
+    return broken(Coordinator, "_answered", answered)
 
 
 CAUGHT_BY = {

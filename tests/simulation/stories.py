@@ -69,6 +69,20 @@ STORIES: dict[str, tuple[str, Plan]] = {
         "A planned audit at step 2 finds that worker 1 differs; all stop, and it is healed.",
         Plan(size=3, steps=3, audit_every=2, incidents=[(0.1, "drift", 1, 99)]),
     ),
+    "audit-raise": (
+        "An audit raises what it finds: every worker has the report, then all raise it; the job restarts.",
+        Plan(steps=3, save_every=1, audit_every=2, audit_policy="raise", incidents=[(0.5, "drift", 1, 99)]),
+    ),
+    "audit-raise-in-a-rest": (
+        "All workers rest in save when an audit raises what it finds: they leave their rest, and raise it.",
+        Plan(
+            steps=3,
+            script={2: [("save",)]},
+            audit_every=2,
+            audit_policy="raise",
+            incidents=[(0.1, "drift", 1, 99)],
+        ),
+    ),
     "trial-kept": (
         "An update on trial is kept; a second one waits for its end.",
         Plan(steps=6, script={1: [("propose", 0, on_trial(UPDATE, 9.0))], 2: [("propose", 1, OTHER)]}),
@@ -95,7 +109,7 @@ STORIES: dict[str, tuple[str, Plan]] = {
             steps=3,
             save_every=2,
             script={1: [("propose", 1, UPDATE)]},
-            incidents=[(0.45, "slow", 1, 1.2), (1.0, "kill", 1)],
+            incidents=[(0.35, "slow", 1, 0.3), (0.85, "kill", 1)],
         ),
     ),
     "stale-group": (

@@ -52,7 +52,7 @@ def test_a_scheduled_update_is_durable_and_a_restart_applies_it_at_its_step() ->
 
 
 def test_a_proposal_that_is_not_committed_is_in_the_checkpoint_of_its_step() -> None:
-    incidents = [(0.45, "slow", 1, 1.2), (1.0, "kill", 1)]
+    incidents = [(0.35, "slow", 1, 0.3), (0.85, "kill", 1)]
     world = played(Plan(steps=3, save_every=2, script={1: [("propose", 1, ADD)]}, incidents=incidents))
     assert line(world, "with the proposals ['add']") < line(world, "attempt 1 starts at step 2")
     assert records(world) == [(1, "add", 2)]

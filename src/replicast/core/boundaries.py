@@ -198,7 +198,8 @@ class Boundaries:
             if self._deferred(operation) is not None:  # a trial has begun just now
                 self._wait(operation)
                 continue
-            self.speaker, operation.meeting, operation.waits_for = operation, None, ""
+            self.speaker, operation.meeting = operation, None
+            operation.waits_for, operation.waits_until = "", 0
             self._resume(operation, self._here[1])
             return True
         if self._here is not None and self._share(self._here[1]):
@@ -274,10 +275,11 @@ class Boundaries:
         self._shared = len(self._turn)
 
     def _put_off(self, operation: Operation, reason: str, until: int) -> None:
-        if operation.waits_for != reason:
-            operation.waits_for = reason
-            self._note_deferred(operation)
         meeting = operation.meeting
+        if operation.waits_for != reason:
+            own = 0 if meeting is None else meeting.at_step or 0
+            operation.waits_for, operation.waits_until = reason, max(until, own)
+            self._note_deferred(operation)
         if meeting is not None and meeting.standing and until > meeting.target:
             meeting.aim(until)
             self._say(Meet(meeting.number, until))

@@ -1,7 +1,7 @@
-"""The coordinator: one ordered list of operations; what is put into it, and who is told what came of it.
+"""The coordinator: one ordered list of operations, and what is put into it.
 
     Propose, Request, Rest, a planned step ──► an operation at the end of the list; its script runs (`Engine`)
-    it ends ──► Tell to those who hold a ticket, Resume to those who rest in it
+    it ends ──► Tell to those who hold a ticket (`Tickets`), Resume to those who rest in it
 
 While a trial is under way, most operations wait for its end.
 """
@@ -9,12 +9,9 @@ While a trial is under way, most operations wait for its end.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
 
-from replicast.core.commands import CloseInbox, Ended
-from replicast.core.engine import UNDECIDED, Engine
-from replicast.core.entries import Committed, Entry, Receipt, Refused, Saved, Withdrawn
+from replicast.core.engine import UNDECIDED
+from replicast.core.entries import Receipt, Saved, Withdrawn
 from replicast.core.history import History
 from replicast.core.messages import OUTSIDE, Answer, At, Propose, Request, Rest, Tell, ToCoordinator, Withdraw
 from replicast.core.operation import AuditTrail, Operation, Outcome, Script, Timeouts
@@ -24,12 +21,15 @@ from replicast.core.operations.function import Function
 from replicast.core.proposal import Pending, Proposal
 from replicast.core.refusal import Refusal
 from replicast.core.stage import Stage
+from replicast.core.tickets import Tickets, digest_of
 
 AHEAD = 4
 """How many updates of the journal are prepared before their step comes."""
+NO_TOKEN = 0
+"""That of a worker that does not rest: the tokens of rests begin with 1."""
 
 
-class Coordinator(Engine):
+class Coordinator(Tickets):
     """The state machine that decides. It lives in worker 0.
 
     Args:
@@ -63,12 +63,7 @@ class Coordinator(Engine):
         self.start = start
         self.trial: Operation | None = None
         self.leaving = False
-        self._known: dict[str, Operation] = {}
         self._early: list[tuple[int, ToCoordinator]] | None = []
-        self._inbox: set[str] = set()
-        self._in_checkpoints = {
-            one.proposal.id for saved in history.checkpoints.values() for one in saved.pending
-        }
         self._replays: deque[Operation] = deque()
 
     # What comes in.
@@ -108,29 +103,17 @@ class Coordinator(Engine):
             operation.tickets.append(ticket)
             self.open(operation)
             self._note_proposer(operation, rank)
-        elif proposal.source is None and proposal.digest != _digest_of(known, record):
+        elif proposal.source is None and proposal.digest != digest_of(known, record):
             problem = f"An update with the id {proposal.id} and other content was proposed before"
             self._refuse(Tell(proposal.id, (ticket,), Stage.REFUSED, outcome=Refusal(problem)))
         elif known is not None and known.outcome is None:
             known.tickets.append(ticket)
             self._note_proposer(known, rank)
+            if known.waits_until:
+                self._tell_progress(known, (ticket,))
         else:
             tell = self._outcome_of(proposal.id, ticket, known, record)
             (self._refuse if tell.stage is Stage.REFUSED else self._tell)(tell)
-
-    def _outcome_of(self, id_: str, ticket: str, known: Operation | None, record: Committed | None) -> Tell:
-        """What is known of an operation that has ended, in this attempt or before."""
-        if known is not None and known.outcome is not None:
-            return Tell(id_, (ticket,), known.outcome.stage, known.step, known.outcome.result)
-        sequence = 0 if record is None else record.sequence
-        receipt, decided = self.history.receipts.get(sequence), self.history.decided.get(sequence)
-        stage = receipt.stage if receipt is not None else Stage.VERIFIED
-        if decided is not None and not decided.kept:
-            stage = Stage.REVERTED
-        step = None if record is None else record.step
-        if receipt is None and step is not None:  # it was never written: the state that was restored has it
-            receipt = Receipt(sequence, id_, step, {}, 0.0, 0.0, 0.0, stage)
-        return Tell(id_, (ticket,), stage, step, receipt)
 
     def _note_proposer(self, operation: Operation, rank: int) -> None:
         """A function runs on its source, which must be among those that propose it."""
@@ -272,10 +255,20 @@ class Coordinator(Engine):
         return str(self.boundaries.rests[0].intent[0])
 
     def end_rest(self, operation: Operation, refusal: Refusal) -> None:
-        """Refuses the operation in which all training threads rest, if that is another one."""
+        """Whoever rests in something else than this operation goes on, even if not all have come to rest."""
         for one in list(self.operations.values()):
             if one.tokens and one is not operation:
                 self._finish(one, Outcome(Stage.REFUSED, refusal))
+        rests = self.boundaries.rests
+        if rests and len(rests) < self.size:
+            tokens = tuple(rests[rank].token if rank in rests else NO_TOKEN for rank in range(self.size))
+            self._resume(tokens, Outcome(Stage.REFUSED, refusal))
+
+    def request_audit(self) -> None:
+        """Replicas differ: the next audit looks into it, which may be one that waits for its boundary."""
+        audits = (one for one in self.operations.values() if isinstance(one, Audit))
+        if not any(self.boundaries.is_waiting(one) for one in audits):
+            self.open(requested("audit", self.new_id("audit")))
 
     def refuse_functions_without_source(self) -> None:
         """All workers have come to the end of what they propose."""
@@ -313,91 +306,3 @@ class Coordinator(Engine):
 
     def _has_left_turn(self, operation: Operation) -> None:
         self._open_replays()
-
-    def _note_deferred(self, operation: Operation) -> None:
-        if operation.tickets:
-            waits_for = operation.waits_for
-            self._say(
-                Tell(operation.id, tuple(operation.tickets), operation.stage, operation.step, None, waits_for)
-            )
-
-    def _run(self, operation: Operation, value: object) -> None:
-        super()._run(operation, value)
-        if operation.stage is Stage.SCHEDULED and operation.told is not Stage.SCHEDULED:
-            operation.told = Stage.SCHEDULED
-            self._tell(Tell(operation.id, tuple(operation.tickets), operation.stage, operation.step))
-
-    def _write(self, entry: Entry, then: Callable[[Refusal | None], None]) -> None:
-        if isinstance(entry, Saved):
-            self._in_checkpoints.update(one.proposal.id for one in entry.pending)
-        super()._write(entry, then)
-
-    # Who is told.
-
-    def _finish(self, operation: Operation, outcome: Outcome) -> None:
-        """An operation has ended: those who hold a ticket are told."""
-        if operation.running is not None:
-            operation.running.close()
-        operation.outcome, operation.stage = outcome, outcome.stage
-        del self.operations[operation.number]
-        self.boundaries.forget(operation)
-        if operation.proposal is not None:
-            told = Tell(
-                operation.id,
-                tuple(operation.tickets),
-                outcome.stage,
-                operation.step,
-                outcome.result,
-                ended=True,
-            )
-            if outcome.stage is Stage.REFUSED:
-                self._refuse(told, operation)
-            else:
-                self._tell(told)
-                self._known.pop(operation.id, None)  # the journal knows it
-        else:
-            self._commands.append(Ended(operation.kind, operation.report, outcome))
-        if operation.tokens:
-            self._resume(operation.tokens, outcome)
-
-    def _refuse(self, tell: Tell, operation: Operation | None = None) -> None:
-        """Tells a refusal. One that the journal, a checkpoint or the inbox would undo is written first."""
-        kept = tell.id in self.history.scheduled or tell.id in self._in_checkpoints
-        whole = operation is not None and kept
-        to_write = tuple(one for one in tell.tickets if whole or one in self._inbox)
-        others = tuple(one for one in tell.tickets if one not in to_write)
-        if others or not (whole or to_write):
-            self._tell(replace(tell, tickets=others))
-        if whole or to_write:
-            self._write_refusal(replace(tell, tickets=to_write), operation, whole)
-        else:
-            self._forget(operation)
-
-    def _write_refusal(self, tell: Tell, operation: Operation | None, whole: bool) -> None:
-        def then(failed: Refusal | None) -> None:
-            if failed is not None:
-                again = self.timeouts.retry_secs
-                self._set_timer(again, lambda: self._write_refusal(tell, operation, whole))
-                return
-            self._forget(operation)
-            self._tell(tell)
-
-        self._write(Refused(tell.id, tell.tickets, tell.outcome.problem, whole), then)
-
-    def _forget(self, operation: Operation | None) -> None:
-        """What was refused may be proposed again. A function's refusal is kept for its other authors."""
-        if operation is not None and not isinstance(operation, Function):
-            self._known.pop(operation.id, None)
-
-    def _tell(self, tell: Tell) -> None:
-        self._say(tell)
-        if tell.stage.is_final:
-            for ticket in self._inbox.intersection(tell.tickets):
-                self._inbox.discard(ticket)
-                self._commands.append(CloseInbox(ticket, tell))
-
-
-def _digest_of(known: Operation | None, record: Committed | None) -> str:
-    if record is not None:
-        return record.digest
-    return known.proposal.digest if known is not None and known.proposal is not None else ""

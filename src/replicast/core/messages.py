@@ -146,7 +146,7 @@ class Resume:
     """A rest is over.
 
     Attributes:
-        tokens: That of each worker's rest, by rank.
+        tokens: That of each worker's rest, by rank; 0 for a worker that does not rest.
         outcome: What came of it, or a `Refusal`.
     """
 
@@ -163,6 +163,7 @@ class Tell:
         step: Where it is, or will be, applied.
         outcome: The receipt or the refusal.
         waits_for: Why it is not decided yet, in words.
+        waits_until: It can have no outcome before this step; 0 when that is not known.
         ended: The operation is over, not only one proposal of it: what was prepared is not needed any more.
     """
 
@@ -172,6 +173,7 @@ class Tell:
     step: int | None = None
     outcome: Any = None
     waits_for: str = ""
+    waits_until: int = 0
     ended: bool = False
 
 

@@ -181,8 +181,8 @@ class Job(Protocol):
     def new_id(self, kind: str) -> str:
         """An id for an update that nobody has given one."""
 
-    def open(self, operation: Operation) -> None:
-        """Adds an operation to the list."""
+    def request_audit(self) -> None:
+        """Replicas differ: the next audit looks into it, which may be one that waits for its boundary."""
 
     def promise(self, operation: Operation, at_step: int) -> None:
         """Puts up the stop for the operation's next boundary, while all workers stand before it."""
@@ -206,7 +206,7 @@ class Job(Protocol):
         """The kind of operation in which all training threads rest; empty when they do not."""
 
     def end_rest(self, operation: Operation, refusal: Refusal) -> None:
-        """Refuses the operation in which all training threads rest, if that is another one."""
+        """Whoever rests in something else than this operation goes on, even if not all have come to rest."""
 
 
 class Operation:
@@ -218,6 +218,7 @@ class Operation:
         stage: How far it has come.
         step: Where it is, or will be, applied.
         waits_for: Why it is not decided yet, in words.
+        waits_until: It can have no outcome before this step; 0 when that is not known.
         tickets: Who is told.
         tokens: Of an operation for which all training threads rest: the token of each rest.
         outcome: How it ended.
@@ -238,6 +239,7 @@ class Operation:
         self.stage = Stage.PROPOSED
         self.step: int | None = None
         self.waits_for = ""
+        self.waits_until = 0
         self.tickets: list[str] = []
         self.tokens: tuple[int, ...] = ()
         self.outcome: Outcome | None = None

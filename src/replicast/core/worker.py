@@ -84,6 +84,7 @@ class Worker:
         self.step = step
         self.standing = False
         self.tickets: dict[str, Stage] = {}
+        self._not_before: dict[str, int] = {}  # the step before which a ticket has no outcome
         self._reports: dict[str, int] = {}
         self._timeouts = timeouts or Timeouts()
         self._stops: dict[int, int] = {}
@@ -144,6 +145,7 @@ class Worker:
             self._commands.append(Pass(step))
             return
         self.step, self.standing, self._why, self._is_timed = step, True, "", False
+        self._result = ()
         self._say_standing()
         self._go_on()
 
@@ -161,6 +163,8 @@ class Worker:
         stage = self.tickets.get(ticket)
         if stage is None or stage.is_final or stage is Stage.SCHEDULED:
             self._result = (stage,)
+        elif self._not_before.get(ticket, 0) > self.step:
+            self._give_up()
         self._go_on()
 
     def _give_up(self) -> None:
@@ -270,11 +274,12 @@ class Worker:
                 if ticket == self._ticket and self._why == _WAITING and not self._result:
                     if tell.stage.is_final:
                         self._result = (tell.stage,)
-                    elif tell.waits_for or tell.stage is Stage.SCHEDULED:
+                    elif tell.waits_until > self.step:
                         self._give_up()
                     self._go_on()
+                self._not_before[ticket] = tell.waits_until
                 if tell.stage.is_final:
-                    del self.tickets[ticket]
+                    del self.tickets[ticket], self._not_before[ticket]
         if tell.ended and tell.stage in (Stage.REFUSED, Stage.WITHDRAWN):
             self._commands.append(Discard(tell.id))
 

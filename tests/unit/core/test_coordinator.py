@@ -24,8 +24,8 @@ from replicast.core.messages import (
     Tell,
     Withdraw,
 )
-from replicast.core.operations.update import Prepare, Update
-from replicast.core.proposal import Proposal
+from replicast.core.operations.update import Load, Update
+from replicast.core.proposal import Pending, Proposal
 from replicast.core.refusal import Refusal
 from replicast.core.stage import Stage
 
@@ -164,12 +164,15 @@ def test_a_start_from_an_earlier_checkpoint_gives_up_the_later_ones() -> None:
     assert list(history.checkpoints) == [10, 20]
 
 
-def test_a_withdrawn_or_committed_proposal_is_not_pending_whatever_a_checkpoint_says() -> None:
-    saved = Saved(10, 0, frozenset(), (ADD,), None)
-    assert History([saved]).pending == {"add"}
-    assert not History([saved, Withdrawn("add")]).pending
-    assert not History([Withdrawn("add"), saved]).pending
-    assert not History([saved, Committed(1, "add", "digest", 11, 0)]).pending
+def test_a_proposal_that_has_had_its_outcome_is_not_pending_whatever_a_checkpoint_says() -> None:
+    pending = Pending(ADD, ("0.1.1",))
+    saved = Saved(10, 0, frozenset(), (pending,), None)
+    assert not History([saved]).has_ended(pending)
+    assert History([saved, Withdrawn("add")]).has_ended(pending)
+    assert History([Withdrawn("add"), saved]).has_ended(pending)
+    assert History([saved, Committed(1, "add", "digest", 11, 0)]).has_ended(pending)
+    assert History([saved, Refused("add", ("0.1.1",), "There is no room")]).has_ended(pending)
+    assert not History([saved, Refused("add", ("1.1.1",), "There is no room")]).has_ended(pending)
 
 
 def test_what_is_scheduled_is_promised_before_the_first_step_of_the_next_attempt() -> None:
@@ -178,7 +181,7 @@ def test_what_is_scheduled_is_promised_before_the_first_step_of_the_next_attempt
     stop = next(one for one in job.said if isinstance(one, Stop))
     assert stop.at_step == 7
     assert job.said.index(stop) < next(n for n, one in enumerate(job.said) if isinstance(one, Resume))
-    assert any(isinstance(one, Do) and isinstance(one.order, Prepare) for one in job.said)
+    assert any(isinstance(one, Do) and isinstance(one.order, Load) for one in job.said)
 
 
 def test_what_is_withdrawn_before_the_journal_is_taken_up_is_withdrawn() -> None:

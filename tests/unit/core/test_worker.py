@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from replicast.core.commands import Continue, EndJob, Pass, Perform, Send, SetTimer, Settle
-from replicast.core.events import Arrived, Awaited, FromCoordinator, Performed, Proposed, Rested, TimerFired
+from replicast.core.events import (
+    Arrived,
+    Awaited,
+    FromCoordinator,
+    Performed,
+    Proposed,
+    Reported,
+    Rested,
+    TimerFired,
+)
 from replicast.core.messages import Answer, At, Do, Meet, Release, Rest, Resume, Stop, Tell
-from replicast.core.operations.sync import Digest
 from replicast.core.operations.update import Apply, Prepare
 from replicast.core.proposal import Proposal
 from replicast.core.stage import Stage
@@ -104,6 +112,8 @@ def test_a_training_thread_that_waits_for_a_ticket_goes_on_with_its_outcome_or_w
 
 def test_a_training_thread_does_not_wait_for_the_coordinator_for_ever_and_names_it() -> None:
     worker = Worker(1)
+    worker.handle(Rested(("begin",)))
+    hear(worker, Resume((1, 1), "over"))
     hear(worker, Stop(7))
     timer = worker.handle(Arrived(1))[-1]
     assert isinstance(timer, SetTimer)
@@ -112,8 +122,23 @@ def test_a_training_thread_does_not_wait_for_the_coordinator_for_ever_and_names_
     assert "Worker 0, the coordinator" in ends.reason
 
 
-def test_planned_orders_come_before_everything_else_at_their_boundary() -> None:
-    worker = Worker(0, plans={"audit": (2, Digest())})
+def test_what_all_workers_do_by_themselves_is_counted_by_kind_and_keeps_no_thread() -> None:
+    worker = Worker(0)
+    assert worker.handle(Reported("audit", "first")) == [Send(Answer(("audit", 1), "first"))]
+    assert worker.handle(Reported("save", None)) == [Send(Answer(("save", 1), None))]
     assert worker.handle(Arrived(1)) == [Pass(1)]
-    assert worker.handle(Arrived(2)) == [Perform(("audit", 2), Digest())]
-    assert worker.handle(Performed(("audit", 2), {})) == [Send(Answer(("audit", 2), {})), Pass(2)]
+    assert worker.handle(Reported("audit", "second")) == [Send(Answer(("audit", 2), "second"))]
+
+
+def test_a_training_thread_waits_without_a_limit_only_for_what_can_come_before_it_trains() -> None:
+    worker = Worker(0)
+    worker.handle(Proposed("t", Proposal("a", "digest", ())))
+    assert worker.handle(Awaited("t", None)) == []
+    waits = Tell("a", ("t",), Stage.PREPARED, waits_for="the trial of b, until step 3", waits_until=3)
+    assert hear(worker, waits) == [Settle("t", waits), Continue(Stage.PREPARED)]
+    worker.handle(Arrived(2))
+    assert worker.handle(Awaited("t", None)) == [Continue(Stage.PREPARED)]
+    worker.handle(Arrived(3))
+    assert worker.handle(Awaited("t", None)) == []
+    hear(worker, Stop(7))
+    assert hear(worker, Meet(7, 4)) == [Continue(Stage.PREPARED)]

@@ -34,7 +34,7 @@ from replicast.core.operation import (
     Script,
 )
 from replicast.core.operations.sync import Publish
-from replicast.core.operations.update import Apply, Discard, Prepare, committed, payload_of, verified
+from replicast.core.operations.update import Apply, Prepare, committed, discarded, payload_of, verified
 from replicast.core.order import Replica
 from replicast.core.proposal import Proposal
 from replicast.core.refusal import Refusal, Refuse
@@ -132,8 +132,8 @@ class Audit(Operation):
         if report.outcome == "raised":
             job.end_rest(self, Refusal("An audit found that the replicas differ"))
         if report.outcome == "raised" or not self.tokens:
-            # Every worker has it before the first one raises: that one may end the job.
-            yield Ask(Report(report, report.outcome == "raised"), None, job.timeouts.answer_secs, "report")
+            # Every worker has it before the first one raises, which may end the job: there is no deadline.
+            yield Ask(Report(report, report.outcome == "raised"))
         equal = report.outcome in ("equal", "healed")
         return Outcome(Stage.VERIFIED if equal else Stage.FAILED, report)
 
@@ -180,23 +180,24 @@ class Audit(Operation):
         """How far the replicas are apart; with "heal" they are made equal."""
         outcomes = {"heal": "healed", "raise": "raised", "warn": "warned"}
         report = replace(report, found_at=job.audits.differ(report.step), differences=differences)
+        updates: list[Proposal] = []
         try:
-            updates = yield from self._borrowed(job, differences)
+            yield from self._borrow(job, differences, updates)
             differences = yield from _compared(job, differences, updates)
         except Refuse:  # no room for the values: what differs is known all the same
+            yield from discarded(job, updates)
             return replace(report, outcome="warned" if policy == "warn" else "raised")
         report = replace(report, differences=differences, outcome=outcomes[policy])
         if policy == "heal" and len({one.trained for one in seen.values()}) == 1:
             return (yield from self._healed(job, report, updates))
-        yield Ask(Discard(tuple(one.id for one in updates)))
+        yield from discarded(job, updates)
         # Workers that have not trained equally far cannot be healed: one of them has missed a boundary.
         return replace(report, outcome="raised") if policy == "heal" else report
 
-    def _borrowed(
-        self, job: Job, differences: tuple[Difference, ...]
-    ) -> Generator[AnyRequest, Any, list[Proposal]]:
-        """Every worker has fetched the values that count: an update from each worker that has some."""
-        updates: list[Proposal] = []
+    def _borrow(
+        self, job: Job, differences: tuple[Difference, ...], updates: list[Proposal]
+    ) -> Generator[AnyRequest, Any, None]:
+        """Every worker fetches the values that count; `updates` grows by one per worker that has some."""
         for source in sorted({one.reference for one in differences}):
             mine = tuple(one for one in differences if one.reference == source)
             id_, names = job.new_id("heal"), tuple(one.variable for one in mine)
@@ -206,7 +207,6 @@ class Audit(Operation):
             updates.append(Proposal(id_, made.digest, made.content, author="audit", note=_note(mine)))
             prepare = Prepare(id_, made.digest, made.content)
             yield Ask(prepare, None, job.timeouts.prepare_secs, "fetch the values that count")
-        return updates
 
     def _healed(
         self, job: Job, report: AuditReport, updates: list[Proposal]
@@ -218,7 +218,7 @@ class Audit(Operation):
                 yield Record(payload_of(update))
                 record = yield from committed(self, job, update, report.step, heals=True)
             except Refuse:  # the disk is full: the report says that they still differ
-                yield Ask(Discard(tuple(one.id for one in updates[len(healed) :])))
+                yield from discarded(job, updates[len(healed) :])
                 return replace(report, outcome="raised", healed=tuple(healed))
             reports = yield Ask(Apply(record.id, record.digest, record.sequence))
             job.announce((yield from verified(job, record, update, report.step, reports)))

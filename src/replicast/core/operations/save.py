@@ -32,7 +32,6 @@ from replicast.core.operation import (
     Record,
     Script,
 )
-from replicast.core.operations.audit import Audit
 from replicast.core.order import Replica
 from replicast.core.refusal import Refusal, Refuse
 from replicast.core.reports import Snapshot
@@ -81,7 +80,7 @@ def saved(job: Job, snapshots: Snapshots) -> Generator[AnyRequest, Any, Outcome]
         return Outcome(Stage.REFUSED, Refusal(f"The workers save at different steps: {said}"))
     differing = tuple(rank for rank, one in sorted(taken.items()) if one.digest != first.digest)
     if differing:
-        job.open(Audit(job.new_id("audit")))
+        job.request_audit()
         problem = f"The state is not saved: worker {differing[0]} differs from worker 0 at step {first.step}"
         return Outcome(Stage.FAILED, Refusal(problem, differing, {"step": first.step}))
     yield EarlierStored()

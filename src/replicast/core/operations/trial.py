@@ -85,6 +85,7 @@ def tried(
     job.promise(operation, ends)
     yield Go(Begin(record.id, record.digest, record.sequence))
     operation.stage = Stage.APPLIED
+    operation.waits_for, operation.waits_until = f"the end of its trial at step {ends}", ends
     if replayed:
         operation.replays = (ends, inf if decided is None else decided.last + 0.5)
         job.replay(operation)

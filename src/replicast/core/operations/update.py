@@ -69,6 +69,7 @@ class Update(Operation):
         if record is not None:
             self.stage, self.step, self.must_run = Stage.COMMITTED, record.step, True
             self.replays, self.in_trial = (record.step, record.sequence), record.heals
+            self.waits_until = record.step
 
     def script(self, job: Job) -> Script:
         """The coordinator's side."""
@@ -106,17 +107,18 @@ def prepared(update: Update, job: Job) -> Generator[AnyRequest, Any, None]:
         yield Record(Scheduled(proposal.id, proposal.digest, proposal.at_step, proposal.trial))
     if proposal.at_step is not None:
         update.stage, update.step = Stage.SCHEDULED, proposal.at_step
+        update.waits_until = proposal.at_step
 
 
 def made_here(
-    operation: Operation, job: Job, proposal: Proposal, step: int, *, heals: bool = False
+    operation: Operation, job: Job, proposal: Proposal, step: int
 ) -> Generator[AnyRequest, Any, Committed]:
     """An update that was made at the boundary where all stand is prepared and committed there."""
     try:
         yield from prepared_here(job, proposal)
-        return (yield from committed(operation, job, proposal, step, heals=heals))
+        return (yield from committed(operation, job, proposal, step))
     except Refuse:
-        yield Ask(Discard((proposal.id,)))
+        yield from discarded(job, [proposal])
         raise
 
 
@@ -125,6 +127,13 @@ def prepared_here(job: Job, proposal: Proposal) -> Generator[AnyRequest, Any, No
     order = Prepare(proposal.id, proposal.digest, proposal.content)
     yield Ask(order, None, job.timeouts.prepare_secs, "prepare the update")
     yield Record(payload_of(proposal))
+
+
+def discarded(job: Job, updates: list[Proposal]) -> Generator[AnyRequest, Any, None]:
+    """What nobody proposed is not needed any more. A worker that does not answer keeps it for a while."""
+    discard = Discard(tuple(one.id for one in updates))
+    with contextlib.suppress(Refuse):
+        yield Ask(discard, None, job.timeouts.answer_secs, "discard the values")
 
 
 def payload_of(proposal: Proposal) -> Payload:
@@ -189,19 +198,6 @@ def verified(
 
 
 @dataclass(frozen=True, slots=True)
-class Discard:
-    """Worker, in the background: what was prepared is not needed any more."""
-
-    ids: tuple[str, ...]
-    in_background: ClassVar[bool] = True
-
-    def perform(self, replica: Replica) -> None:
-        """Nothing is changed."""
-        for id_ in self.ids:
-            replica.discard(id_)
-
-
-@dataclass(frozen=True, slots=True)
 class Load:
     """Worker 0, in the background: make a payload of the journal available to all workers."""
 
@@ -226,6 +222,19 @@ class Prepare:
     def perform(self, replica: Replica) -> None:
         """Nothing is changed."""
         replica.prepare(self.id, self.digest, self.content)
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Worker, in the background: what was prepared is not needed any more."""
+
+    ids: tuple[str, ...]
+    in_background: ClassVar[bool] = True
+
+    def perform(self, replica: Replica) -> None:
+        """Nothing is changed."""
+        for id_ in self.ids:
+            replica.discard(id_)
 
 
 @dataclass(frozen=True, slots=True)

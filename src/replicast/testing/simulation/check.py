@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replicast.core.entries import Committed, Decided, Payload, Scheduled
+from replicast.core.entries import Committed, Decided, Payload, Saved, Scheduled
 from replicast.core.messages import Propose, Tell
+from replicast.core.operation import Outcome
 from replicast.core.proposal import Proposal
 from replicast.core.stage import Stage
 from replicast.testing.simulation.clock import Clock
@@ -34,25 +35,22 @@ class GroupOutcome:
 
 
 class Checks:
-    """Watches one story.
-
-    Attributes:
-        unhealed: An audit could not make replicas equal again, and has said so.
-    """
+    """Watches one story."""
 
     def __init__(self, plan: Plan, disk: Disk, clock: Clock, notes: Notes) -> None:
         self._plan = plan
         self._disk = disk
         self._clock = clock
         self._notes = notes
-        self.unhealed = False
+        self._drifted: set[int] = set()
+        self._unhealed: set[int] = set()
         self._last = GroupOutcome((), 0.0, 0.0)
         self._attempts = 0
         self._proposals: dict[str, Proposal] = {}
         self._times: dict[str, float] = {}
         self._from_script: set[str] = set()
         self._from_inbox: set[str] = set()
-        self._ended: set[str] = set()
+        self._ended: dict[tuple[str, int], float] = {}
         self._told: dict[str, Stage] = {}
         self._stages: dict[tuple[str, str], set[Stage]] = defaultdict(set)
 
@@ -75,10 +73,41 @@ class Checks:
         """Somebody outside asks for something that is not a proposal."""
         self._times[ticket] = self._clock.now
 
-    def announced(self, tell: Tell) -> None:
+    def announced(self, attempt: int, tell: Tell) -> None:
         """A coordinator tells all workers how far an operation has come, whoever proposed it."""
         if tell.ended:
-            self._ended.add(tell.id)
+            self._ended[tell.id, attempt] = self._clock.now
+
+    def drifted(self, attempt: int) -> None:
+        """A replica of this attempt has another value than the others."""
+        self._drifted.add(attempt)
+
+    def saved(self, entry: Saved) -> None:
+        """A checkpoint is durable."""
+        for pending in entry.pending:
+            proposal = pending.proposal
+            if self._disk.find(Payload, proposal.id, proposal.digest) is None:
+                raise StoryFailed(
+                    f"the checkpoint of step {entry.step} needs {proposal.id}, which is not durable"
+                )
+
+    def ended(self, attempt: int, kind: str, outcome: Outcome) -> None:
+        """An operation that nobody holds a ticket for has ended."""
+        self._notes.count(f"{kind}: {getattr(outcome.result, 'outcome', outcome.stage)}")
+        problem = getattr(outcome.result, "problem", "")
+        if "different" in problem:
+            raise StoryFailed(f"what belongs together is at different places: {problem}")
+        if attempt not in self._drifted and outcome.stage is Stage.FAILED:
+            raise StoryFailed(f"a false alarm: {kind} {outcome}")
+        if kind == "audit" and outcome.stage is not Stage.VERIFIED:
+            self._unhealed.add(attempt)
+
+    def raised(self, replicas: Sequence[SimulatedReplica]) -> None:
+        """A training thread is about to raise what an audit has found, which may end the others."""
+        self._notes.count("raised by training threads")
+        without = [replica.rank for replica in replicas if replica.report_to_raise is None]
+        if without:
+            raise StoryFailed(f"an audit is raised, and workers {without} do not have its report")
 
     def applied(self, replica: SimulatedReplica, id_: str, sequence: int) -> None:
         """A worker is about to apply an update."""
@@ -129,7 +158,7 @@ class Checks:
 
     def _is_durable(self, proposal: Proposal) -> bool:
         disk = self._disk
-        return any(disk.find(kind, proposal.id) for kind in (Scheduled, Committed))
+        return bool(disk.find(Scheduled, proposal.id) or disk.find(Committed, proposal.id))
 
     def _digest(self, id_: str) -> str:
         record = self._disk.find(Committed, id_)
@@ -145,6 +174,7 @@ class Checks:
         for group in groups:
             self._check_order(group.replicas)
         self._check_end(groups[-1].replicas)
+        self._check_room(groups[-1])
         self._check_model(groups[-1].replicas)
         self._check_outcomes()
 
@@ -174,15 +204,25 @@ class Checks:
         if left:
             raise StoryFailed(f"committed, and not applied at the end: {[committed[one] for one in left]}")
 
+    def _check_room(self, group: GroupOutcome) -> None:
+        """No worker keeps the bytes of what has ended."""
+        last = {proposal.id: self._times[ticket] for ticket, proposal in self._proposals.items()}
+        for replica in group.replicas:
+            for id_, _ in replica.prepared:
+                ended_at = self._ended.get((id_, self._attempts - 1), -1.0)
+                if id_ not in last or last[id_] < ended_at < group.closing_at:
+                    raise StoryFailed(f"worker {replica.rank} keeps the bytes of {id_}, which has ended")
+
     def _check_model(self, replicas: Sequence[SimulatedReplica]) -> None:
         entries = self._disk.entries()
         values = model(entries, self._plan.steps)
-        drifted = self._notes.faults["drift"]
-        if drifted and any(isinstance(one, Decided) and not one.kept for one in entries):
-            self.unhealed = True  # going back brings back what the replica had before
+        attempt = self._attempts - 1
+        reverted = any(isinstance(one, Decided) and not one.kept for one in entries)
+        # Going back brings back what the replica had before; an audit may have said that they differ still.
+        may_differ = attempt in self._drifted and (reverted or attempt in self._unhealed)
         for replica in replicas:
             found = dict(replica.values)
-            if self.unhealed:  # an audit could not make `d` equal again, and has said so
+            if may_differ:
                 found["d"] = values["d"]
             if found != values:
                 raise StoryFailed(f"worker {replica.rank} has {replica.values}, and the model {values}")
@@ -245,7 +285,7 @@ class Checks:
                 for other in self._proposals
                 if other != ticket and self._proposals[other].id == proposal.id and other in self._from_script
             ]
-            if not again and proposal.id not in self._ended:
+            if not again and not any(id_ == proposal.id for id_, _ in self._ended):
                 raise StoryFailed(f"{ticket} was proposed by a training thread and is lost: {proposal}")
         elif (proposal.id, proposal.digest) not in self._stages:
             self._notes.count("lost with their process, never acknowledged")
@@ -269,7 +309,7 @@ def model(entries: list[Any], steps: int) -> dict[str, int]:
         if isinstance(event, Committed):
             if event.trial is not None:
                 copy = dict(values)
-            change(values, contents[event.id, event.digest])
+            change(values, contents[event.id, event.digest].edits)
         elif isinstance(event, Decided) and not event.kept:
             values = dict(copy)
     return values

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from replicast.core.entries import Committed, Entry, Scheduled
+from typing import TypeVar
+
+from replicast.core.entries import Committed, Entry, Payload, Scheduled
 from replicast.core.history import Group, History, valid
 from replicast.core.messages import Propose, Withdraw
+
+Kind = TypeVar("Kind", Committed, Payload, Scheduled)
 
 
 class Disk:
@@ -51,10 +55,10 @@ class Disk:
         """What the journal says now."""
         return History(self.entries())
 
-    def find(self, kind: type[Committed | Scheduled], id_: str) -> Committed | Scheduled | None:
-        """The entry of this kind about an update, if it counts."""
+    def find(self, kind: type[Kind], id_: str, digest: str | None = None) -> Kind | None:
+        """The entry of this kind about an update, if it counts; of any content without a digest."""
         for entries, taken in zip(self.groups, self.taken, strict=True):
             for entry in entries[:taken]:
-                if type(entry) is kind and entry.id == id_:
+                if isinstance(entry, kind) and entry.id == id_ and digest in (None, entry.digest):
                     return entry
         return None

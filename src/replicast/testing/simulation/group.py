@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from replicast.core import events as e
-from replicast.core.messages import OUTSIDE, Tell
+from replicast.core.entries import Payload
+from replicast.core.messages import OUTSIDE, Propose, Tell
 from replicast.testing.simulation.process import Process
-from replicast.testing.simulation.replica import START, SimulatedReplica
+from replicast.testing.simulation.replica import START, Edit, InMemory, SimulatedReplica
 from replicast.testing.simulation.story import Story
 
 
@@ -65,17 +67,23 @@ class SimulatedGroup:
             start = history.checkpoints[max(earlier)] if earlier else None
         step, values, holds, places = 0, START, frozenset[int](), [0] * plan.size
         if start is not None:
-            state: Any = start.state
             step, holds = start.step, start.holds
-            values, places = dict(state[0]), story.places[start.attempt, state[1]]
+            values, places = dict(start.state[0][0]), [place for _, place in start.state]
         story.notes.say(self.number, "launcher", f"attempt {self.number} starts at step {step}")
         kinds = story.machines
         coordinator = kinds.coordinator(
-            plan.size, history, attempt=self.number, start=start, timeouts=story.timeouts
+            plan.size,
+            history,
+            attempt=self.number,
+            start=start,
+            timeouts=story.timeouts,
+            audit_policy=plan.audit_policy,
         )
         for rank in range(plan.size):
-            replica = SimulatedReplica(rank, step, values, holds, story.checks.applied, self._note_place)
-            worker = kinds.worker(rank, step, plans=story.plans, timeouts=story.timeouts)
+            replica = SimulatedReplica(
+                self.number, rank, step, values, holds, read=self._read_payload, on_apply=story.checks.applied
+            )
+            worker = kinds.worker(rank, step, timeouts=story.timeouts)
             process = Process(
                 story, self, rank, worker, replica, coordinator if rank == 0 else None, places[rank]
             )
@@ -87,14 +95,18 @@ class SimulatedGroup:
         for message in story.disk.inbox.values():
             self.from_outside(message)
 
-    def _note_place(self, replica: SimulatedReplica, snapshot: int) -> None:
-        """A script that starts again from a snapshot goes on where each training thread was."""
-        places = self.story.places.setdefault((self.number, snapshot), [0] * self.story.plan.size)
-        places[replica.rank] = self.processes[replica.rank].place_of_snapshot()
+    def _read_payload(self, id_: str, digest: str) -> tuple[Edit, ...] | None:
+        payload = self.story.disk.find(Payload, id_, digest)
+        content: Any = None if payload is None else payload.content
+        return None if content is None else content.edits
 
     def from_outside(self, message: Any) -> None:
         """The coordinator finds something in the run directory."""
         if self.alive and self.processes:
+            if isinstance(message, Propose):  # its file is read, and made available to all workers
+                edits: Any = message.proposal.content
+                proposal = replace(message.proposal, content=InMemory(self.number, edits))
+                message = replace(message, proposal=proposal)
             self.story.clock.after(0.05 * self.story.random.random(), self._deliver, OUTSIDE, message)
 
     def send(self, rank: int, message: Any) -> None:
@@ -110,7 +122,7 @@ class SimulatedGroup:
             self.story.notes.say(self.number, "     → all", message)
         self.log.append(message)
         if isinstance(message, Tell):
-            self.story.checks.announced(message)
+            self.story.checks.announced(self.number, message)
         for rank, polling in enumerate(self._polling):
             if not polling:
                 self._polling[rank] = True

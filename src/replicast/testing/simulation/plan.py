@@ -13,7 +13,7 @@ from replicast.trial import Trial
 Action = tuple[Any, ...]
 """What the script of every worker does behind a boundary; some of it on one worker only:
 ("propose", rank, proposal), ("function", source, id, number, at_step, trial, by), ("wait", rank, secs);
-or all together: ("sync", source), ("save",), ("audit", policy)."""
+or all together: ("sync", source), ("save",), ("audit", policy), ("meet",)."""
 Incident = tuple[Any, ...]
 """What happens at a time, from outside: (time, kind, …)."""
 
@@ -32,6 +32,9 @@ class Plan:
         quick: Whether nothing is prepared slowly; for transcripts.
         save_every: Steps between planned checkpoints; 0 for none.
         audit_every: Steps between planned audits; 0 for none.
+        report_behind: Whether planned saves and audits are made just before the next step instead of as the
+            boundary is reached.
+        audit_policy: What becomes of replicas that differ, unless a script says otherwise.
         go_back: The attempt that finds the last checkpoint damaged and takes the one before; 0 for none.
         crash: A process dies between two of its commands: attempt, rank, after how many of them.
         unknown: The journal cannot tell whether this write, by number, was durable.
@@ -47,6 +50,8 @@ class Plan:
     quick: bool = False
     save_every: int = 0
     audit_every: int = 0
+    report_behind: bool = False
+    audit_policy: str = "heal"
     go_back: int = 0
     crash: tuple[int, int, int] | None = None
     unknown: int | None = None
@@ -68,6 +73,8 @@ class _Chooser:
             together=random.random() < 0.8,
             save_every=random.choice([0, 1, 2, 3]),
             audit_every=random.choice([0, 0, 2, 4]),
+            report_behind=random.random() < 0.3,
+            audit_policy=("heal", "heal", "raise", "warn")[random.randrange(4)],
             go_back=int(random.random() < 0.15),
         )
         self.result.steps -= self.result.steps % self.result.stride
@@ -97,12 +104,14 @@ class _Chooser:
         if choice < 0.27:
             self.act(("propose", rank, self.proposal("w")))
             if random.random() < 0.25:
-                self.act(("wait", rank, random.choice([0.05, 1.0])), same=True)
+                self.wait(rank)
         elif choice < 0.37:
             number = None if random.random() < 0.15 else random.randrange(100)
             id_ = f"f{len(plan.script)}{random.randrange(99)}"
             by = None if random.random() < 0.8 else random.randrange(plan.size)
             self.act(("function", rank, id_, number, self.at_step(), self.trial(), by))
+            if random.random() < 0.25:
+                self.wait(random.randrange(plan.size))
         elif choice < 0.47:
             plan.incidents.append((self.when(), "thread", rank, self.proposal("t")))
         elif choice < 0.67:
@@ -113,7 +122,9 @@ class _Chooser:
             self.act(("save",))
         elif choice < 0.89:
             self.act(("audit", ("heal", "heal", "raise", "warn")[random.randrange(4)]))
-        elif choice < 0.96:
+        elif choice < 0.92:
+            self.act(("meet",))
+        elif choice < 0.98:
             plan.incidents.append(
                 (self.when(), "request", rank, ("save", "audit", "leave")[random.randrange(3)])
             )
@@ -125,6 +136,10 @@ class _Chooser:
         if self.random.random() < 0.8:
             return None
         return Trial(self.random.randrange(1, 4), "a", self.random.choice([-1.0, 0.0, 10.0]))
+
+    def wait(self, rank: int) -> None:
+        """The training thread waits for what it has just proposed."""
+        self.act(("wait", rank, self.random.choice([0.05, 1.0, None])), same=True)
 
     def act(self, action: Action, *, same: bool = False) -> None:
         if not same:

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from replicast.core import commands as c
 from replicast.core import events as e
 from replicast.core.coordinator import Coordinator
+from replicast.core.entries import Saved
 from replicast.core.operations.leave import Exit
+from replicast.core.operations.save import TakeSnapshot
+from replicast.core.operations.update import Prepare
 from replicast.core.proposal import Proposal
 from replicast.core.refusal import Refuse
-from replicast.core.stage import Stage
 from replicast.core.worker import Worker
-from replicast.testing.simulation.replica import SimulatedReplica
+from replicast.testing.simulation.replica import InMemory, SimulatedReplica
 from replicast.testing.simulation.story import Story
 from replicast.testing.simulation.words import described
 
@@ -75,6 +78,7 @@ class Process:
         self.name = f"worker {rank}"
         self.worker = worker
         self.replica = replica
+        replica.place = self._place_of_snapshot
         self.coordinator = coordinator
         self.place = place
         self.alive = True
@@ -172,6 +176,8 @@ class Process:
             if disk.is_fenced(number):
                 story.notes.fired("stale write")
                 outcome = e.WriteOutcome.FENCED
+            elif isinstance(command.entry, Saved):
+                story.checks.saved(command.entry)
         if story.notes.recording:
             failed = "" if outcome is e.WriteOutcome.DURABLE else f"{outcome.value.upper()}: "
             story.notes.say(number, "  journal", f"{failed}{described(command.entry)}")
@@ -181,6 +187,9 @@ class Process:
     def _close_inbox(self, machine: Coordinator, command: c.CloseInbox) -> None:
         if self.story.disk.inbox.pop(command.ticket, None) is not None:
             self.story.checks.settled(self.group.replicas(), command.ticket, command.tell)
+
+    def _ended(self, machine: Coordinator, command: c.Ended) -> None:
+        self.story.checks.ended(self.group.number, command.kind, command.outcome)
 
     # Commands of the worker.
 
@@ -196,6 +205,8 @@ class Process:
                 return
             slow = delay >= 0.9 and not self.story.plan.quick
             secs = delay if slow else 0.005 + delay * 0.1
+            if isinstance(command.order, Prepare):
+                self.replica.fetching[command.number] = command.order.id
             self.clock.after(secs, self._carry_out, command)
         elif delay < 0.3:
             self.clock.after(delay * 0.1, self._carry_out, command)
@@ -209,7 +220,7 @@ class Process:
             self.clock.at(self.frozen_until, self._carry_out, command)
             return
         try:
-            value = command.order.perform(self.replica)
+            value = None if self._is_discarded(command) else command.order.perform(self.replica)
         except Refuse as error:
             value = error.refusal
             self.story.notes.fired("refused by a worker")
@@ -221,6 +232,11 @@ class Process:
         if isinstance(command.order, Exit):
             self.group.ended(self, left=True)
 
+    def _is_discarded(self, command: c.Perform) -> bool:
+        """Whether it fetches what was discarded meanwhile."""
+        fetches = isinstance(command.order, Prepare)
+        return fetches and self.replica.fetching.pop(command.number, None) is None
+
     def _settle(self, machine: Worker, command: c.Settle) -> None:
         self.story.checks.settled(self.group.replicas(), command.ticket, command.tell)
 
@@ -230,19 +246,13 @@ class Process:
     def _pass(self, machine: Worker, command: c.Pass) -> None:
         self._play()
 
-    def place_of_snapshot(self) -> int:
+    def _place_of_snapshot(self) -> int:
         """Where a restart from here goes on: what the script waits in now is done again."""
         return self.place - 1 if self._resting else self.place
 
     def _continue(self, machine: Worker, command: c.Continue) -> None:
-        resting, self._resting = self._resting, ()
-        if (
-            resting
-            and resting[0] == "audit"
-            and getattr(command.outcome, "stage", None) is not Stage.VERIFIED
-        ):
-            self.story.checks.unhealed = True
-        if self.done:
+        self._resting = ()
+        if self.done and self.replica.report_to_raise is None:
             self.group.ended(self)
         else:
             self._play()
@@ -256,6 +266,9 @@ class Process:
         if in_training:
             self._last_ticket = ticket
         self.story.checks.proposed(ticket, proposal, in_training=in_training)
+        if proposal.content is not None:
+            edits: Any = proposal.content
+            proposal = replace(proposal, content=InMemory(self.group.number, edits))
         self.feed(self.worker, e.Proposed(ticket, proposal))
 
     def arrive(self, steps: int) -> None:
@@ -267,10 +280,23 @@ class Process:
             return
         self.replica.train(steps)
         self.place = 0
+        if not self.story.plan.report_behind:
+            self._report()
         self.feed(self.worker, e.Arrived(self.replica.step))
+
+    def _report(self) -> None:
+        """What all workers do by themselves at the same steps, where all have the same state."""
+        plan, step = self.story.plan, self.replica.step
+        if plan.audit_every and step % plan.audit_every == 0:
+            self.feed(self.worker, e.Reported("audit", self.replica.glance()))
+        if plan.save_every and step % plan.save_every == 0:
+            self.feed(self.worker, e.Reported("save", TakeSnapshot().perform(self.replica)))
 
     def _play(self) -> None:
         """What the script does behind a boundary: some of it waits."""
+        if self.replica.report_to_raise is not None:
+            self._raise()
+            return
         plan, actions = self.story.plan, self.story.plan.script.get(self.replica.step, ())
         while self.place < len(actions):
             action = actions[self.place]
@@ -299,7 +325,17 @@ class Process:
             self.group.closing()
             self.feed(self.worker, e.Rested(("close",)))
         else:
+            if plan.report_behind:
+                self._report()
             self.group.train(self, plan.stride)
+
+    def _raise(self) -> None:
+        """The script ends with what an audit has found, and the process with it."""
+        self.story.notes.say(
+            self.group.number, self.name, f"raises: {described(self.replica.report_to_raise)}"
+        )
+        self.story.checks.raised(self.group.replicas())
+        self.group.die(self)
 
 
 _CARRIED_OUT_BY: dict[type[Any], Callable[[Process, Any, Any], None]] = {
@@ -314,4 +350,5 @@ _CARRIED_OUT_BY: dict[type[Any], Callable[[Process, Any, Any], None]] = {
     c.Broadcast: Process._broadcast,
     c.Write: Process._write,
     c.CloseInbox: Process._close_inbox,
+    c.Ended: Process._ended,
 }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+from replicast.core.proposal import Published
 from replicast.core.refusal import Refuse
+from replicast.core.reports import Applied, Seen, Snapshot
 from replicast.trial import Trial
 
 
@@ -19,6 +21,13 @@ START = {"a": 1, "b": 2, "d": 3}
 
 Edit = tuple[str, str, int]
 """An update: the operation, the variable and a number."""
+
+
+class InMemory(NamedTuple):
+    """The bytes of an update, which the workers of one attempt can fetch, and no later one."""
+
+    attempt: int
+    edits: tuple[Edit, ...]
 
 
 def train(values: dict[str, int], step: int) -> None:
@@ -52,35 +61,49 @@ class SimulatedReplica:
     """One worker's copy of the state.
 
     Args:
+        attempt: Which group of workers it belongs to.
         rank: Which worker.
         step: The step that its state is of.
         values: The variables.
         holds: The updates in it.
+        read: Reads the payload of an update from the journal.
         on_apply: Called with each update and its number, before it is applied.
-        on_snapshot: Called with the number of each snapshot.
+
+    Attributes:
+        prepared: What was fetched and is not applied, by id and digest.
+        fetching: What is being fetched, by the number of the order: its id.
+        expected_d: What checkpoint and journal say about `d`, which training does not change.
+        place: How far the script behind the current boundary has come; for snapshots.
+        report_to_raise: What an audit has found, if the training thread has to raise it.
     """
 
     def __init__(
         self,
+        attempt: int,
         rank: int,
         step: int,
         values: dict[str, int],
         holds: frozenset[int],
+        *,
+        read: Callable[[str, str], tuple[Edit, ...] | None],
         on_apply: Callable[[SimulatedReplica, str, int], None],
-        on_snapshot: Callable[[SimulatedReplica, int], None],
     ) -> None:
+        self.attempt = attempt
         self.rank = rank
         self.step = step
         self.values = dict(values)
+        self.expected_d = values["d"]
         self.holds = set(holds)
         self.applied: list[tuple[int, int, str]] = []
         self.functions: dict[str, int | None] = {}
         self.no_room = False
-        self.copy: dict[str, int] | None = None
+        self.report_to_raise: Any = None
+        self.place: Callable[[], int] = lambda: 0
+        self._copy: tuple[dict[str, int], int] | None = None
+        self._read = read
         self._on_apply = on_apply
-        self._on_snapshot = on_snapshot
-        self._snapshots = 0
-        self._prepared: dict[tuple[str, str], tuple[Edit, ...]] = {}
+        self.prepared: dict[tuple[str, str], tuple[Edit, ...]] = {}
+        self.fetching: dict[int | tuple[str, int], str] = {}
         self._metrics: list[int] = []
         self._copied_at = 0
 
@@ -91,88 +114,123 @@ class SimulatedReplica:
             train(self.values, self.step)
             self._metrics.append(self.values["a"] % 100 + 1)
 
-    def prepare(self, id_: str, digest: str, content: Hashable) -> None:
+    def load(self, id_: str, digest: str) -> InMemory:
         """As in `Replica`."""
+        edits = self._read(id_, digest)
+        if edits is None:
+            raise StoryFailed(f"the payload of {id_} is not in the journal")
+        return InMemory(self.attempt, edits)
+
+    def prepare(self, id_: str, digest: str, content: Any) -> None:
+        """As in `Replica`."""
+        if content.attempt != self.attempt:
+            raise StoryFailed(
+                f"worker {self.rank} fetches {id_} from attempt {content.attempt}, which is over"
+            )
         if self.no_room:
             self.no_room = False
             raise Refuse("There is no room for the update")
-        edits: Any = content
-        if any(name not in self.values for _, name, _ in edits):
-            raise Refuse(f"There is no such variable. Received: {edits}")
-        self._prepared[id_, digest] = edits
+        if any(name not in self.values for _, name, _ in content.edits):
+            raise Refuse(f"There is no such variable. Received: {content.edits}")
+        self.prepared[id_, digest] = content.edits
 
-    def apply(self, id_: str, digest: str, sequence: int) -> str:
+    def _edits(self, id_: str, digest: str) -> tuple[Edit, ...]:
+        if (id_, digest) not in self.prepared:
+            raise StoryFailed(f"worker {self.rank} needs {id_}, which it has not prepared")
+        return self.prepared[id_, digest]
+
+    def apply(self, id_: str, digest: str, sequence: int) -> Applied:
         """As in `Replica`."""
         self._on_apply(self, id_, sequence)
-        if (id_, digest) not in self._prepared:
-            raise StoryFailed(f"worker {self.rank} applies {id_}, which it has not prepared")
-        edits = self._prepared.pop((id_, digest))
+        edits = self._edits(id_, digest)
+        del self.prepared[id_, digest]
+        expected = {**self.values, "d": self.expected_d}
         change(self.values, edits)
+        change(expected, edits)
+        self.expected_d = expected["d"]
         self.applied.append((self.step, sequence, id_))
         self.holds.add(sequence)
-        return ",".join(f"{name}={self.values[name]}" for _, name, _ in edits)
+        touched = ",".join(f"{name}={self.values[name]}" for _, name, _ in edits)
+        return Applied(touched, trained=self.step)
 
     def discard(self, id_: str) -> None:
         """As in `Replica`."""
-        self._prepared = {key: edits for key, edits in self._prepared.items() if key[0] != id_}
+        self.prepared = {key: edits for key, edits in self.prepared.items() if key[0] != id_}
+        self.fetching = {number: other for number, other in self.fetching.items() if other != id_}
 
-    def compute(self, id_: str) -> tuple[str, Hashable]:
+    def compute(self, id_: str) -> Published:
         """As in `Replica`."""
         number = self.functions.pop(id_, None)
         if number is None:
             raise Refuse("The function raised ValueError")
-        edits = computed(self.values, number)
-        return str(edits), edits
+        return self._published(computed(self.values, number))
+
+    def publish(self, id_: str, names: tuple[str, ...]) -> Published:
+        """As in `Replica`."""
+        return self._published(tuple(("assign", name, self.values[name]) for name in names))
+
+    def _published(self, edits: tuple[Edit, ...]) -> Published:
+        return Published(str(edits), InMemory(self.attempt, edits))
 
     @property
     def on_trial(self) -> bool:
         """As in `Replica`."""
-        return self.copy is not None
+        return self._copy is not None
 
     def report(self, report: Any, *, raises: bool) -> None:
-        """As in `Replica`: nobody reads it."""
+        """As in `Replica`: only what is raised matters."""
+        if raises:
+            self.report_to_raise = report
 
-    def leave(self) -> None:
+    def leave(self, problem: str) -> None:
         """As in `Replica`: the process does it."""
 
     def digest(self) -> str:
         """As in `Replica`."""
         return digest_of(self.values)
 
-    def digests(self) -> dict[str, str]:
+    def digests(self, names: tuple[str, ...] = ()) -> dict[str, str]:
         """As in `Replica`."""
-        return {name: str(value) for name, value in self.values.items()}
+        return {name: str(self.values[name]) for name in names or self.values}
 
-    def expected(self) -> dict[str, str]:
-        """As in `Replica`: this one knows nothing."""
-        return {}
-
-    def publish(self, names: tuple[str, ...]) -> tuple[str, Hashable]:
+    def examine(self) -> Seen:
         """As in `Replica`."""
-        edits = tuple(("assign", name, self.values[name]) for name in names)
-        return str(edits), edits
+        return Seen(self.step, self.digests(), trained=self.step)
 
-    def snapshot(self) -> tuple[str, Hashable, frozenset[int]]:
+    def glance(self) -> Seen:
+        """What a planned audit has to know."""
+        return Seen(self.step, {"state": self.digest()}, trained=self.step)
+
+    def expected(self, names: tuple[str, ...]) -> dict[str, str]:
         """As in `Replica`."""
-        self._snapshots += 1
-        self._on_snapshot(self, self._snapshots)
-        return self.digest(), (tuple(self.values.items()), self._snapshots), frozenset(self.holds)
+        return {"d": str(self.expected_d)} if "d" in names else {}
+
+    def deviations(self, id_: str, digest: str, names: tuple[str, ...]) -> dict[str, int]:
+        """As in `Replica`."""
+        values = {name: number for _, name, number in self._edits(id_, digest)}
+        return {name: self.values[name] - values[name] for name in names}
+
+    def snapshot(self) -> Snapshot:
+        """As in `Replica`."""
+        details = tuple(self.values.items()), self.place()
+        return Snapshot(self.step, self.digest(), frozenset(self.holds), details)
 
     def keep_copy(self) -> None:
         """As in `Replica`."""
-        self.copy = dict(self.values)
+        self._copy = dict(self.values), self.expected_d
         self._copied_at = len(self._metrics)
 
     def go_back(self) -> None:
         """As in `Replica`."""
-        if self.copy is not None:
-            self.values = dict(self.copy)
+        if self._copy is not None:
+            values, self.expected_d = self._copy
+            self.values = dict(values)
 
     def drop_copy(self) -> None:
         """As in `Replica`."""
-        self.copy = None
+        self._copy = None
 
-    def measure(self, trial: Trial) -> float | None:
+    def measure(self, trial: Trial) -> tuple[float | None, int]:
         """As in `Replica`."""
-        measured = self._metrics[-trial.steps :] if self.copy is None else self._metrics[self._copied_at :]
-        return sum(measured) / len(measured) if measured else None
+        measured = self._metrics[self._copied_at :] if self.on_trial else self._metrics[-trial.steps :]
+        return (sum(measured) / len(measured) if measured else None), len(measured)

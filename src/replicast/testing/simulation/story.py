@@ -7,15 +7,13 @@ from random import Random
 
 from replicast.core.coordinator import Coordinator
 from replicast.core.operation import Operation, Timeouts
-from replicast.core.operations.save import Snapshot
-from replicast.core.operations.sync import Digest
-from replicast.core.order import Order
 from replicast.core.worker import Worker
 from replicast.testing.simulation.check import Checks
 from replicast.testing.simulation.clock import Clock
 from replicast.testing.simulation.disk import Disk
 from replicast.testing.simulation.notes import Notes
 from replicast.testing.simulation.plan import Plan
+from replicast.testing.simulation.replica import StoryFailed
 
 TIMEOUTS = Timeouts(
     prepare_secs=6, answer_secs=2, meet_secs=20, decide_secs=60, compute_secs=10, retry_secs=1
@@ -26,7 +24,7 @@ class StrictCoordinator(Coordinator):
     """An unexpected exception is a failure of the story."""
 
     def _unexpected(self, operation: Operation, error: Exception) -> None:
-        raise error
+        raise StoryFailed(f"unexpected in {operation}: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,6 @@ class Story:
 
     Attributes:
         random: What is left to chance: how long things take.
-        places: Where each training thread was, for each snapshot by attempt and number.
         writes: How many writes there were.
     """
 
@@ -55,10 +52,4 @@ class Story:
         self.notes = Notes(self.clock, recording=recording)
         self.disk = Disk()
         self.checks = Checks(plan, self.disk, self.clock, self.notes)
-        self.places: dict[tuple[int, int], list[int]] = {}
         self.writes = 0
-        self.plans: dict[str, tuple[int, Order]] = {}
-        if plan.audit_every:
-            self.plans["audit"] = (plan.audit_every, Digest())
-        if plan.save_every:
-            self.plans["save"] = (plan.save_every, Snapshot())

@@ -8,15 +8,17 @@ from typing import Any
 from replicast.core import entries as n
 from replicast.core import messages as m
 from replicast.core.operation import Outcome
-from replicast.core.operations.audit import AuditReport, Expected, Report
+from replicast.core.operations.audit import AuditReport, Compare, Examine, Expected, Report
 from replicast.core.operations.function import Compute
 from replicast.core.operations.leave import Exit
-from replicast.core.operations.save import Snapshot
+from replicast.core.operations.save import TakeSnapshot
 from replicast.core.operations.sync import Digest, Publish
 from replicast.core.operations.trial import Begin, End, Measure
-from replicast.core.operations.update import Apply, Prepare
-from replicast.core.proposal import Proposal
+from replicast.core.operations.update import Apply, Discard, Load, Prepare
+from replicast.core.proposal import Proposal, Published
 from replicast.core.refusal import Refusal
+from replicast.core.reports import Applied, Seen, Snapshot
+from replicast.testing.simulation.replica import InMemory
 
 
 def described(thing: Any) -> str:
@@ -75,21 +77,24 @@ def _entry(thing: Any) -> str:
             return (
                 f"the trial of update {sequence} is decided at step {step}: {'kept' if kept else 'reverted'}"
             )
-        case n.Receipt(sequence, id_, _, attempt, stage, digests):
-            return f"receipt of update {sequence} in attempt {attempt}: {id_} is {stage}, {' '.join(digests)}"
+        case n.Receipt(sequence, id_, digests=digests, stage=stage, attempt=attempt):
+            said = " ".join(digests.values())
+            return f"receipt of update {sequence} in attempt {attempt}: {id_} is {stage}, {said}"
         case n.Withdrawn(id_):
             return f"{id_} is withdrawn"
         case n.Refused(id_, _, problem):
             return f"{id_} is refused: {problem}"
         case n.Saved(step, _, holds, pending):
             held = f", holds updates {sorted(holds)}" if holds else ""
-            with_ = f", with the proposals {[one.id for one in pending]}" if pending else ""
+            with_ = f", with the proposals {[one.proposal.id for one in pending]}" if pending else ""
             return f"checkpoint of step {step}{held}{with_}  ◄── its commit"
     return ""
 
 
 def _order(thing: Any) -> str:
     match thing:
+        case Load(id_):
+            return f"Load {id_} from the journal"
         case Prepare(id_):
             return f"Prepare {id_}"
         case Apply(id_, _, sequence):
@@ -102,10 +107,16 @@ def _order(thing: Any) -> str:
             return f"Measure {trial.metric}"
         case Compute(id_):
             return f"Compute {id_}"
-        case Publish(names):
+        case Publish(_, names):
             return f"Publish {', '.join(names)}"
-        case Digest() | Snapshot() | Exit() | Expected():
+        case Compare(_, _, names) | Expected(names):
+            return f"{type(thing).__name__} {', '.join(names)}"
+        case Discard(ids):
+            return f"Discard {', '.join(ids)}"
+        case Digest() | Examine() | Exit():
             return type(thing).__name__
+        case TakeSnapshot():
+            return "Snapshot"
         case Report(report, raises):
             return f"Report {_value(report)}{', raise it' if raises else ''}"
     return ""
@@ -119,10 +130,10 @@ def _value(thing: Any) -> str:
             return f"refused: {problem}"
         case Outcome(stage, result):
             return f"{stage}{f', {_value(result)}' if isinstance(result, Refusal | AuditReport) else ''}"
-        case AuditReport(_, references, healed, equal):
-            healed_by = f", healed by update {', '.join(map(str, healed))}" if healed else ""
-            differ = f"{', '.join(references)} differed" if references else "no difference"
-            return f"{differ}{healed_by}{'' if equal else ', still different'}"
+        case AuditReport(outcome=outcome, differences=differences, healed=healed):
+            differ = ", ".join(one.variable for one in differences)
+            by = f" by update {', '.join(map(str, healed))}" if healed else ""
+            return f"{f'{differ} differed, ' if differ else ''}{outcome}{by}"
         case Proposal(id_, _, content, at_step, trial, source):
             when = "" if at_step is None else f", at step {at_step}"
             tried = "" if trial is None else f", on trial for {trial.steps} steps"
@@ -130,10 +141,16 @@ def _value(thing: Any) -> str:
             return f"{what}{when}{tried}"
         case dict():
             return " ".join(f"{name}={value}" for name, value in thing.items()) or "nothing"
-        case (str() as digest, tuple(), frozenset() as holds):
-            return f"snapshot {digest}, holds {sorted(holds)}"
-        case (str(), tuple() as edits):
+        case Applied(digest):
+            return digest
+        case Seen(digests=digests):
+            return _value(digests)
+        case Snapshot(step, digest, holds):
+            return f"snapshot {digest} of step {step}, holds {sorted(holds)}"
+        case Published(content=InMemory(_, edits)):
             return f"made {_edits(edits)}"
+        case InMemory(_, edits):
+            return f"available: {_edits(edits)}"
     if is_dataclass(thing) and not isinstance(thing, type):
         said = ", ".join(f"{one.name}={_value(getattr(thing, one.name))}" for one in fields(thing))
         return f"{type(thing).__name__}({said})"
@@ -141,7 +158,7 @@ def _value(thing: Any) -> str:
 
 
 def _number(number: int | tuple[str, int]) -> str:
-    return str(number) if isinstance(number, int) else f"{number[0]} of step {number[1]}"
+    return str(number) if isinstance(number, int) else f"{number[0]} {number[1]}"
 
 
 def _edits(edits: tuple[Any, ...]) -> str:

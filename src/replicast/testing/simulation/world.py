@@ -150,6 +150,7 @@ class World:
         elif kind == "hang":
             process.hangs = True
         elif kind == "drift" and process.replica.step < self.story.plan.steps:
+            self.story.checks.drifted(group.number)
             process.replica.values["d"] = int(arguments[0])
 
     def _bury(self, group: SimulatedGroup) -> None:
