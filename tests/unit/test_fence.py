@@ -138,7 +138,8 @@ def test_a_commit_that_was_killed_anywhere_is_there_or_not_and_the_next_start_go
 def test_of_two_groups_that_claim_at_once_one_has_the_run_and_the_other_knows(tmp_path: Path) -> None:
     seen = set()
     for number in range(1, 1000):
-        run, others = tmp_path / str(number), []
+        run = tmp_path / str(number)
+        others: list[FileJournal] = []
         commit(start(run), "first")
 
         def claim_too(run: Path = run, others: list[FileJournal] = others) -> None:
@@ -213,7 +214,7 @@ def test_nothing_that_a_coordinator_writes_later_changes_what_the_journal_says(
     for history in (new.history(), third.history()):
         assert list(history.by_id) == ["first"]
         assert history.receipts[1].stage is Stage.VERIFIED
-        assert not (history.decided or history.scheduled or history.withdrawn or history.refused)
+        assert not any((history.decided, history.scheduled, history.withdrawn, history.refused))
     assert committed_updates(tmp_path) == said
 
 

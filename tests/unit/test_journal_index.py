@@ -15,7 +15,8 @@ from replicast.errors import FileDamaged, JobFailed
 from replicast.fence import Fence
 from replicast.storage import journal as journal_module
 from replicast.storage.counted import counted_entries
-from replicast.storage.index import counts, read_index
+from replicast.storage.entry_files import EntryFile, read_entry
+from replicast.storage.index import counts, read_index, write_index
 from replicast.storage.journal import FileJournal
 from replicast.storage.updates import committed_updates, load_update
 from replicast.update import Update
@@ -154,7 +155,7 @@ def test_an_index_of_entries_that_do_not_count_is_not_used(
             old.write(Withdrawn(f"later{number}"))
     files = [*counted_entries(tmp_path)[0]]
     void = tmp_path / "groups" / "000001" / "000007.index.jsonl"
-    journal_module.write_index(tmp_path, 1, [*files, *_void_entries(tmp_path)])
+    write_index(tmp_path, 1, [*files, *_void_entries(tmp_path)])
     assert void.exists()
     assert len(read_index(void)) == 7
     assert new.history().withdrawn == set()
@@ -162,9 +163,7 @@ def test_an_index_of_entries_that_do_not_count_is_not_used(
     assert ids(tmp_path)[0] == ["u1"]
 
 
-def _void_entries(run: Path) -> list[Any]:
-    from replicast.storage.entry_files import read_entry
-
+def _void_entries(run: Path) -> list[EntryFile]:
     return [read_entry(run, 1, number, "withdrawn") for number in range(4, 8)]
 
 
