@@ -160,7 +160,9 @@ class BoundaryCallback(keras.callbacks.Callback):
         self._replicas.proposing.comes_to("epoch", self._replicas.step - self._resumed.batch)
         if self._resumed.batch:
             of_optimizers = (each for each in self._replicas.schema if each.kind == "optimizer")
-            self._replicas.training.frozen_variables.keep(each.name for each in of_optimizers if not each.shape)
+            self._replicas.training.frozen_variables.keep(
+                each.name for each in of_optimizers if not each.shape
+            )
 
     def _epoch_began(self) -> None:
         self._replicas.training.frozen_variables.put_back()

@@ -13,12 +13,12 @@ from typing import Literal
 
 import keras
 
+from replicast.checkpoint import CheckpointStore, saved_of
 from replicast.config import read_launch
+from replicast.core.operation import Timeouts
 from replicast.errors import ClusterError, NotSupported, ReplicastError
 from replicast.fence import Fence, check_free
 from replicast.guard import Guard, checked_guard
-from replicast.checkpoint import CheckpointStore, saved_of
-from replicast.core.operation import Timeouts
 from replicast.replicas.auditing import Auditing, AuditPlan, declared
 from replicast.replicas.checkpoints import Checkpoints
 from replicast.replicas.expectation import Expectation
@@ -235,9 +235,7 @@ def _connect(
     told = {"save": checkpoints.ended, "audit": auditing.ended}
     session.on_ended = lambda ended: told.get(ended.kind, lambda _: None)(ended)
     if settings.run_dir is not None:
-        expectation = Expectation(
-            session, session.replica.state, settings.run_dir, durable=settings.durable
-        )
+        expectation = Expectation(session, session.replica.state, settings.run_dir, durable=settings.durable)
         session.replica.expectation = expectation.fingerprint
 
 

@@ -11,10 +11,11 @@ from typing import Any, Literal
 import keras
 
 from replicast.audit import AuditReport, Policy
+from replicast.checkpoint import CheckpointStore
 from replicast.core.entries import Receipt
 from replicast.core.operation import Timeouts
 from replicast.core.refusal import Refusal
-from replicast.errors import ReplicastError, UpdateRefused
+from replicast.errors import ReplicastError
 from replicast.guard import Guard
 from replicast.replicas.auditing import AuditPlan
 from replicast.replicas.callback import BoundaryCallback
@@ -26,7 +27,6 @@ from replicast.replicas.restoring import Restored, restore
 from replicast.replicas.signals import leave_on_sigterm
 from replicast.replicas.uncounted import holds_callback, warn_of_missing_callback
 from replicast.replicas.view import ReplicasView
-from replicast.checkpoint import CheckpointStore
 from replicast.runtime import Ticket
 from replicast.runtime.functions import Function
 from replicast.runtime.ticket import refused
@@ -167,9 +167,7 @@ class Replicas(ReplicasView):
             raise no_run_dir()
         self._restores += 1
         store = CheckpointStore(self._settings.run_dir)
-        restored = restore(
-            parts.session, parts.state, parts.transport, store, self._restores, step, partial
-        )
+        restored = restore(parts.session, parts.state, parts.transport, store, self._restores, step, partial)
         if restored is None:
             return None
         parts.training.restored(restored, step)

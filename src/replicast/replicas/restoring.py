@@ -30,10 +30,10 @@ from replicast.checkpoint import (
     saved_of,
 )
 from replicast.config import host_id
-from replicast.edits import Edit, Operation
-from replicast.errors import CheckpointError, FileDamaged, JobFailed, ReplicastError
-from replicast.mapping import fresh_memory
 from replicast.core.entries import Saved
+from replicast.edits import Edit, Operation
+from replicast.errors import CheckpointError, FileDamaged, ReplicastError
+from replicast.mapping import fresh_memory
 from replicast.replicas.position import Position
 from replicast.runtime import Exchange, Session
 from replicast.runtime.codec import decode, encode

@@ -118,9 +118,7 @@ class RunFiles:
             now = time.monotonic()
             if now - noted >= NOTE_SECS:
                 noted = now
-                self._with_files(
-                    self._run_dir, self._write_note, self._write_metrics, self._write_operations
-                )
+                self._with_files(self._run_dir, self._write_note, self._write_metrics, self._write_operations)
             if is_first:
                 self._with_files(
                     self._run_dir,
@@ -196,7 +194,9 @@ class RunFiles:
 
     def _look_into_inbox(self, run_dir: Path) -> None:
         # What is pushed while nobody trains waits for a training: it would come after the end of the script.
-        ends = time.monotonic() + NOTE_SECS / 2  # The rest comes next time: this thread also writes the notes.
+        ends = (
+            time.monotonic() + NOTE_SECS / 2
+        )  # The rest comes next time: this thread also writes the notes.
         known = set(self._proposed.values())
         for waiting in inbox.waiting(run_dir) if self.training else ():
             if waiting.path not in known:
@@ -269,7 +269,7 @@ class RunFiles:
     def _settle(self, ticket: str, run_dir: Path, path: Path) -> None:
         tell = self._unsettled[ticket]
         match tell.stage, tell.outcome:
-            case (Stage.VERIFIED | Stage.REVERTED), Receipt():
+            case ((Stage.VERIFIED | Stage.REVERTED), Receipt()):
                 # With the receipt: without a journal on disk, its author finds it nowhere else.
                 receipt = msgspec.to_builtins(tell.outcome, str_keys=True)
                 self._note(run_dir, tell.id, tell.stage, tell.step, receipt=receipt)
@@ -284,7 +284,9 @@ class RunFiles:
                 inbox.done(path)
             case _:
                 known = tell.outcome is not None
-                said = refused(tell.outcome) if known else UpdateRefused("It was refused in an earlier attempt")
+                said = (
+                    refused(tell.outcome) if known else UpdateRefused("It was refused in an earlier attempt")
+                )
                 inbox.refuse(run_dir, path, said)
         del self._unsettled[ticket], self._proposed[ticket]
         self._noted.pop(path, None)

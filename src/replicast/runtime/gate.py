@@ -22,7 +22,7 @@ from replicast.core.operations.trial import Begin, End
 from replicast.core.operations.update import Apply
 from replicast.core.order import Replica
 from replicast.core.refusal import Refusal, Refuse
-from replicast.errors import JobFailed, ReplicastError, UpdateRefused
+from replicast.errors import ReplicastError, UpdateRefused
 
 logger = logging.getLogger("replicast")
 

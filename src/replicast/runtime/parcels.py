@@ -120,7 +120,9 @@ class Parcels:
         with self._lock:
             parcels = [parcel for key, (_, parcel) in self._prepared.items() if key[0] == id_]
             self._prepared = {key: one for key, one in self._prepared.items() if key[0] != id_}
-            parcels += [parcel for parcel, (of, ticket) in self._published.items() if of == id_ and not ticket]
+            parcels += [
+                parcel for parcel, (of, ticket) in self._published.items() if of == id_ and not ticket
+            ]
         for parcel in parcels:
             self.release(parcel)
 

@@ -291,7 +291,9 @@ class Session:
         """Asks for an operation of all workers at one of the next boundaries. A signal handler may call it."""
         self._outbox.do(lambda: self._loop.post(Request(kind, asked_by)))
 
-    def propose_from_outside(self, ticket: str, update: Update, at_step: int | None, trial: Trial | None) -> None:
+    def propose_from_outside(
+        self, ticket: str, update: Update, at_step: int | None, trial: Trial | None
+    ) -> None:
         """Worker 0: an update from the inbox. Blocks while its bytes are copied.
 
         Raises:

@@ -102,7 +102,7 @@ class Ticket:
         if not tell.stage.is_final:
             return
         match tell.stage, tell.outcome:
-            case (Stage.VERIFIED | Stage.REVERTED), Receipt():
+            case ((Stage.VERIFIED | Stage.REVERTED), Receipt()):
                 self._receipt, self.stage, self.step = tell.outcome, tell.stage, tell.outcome.step
             case Stage.FAILED, Receipt():
                 self._error = diverged(tell.outcome)
