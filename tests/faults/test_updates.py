@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import replicast
-from replicast.journal import Journal
+from replicast.storage.updates import committed_updates
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, digest, state
 from tests.workers.recipes import perceptron
@@ -28,7 +28,7 @@ HEAD = """
 import os, signal, sys, time
 from pathlib import Path
 import keras, numpy as np, tensorflow as tf, replicast
-from replicast.update import Stage
+from replicast.core.stage import Stage
 keras.utils.set_random_seed(7)
 tf.config.experimental.enable_op_determinism()
 strategy = replicast.Strategy()
@@ -132,7 +132,7 @@ def test_a_job_that_was_killed_comes_to_the_weights_of_an_undisturbed_one(
     assert (tmp_path / "run" / "logs" / "attempt-1").is_dir()
     assert_equal_on_all([*states(undisturbed), *states(tmp_path)])
     orders = [
-        [(record.sequence, record.id, record.step) for record in Journal(directory / "run").records()]
+        [(record.sequence, record.id, record.step) for record in committed_updates(directory / "run")]
         for directory in (undisturbed, tmp_path)
     ]
     assert orders[0] == orders[1]
@@ -190,7 +190,7 @@ def test_an_update_that_the_journal_has_no_room_for_is_refused_and_the_next_one_
     results = pool2.run(disk_full, call, tmp_path)
     assert "No space left on device" in results[1]["said"]
     assert results[0]["left"] == ["claim.json", "run.json"], "half of it is still there"
-    assert [record.id for record in Journal(tmp_path / "run").records()] == ["mark-0"]
+    assert [record.id for record in committed_updates(tmp_path / "run")] == ["mark-0"]
 
 
 # The end of a job while an update is on its way.
@@ -245,4 +245,4 @@ def test_what_a_worker_proposes_at_a_step_with_a_checkpoint_outlives_it(
     code, said = finish(start(tmp_path, LAST_WORD, "--max-restarts", "1"))
     assert code == 0, said
     assert (tmp_path / "run" / "faults.jsonl").exists(), "nobody died"
-    assert [(each.note, each.step) for each in Journal(tmp_path / "run").records()] == [("my last word", 9)]
+    assert [(each.note, each.step) for each in committed_updates(tmp_path / "run")] == [("my last word", 9)]

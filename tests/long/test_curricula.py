@@ -56,7 +56,7 @@ for stage in range(3):    # up to step 25
     model.optimizer.learning_rate.assign(0.01 / (stage + 2))
     train(data, epochs=1)
 train(data, keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.8 * rate), epochs=2)    # up to 35
-state = replicas._state.read(variable.name for variable in replicas.schema)
+state = replicas.read(variable.name for variable in replicas.schema)
 values = {name.replace("/", "."): value for name, value in state.items()}
 np.savez(f"state-{strategy.rank}.npz", step=replicas.step, **values)
 """

@@ -35,7 +35,7 @@ class Act(keras.callbacks.Callback):
 
 callbacks = [replicas.callback(save_every=5, keep=9), Act()]
 model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
-state = replicas._state.read(variable.name for variable in replicas.schema)
+state = replicas.read(variable.name for variable in replicas.schema)
 np.savez(f"state-{{rank}}.npz", **{{name.replace("/", "."): value for name, value in state.items()}})
 """
 

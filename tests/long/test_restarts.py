@@ -16,7 +16,7 @@ import pytest
 
 from replicast import inbox
 from replicast.checkpoint import CheckpointStore
-from replicast.journal import Journal
+from replicast.storage.updates import committed_updates
 from tests.pool.checks import assert_equal_on_all
 
 DEADLINE_SECS = 120.0
@@ -27,7 +27,7 @@ import os, signal, sys, time
 from pathlib import Path
 import keras, numpy as np, tensorflow as tf, replicast
 from replicast import inbox
-from replicast.journal import Journal
+from replicast.storage.updates import committed_updates
 from replicast.update import Update
 
 tf.config.experimental.enable_op_determinism()
@@ -100,7 +100,7 @@ class Act(keras.callbacks.Callback):
         if step == int(at_step):
             self.suffer()
         if step == 12 and rank == 0:    # a step takes no time here: the inbox would be looked into too late
-            wait_until(lambda: any(record.id == "outside" for record in Journal(replicas.run_dir).records()))
+            wait_until(lambda: any(record.id == "outside" for record in committed_updates(replicas.run_dir)))
 
     def suffer(self):
         if what == "kill":
@@ -126,7 +126,7 @@ for kind in kinds.split(","):
     print("restored", restored and restored.step, flush=True)
     callbacks = [replicas.callback(save_every=4, keep=9), Act()]
     model.fit(**data_of(kind), epochs=2, verbose=0, callbacks=callbacks)
-    state = replicas._state.read(variable.name for variable in replicas.schema)
+    state = replicas.read(variable.name for variable in replicas.schema)
     values = {name.replace("/", "."): value for name, value in state.items()}
     np.savez(f"{kind}-{rank}.npz", step=replicas.step, **values)
     replicas.close()

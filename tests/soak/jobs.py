@@ -17,7 +17,7 @@ import numpy as np
 
 from replicast import Update, inbox
 from replicast.faults import Action, Fault, read_fired
-from replicast.journal import Journal
+from replicast.storage.updates import committed_updates
 
 PUSHED = "pushed"
 TRAIN = Path(__file__).with_name("train.py")
@@ -142,15 +142,16 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 
 
 def _outcome(directory: Path, code: int | None, said: str) -> Outcome:
-    journal = Journal(directory)
-    records, receipts = journal.records(), journal.receipts()
+    records = committed_updates(directory)
     ids = [record.id for record in records]
     return Outcome(
         code=code,
         finals=tuple(path.read_text().strip() for path in sorted(directory.glob("final-*.txt"))),
         updates=frozenset((record.id, record.step) for record in records),
         verified=frozenset(
-            receipt.id for receipt in receipts.values() if len(set(receipt.digests.values())) == 1
+            record.id
+            for record in records
+            if record.receipts and len(set(record.receipts[-1].digests.values())) == 1
         ),
         twice=tuple(sorted({id_ for id_ in ids if ids.count(id_) > 1})),
         fired=tuple(read_fired(directory)),

@@ -19,7 +19,8 @@ from replicast.processes import this_process
 from replicast.records import Receipt, Record, summarized
 from replicast.runfiles import FORMAT, RunInfo, WorkerNote, write_run_info, write_worker_note
 from replicast.schema import Schema, Variable
-from replicast.update import Stage, Update
+from replicast.core.stage import Stage
+from replicast.update import Update
 from replicast.validate import planned
 
 BIAS = np.arange(3, dtype=np.float32)

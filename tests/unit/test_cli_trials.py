@@ -18,7 +18,8 @@ from replicast.cli.following import follow, line
 from replicast.fence import Fence
 from replicast.journal import Journal, Receipt, Record, summarized
 from replicast.trial import Trial, TrialOutcome
-from replicast.update import Stage, Update
+from replicast.core.stage import Stage
+from replicast.update import Update
 from replicast.validate import planned
 from tests.unit.played_job import SCHEMA, heard_of, invoke, made_run
 

@@ -14,7 +14,8 @@ from replicast import inbox
 from replicast.cli import COMMANDS, following, pushing
 from replicast.runfiles import WITHOUT_CALLBACK
 from replicast.strictjson import sealed, unsealed
-from replicast.update import Stage, Update
+from replicast.core.stage import Stage
+from replicast.update import Update
 from replicast.validate import planned
 from tests.unit.played_job import BIAS, SCHEMA, PlayedJob, heard_of, invoke, made_run, pushed, tensors
 

@@ -26,7 +26,8 @@ from replicast.runfiles import (
     write_run_info,
     write_worker_note,
 )
-from replicast.update import Stage, Update
+from replicast.core.stage import Stage
+from replicast.update import Update
 from tests.unit.played_job import BIAS, PlayedJob, heard_of, invoke, made_run, tensors
 
 

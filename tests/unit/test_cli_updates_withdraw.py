@@ -16,7 +16,8 @@ from replicast import inbox
 from replicast.files import write_durably
 from replicast.processes import this_process
 from replicast.runfiles import ENDED, WorkerNote, write_worker_note
-from replicast.update import Stage, Update
+from replicast.core.stage import Stage
+from replicast.update import Update
 from tests.unit.played_job import PlayedJob, heard_of, invoke, made_run
 
 

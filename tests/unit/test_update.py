@@ -14,7 +14,8 @@ from hypothesis.extra import numpy as hnp
 from replicast.edits import DTYPES, RESETS, Operation
 from replicast.errors import UpdateRefused
 from replicast.files import tensor_chunks
-from replicast.update import Stage, Update
+from replicast.core.stage import Stage
+from replicast.update import Update
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ONES = np.ones(3, np.float32)

@@ -16,7 +16,7 @@ import pytest
 import replicast
 from replicast.auditfiles import answer_to, last_audits, request_audit
 from replicast.edits import Edit, Operation
-from replicast.journal import Journal
+from replicast.storage.updates import committed_updates
 from replicast.replicas.auditing import AuditPlan
 from replicast.update import Update
 from tests.pool import Pool
@@ -84,7 +84,7 @@ def flip(replicas: replicast.Replicas, name: str, index: tuple[int, ...], bit: i
 
 
 def digests(replicas: replicast.Replicas) -> dict[str, str]:
-    return replicas._state.digests(variable.name for variable in replicas.schema)
+    return replicas.digests(variable.name for variable in replicas.schema)
 
 
 @contextlib.contextmanager
@@ -177,7 +177,7 @@ def test_an_assignment_on_one_worker_in_the_middle_of_fit_is_healed_with_the_cal
     assert report.found_at == 5, "the end of the epoch"
     assert report.last_equal is None
     assert 5 <= report.step <= 15
-    (record,) = Journal(tmp_path).records()
+    (record,) = committed_updates(tmp_path)
     assert (record.author, record.step) == ("audit", report.step)
     assert "heal: worker 2 differed in " in record.note
     assert any("audited/out/kernel: worker 2 differs from workers 0 and 1" in text for text in results[0][2])
@@ -342,7 +342,7 @@ def local_statistics(strategy: Any, run_dir: Path) -> Any:
                 flip(replicas, "stored/int32", (0, 1), 2)
             fit(model, [replicas.callback(on_divergence="raise")], 5)
             report = replicas.audit()
-            mine = replicas._state.read(["audited/normed/moving_mean", "audited/stored/int32"])
+            mine = replicas.read(["audited/normed/moving_mean", "audited/stored/int32"])
             replicas.save().result(WAIT_SECS)
         with replicas_of(model, **options) as again:
             again.restore()

@@ -24,7 +24,7 @@ from replicast.checkpoint import CheckpointStore, Manifest, open_checkpoint, pat
 from replicast.digest import digest_state
 from replicast.edits import DTYPES
 from replicast.errors import CheckpointError
-from replicast.journal import Journal
+from replicast.storage.updates import committed_updates
 from replicast.replicas.complaining import complained
 from replicast.replicas.saving import Saver
 from replicast.strategy.writes import component
@@ -46,7 +46,7 @@ from tests.workers.test_updates import (
 
 
 def digests(replicas: replicast.Replicas) -> dict[str, str]:
-    return replicas._state.digests(variable.name for variable in replicas.schema)
+    return replicas.digests(variable.name for variable in replicas.schema)
 
 
 def steps_in(run_dir: Path) -> list[int]:
@@ -421,7 +421,7 @@ def test_of_the_updates_around_a_checkpoint_those_in_it_are_not_applied_again_an
     results = pool2.run(among_updates, tmp_path)
     assert_equal_on_all(results)
     found = results[0]
-    steps = [(record.id, record.step) for record in Journal(tmp_path).records()]
+    steps = [(record.id, record.step) for record in committed_updates(tmp_path)]
     assert steps == [("number-1", 9), ("number-2", 5), ("number-3", 1), ("number-4", 7)]
     manifest = CheckpointStore(tmp_path).manifest(5)
     assert (manifest.sequence, manifest.extra["committed_for_later"]) == (3, [1])
@@ -435,19 +435,19 @@ def inbox_first(strategy: Any, run_dir: Path) -> dict[str, Any]:
     with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
         Driven(replicas).step()
         replicas.save().result(WAIT_SECS)
-        saved = replicas._state.read(["sequential/dense_1/bias"])
+        saved = replicas.read(["sequential/dense_1/bias"])
     scramble(replicas)
     if strategy.rank == 0:
         inbox.submit(run_dir, mark(0))
     with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
         ends = time.monotonic() + 1.0  # if the inbox is left alone until then, all is well
-        while strategy.rank == 0 and not Journal(run_dir).records() and time.monotonic() < ends:
+        while strategy.rank == 0 and not committed_updates(run_dir) and time.monotonic() < ends:
             time.sleep(0.01)
         replicas.restore()
         training = Driven(replicas)
         quietly(replicas, lambda step: None, lambda: bool(replicas.history))
         training.end()
-        after = replicas._state.read(["sequential/dense_1/bias"])
+        after = replicas.read(["sequential/dense_1/bias"])
     return {"saved": saved, "after": after}
 
 
@@ -638,7 +638,7 @@ def test_a_patched_checkpoint_gives_the_bits_of_the_live_update_at_its_step(
     results = pool2.run(patched_and_live, tmp_path)
     assert_equal_on_all(results)
     assert results[0]["step"] == 3
-    assert [record.step for record in Journal(tmp_path / "live").records()] == [3]
+    assert [record.step for record in committed_updates(tmp_path / "live")] == [3]
     assert results[0]["patched"] == results[0]["live"]
     unpatched = CheckpointStore(tmp_path / "live").manifest(3).digests
     assert results[0]["live"] != unpatched, "the update changed nothing"

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from replicast.auditfiles import last_audits
-from replicast.journal import Journal
-from replicast.update import Stage
+from replicast.storage.updates import committed_updates
+from replicast.core.stage import Stage
 
 DEADLINE_SECS = 180.0
 COMMAND = [sys.executable, "-m", "replicast.cli", "demo", "--run-dir"]
@@ -75,7 +75,7 @@ def test_the_demo_shows_replicas_that_differ_that_follow_a_push_and_that_survive
 
 def _check_journal(run_dir: Path, shown: str) -> None:
     """What the screen says of the push is what the journal holds."""
-    synced, pushed = Journal(run_dir).records()
+    synced, pushed = committed_updates(run_dir)
     assert [edit["variable"].endswith("hidden/kernel") for edit in (*synced.edits, *pushed.edits)] == [
         True,
         True,
@@ -118,7 +118,7 @@ def _check_recovery(directory: Path, shown: str) -> None:
         assert len({note["digest"] for note in moments}) == 3
         if rank == 1:
             assert f"$ kill -9 {halfway['process']}\n" in shown
-    (committed,) = Journal(notes_dir / "killed").records()
+    (committed,) = committed_updates(notes_dir / "killed")
     assert committed.step == 140
     compared = re.search(r"Undisturbed: (\w+)\. Killed and recovered: (\w+)\.", " ".join(shown.split()))
     assert compared is not None

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import replicast
-from replicast.update import Stage, Update
+from replicast.core.stage import Stage
+from replicast.update import Update
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, state
 from tests.workers.recipes import CLASSES, perceptron
@@ -101,7 +102,7 @@ def reset_behind_a_loss_scale(strategy: Any) -> dict[str, float]:
         update = Update(reset_slots=True).scale("dense/bias", 1.0)
         ticket = replicas.propose(update)
         quietly(replicas, lambda step: None, ticket.done)
-        values = replicas._state.read(variable.name for variable in replicas.schema)
+        values = replicas.read(variable.name for variable in replicas.schema)
     return {name: float(value.ravel()[0]) for name, value in values.items() if "accumulator" in name}
 
 

@@ -20,7 +20,8 @@ from replicast.fence import Fence
 from replicast.replicas import housekeeping
 from replicast.replicas.housekeeping import Housekeeping
 from replicast.runfiles import WorkerNote, read_worker_notes, write_worker_note
-from replicast.update import Stage, Update
+from replicast.core.stage import Stage
+from replicast.update import Update
 from tests.pool import Pool
 from tests.unit.protocol.twins import Job, bias, eventually
 from tests.workers.recipes import perceptron

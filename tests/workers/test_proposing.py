@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from replicast.errors import UpdateRefused
-from replicast.protocol import Ticket
+from replicast.runtime import Ticket
 from replicast.replicas.proposing import Proposing, checked_worker
 from replicast.replicas.syncing import sync
 from replicast.update import Update

@@ -12,7 +12,7 @@ import pytest
 
 import replicast
 from replicast.checkpoint import CheckpointStore
-from replicast.journal import Journal
+from replicast.storage.updates import committed_updates
 from replicast.replicas.witnessing import Witnesses
 from tests.pool import Pool
 from tests.workers.recipes import perceptron
@@ -45,7 +45,7 @@ def saved_beside_a_proposal(strategy: Any, run_dir: Path, proposing: int) -> dic
             replicas.propose(replicast.Update(id="mine").add(name, change))
         saving = replicas.recovery.save()
         saving.result(60)
-        committed = [record.id for record in Journal(run_dir).records()] if strategy.rank == 0 else []
+        committed = [record.id for record in committed_updates(run_dir)] if strategy.rank == 0 else []
         replicas.training_ends()
     return {"overtaken": overtaken, "committed": committed}
 

@@ -253,12 +253,12 @@ def reset(strategy: Any, make: Callable[[], Any]) -> dict[str, Any]:
     with replicas_of(model) as replicas:
         train(replicas, "fit", lambda step: None, lambda: True)
         slots = [variable.name for variable in replicas.schema if variable.kind == "optimizer"]
-        before = replicas._state.read(slots)
+        before = replicas.read(slots)
         if strategy.rank == 0:
             replicas.propose(Update(id="keeps").scale("dense_1/kernel", 0.5))
             replicas.propose(Update(id="resets", reset_slots=True).scale("dense/kernel", 0.5))
         quietly(replicas, lambda step: None, lambda: len(replicas.history) == 2)
-        after = replicas._state.read(slots)
+        after = replicas.read(slots)
         changed = {name: after[name] for name in slots if before[name].tobytes() != after[name].tobytes()}
         unchanged = {name: before[name] for name in slots if name not in changed}
     return {"changed": changed, "unchanged": unchanged, "digest": digest(model)}
@@ -270,13 +270,13 @@ def reset_rows(strategy: Any) -> dict[str, Any]:
     with replicas_of(model) as replicas:
         train(replicas, "fit", lambda step: None, lambda: True)
         slots = [f"optimizer/sequential_dense_kernel_{ending}" for ending in ("momentum", "velocity")]
-        before = replicas._state.read(slots)
+        before = replicas.read(slots)
         width = before[slots[0]].shape[1]
         if strategy.rank == 1:
             rows = np.zeros((2, width), np.float32)
             replicas.propose(Update(reset_slots=True).assign_rows("dense/kernel", [2, 0], rows))
         quietly(replicas, lambda step: None, lambda: len(replicas.history) == 1)
-        return {"before": before, "after": replicas._state.read(slots), "digest": digest(model)}
+        return {"before": before, "after": replicas.read(slots), "digest": digest(model)}
 
 
 def test_where_rows_are_touched_the_moments_of_the_other_rows_are_kept(pool2: Pool) -> None:

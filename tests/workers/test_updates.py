@@ -23,7 +23,7 @@ import tensorflow as tf
 import replicast
 from replicast import inbox
 from replicast.edits import apply_edit
-from replicast.journal import Journal
+from replicast.storage.updates import committed_updates
 from replicast.protocol import Patience
 from replicast.protocol.messages import Free
 from replicast.strategy.writes import component
@@ -306,7 +306,7 @@ def fifty(strategy: Any, way: str, directory: Path) -> dict[str, Any]:
             ticket.result(WAIT_SECS)
 
     with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
-        before = replicas._state.read(variable.name for variable in replicas.schema)
+        before = replicas.read(variable.name for variable in replicas.schema)
         thread = threading.Thread(target=from_thread)
         if strategy.rank == strategy.size - 1:
             thread.start()
@@ -321,7 +321,7 @@ def fifty(strategy: Any, way: str, directory: Path) -> dict[str, Any]:
         if thread.ident is not None:
             thread.join()
         assert [process.wait(WAIT_SECS) for process in outside] == [0] * len(outside)
-        after = replicas._state.read(variable.name for variable in replicas.schema)
+        after = replicas.read(variable.name for variable in replicas.schema)
         receipts = sorted(replicas.history, key=lambda receipt: receipt.sequence)
         reference = dict(before)
         for receipt in receipts:
@@ -341,7 +341,7 @@ def test_fifty_updates_of_three_sources_at_once_have_one_order_and_none_is_lost_
     assert [sequence for sequence, _, _ in order] == list(range(1, 51))
     assert sorted(id_ for _, id_, _ in order) == sorted(all_numbered())
     assert [step for _, _, step in order] == sorted(step for _, _, step in order)
-    assert [(r.sequence, r.id) for r in Journal(tmp_path / "run").records()] == [entry[:2] for entry in order]
+    assert [(r.sequence, r.id) for r in committed_updates(tmp_path / "run")] == [entry[:2] for entry in order]
     if way == "quietly":
         assert_equal_on_all([results[0]["reference"], results[0]["after"]])
     assert not list((tmp_path / "run" / "inbox").glob("*.safetensors")), "the inbox is not empty"
@@ -642,7 +642,7 @@ def assert_refused_without_a_trace(pool: Pool, directory: Path) -> None:
         assert all(word in refused[kind] for word in words), f"{kind}: {refused[kind]}"
     assert sorted(inbox.refusals(directory / "run-True")) == ["cut", "hostile", "pickled", "stranger"]
     assert not list((directory / "run-True" / "inbox").glob("*.safetensors"))
-    assert [record.id for record in Journal(directory / "run-True").records()] == ["known"]
+    assert [record.id for record in committed_updates(directory / "run-True")] == ["known"]
 
 
 def test_bad_updates_are_refused_and_training_comes_to_the_same_weights_as_without_them(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
 
 from replicast.audit import AuditReport
 from replicast.core.entries import Receipt
@@ -68,6 +71,23 @@ class ReplicasView:
     def position(self) -> Position:
         """Where in its data the training stands: the epoch, and how many batches of it are done."""
         return self.training.position
+
+    def read(self, names: Iterable[str] | None = None) -> dict[str, npt.NDArray[Any]]:
+        """Copies of this replica's values, by full name. For the training thread, between steps.
+
+        Args:
+            names: Which variables; names may be shortened. Default: all.
+        """
+        return self._opened().state.read(self._full_names(names))
+
+    def digests(self, names: Iterable[str] | None = None) -> dict[str, str]:
+        """The digest of each of this replica's variables, as `read`: equal on workers with equal bits."""
+        return self._opened().state.digests(self._full_names(names))
+
+    def _full_names(self, names: Iterable[str] | None) -> list[str]:
+        if names is None:
+            return [variable.name for variable in self.schema]
+        return [self.schema.resolve(name).name for name in names]
 
     @property
     def proposing(self) -> Proposing:

@@ -13,7 +13,7 @@ from replicast.audit import AuditReport
 from replicast.errors import JobFailed, ReplicasDiverged, UpdateRefused
 from replicast.protocol import Patience
 from replicast.protocol.audit_messages import Audited
-from replicast.update import Stage
+from replicast.core.stage import Stage
 from tests.unit.protocol.twins import DEADLINE_SECS, Job, Worker, bias, eventually
 
 

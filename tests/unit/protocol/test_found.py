@@ -11,9 +11,10 @@ import pytest
 
 from replicast.errors import UpdatePending, UpdateRefused
 from replicast.journal import MemoryJournal, Receipt, StagedPayload
-from replicast.protocol import Ticket
+from replicast.runtime import Ticket
 from replicast.protocol.messages import Parked, Paused, Proposal
-from replicast.update import Stage, Update
+from replicast.core.stage import Stage
+from replicast.update import Update
 from tests.unit.protocol.twins import DEADLINE_SECS, Job, Worker, bias, eventually
 
 

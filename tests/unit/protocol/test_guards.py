@@ -9,7 +9,7 @@ import pytest
 
 from replicast.errors import UpdateRefused
 from replicast.guard import Guard
-from replicast.protocol import Ticket
+from replicast.runtime import Ticket
 from tests.unit.protocol.twins import DEADLINE_SECS, Job, Worker, bias, start_values
 
 

@@ -11,7 +11,7 @@ from replicast.config import TOLD_TO_END
 from replicast.errors import UpdateRefused
 from replicast.protocol.leaving import Leaving, told_to_end
 from replicast.trial import Trial
-from replicast.update import Stage
+from replicast.core.stage import Stage
 from tests.unit.protocol.test_trials import Run
 from tests.unit.protocol.twins import Job, Worker, bias, eventually
 

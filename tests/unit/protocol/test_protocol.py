@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from replicast.errors import JobFailed, ReplicasDiverged, UpdatePending, UpdateRefused
-from replicast.protocol import Ticket
-from replicast.update import Stage, Update
+from replicast.runtime import Ticket
+from replicast.core.stage import Stage
+from replicast.update import Update
 from tests.unit.protocol.twins import DEADLINE_SECS, Job, Worker, bias, eventually
 
 

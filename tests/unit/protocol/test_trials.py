@@ -16,12 +16,13 @@ import pytest
 from replicast.errors import FileDamaged, ReplicasDiverged, UpdatePending, UpdateRefused
 from replicast.fence import Fence
 from replicast.journal import Journal, MemoryJournal
-from replicast.protocol import Ticket
+from replicast.runtime import Ticket
 from replicast.protocol.measures import MOST, Measures, mean_history
 from replicast.state import MemoryState
 from replicast.strictjson import sealed, unsealed
 from replicast.trial import Trial, TrialOutcome, judged
-from replicast.update import Stage, Update
+from replicast.core.stage import Stage
+from replicast.update import Update
 from tests.unit.protocol.twins import DEADLINE_SECS, Job, Worker, bias, eventually
 
 TRIAL = Trial(steps=5, max_increase=0.1)

@@ -9,8 +9,8 @@ import pytest
 from replicast.errors import UpdateRefused
 from replicast.fence import Fence
 from replicast.journal import AnyJournal, Journal, MemoryJournal
-from replicast.protocol import Ticket
-from replicast.update import Stage
+from replicast.runtime import Ticket
+from replicast.core.stage import Stage
 from tests.unit.protocol.test_trials import TRIAL, Run
 from tests.unit.protocol.twins import Job, bias, eventually
 
