@@ -16,8 +16,8 @@ import pytest
 import replicast
 from replicast.auditfiles import answer_to, last_audits, request_audit
 from replicast.edits import Edit, Operation
-from replicast.storage.updates import committed_updates
 from replicast.replicas.auditing import AuditPlan
+from replicast.storage.updates import committed_updates
 from replicast.update import Update
 from tests.pool import Pool
 from tests.workers.recipes import CLASSES, FEATURES, arrays

@@ -17,6 +17,8 @@ from unittest import mock
 import keras
 import numpy as np
 import pytest
+from replicast.replicas.complaining import complained
+from replicast.replicas.saving import Saver
 
 import replicast
 from replicast import inbox
@@ -25,8 +27,6 @@ from replicast.digest import digest_state
 from replicast.edits import DTYPES
 from replicast.errors import CheckpointError
 from replicast.storage.updates import committed_updates
-from replicast.replicas.complaining import complained
-from replicast.replicas.saving import Saver
 from replicast.strategy.writes import component
 from replicast.update import Update
 from tests.pool import Pool

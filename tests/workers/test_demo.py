@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from replicast.auditfiles import last_audits
-from replicast.storage.updates import committed_updates
 from replicast.core.stage import Stage
+from replicast.storage.updates import committed_updates
 
 DEADLINE_SECS = 180.0
 COMMAND = [sys.executable, "-m", "replicast.cli", "demo", "--run-dir"]

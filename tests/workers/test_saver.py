@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from replicast.protocol.replays import Replays
+from replicast.replicas.recovery import Recovery, Saves
+from replicast.replicas.saving import Keeping, Saving
 
 from replicast import faults
 from replicast.checkpoint import CheckpointStore, Draft, Manifest
 from replicast.config import TOLD_TO_END
 from replicast.errors import CheckpointError, JobFailed
-from replicast.protocol.replays import Replays
-from replicast.replicas.recovery import Recovery, Saves
-from replicast.replicas.saving import Keeping, Saving
 from tests.unit.protocol.twins import DEADLINE_SECS, PATIENCE, Job, Worker, eventually
 
 Arrays = Iterable[tuple[str, np.ndarray[Any, Any]]]

@@ -9,11 +9,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from replicast.replicas.witnessing import Witnesses
 
 import replicast
 from replicast.checkpoint import CheckpointStore
 from replicast.storage.updates import committed_updates
-from replicast.replicas.witnessing import Witnesses
 from tests.pool import Pool
 from tests.workers.recipes import perceptron
 from tests.workers.test_updates import adam, replicas_of

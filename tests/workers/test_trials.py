@@ -14,6 +14,7 @@ import replicast
 from replicast.checkpoint import CheckpointStore
 from replicast.errors import CheckpointError, UpdateRefused
 from replicast.replicas.callback import BoundaryCallback
+from replicast.strategy import KerasState, optimizers_by_name
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, digest
 from tests.workers.recipes import arrays, perceptron
@@ -181,8 +182,8 @@ def odd_values(strategy: Any) -> dict[str, Any]:
         )
         model.add(keras.layers.Dense(3))
         model.compile("adam", "mse")
-    with replicas_of(model) as replicas:
-        state = replicas._state
+    with replicas_of(model):
+        state = KerasState(model, optimizers_by_name(model))
         names = [variable.name for variable in state.schema]
         for variable in model.layers[0].variables:
             variable.assign(

@@ -29,6 +29,7 @@ from tests.workers.test_updates import (
     reaches_all,
     replicas_of,
     train,
+    transports_opened,
 )
 from tests.workers.test_updates import assert_all_were_reached as assert_reached
 
@@ -42,17 +43,9 @@ def on_host(strategy: Any, hosts: Sequence[str]) -> Iterator[None]:
 
 
 def reaches_all_hosts(strategy: Any, hosts: Sequence[str], way: str, directory: Path) -> dict[str, Any]:
-    made: list[Any] = []
-    original = replicast.Replicas.callback
-
-    def noted(replicas: replicast.Replicas) -> Any:
-        made.append(replicas._member.transport)
-        return original(replicas)
-
-    with on_host(strategy, hosts), mock.patch.object(replicast.Replicas, "callback", noted):
+    with on_host(strategy, hosts), transports_opened() as opened:
         found = reaches_all(strategy, way, directory)
-    assert all(isinstance(transport, BroadcastTransport) for transport in made)
-    assert len(made) == (way != "own loop")
+    assert [type(transport) for transport in opened] == [BroadcastTransport]
     return found
 
 
@@ -74,8 +67,8 @@ def many_while_training(strategy: Any, hosts: Sequence[str]) -> dict[str, Any]:
             update = Update(id=f"{strategy.rank}-{step}", note="x" * 1000 * strategy.rank)
             replicas.propose(update.add("dense/kernel", value).scale("dense/kernel", 0.99))
 
-    with on_host(strategy, hosts), replicas_of(model) as replicas:
-        assert isinstance(replicas._member.transport, BroadcastTransport)
+    with on_host(strategy, hosts), transports_opened() as opened, replicas_of(model) as replicas:
+        assert isinstance(opened[0], BroadcastTransport)
         seen = train(replicas, "fit", act, lambda: len(replicas.history) == 18)
         order = [(receipt.sequence, receipt.id, receipt.step) for receipt in replicas.history]
         if strategy.rank == 2:

@@ -24,10 +24,8 @@ import replicast
 from replicast import inbox
 from replicast.edits import apply_edit
 from replicast.storage.updates import committed_updates
-from replicast.protocol import Patience
-from replicast.protocol.messages import Free
 from replicast.strategy.writes import component
-from replicast.transport import SharedMemoryTransport
+from replicast.transport import SharedMemoryTransport, open_transport
 from replicast.update import Update
 from replicast.validate import Limits, planned
 from tests.pool import Pool
@@ -518,19 +516,19 @@ def asked_too_early(strategy: Any) -> dict[str, Any]:
     def act(step: int) -> None:
         if step == 3 and strategy.rank == 0:
             ticket = replicas.propose(mark(0))
-            with pytest.raises(replicast.UpdatePending, match="cannot wait for it here") as caught:
+            with pytest.raises(replicast.UpdatePending, match="has to train first") as caught:
                 ticket.result()
             said.append(str(caught.value.stage))
 
-    with replicas_of(model, patience=Patience(park_secs=0.2)) as replicas:
+    with replicas_of(model) as replicas:
         seen = train(replicas, "fit", act, lambda: bool(replicas.history))
-    return {"seen": seen, "said": said if strategy.rank == 0 else ["committed"]}
+    return {"seen": seen, "said": said if strategy.rank == 0 else ["prepared"]}
 
 
 def test_a_training_thread_that_waits_for_itself_is_told_and_training_goes_on(pool2: Pool) -> None:
     results = pool2.run(asked_too_early)
     assert_equal_on_all(results)
-    assert results[0]["said"] == ["committed"]
+    assert results[0]["said"] == ["prepared"]
 
 
 # Refusals.
@@ -655,6 +653,19 @@ def test_bad_updates_are_refused_in_a_job_of_one(pool1: Pool, tmp_path: Path) ->
     assert_refused_without_a_trace(pool1, tmp_path)
 
 
+@contextlib.contextmanager
+def transports_opened() -> Iterator[list[Any]]:
+    """The transports of the replicas that are made in it."""
+    opened: list[Any] = []
+
+    def noted(*given: Any) -> Any:
+        opened.append(open_transport(*given))
+        return opened[-1]
+
+    with mock.patch("replicast.replicas.joining.open_transport", noted):
+        yield opened
+
+
 def flipped(data: np.ndarray) -> np.ndarray:
     data[::64] ^= 1  # in every array: workers check a share each
     return data
@@ -669,8 +680,8 @@ def cannot_stage(strategy: Any) -> list[str]:
     def no_room(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with replicas_of(model) as replicas:
-        transport = replicas._member.transport
+    with transports_opened() as opened, replicas_of(model) as replicas:
+        transport = opened[0]
         assert isinstance(transport, SharedMemoryTransport)
         mapped, publish = transport.mapped, transport.publish
 
@@ -709,50 +720,6 @@ def test_a_worker_that_cannot_stage_refuses_for_all_and_is_named(pool3: Pool) ->
     assert "damaged" in everywhere
     assert full.startswith("1: ")
     assert "no room" in full
-
-
-# Threads.
-
-
-def boundaries_for_ever(replicas: replicast.Replicas) -> None:
-    ends = time.monotonic() + WAIT_SECS
-    while time.monotonic() < ends:
-        replicas.boundary()
-
-
-def dead_thread(strategy: Any, name: str) -> str:
-    model = perceptron(strategy)
-    meeting = Meeting(strategy)
-    said = ""
-
-    def dies(*_: object) -> None:
-        raise ZeroDivisionError("a fault of the test")
-
-    forget_hosts(strategy)
-    replicas = replicast.Replicas(model, durability="memory")
-    replicas.boundary()
-    last = strategy.rank == strategy.size - 1
-    if last and name == "proposer":
-        replicas._member._outbox.put(dies)
-    elif last:
-        replicas._member._heed = dies
-    meeting.all_say()
-    if strategy.rank == 0 and name == "follower":
-        replicas._member.channel.append(Free(0))  # something to read
-    if last:
-        with pytest.raises(replicast.JobFailed) as caught:
-            boundaries_for_ever(replicas)
-        said = str(caught.value)
-    meeting.all_say()
-    replicas._closed = True  # together it cannot be closed any more
-    replicas._stop()
-    return said
-
-
-@pytest.mark.parametrize("name", ["proposer", "follower"])
-def test_a_dead_background_thread_makes_the_next_boundary_raise(pool1: Pool, name: str) -> None:
-    (said,) = pool1.run(dead_thread, name)
-    assert f"'{name}' of replicast died: ZeroDivisionError" in said
 
 
 # What it costs when there is nothing to do.

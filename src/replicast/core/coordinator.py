@@ -104,7 +104,10 @@ class Coordinator(Tickets):
             self.open(operation)
             self._note_proposer(operation, rank)
         elif proposal.source is None and proposal.digest != digest_of(known, record):
-            problem = f"An update with the id {proposal.id} and other content was proposed before"
+            problem = (
+                f"An update with the id {proposal.id} and other content was proposed before. Give this one an "
+                "id of its own"
+            )
             self._refuse(Tell(proposal.id, (ticket,), Stage.REFUSED, outcome=Refusal(problem)))
         elif known is not None and known.outcome is None:
             known.tickets.append(ticket)

@@ -447,7 +447,7 @@ class Session:
                 self._releasing.do(lambda: self._parcels.release_ticket("outside " + ticket))
                 self.on_inbox(ticket, tell)
             case c.Ended():
-                self.on_ended(command)
+                self._releasing.do(lambda: self.on_ended(command))
             case c.EndJob(reason):
                 raise JobFailed(reason)
 
