@@ -44,6 +44,7 @@ class Claim:
         attempt: Which start of the job it is, as the launcher counts.
         process: The process of its worker 0.
         claimed_at: Seconds since 1970.
+        run: The id of the run, made up by its first group: a checkpoint may be a copy of another run's.
     """
 
     group: int
@@ -52,6 +53,7 @@ class Claim:
     attempt: int
     process: Mapping[str, Any]
     claimed_at: float
+    run: str = ""
 
     def counts(self, checkpoint: str) -> bool:
         """Whether a checkpoint of this name counts, as long as this is the last claim."""

@@ -68,6 +68,7 @@ class Draft:
         pending: The updates that were proposed before and are not committed.
         script: Where in the script training is, as JSON values; None when nobody knows.
         measured: What the last steps have measured, as JSON text: trials after a restart need it.
+        run: The id of the run whose updates these are; empty when it is not known.
         line: How often training had gone back behind a checkpoint of its run (`ordering.py`).
         parent: For a patched checkpoint, `step`, `path` and `update_id` of what it was made from.
         metrics: The metrics at that step.
@@ -86,6 +87,7 @@ class Draft:
     pending: tuple[PendingUpdate, ...] = ()
     script: Mapping[str, Any] | None = None
     measured: str = "[]"
+    run: str = ""
     line: int = 0
     parent: Mapping[str, Any] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -150,6 +152,12 @@ class Manifest(Draft):
         """The draft with what is known once the state is written."""
         known = {each.name: getattr(draft, each.name) for each in fields_of(Draft)}
         return cls(**known, digests=dict(digests), state_digest=state_digest, nbytes=nbytes)
+
+    def seen_by(self, run: str) -> Manifest:
+        """The same for a run: of a copy of another run's, the numbers of its updates mean others here."""
+        if self.run in ("", run):
+            return self
+        return replace(self, sequence=0, missing=(), pending=())
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Manifest:
