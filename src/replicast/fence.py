@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ class Fence:
     Attributes:
         number: The number of this group.
         directory: Where this group writes what only it may write.
+        run: The id of the run.
 
     Raises:
         ClusterError: A job is running in this directory.
@@ -63,6 +65,7 @@ class Fence:
         sync_directory(groups)
         # Only now: what an earlier group writes from here on, it will not act on.
         claim = _taken_over(self._run_dir, self.number, attempt)
+        self.run = claim.run
         try:
             write_durably(self.directory / CLAIM, [sealed(claim.to_json())])
         except OSError:
@@ -156,7 +159,8 @@ def _taken_over(run_dir: Path, number: int, attempt: int) -> Claim:
         for name in _checkpoints(run_dir)
         if before is None or before.counts(name) or checkpoint_parts(name)[1] not in own
     )
-    return Claim(number, counted, checkpoints, attempt, this_process(), time.time())
+    run = uuid.uuid4().hex if before is None else before.run
+    return Claim(number, counted, checkpoints, attempt, this_process(), time.time(), run)
 
 
 def _checkpoints(run_dir: Path) -> list[str]:

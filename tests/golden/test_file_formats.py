@@ -72,7 +72,7 @@ def entries() -> list[Entry]:
 
 def claim() -> Claim:
     process = {"pid": 4242, "host": "box", "started": 123456}
-    return Claim(1, (), ("00001200-1",), attempt=1, process=process, claimed_at=1700000000.5)
+    return Claim(1, (), ("00001200-1",), attempt=1, process=process, claimed_at=1700000000.5, run="a" * 32)
 
 
 def run_info() -> RunInfo:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from dataclasses import fields as fields_of
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from replicast.core.proposal import Pending, Proposal
 from replicast.files import json_bytes
 from replicast.parts import factor_to_json
 from replicast.schema import Schema
-from replicast.strictjson import reading
+from replicast.strictjson import described, reading
 from replicast.trial import Trial
 
 FORMAT = 2
@@ -67,6 +68,7 @@ class Draft:
         pending: The updates that were proposed before and are not committed.
         script: Where in the script training is, as JSON values; None when nobody knows.
         measured: What the last steps have measured, as JSON text: trials after a restart need it.
+        run: The id of the run whose updates these are; empty when it is not known.
         line: How often training had gone back behind a checkpoint of its run (`ordering.py`).
         parent: For a patched checkpoint, `step`, `path` and `update_id` of what it was made from.
         metrics: The metrics at that step.
@@ -85,6 +87,7 @@ class Draft:
     pending: tuple[PendingUpdate, ...] = ()
     script: Mapping[str, Any] | None = None
     measured: str = "[]"
+    run: str = ""
     line: int = 0
     parent: Mapping[str, Any] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -92,7 +95,7 @@ class Draft:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        as_they_are = {each.name: getattr(self, each.name) for each in fields(self)}
+        as_they_are = {each.name: getattr(self, each.name) for each in fields_of(self)}
         return as_they_are | {
             "schema": self.schema.to_json(),
             "pending": msgspec.to_builtins(self.pending),
@@ -109,8 +112,8 @@ class Draft:
     def position(self) -> bytes:
         """Where training goes on from here, apart from the state: equal when it is the same, as JSON."""
         names = ("step", "sequence", "missing", "epoch", "batch", "pending", "script", "measured", "line")
-        described = self.to_json()
-        return json_bytes([described[name] for name in names])
+        known = self.to_json()
+        return json_bytes([known[name] for name in names])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -147,25 +150,30 @@ class Manifest(Draft):
         cls, draft: Draft, *, digests: Mapping[str, str], state_digest: str, nbytes: int
     ) -> Manifest:
         """The draft with what is known once the state is written."""
-        known = {each.name: getattr(draft, each.name) for each in fields(Draft)}
+        known = {each.name: getattr(draft, each.name) for each in fields_of(Draft)}
         return cls(**known, digests=dict(digests), state_digest=state_digest, nbytes=nbytes)
 
+    def seen_by(self, run: str) -> Manifest:
+        """The same for a run: of a copy of another run's, the numbers of its updates mean others here."""
+        if self.run in ("", run):
+            return self
+        return replace(self, sequence=0, missing=(), pending=())
+
     @classmethod
-    def from_json(cls, described: Mapping[str, Any]) -> Manifest:
+    def from_json(cls, fields: Mapping[str, Any]) -> Manifest:
         """What `to_json` described.
 
         Raises:
             ValueError: It is no manifest, or of another format.
         """
-        if described.get("format") != FORMAT:
+        if fields.get("format") != FORMAT:
             raise ValueError(
                 f"This version of replicast knows format {FORMAT} of a checkpoint. Use the one that wrote "
-                f"it. Received: {described.get('format')!r}"
+                f"it. Received: {fields.get('format')!r}"
             )
-        with reading("manifest", described):
-            metrics = {name: float(value) for name, value in described["metrics"].items()}
-            known = {**described, "metrics": metrics}
-            return msgspec.convert(known, cls, dec_hook=_decoded)
+        with reading("manifest", fields):
+            metrics = {name: float(value) for name, value in fields["metrics"].items()}
+        return described(cls, "manifest", {**fields, "metrics": metrics})
 
 
 def saved_of(manifest: Draft) -> Saved:
@@ -173,10 +181,3 @@ def saved_of(manifest: Draft) -> Saved:
     holds = frozenset(range(1, manifest.sequence + 1)) - set(manifest.missing)
     pending = tuple(one.pending() for one in manifest.pending)
     return Saved(manifest.step, manifest.attempt, holds, pending, manifest.step)
-
-
-def _decoded(kind: type, value: Any) -> Any:
-    """What msgspec does not know."""
-    if kind is not Schema:
-        raise TypeError(kind)
-    return Schema.from_json(value)

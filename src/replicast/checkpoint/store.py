@@ -129,7 +129,7 @@ class CheckpointStore:
             return reader.manifest
 
     def open(self, step: int, *, verify: bool = False) -> CheckpointReader:
-        """Opens the checkpoint of a step.
+        """Opens the checkpoint of a step. Its manifest knows no updates if it is a copy of another run's.
 
         Args:
             step: The step.
@@ -140,6 +140,7 @@ class CheckpointStore:
             FileDamaged: A file of it is not what was written.
         """
         reader = open_checkpoint(self.find(step))
+        reader.manifest = reader.manifest.seen_by(self._places.run())
         if reader.manifest.step != step:
             received = reader.manifest.step
             reader.close()
@@ -177,7 +178,7 @@ class CheckpointStore:
         """
         if draft.step < 0:
             raise ValueError(f"A step is counted from 0. Received: {draft.step}")
-        draft = replace(draft, line=line_of_next(self.list(), draft.step))
+        draft = replace(draft, line=line_of_next(self.list(), draft.step), run=self._places.run())
         variables = {variable.name: variable for variable in draft.schema}
         with temporary_directory(self.directory) as temporary:
             manifest = write_contents(temporary, draft, _in_pieces(arrays, variables))

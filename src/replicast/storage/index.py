@@ -17,13 +17,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from replicast.files import read_small, write_quickly
+from replicast.files import MAX_JSON_BYTES, read_small, write_quickly
 from replicast.groups import group_directory, group_numbers
 from replicast.storage.entry_files import EntryFile, parsed
 from replicast.strictjson import parse_object
 
 FORMAT = 1
-MAX_INDEX_BYTES = 2**30
 _NAME = re.compile(r"([0-9]{6,})\.index\.jsonl")
 
 Covered: TypeAlias = Sequence[tuple[int, int]]
@@ -61,7 +60,7 @@ def read_index(path: Path) -> list[EntryFile]:
         OSError: It cannot be read.
         ValueError: It is not what was written.
     """
-    text = read_small(path, max_bytes=MAX_INDEX_BYTES).decode()
+    text = read_small(path, max_bytes=MAX_JSON_BYTES).decode()
     body = text[: text.rfind("\n", 0, -1) + 1]
     if not body or text != body + _seal(body):
         raise ValueError("its seal does not fit its content")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from replicast.checkpoint import CheckpointStore, saved_of
 from replicast.core.entries import Saved
 from replicast.core.proposal import Pending, Proposal
+from replicast.fence import Fence
 from replicast.trial import Trial
 from tests.unit.checkpoint.samples import draft_of, state_of
 
@@ -41,3 +43,20 @@ def test_a_checkpoint_with_other_pending_updates_is_another_one(tmp_path: Path) 
         saved = Saved(5, 1, frozenset({1}), pending, state=5)
         store.write(draft_of(arrays, 5).with_updates(saved), arrays.items())
         assert saved_of(store.manifest(5)) == saved
+
+
+def test_a_copy_of_another_runs_checkpoint_contains_none_of_this_runs_updates(tmp_path: Path) -> None:
+    here, there = Fence(tmp_path / "here", attempt=0), Fence(tmp_path / "there", attempt=0)
+    saved = Saved(5, 1, frozenset({1, 2}), (pending_of("a", "0-1"),), state=5)
+    arrays = state_of()
+    written = CheckpointStore(tmp_path / "there", there).write(
+        draft_of(arrays, 5).with_updates(saved), arrays.items()
+    )
+    (tmp_path / "here" / "checkpoints").mkdir()
+    shutil.copytree(tmp_path / "there/checkpoints/00000005-1", tmp_path / "here/checkpoints/00000005")
+    for store in (CheckpointStore(tmp_path / "here", here), CheckpointStore(tmp_path / "here")):
+        assert saved_of(store.manifest(5)) == Saved(5, 1, frozenset(), (), state=5)
+        assert store.manifest(5).state_digest == written.state_digest
+    # Every later start of the run that wrote it knows it as its own.
+    again = CheckpointStore(tmp_path / "there", Fence(tmp_path / "there", attempt=1))
+    assert saved_of(again.manifest(5)) == saved
