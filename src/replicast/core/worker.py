@@ -158,8 +158,7 @@ class Worker:
         self._ticket = ticket
         self._patient = secs is not None
         self._stands += 1
-        if secs is not None:
-            self._commands.append(SetTimer(self._stands, secs))
+        self._commands.append(SetTimer(self._stands, self._timeouts.decide_secs if secs is None else secs))
         stage = self.tickets.get(ticket)
         if stage is None or stage.is_final or stage is Stage.SCHEDULED:
             self._result = (stage,)

@@ -110,7 +110,7 @@ class _Chooser:
             id_ = f"f{len(plan.script)}{random.randrange(99)}"
             by = None if random.random() < 0.8 else random.randrange(plan.size)
             self.act(("function", rank, id_, number, self.at_step(), self.trial(), by))
-            if random.random() < 0.25:
+            if by is None and random.random() < 0.25:
                 self.wait(random.randrange(plan.size))
         elif choice < 0.47:
             plan.incidents.append((self.when(), "thread", rank, self.proposal("t")))

@@ -20,9 +20,12 @@ from replicast.core.operations.update import Prepare
 from replicast.core.proposal import Proposal
 from replicast.core.refusal import Refuse
 from replicast.core.worker import Worker
-from replicast.testing.simulation.replica import InMemory, SimulatedReplica
+from replicast.testing.simulation.replica import InMemory, SimulatedReplica, StoryFailed
 from replicast.testing.simulation.story import Story
 from replicast.testing.simulation.words import described
+
+LONG_SECS = 55.0
+"""No delay and no other deadline lasts so long: a thread that waits until then was forgotten."""
 
 
 class Group(Protocol):
@@ -92,6 +95,7 @@ class Process:
         self._last_ticket = ""
         self._write_ends = 0.0
         self._resting: tuple[Any, ...] = ()
+        self._waits_since = 0.0
 
     # Events in, commands out.
 
@@ -251,7 +255,9 @@ class Process:
         return self.place - 1 if self._resting else self.place
 
     def _continue(self, machine: Worker, command: c.Continue) -> None:
-        self._resting = ()
+        resting, self._resting = self._resting, ()
+        if resting and resting[0] == "wait" and self.clock.now - self._waits_since > LONG_SECS:
+            raise StoryFailed(f"{self.name} has waited for what cannot come before it trains")
         if self.done and self.replica.report_to_raise is None:
             self.group.ended(self)
         else:
@@ -313,7 +319,7 @@ class Process:
                     self.propose(Proposal(id_, "", None, at_step, trial, source), in_training=True)
                 case ("wait", rank, secs):
                     if rank == self.rank and self._last_ticket:
-                        self._resting = action
+                        self._resting, self._waits_since = action, self.clock.now
                         self.feed(self.worker, e.Awaited(self._last_ticket, secs))
                         return
                 case _:
