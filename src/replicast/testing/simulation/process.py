@@ -61,6 +61,7 @@ class Process:
     Attributes:
         frozen_until: Stopped by SIGSTOP until then.
         hangs: The next thing that it does in the background never ends.
+        commands_left: It dies after so many commands; None when it does not.
         place: How many actions of the script behind the current boundary are done.
     """
 
@@ -88,7 +89,7 @@ class Process:
         self.done = False
         self.hangs = False
         self.frozen_until = 0.0
-        self.commands_left = -1
+        self.commands_left: int | None = None
         self._events: deque[tuple[Any, Any]] = deque()
         self._driving = False
         self._tickets = 0
@@ -106,24 +107,30 @@ class Process:
         if self.frozen_until > self.clock.now:
             self.clock.at(self.frozen_until, self.feed, machine, event)
             return
-        self._events.append((machine, event))
-        if self._driving:
+        if self._driving:  # what follows from a command comes after the other commands
+            self._events.append((machine, event))
             return
         self._driving = True
+        self._drive(machine, event)
         while self._events and self.alive:
-            machine, event = self._events.popleft()
-            for command in machine.handle(event):
-                if self.commands_left == 0:
-                    self.story.notes.fired("crash")
-                    self.story.notes.say(
-                        self.group.number, self.name, f"dies, before {type(command).__name__}"
-                    )
-                    self.group.die(self)
-                if not self.alive:
-                    break
-                self.commands_left -= 1
-                _CARRIED_OUT_BY[type(command)](self, machine, command)
+            self._drive(*self._events.popleft())
         self._driving = False
+
+    def _drive(self, machine: Worker | Coordinator, event: Any) -> None:
+        for command in machine.handle(event):
+            if self.commands_left is not None:
+                self._count_down(command)
+            if not self.alive:
+                return
+            _CARRIED_OUT_BY[type(command)](self, machine, command)
+
+    def _count_down(self, command: Any) -> None:
+        """The process dies before one of its commands."""
+        if self.commands_left == 0:
+            self.story.notes.fired("crash")
+            self.story.notes.say(self.group.number, self.name, f"dies, before {type(command).__name__}")
+            self.group.die(self)
+        self.commands_left = (self.commands_left or 0) - 1
 
     def run(self, act: Callable[..., None], *arguments: Any) -> None:
         """Does something in this process; while it is stopped, later; when it is dead, never."""
