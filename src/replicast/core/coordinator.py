@@ -13,7 +13,7 @@ from collections import deque
 from replicast.core.engine import UNDECIDED
 from replicast.core.entries import Receipt, Saved, Withdrawn
 from replicast.core.history import History
-from replicast.core.messages import OUTSIDE, Answer, At, Propose, Request, Rest, Tell, ToCoordinator, Withdraw
+from replicast.core.messages import OUTSIDE, Answer, At, Propose, Rest, Tell, ToCoordinator, Withdraw
 from replicast.core.operation import AuditTrail, Operation, Outcome, Script, Timeouts
 from replicast.core.operations.audit import Audit
 from replicast.core.operations.catalog import collective, planned, proposed, replayed, requested
@@ -69,24 +69,22 @@ class Coordinator(Tickets):
     # What comes in.
 
     def _on_message(self, rank: int, message: ToCoordinator) -> None:
-        if self._early is not None and isinstance(message, Propose | Withdraw | Request):
+        if isinstance(message, Answer):
+            self._answered(rank, message.number, message.value)
+        elif isinstance(message, At):
+            self.boundaries.at(rank, message.meeting, message.step, message.standing)
+        elif isinstance(message, Rest):
+            self._rest(rank, message)
+        elif self._early is not None:
             self._early.append((rank, message))  # what earlier attempts have left comes first
-            return
-        match message:
-            case Answer(number, value):
-                self._answered(rank, number, value)
-            case At(meeting, step, standing):
-                self.boundaries.at(rank, meeting, step, standing)
-            case Propose():
-                self._propose(rank, message)
-            case Rest():
-                self._rest(rank, message)
-            case Withdraw(ticket, id_):
-                if rank == OUTSIDE:
-                    self._inbox.add(ticket)
-                self._withdraw(ticket, id_)
-            case Request(kind, asked_by):
-                self._request(kind, asked_by)
+        elif isinstance(message, Propose):
+            self._propose(rank, message)
+        elif isinstance(message, Withdraw):
+            if rank == OUTSIDE:
+                self._inbox.add(message.ticket)
+            self._withdraw(message.ticket, message.id)
+        else:
+            self._request(message.kind, message.asked_by)
 
     def _propose(self, rank: int, message: Propose) -> None:
         """The same id with the same content is one update; with other content it is refused."""

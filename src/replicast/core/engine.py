@@ -19,7 +19,7 @@ from typing import Any
 from replicast.core.boundaries import Boundaries
 from replicast.core.commands import Broadcast, CoordinatorCommand, EndJob, SetTimer, Write
 from replicast.core.entries import Entry
-from replicast.core.events import CoordinatorEvent, FromWorker, TimerFired, WriteOutcome, Written
+from replicast.core.events import CoordinatorEvent, FromWorker, WriteOutcome, Written
 from replicast.core.gather import Gather
 from replicast.core.history import History
 from replicast.core.messages import Do, Resume, ToCoordinator, ToWorkers
@@ -72,6 +72,16 @@ class Engine(ABC):
         self._resuming: Resume | None = None
         self._over = False
         self._commands: list[CoordinatorCommand] = []
+        self._on_request: dict[type[AnyRequest], Callable[[Operation, Any], None]] = {
+            Ask: self._ask,
+            Go: self._go,
+            Record: self._record,
+            Boundary: lambda operation, wanted: self.boundaries.want(operation, wanted.at_step),
+            Reserve: lambda operation, wanted: self.boundaries.reserve(operation, wanted.at_step),
+            EarlierSettled: lambda operation, _: self._settle(operation, self._waits_for_later),
+            EarlierStored: lambda operation, _: self._settle(operation, self._is_stored),
+            Collect: self._collect,
+        }
         self.boundaries = Boundaries(
             size,
             timeouts,
@@ -90,14 +100,15 @@ class Engine(ABC):
         self._commands = commands
         if self._over:
             return commands
-        match event:
-            case FromWorker(rank, message):
-                self._on_message(rank, message)
-            case Written(number, outcome):
-                self._written(number, outcome)
-            case TimerFired(number):
-                self._timers.pop(number, lambda: None)()
-        while not self._over and (self._resume_rests() or self.boundaries.schedule() or self._settle_next()):
+        if isinstance(event, FromWorker):
+            self._on_message(event.rank, event.message)
+        elif isinstance(event, Written):
+            self._written(event.number, event.outcome)
+        else:
+            self._timers.pop(event.number, lambda: None)()
+        while not self._over and (
+            self._resume_rests() or self.boundaries.schedule() or (self._settling and self._settle_next())
+        ):
             pass
         return commands
 
@@ -180,30 +191,32 @@ class Engine(ABC):
             self._end_job(problem)
 
     def _serve(self, operation: Operation, request: AnyRequest) -> None:
-        match request:
-            case Ask(order, of, secs, what):
-                number = self._gather(operation, Gather(what, range(self.size) if of is None else of), secs)
-                self._say(Do(number, order, of))
-            case Go(order, resume):
-                number = self._gather(operation, Gather("apply", range(self.size)), None)
-                self._say(Do(number, order))
-                self.boundaries.leave(operation)
-                self._has_left_turn(operation)
-                if resume and operation.tokens:
-                    tokens, operation.tokens = operation.tokens, ()
-                    self._resume(tokens, None)
-            case Record(entry):
-                self._write(entry, lambda refusal: self._run(operation, refusal))
-            case Boundary(at_step):
-                self.boundaries.want(operation, at_step)
-            case Reserve(at_step):
-                self.boundaries.reserve(operation, at_step)
-            case EarlierSettled():
-                self._settling.append((operation, next(self._numbers), self._waits_for_later))
-            case EarlierStored():
-                self._settling.append((operation, next(self._numbers), self._is_stored))
-            case Collect(kind, number):
-                self._gathers[kind, number] = Gather(f"report its {kind}", range(self.size)), operation
+        self._on_request[type(request)](operation, request)
+
+    def _ask(self, operation: Operation, ask: Ask) -> None:
+        ranks = range(self.size) if ask.of is None else ask.of
+        number = self._gather(operation, Gather(ask.what, ranks), ask.secs)
+        self._say(Do(number, ask.order, ask.of))
+
+    def _go(self, operation: Operation, go: Go) -> None:
+        number = self._gather(operation, Gather("apply", range(self.size)), None)
+        self._say(Do(number, go.order))
+        self.boundaries.leave(operation)
+        self._has_left_turn(operation)
+        if go.resume and operation.tokens:
+            tokens, operation.tokens = operation.tokens, ()
+            self._resume(tokens, None)
+
+    def _record(self, operation: Operation, record: Record) -> None:
+        self._write(record.entry, lambda refusal: self._run(operation, refusal))
+
+    def _collect(self, operation: Operation, collect: Collect) -> None:
+        gather = Gather(f"report its {collect.kind}", range(self.size))
+        self._gathers[collect.kind, collect.number] = gather, operation
+
+    def _settle(self, operation: Operation, is_enough: Callable[[Operation], bool]) -> None:
+        """The script goes on when all operations that are in the list now have come far enough."""
+        self._settling.append((operation, next(self._numbers), is_enough))
 
     def _settle_next(self) -> bool:
         """Goes on with a script that waits for all earlier operations, if they have come far enough."""

@@ -68,7 +68,8 @@ class Awaited:
     """To a worker: the training thread waits for one of its tickets.
 
     Attributes:
-        secs: At most so long; None until it is certain that this thread has to train first.
+        secs: At most so long; None until it is certain that this thread has to train first, at most
+            `decide_secs`.
     """
 
     ticket: str

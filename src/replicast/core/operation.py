@@ -254,7 +254,7 @@ class Operation:
         self.meeting: Meeting | None = None
         self.withdrawing = False
         self.held: tuple[Any, ...] = ()
-        self.told = Stage.PROPOSED
+        self.told: tuple[Stage, int] = Stage.PROPOSED, 0
 
     def script(self, job: Job) -> Script:
         """The coordinator's side of the story."""

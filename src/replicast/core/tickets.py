@@ -43,8 +43,8 @@ class Tickets(Engine):
 
     def _run(self, operation: Operation, value: object) -> None:
         super()._run(operation, value)
-        if operation.stage in (Stage.SCHEDULED, Stage.APPLIED) and operation.told is not operation.stage:
-            operation.told = operation.stage
+        is_known = operation.told == (operation.stage, operation.waits_until)
+        if operation.waits_until and operation.outcome is None and not is_known:
             self._tell_progress(operation, tuple(operation.tickets))
 
     def _note_deferred(self, operation: Operation) -> None:
@@ -52,6 +52,7 @@ class Tickets(Engine):
 
     def _tell_progress(self, operation: Operation, tickets: tuple[str, ...]) -> None:
         """It is not decided yet; whoever waits for it learns why, and whether training has to go on first."""
+        operation.told = operation.stage, operation.waits_until
         if tickets:
             why, until = operation.waits_for, operation.waits_until
             self._say(

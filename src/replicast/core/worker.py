@@ -15,6 +15,7 @@ has come to last. Having said that it stands, it stays until `Release`, or `Meet
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from replicast.core.commands import (
@@ -100,32 +101,30 @@ class Worker:
         self._stands = 0
         self._is_timed = False
         self._commands: list[WorkerCommand] = []
+        self._on_event: dict[type[WorkerEvent], Callable[[Any], None]] = {
+            FromCoordinator: self._on_message,
+            Arrived: self._arrive,
+            Performed: self._performed,
+            Reported: self._report,
+            Proposed: self._propose,
+            Rested: self._rest,
+            Awaited: self._wait_for,
+            TimerFired: self._timed_out,
+        }
+        self._on_log: dict[type[ToWorkers], Callable[[Any], None]] = {
+            Do: self._do,
+            Stop: self._stop,
+            Meet: self._meet,
+            Release: self._release,
+            Resume: self._resume,
+            Tell: self._tell,
+        }
 
     def handle(self, event: WorkerEvent) -> list[WorkerCommand]:
         """What is to be done, in this order."""
         commands: list[WorkerCommand] = []
         self._commands = commands
-        match event:
-            case FromCoordinator(message):
-                self._on_message(message)
-            case Arrived(step):
-                self._arrive(step)
-            case Performed(number, value):
-                self._performed(number, value)
-            case Reported(kind, value):
-                number = self._reports[kind] = self._reports.get(kind, 0) + 1
-                self._send(Answer((kind, number), value))
-            case Proposed(ticket, proposal):
-                self.tickets[ticket] = Stage.PROPOSED
-                self._send(Propose(ticket, proposal))
-            case Rested(intent):
-                self._token += 1
-                self._stand(_RESTING)
-                self._send(Rest(self._token, self.step, intent))
-            case Awaited(ticket, secs):
-                self._wait_for(ticket, secs)
-            case TimerFired(number):
-                self._timed_out(number)
+        self._on_event[type(event)](event)
         return commands
 
     def passes(self, step: int) -> bool:
@@ -140,7 +139,8 @@ class Worker:
 
     # The training thread.
 
-    def _arrive(self, step: int) -> None:
+    def _arrive(self, event: Arrived) -> None:
+        step = event.step
         if self.passes(step):
             self._commands.append(Pass(step))
             return
@@ -153,13 +153,18 @@ class Worker:
         self.standing, self._why, self._result = True, why, ()
         self._say_standing()
 
-    def _wait_for(self, ticket: str, secs: float | None) -> None:
+    def _rest(self, event: Rested) -> None:
+        self._token += 1
+        self._stand(_RESTING)
+        self._send(Rest(self._token, self.step, event.intent))
+
+    def _wait_for(self, event: Awaited) -> None:
+        ticket, secs = event.ticket, event.secs
         self._stand(_WAITING)
         self._ticket = ticket
         self._patient = secs is not None
         self._stands += 1
-        if secs is not None:
-            self._commands.append(SetTimer(self._stands, secs))
+        self._commands.append(SetTimer(self._stands, self._timeouts.decide_secs if secs is None else secs))
         stage = self.tickets.get(ticket)
         if stage is None or stage.is_final or stage is Stage.SCHEDULED:
             self._result = (stage,)
@@ -204,16 +209,24 @@ class Worker:
             self.standing = False
             self._commands.append(Continue(self._result[0]))
 
-    def _performed(self, number: int | tuple[str, int], value: Any) -> None:
-        self._send(Answer(number, value))
-        if number in self._in_background:
-            self._in_background.discard(number)
+    def _propose(self, event: Proposed) -> None:
+        self.tickets[event.ticket] = Stage.PROPOSED
+        self._send(Propose(event.ticket, event.proposal))
+
+    def _report(self, event: Reported) -> None:
+        number = self._reports[event.kind] = self._reports.get(event.kind, 0) + 1
+        self._send(Answer((event.kind, number), event.value))
+
+    def _performed(self, event: Performed) -> None:
+        self._send(Answer(event.number, event.value))
+        if event.number in self._in_background:
+            self._in_background.discard(event.number)
             return
         self._performing = False
         self._go_on()
 
-    def _timed_out(self, number: int) -> None:
-        if number != self._stands or not self.standing or self._result:
+    def _timed_out(self, event: TimerFired) -> None:
+        if event.number != self._stands or not self.standing or self._result:
             return
         if self._why == _WAITING:
             self._result = (self.tickets.get(self._ticket),)
@@ -226,31 +239,12 @@ class Worker:
 
     # The log.
 
-    def _on_message(self, message: ToWorkers) -> None:
-        match message:
-            case Do(number, order, of):
-                if of is None or self.rank in of:
-                    self._do(number, order)
-            case Stop(meeting, at_step):
-                self._stop(meeting, at_step)
-            case Meet(meeting, step):
-                if meeting in self._stops:
-                    self._stops[meeting] = step
-                    if step > self.step:
-                        self._give_up()
-                    self._go_on()
-            case Release(meeting):
-                self._stops.pop(meeting, None)
-                self._scheduled.discard(meeting)
-                self._go_on()
-            case Resume(tokens, outcome):
-                if tokens[self.rank] == self._token:
-                    self._result = (outcome,)
-                    self._go_on()
-            case Tell():
-                self._tell(message)
+    def _on_message(self, event: FromCoordinator) -> None:
+        message = event.message
+        self._on_log[type(message)](message)
 
-    def _stop(self, meeting: int, at_step: int | None) -> None:
+    def _stop(self, stop: Stop) -> None:
+        meeting, at_step = stop.meeting, stop.at_step
         step = self.step if self.standing else self.step + 1
         standing = self.standing and (at_step is None or step >= at_step)
         self._stops[meeting] = step if at_step is None else max(step, at_step)
@@ -258,12 +252,31 @@ class Worker:
             self._scheduled.add(meeting)
         self._send(At(meeting, step, standing))
 
-    def _do(self, number: int, order: Order) -> None:
-        if order.in_background:
-            self._in_background.add(number)
-            self._commands.append(Perform(number, order))
+    def _meet(self, meet: Meet) -> None:
+        if meet.meeting in self._stops:
+            self._stops[meet.meeting] = meet.step
+            if meet.step > self.step:
+                self._give_up()
+            self._go_on()
+
+    def _release(self, release: Release) -> None:
+        self._stops.pop(release.meeting, None)
+        self._scheduled.discard(release.meeting)
+        self._go_on()
+
+    def _resume(self, resume: Resume) -> None:
+        if resume.tokens[self.rank] == self._token:
+            self._result = (resume.outcome,)
+            self._go_on()
+
+    def _do(self, do: Do) -> None:
+        if do.of is not None and self.rank not in do.of:
+            return
+        if do.order.in_background:
+            self._in_background.add(do.number)
+            self._commands.append(Perform(do.number, do.order))
         else:
-            self._orders.append((number, order))
+            self._orders.append((do.number, do.order))
             self._go_on()
 
     def _tell(self, tell: Tell) -> None:

@@ -42,6 +42,7 @@ class Function(Operation):
         function, times = self.function, job.timeouts
         if function.at_step is not None:
             yield Reserve(function.at_step)
+            self.waits_until = function.at_step
         step = yield Boundary(function.at_step)
         source = (0 if function.source is None else function.source,)
         computed = yield Ask(Compute(function.id), source, times.compute_secs, "compute the update")

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replicast.core.entries import Committed, Decided, Payload, Saved, Scheduled
+from replicast.core.entries import Committed, Decided, Entry, Payload, Saved, Scheduled
+from replicast.core.history import History
 from replicast.core.messages import Propose, Tell
 from replicast.core.operation import Outcome
 from replicast.core.proposal import Proposal
@@ -67,7 +68,8 @@ class Checks:
             self._from_script.add(ticket)
         if in_inbox:
             self._from_inbox.add(ticket)
-        self._notes.say(None, "author", f"proposes {described(proposal)}  [ticket {ticket}]")
+        if self._notes.recording:
+            self._notes.say(None, "author", f"proposes {described(proposal)}  [ticket {ticket}]")
 
     def asked(self, ticket: str) -> None:
         """Somebody outside asks for something that is not a proposal."""
@@ -135,8 +137,9 @@ class Checks:
             raise StoryFailed(f"{ticket} was told {before}, then {stage}")
         self._told[ticket] = stage
         self._stages[proposal.id, proposal.digest].add(stage)
-        waits = f", waits for {tell.waits_for}" if tell.waits_for else ""
-        self._notes.say(None, "author", f"is told: {proposal.id} is {stage}{waits}  [ticket {ticket}]")
+        if self._notes.recording:
+            waits = f", waits for {tell.waits_for}" if tell.waits_for else ""
+            self._notes.say(None, "author", f"is told: {proposal.id} is {stage}{waits}  [ticket {ticket}]")
         if stage is Stage.SCHEDULED and not self._is_durable(proposal):
             raise StoryFailed(f"{ticket} is told that {proposal.id} is scheduled, which is not durable")
         if stage in (Stage.VERIFIED, Stage.REVERTED, Stage.APPLIED, Stage.COMMITTED):
@@ -168,15 +171,16 @@ class Checks:
 
     def finish(self, groups: Sequence[GroupOutcome]) -> None:
         """The story is over: all workers have come to where one sequential model does."""
-        history = self._disk.history()
+        entries = self._disk.entries()
+        history = History(entries)
         self._notes.count("committed", len(history.committed))
         self._last, self._attempts = groups[-1], len(groups)
         for group in groups:
             self._check_order(group.replicas)
-        self._check_end(groups[-1].replicas)
+        self._check_end(groups[-1].replicas, entries, history)
         self._check_room(groups[-1])
-        self._check_model(groups[-1].replicas)
-        self._check_outcomes()
+        self._check_model(groups[-1].replicas, entries)
+        self._check_outcomes(history)
 
     def _check_order(self, replicas: Sequence[SimulatedReplica]) -> None:
         """Also of a group that died: the workers have applied the same, as far as they came."""
@@ -187,14 +191,16 @@ class Checks:
         if lists and lists[-1] != sorted(lists[-1]):
             raise StoryFailed(f"applied out of order: {lists[-1]}")
 
-    def _check_end(self, replicas: Sequence[SimulatedReplica]) -> None:
+    def _check_end(
+        self, replicas: Sequence[SimulatedReplica], entries: list[Entry], history: History
+    ) -> None:
         first = replicas[0]
         if any(replica.applied != first.applied for replica in replicas):
             raise StoryFailed(f"not all or none: {[replica.applied for replica in replicas]}")
-        committed = self._disk.history().committed
+        committed = history.committed
         if sorted(committed) != list(range(1, len(committed) + 1)):
             raise StoryFailed(f"the journal has gaps: {sorted(committed)}")
-        decided = [one.sequence for one in self._disk.entries() if isinstance(one, Decided)]
+        decided = [one.sequence for one in entries if isinstance(one, Decided)]
         if len(set(decided)) != len(decided):
             raise StoryFailed(f"a trial was decided twice: {decided}")
         ids = [record.id for record in committed.values()]
@@ -213,8 +219,7 @@ class Checks:
                 if id_ not in last or last[id_] < ended_at < group.closing_at:
                     raise StoryFailed(f"worker {replica.rank} keeps the bytes of {id_}, which has ended")
 
-    def _check_model(self, replicas: Sequence[SimulatedReplica]) -> None:
-        entries = self._disk.entries()
+    def _check_model(self, replicas: Sequence[SimulatedReplica], entries: list[Entry]) -> None:
         values = model(entries, self._plan.steps)
         attempt = self._attempts - 1
         reverted = any(isinstance(one, Decided) and not one.kept for one in entries)
@@ -227,8 +232,7 @@ class Checks:
             if found != values:
                 raise StoryFailed(f"worker {replica.rank} has {replica.values}, and the model {values}")
 
-    def _check_outcomes(self) -> None:
-        history = self._disk.history()
+    def _check_outcomes(self, history: History) -> None:
         for ticket, proposal in self._proposals.items():
             told, record = self._told.get(ticket), history.by_id.get(proposal.id)
             if told is Stage.WITHDRAWN and record is not None:

@@ -36,6 +36,7 @@ class SimulatedGroup:
         on_end: Callable[[SimulatedGroup, bool], None],
     ) -> None:
         self.story = story
+        self._clock, self._notes, self._random = story.clock, story.notes, story.random.random
         self.number = story.disk.claim()
         self._on_failure = on_failure
         self._on_end = on_end
@@ -107,37 +108,37 @@ class SimulatedGroup:
                 edits: Any = message.proposal.content
                 proposal = replace(message.proposal, content=InMemory(self.number, edits))
                 message = replace(message, proposal=proposal)
-            self.story.clock.after(0.05 * self.story.random.random(), self._deliver, OUTSIDE, message)
+            self._clock.after(0.05 * self._random(), self._deliver, OUTSIDE, message)
 
     def send(self, rank: int, message: Any) -> None:
         """From a worker to the coordinator: in order, after a while."""
-        if self.story.notes.recording:
-            self.story.notes.say(self.number, f"worker {rank} →", message)
-        self._last_sent[rank] = max(self._arrival(rank), self._last_sent[rank])
-        self.story.clock.at(self._last_sent[rank], self._deliver, rank, message)
+        if self._notes.recording:
+            self._notes.say(self.number, f"worker {rank} →", message)
+        self._last_sent[rank] = arrives = max(self._arrival(rank), self._last_sent[rank])
+        self._clock.at(arrives, self._deliver, rank, message)
 
     def append(self, message: Any) -> None:
         """From the coordinator to all workers: one log."""
-        if self.story.notes.recording:
-            self.story.notes.say(self.number, "     → all", message)
+        if self._notes.recording:
+            self._notes.say(self.number, "     → all", message)
         self.log.append(message)
         if isinstance(message, Tell):
             self.story.checks.announced(self.number, message)
         for rank, polling in enumerate(self._polling):
             if not polling:
                 self._polling[rank] = True
-                self.story.clock.at(self._arrival(rank), self._poll, rank)
+                self._clock.at(self._arrival(rank), self._poll, rank)
 
     def slow(self, rank: int, until: float) -> None:
         """What this worker says and hears is late."""
         self._slow_until[rank] = until
 
     def _arrival(self, rank: int) -> float:
-        now, late = self.story.clock.now, self._slow_until[rank]
+        now, late = self._clock.now, self._slow_until[rank]
         if late > now:
-            self.story.notes.fired("late message")
+            self._notes.fired("late message")
             return late
-        return now + 0.001 + self.story.random.random() * 0.01
+        return now + 0.001 + self._random() * 0.01
 
     def _deliver(self, rank: int, message: Any) -> None:
         process = self.processes[0]
@@ -161,7 +162,7 @@ class SimulatedGroup:
 
     def train(self, process: Process, steps: int) -> None:
         """A process starts its next step; in synchronous training it ends when all have started it."""
-        plan, clock, random = self.story.plan, self.story.clock, self.story.random.random
+        plan, clock, random = self.story.plan, self._clock, self._random
         if not plan.together:
             clock.after(0.1 + random() * 0.4, process.arrive, steps)
             return
@@ -176,7 +177,7 @@ class SimulatedGroup:
 
     def closing(self) -> None:
         """A script has come to its end."""
-        self.closing_at = min(self.closing_at, self.story.clock.now)
+        self.closing_at = min(self.closing_at, self._clock.now)
 
     def replicas(self) -> list[SimulatedReplica]:
         """Those of all processes."""
@@ -194,7 +195,7 @@ class SimulatedGroup:
         process.alive = False
         self._failed = True
         if self.alive:
-            self.story.clock.after(0.2 + self.story.random.random(), self._on_failure, self)
+            self._clock.after(0.2 + self._random(), self._on_failure, self)
 
     def kill(self) -> None:
         """The launcher ends what is left of it."""

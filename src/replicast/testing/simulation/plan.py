@@ -71,8 +71,8 @@ class _Chooser:
             steps=random.randrange(3, 9),
             stride=1 if random.random() < 0.8 else 2,
             together=random.random() < 0.8,
-            save_every=random.choice([0, 1, 2, 3]),
-            audit_every=random.choice([0, 0, 2, 4]),
+            save_every=int(random.random() * 4),
+            audit_every=(0, 0, 2, 4)[int(random.random() * 4)],
             report_behind=random.random() < 0.3,
             audit_policy=("heal", "heal", "raise", "warn")[random.randrange(4)],
             go_back=int(random.random() < 0.15),
@@ -110,7 +110,7 @@ class _Chooser:
             id_ = f"f{len(plan.script)}{random.randrange(99)}"
             by = None if random.random() < 0.8 else random.randrange(plan.size)
             self.act(("function", rank, id_, number, self.at_step(), self.trial(), by))
-            if random.random() < 0.25:
+            if by is None and random.random() < 0.25:
                 self.wait(random.randrange(plan.size))
         elif choice < 0.47:
             plan.incidents.append((self.when(), "thread", rank, self.proposal("t")))

@@ -20,9 +20,12 @@ from replicast.core.operations.update import Prepare
 from replicast.core.proposal import Proposal
 from replicast.core.refusal import Refuse
 from replicast.core.worker import Worker
-from replicast.testing.simulation.replica import InMemory, SimulatedReplica
+from replicast.testing.simulation.replica import InMemory, SimulatedReplica, StoryFailed
 from replicast.testing.simulation.story import Story
 from replicast.testing.simulation.words import described
+
+LONG_SECS = 55.0
+"""No delay and no other deadline lasts so long: a thread that waits until then was forgotten."""
 
 
 class Group(Protocol):
@@ -58,6 +61,7 @@ class Process:
     Attributes:
         frozen_until: Stopped by SIGSTOP until then.
         hangs: The next thing that it does in the background never ends.
+        commands_left: It dies after so many commands; None when it does not.
         place: How many actions of the script behind the current boundary are done.
     """
 
@@ -85,13 +89,14 @@ class Process:
         self.done = False
         self.hangs = False
         self.frozen_until = 0.0
-        self.commands_left = -1
+        self.commands_left: int | None = None
         self._events: deque[tuple[Any, Any]] = deque()
         self._driving = False
         self._tickets = 0
         self._last_ticket = ""
         self._write_ends = 0.0
         self._resting: tuple[Any, ...] = ()
+        self._waits_since = 0.0
 
     # Events in, commands out.
 
@@ -102,24 +107,30 @@ class Process:
         if self.frozen_until > self.clock.now:
             self.clock.at(self.frozen_until, self.feed, machine, event)
             return
-        self._events.append((machine, event))
-        if self._driving:
+        if self._driving:  # what follows from a command comes after the other commands
+            self._events.append((machine, event))
             return
         self._driving = True
+        self._drive(machine, event)
         while self._events and self.alive:
-            machine, event = self._events.popleft()
-            for command in machine.handle(event):
-                if self.commands_left == 0:
-                    self.story.notes.fired("crash")
-                    self.story.notes.say(
-                        self.group.number, self.name, f"dies, before {type(command).__name__}"
-                    )
-                    self.group.die(self)
-                if not self.alive:
-                    break
-                self.commands_left -= 1
-                _CARRIED_OUT_BY[type(command)](self, machine, command)
+            self._drive(*self._events.popleft())
         self._driving = False
+
+    def _drive(self, machine: Worker | Coordinator, event: Any) -> None:
+        for command in machine.handle(event):
+            if self.commands_left is not None:
+                self._count_down(command)
+            if not self.alive:
+                return
+            _CARRIED_OUT_BY[type(command)](self, machine, command)
+
+    def _count_down(self, command: Any) -> None:
+        """The process dies before one of its commands."""
+        if self.commands_left == 0:
+            self.story.notes.fired("crash")
+            self.story.notes.say(self.group.number, self.name, f"dies, before {type(command).__name__}")
+            self.group.die(self)
+        self.commands_left = (self.commands_left or 0) - 1
 
     def run(self, act: Callable[..., None], *arguments: Any) -> None:
         """Does something in this process; while it is stopped, later; when it is dead, never."""
@@ -251,7 +262,9 @@ class Process:
         return self.place - 1 if self._resting else self.place
 
     def _continue(self, machine: Worker, command: c.Continue) -> None:
-        self._resting = ()
+        resting, self._resting = self._resting, ()
+        if resting and resting[0] == "wait" and self.clock.now - self._waits_since > LONG_SECS:
+            raise StoryFailed(f"{self.name} has waited for what cannot come before it trains")
         if self.done and self.replica.report_to_raise is None:
             self.group.ended(self)
         else:
@@ -313,7 +326,7 @@ class Process:
                     self.propose(Proposal(id_, "", None, at_step, trial, source), in_training=True)
                 case ("wait", rank, secs):
                     if rank == self.rank and self._last_ticket:
-                        self._resting = action
+                        self._resting, self._waits_since = action, self.clock.now
                         self.feed(self.worker, e.Awaited(self._last_ticket, secs))
                         return
                 case _:
