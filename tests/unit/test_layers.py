@@ -15,15 +15,14 @@ LAYERS = [
     {"files", "tensorfiles", "parts"},
     {"update", "state", "trial", "distances", "agreement", "audit", "guard"},
     {"core"},
-    {"testing"},
     {"groups", "fence", "validate", "storage", "inbox", "runfiles", "auditfiles", "checkpoint"},
     {"coordination"},
     {"transport", "lifetime"},
     {"strategy"},
-    {"protocol", "supervisor"},
+    {"runtime", "supervisor"},
+    {"testing"},
     {"replicas"},
-    {"demo"},
-    {"__main__", "cli"},
+    {"__main__", "cli", "demo"},
 ]
 """From the bottom to the top. What shares a layer may know each other."""
 PACKAGE = Path(replicast.__file__).parent

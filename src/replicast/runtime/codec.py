@@ -46,7 +46,10 @@ def decode(text: str) -> Any:
     Raises:
         ValueError: It is not what `encode` gives.
     """
-    return _unpacked(json.loads(text))
+    try:
+        return _unpacked(json.loads(text))
+    except (KeyError, TypeError) as error:  # an unknown class, or one with other fields
+        raise ValueError(f"This is not a message ({error!r}). Received: {text[:200]}") from error
 
 
 def _packed(value: Any) -> Any:

@@ -154,7 +154,7 @@ class Session:
     def start(self) -> None:
         """Starts the threads. The calling thread is taken for the training thread."""
         self._gate.thread = threading.current_thread()
-        self.threads.start("loop", self._loop.run)
+        self.threads.start("loop", self._run_loop)
         if self._writer is not None:
             self._writer.start(self.threads)
             for rank in range(1, self.size):
@@ -384,11 +384,12 @@ class Session:
 
     # The event loop.
 
+    def _run_loop(self) -> None:
+        self._loop.run()
+        self._wake_readers()
+
     def _handle(self, event: Any) -> None:
-        if event is None:
-            self._wake_readers()
-            return
-        pending = [event]
+        pending = [] if event is None else [event]  # None only wakes the loop up
         while pending:
             pending = [more for one in pending for more in self._handle_one(one)]
 

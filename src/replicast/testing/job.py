@@ -6,25 +6,37 @@ For tests of your own that need no TensorFlow: the same runtime and the same cor
         ticket = job.workers[2].session.propose(Update().add("dense/bias", delta))
         job.train(20)
         assert ticket.result(10).step <= 20
+    with job.next_attempt() as again:          # the same journal, from the last checkpoint
+        again.train(20)
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from replicast.coordination import MemoryCoordination
+from replicast.core.commands import Ended
+from replicast.core.entries import Saved
+from replicast.core.events import WriteOutcome
+from replicast.core.messages import Tell
 from replicast.core.operation import Timeouts
-from replicast.errors import JobFailed
+from replicast.core.operations.audit import AuditReport
+from replicast.core.reports import Snapshot
+from replicast.errors import JobFailed, ReplicasDiverged
+from replicast.guard import Guard
 from replicast.runtime import Channel, Exchange, Session, Writer
 from replicast.state import MemoryState
 from replicast.storage.journal import Journal, MemoryJournal
 from replicast.transport import MemoryTransport
+from replicast.trial import Trial
+from replicast.update import Update
 
 DEADLINE_SECS = 20.0
 QUICK = Timeouts(prepare_secs=15, answer_secs=5, meet_secs=10, decide_secs=20, compute_secs=5, join_secs=10)
@@ -35,30 +47,56 @@ class Worker:
 
     Attributes:
         applied: The step and the id of each update that this worker has applied, in order.
+        reports: Of the audits for which all workers stood still.
+        left: Why the state was not saved when this worker was told to leave; empty when it was.
     """
 
     def __init__(self, job: Job, rank: int) -> None:
         self.rank = rank
         self.coordination = MemoryCoordination(job.store)
-        self.state = MemoryState(job.start)
+        self.transport = MemoryTransport(job.board, rank)
+        start = job.checkpoints[-1] if job.checkpoints else None
+        self.state = MemoryState(job.start if start is None else start.state[0])
         self.failure: JobFailed | None = None
         self.applied: list[tuple[int, str]] = []
+        self.reports: list[AuditReport] = []
+        self.left: str | None = None
+        writer = Writer(job.journal, list(job.checkpoints), job.save) if rank == 0 else None
         self.session = Session(
             Exchange(self.coordination, "test", rank, job.size),
             Channel(self.coordination, "test", rank, job.size),
-            MemoryTransport(job.board, rank),
+            self.transport,
             self.state,
-            writer=Writer(job.journal) if rank == 0 else None,
+            writer=writer,
             attempt=job.attempt,
             timeouts=job.timeouts,
+            guard=job.guard,
             audit_policy=job.audit_policy,
             check=self._check,
         )
-        self.session.replica.on_applied = self._note_applied
+        if start is not None:
+            self.session.start_from(start)
+        replica = self.session.replica
+        replica.on_applied = self._note_applied
+        replica.on_report = self._note_report
+        replica.on_leave = self._leave
+        replica.take_snapshot = self._take_snapshot
 
-    def step(self) -> None:
-        """Comes to the next boundary."""
-        self.session.arrive(self.session.step + 1)
+    def step(self, steps: int = 1, logs: Mapping[str, Any] | None = None) -> None:
+        """Comes to the next boundary, after some steps that have measured something."""
+        step = self.session.step + steps
+        self.session.replica.measures.note(step, steps, logs)
+        self.session.arrive(step)
+
+    def save_in_passing(self) -> None:
+        """All workers do it at one boundary, and go on: a checkpoint."""
+        on_trial = self.session.replica.on_trial
+        self.session.report("save", (lambda: None) if on_trial else self._take_snapshot())
+
+    def audit_in_passing(self) -> None:
+        """All workers do it at one boundary, and go on: an audit."""
+        seen = self.session.replica.examine_quietly()
+        self.session.report("audit", lambda: seen)
 
     def die(self) -> None:
         """What another worker's death looks like from here: every wait ends."""
@@ -66,6 +104,21 @@ class Worker:
 
     def _note_applied(self, id_: str) -> None:
         self.applied.append((self.session.step, id_))
+
+    def _note_report(self, report: AuditReport, raises: bool) -> None:
+        self.reports.append(report)
+        if raises:
+            names = ", ".join(one.variable for one in report.differences)
+            self.session.raise_later(ReplicasDiverged(f"The replicas differ in {names}", step=report.step))
+
+    def _leave(self, problem: str) -> None:
+        self.left = problem
+
+    def _take_snapshot(self) -> Callable[[], Snapshot]:
+        replica, step = self.session.replica, self.session.step
+        digest, holds = replica.digest(), frozenset(replica.holds)
+        values = {name: value.copy() for name, value in self.state.values.items()}
+        return lambda: Snapshot(step, digest, holds, values if self.rank == 0 else None)
 
     def _check(self) -> None:
         if self.failure is not None:
@@ -77,12 +130,18 @@ class Job:
 
     Args:
         size: The number of workers.
-        journal: What earlier attempts have written.
+        journal: What earlier attempts have written; a `FileJournal` for one with files.
         values: The variables of a fresh model.
         attempt: Which start of the job this is.
+        checkpoints: Those of earlier attempts; the job starts from the last one.
         timeouts: How long is waited for whom.
+        guard: What the workers let nobody propose.
         audit_policy: What happens when replicas differ.
         begins: Whether all workers begin to train at once.
+
+    Attributes:
+        ended: The saves and audits that have ended, in order.
+        outcomes: What came of each proposal from outside, by what `push` or `withdraw` returned.
     """
 
     def __init__(
@@ -92,20 +151,29 @@ class Job:
         *,
         values: Mapping[str, npt.NDArray[Any]] | None = None,
         attempt: int = 0,
+        checkpoints: Sequence[Saved] = (),
         timeouts: Timeouts = QUICK,
+        guard: Guard | None = None,
         audit_policy: str = "heal",
         begins: bool = True,
     ) -> None:
         self.size = size
         self.start = start_values() if values is None else dict(values)
         self.attempt = attempt
+        self.checkpoints = list(checkpoints)
         self.timeouts = timeouts
+        self.guard = guard
         self.audit_policy = audit_policy
         self.store = MemoryCoordination.Store()
         self.board = MemoryTransport.Board()
         self.journal = journal or MemoryJournal()
-        self.workers = [Worker(self, rank) for rank in range(size)]
+        self.ended: list[Ended] = []
+        self.outcomes: dict[str, Tell] = {}
+        self._numbers = itertools.count(1)
         self._begins = begins
+        self.workers = [Worker(self, rank) for rank in range(size)]
+        self.workers[0].session.on_ended = self.ended.append
+        self.workers[0].session.on_inbox = self.outcomes.__setitem__
 
     def __enter__(self) -> Self:
         for worker in self.workers:
@@ -117,8 +185,42 @@ class Job:
     def __exit__(self, *_: object) -> None:
         for worker in self.workers:
             worker.die()
-        for worker in self.workers:
-            worker.session.stop()
+            worker.session.threads.stopping.set()  # of all, before the first one ends: nobody waits for it
+        self.on_all(lambda worker: worker.session.stop())
+
+    def next_attempt(self, size: int | None = None, journal: Journal | None = None) -> Job:
+        """The job as it is started again: with its journal, from its last checkpoint."""
+        return Job(
+            size or self.size,
+            journal or self.journal,
+            values=self.start,
+            attempt=self.attempt + 1,
+            checkpoints=self.checkpoints,
+            timeouts=self.timeouts,
+            guard=self.guard,
+            audit_policy=self.audit_policy,
+        )
+
+    def save(self, saved: Saved) -> WriteOutcome:
+        """Keeps a checkpoint."""
+        self.checkpoints.append(saved)
+        return WriteOutcome.DURABLE
+
+    def push(self, update: Update, at_step: int | None = None, trial: Trial | None = None) -> str:
+        """Proposes an update from outside the job; `outcomes` will say what came of it.
+
+        Raises:
+            UpdateRefused: It cannot be applied to this state, or the guard does not allow it.
+        """
+        ticket = f"push-{next(self._numbers)}"
+        self.workers[0].session.propose_from_outside(ticket, update, at_step, trial)
+        return ticket
+
+    def withdraw(self, id_: str) -> str:
+        """Somebody outside takes an update back; `outcomes` will say what came of that."""
+        ticket = f"withdraw-{next(self._numbers)}"
+        self.workers[0].session.withdraw_from_outside(ticket, id_)
+        return ticket
 
     def on_all(self, act: Callable[[Worker], Any]) -> list[Any]:
         """Calls `act` with every worker, each in its own thread, and gives what they returned.
@@ -141,7 +243,8 @@ class Job:
         ends = time.monotonic() + DEADLINE_SECS
         for thread in threads:
             thread.join(max(0.0, ends - time.monotonic()))
-        for error in errors.values():
+        # Whoever waited for one that failed has a broken barrier; that is not why.
+        for error in sorted(errors.values(), key=lambda one: isinstance(one, threading.BrokenBarrierError)):
             raise error
         stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
         if stuck:
@@ -149,19 +252,42 @@ class Job:
         return [outcomes[rank] for rank in range(self.size)]
 
     def train(
-        self, steps: int, after_each: Callable[[Worker, int], object] = lambda worker, step: None
+        self,
+        steps: int,
+        after_each: Callable[[Worker, int], object] = lambda worker, step: None,
+        *,
+        one_step: Callable[[Worker, int], Mapping[str, Any] | None] = lambda worker, step: None,
+        steps_per_boundary: int = 1,
+        closes: bool = True,
     ) -> None:
-        """Every worker trains: a step is over when all have come to its end, as a transfer makes them."""
+        """Every worker trains: a step is over when all have come to its end, as a transfer makes them.
+
+        Args:
+            steps: How many steps.
+            after_each: Called after each boundary, as a callback would be.
+            one_step: What the training does before a boundary; gives what it has measured.
+            steps_per_boundary: How many steps are one execution.
+            closes: Whether all workers settle in the end what is open.
+        """
         barrier = threading.Barrier(self.size)
 
         def loop(worker: Worker) -> None:
-            for _ in range(steps):
+            for _ in range(steps // steps_per_boundary):
                 barrier.wait(DEADLINE_SECS)
-                worker.step()
+                logs = one_step(worker, worker.session.step + steps_per_boundary)
+                worker.step(steps_per_boundary, logs)
                 after_each(worker, worker.session.step)
-            worker.session.rest("close")
+            if closes:
+                worker.session.rest("close")
 
-        self.on_all(loop)
+        def loop_or_let_go(worker: Worker) -> None:
+            try:
+                loop(worker)
+            except BaseException:
+                barrier.abort()
+                raise
+
+        self.on_all(loop_or_let_go)
 
     def values(self) -> list[dict[str, bytes]]:
         """The bits of every variable of each worker."""

@@ -1,0 +1,130 @@
+"""Messages come in order, and nothing that was read stays in the coordination service."""
+
+from __future__ import annotations
+
+import pytest
+
+from replicast.coordination import MemoryCoordination
+from replicast.core.messages import Release, Request
+from replicast.errors import JobFailed
+from replicast.runtime import Channel, Exchange, Ticket
+from replicast.testing.job import DEADLINE_SECS, Job, Worker
+from tests.unit.runtime.playing import bias
+
+
+def channels(store: MemoryCoordination.Store, size: int) -> list[Channel]:
+    return [Channel(MemoryCoordination(store), "test", rank, size) for rank in range(size)]
+
+
+def test_every_worker_hears_everything_in_order_and_is_heard_in_order() -> None:
+    coordinator, *workers = channels(MemoryCoordination.Store(), 3)
+    said = [[Release(number) for number in range(count)] for count in (1, 3, 2)]
+    for messages in said:
+        coordinator.broadcast(messages)
+        for worker in workers:
+            worker.send([Request("save", (f"{worker.rank}",))] * len(messages))
+    for messages in said:
+        for worker in workers:
+            assert worker.receive() == messages
+            heard = coordinator.receive_from(worker.rank)
+            assert heard == [Request("save", (f"{worker.rank}",))] * len(messages)
+
+
+def test_what_was_read_by_all_is_deleted_and_what_one_has_not_read_stays() -> None:
+    store = MemoryCoordination.Store()
+    coordinator, quick, slow = channels(store, 3)
+    for number in range(100):
+        coordinator.broadcast([Release(number)])
+        quick.receive()
+        quick.send([])
+        coordinator.receive_from(1)
+    assert len(store.values) == 100
+    for _ in range(100):
+        slow.receive()
+    slow.send([])
+    coordinator.receive_from(2)
+    coordinator.broadcast([Release(100)])
+    assert len(store.values) == 1
+
+
+def test_a_thousand_updates_leave_nothing_in_the_service_and_never_pile_up() -> None:
+    with Job(2) as job:
+        tickets: list[Ticket] = []
+        most = [0]
+
+        def propose(worker: Worker, step: int) -> None:
+            if worker.rank == 1:
+                tickets.extend(worker.session.propose(bias(1.0)) for _ in range(10))
+                most[0] = max(most[0], len(job.store.values))
+
+        job.train(100, propose)
+        receipts = [ticket.result(DEADLINE_SECS) for ticket in tickets]
+        assert [receipt.sequence for receipt in receipts] == list(range(1, 1001))
+        assert most[0] <= 200, "of many thousand messages"
+        assert len(job.store.values) <= 20
+
+
+def test_what_worker_0_says_to_itself_does_not_go_through_the_service() -> None:
+    with Job(2) as job:
+        put, keys = job.workers[0].coordination.put, list[str]()
+
+        def noting(key: str, value: str) -> bool:
+            keys.append(key)
+            return put(key, value)
+
+        job.workers[0].coordination.put = noting  # type: ignore[method-assign]
+        ticket = job.workers[0].session.propose(bias(1.0))
+        job.train(2)
+        assert ticket.result(DEADLINE_SECS).sequence == 1
+        assert keys
+        assert all("/down/" in key for key in keys)
+
+
+def test_a_job_of_one_needs_no_service() -> None:
+    with Job(1) as job:
+        ticket = job.workers[0].session.propose(bias(1.0))
+        job.train(2)
+        assert ticket.result(DEADLINE_SECS).sequence == 1
+        assert job.store.values == {}
+
+
+# What training threads tell each other directly.
+
+
+def exchanges(size: int, left: set[int]) -> list[Exchange]:
+    store = MemoryCoordination.Store()
+    return [
+        Exchange(MemoryCoordination(store), "test", rank, size, has_left=left.__contains__)
+        for rank in range(size)
+    ]
+
+
+def test_who_waits_for_one_that_has_left_is_told_and_what_that_one_said_before_is_heard() -> None:
+    left: set[int] = set()
+    first, second = exchanges(2, left)
+    second.tell("plan", "said before it left")
+    left.add(1)
+    assert first.hear("plan", DEADLINE_SECS, worker=1) == "said before it left"
+    with pytest.raises(JobFailed, match="worker 1 reached the end of its script") as failure:
+        first.agree("another plan", "mine", DEADLINE_SECS)
+    assert failure.value.worker == 1
+
+
+def test_who_does_not_come_in_time_is_named() -> None:
+    first, second, _ = exchanges(3, set())
+    second.tell("agree", "nothing")
+    with pytest.raises(JobFailed, match="worker 0 waited 0 s for worker 1, which did not say its plan") as late:
+        first.agree("plan", "mine", 0.05)
+    assert late.value.worker == 1
+
+
+def test_what_all_have_agreed_on_can_be_forgotten() -> None:
+    store = MemoryCoordination.Store()
+    workers = [Exchange(MemoryCoordination(store), "test", rank, 2) for rank in range(2)]
+    workers[1].tell("greeting", "hello")
+    with pytest.raises(JobFailed):
+        workers[0].agree("plan", "a", 0.01)
+    assert workers[1].agree("plan", "b", 1.0) == {0: "a", 1: "b"}
+    for worker in workers:
+        worker.forget_agreed("plan")
+    assert list(store.values.values()) == ["hello"]

@@ -1,0 +1,169 @@
+"""Every message and every order crosses processes as it is; nothing else does."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import pkgutil
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from replicast.core import operations
+from replicast.core.entries import Receipt
+from replicast.core.messages import (
+    Answer,
+    At,
+    Do,
+    Meet,
+    Propose,
+    Release,
+    Request,
+    Rest,
+    Resume,
+    Stop,
+    Tell,
+    ToCoordinator,
+    ToWorkers,
+    Withdraw,
+)
+from replicast.core.operation import Outcome
+from replicast.core.operations import audit, function, leave, save, sync, trial, update
+from replicast.core.proposal import Proposal, Published
+from replicast.core.refusal import Refusal
+from replicast.core.reports import Applied, Seen, Snapshot
+from replicast.core.stage import Stage
+from replicast.distances import deviation
+from replicast.runtime.codec import decode, encode
+from replicast.transport import Parcel, Piece
+from replicast.trial import Trial, TrialOutcome
+
+PARCEL = Parcel("test-1-1", 1, 128, (Piece("float32", (4, 3), 0), Piece("bfloat16", (), 64)), "ab" * 16)
+TRIAL = Trial(5, "accuracy", -0.1, "max")
+PROPOSAL = Proposal("fix", "digest", PARCEL, 7, TRIAL, None, 'worker "1"', "note\nof two lines", 1.5)
+RECEIPT = Receipt(
+    3,
+    "fix",
+    7,
+    {0: "a", 1: "b"},
+    0.25,
+    0.5,
+    1e9,
+    Stage.REVERTED,
+    TrialOutcome(3, "reverted", 12, "loss", 0.1, None, "why"),
+    2,
+    (7, 7),
+)
+REFUSAL = Refusal("There is no room", (1,), {"problem": "There is no room", "worker": 1, "variable": None})
+DIFFERENCE = audit.Difference(
+    "dense/bias",
+    ((0, 2), (1,)),
+    0,
+    "majority",
+    {1: deviation(np.zeros(3, np.float32), np.ones(3, np.float32))},
+)
+REPORT = audit.AuditReport(
+    1, 20, 1e9, 20, 10, "healed", (DIFFERENCE,), {"seed": True}, (4,), 0.01, ("request-1",)
+)
+ORDERS: list[Any] = [
+    update.Load("fix", "digest"),
+    update.Prepare("fix", "digest", PARCEL),
+    update.Apply("fix", "digest", 3),
+    update.Discard(("fix", "other")),
+    function.Compute("f"),
+    sync.Digest(("dense/bias",)),
+    sync.Publish("sync-1", ("dense/bias",)),
+    save.TakeSnapshot(),
+    leave.Exit("the disk is full"),
+    trial.Measure(TRIAL),
+    trial.Begin("fix", "digest", 3),
+    trial.End(kept=False),
+    audit.Examine(),
+    audit.Expected(("dense/bias",)),
+    audit.Compare("heal-1", "digest", ("dense/bias",)),
+    audit.Report(REPORT, raises=True),
+]
+ANSWERS: list[Any] = [
+    None,
+    PARCEL,
+    REFUSAL,
+    Published("digest", PARCEL, "note"),
+    Applied("digest", 1e9, 0.125, 7),
+    Seen(7, {"": "digest"}, {"seed": "other"}, 0.1, 7, 1e9),
+    Snapshot(7, "digest", frozenset({1, 2}), [(7, 1, {"loss": 0.5})]),
+    {"dense/bias": "digest"},
+    (0.1, 5),
+    (None, 0),
+    (-math.inf, 2),
+]
+MESSAGES: list[Any] = [
+    Propose("worker-1-ab-1", PROPOSAL),
+    Propose("worker-1-ab-2", Proposal("f", "", source=1)),
+    Withdraw("withdraw-1", "fix"),
+    Request("audit", ("request-1",)),
+    At(8, 7, standing=True),
+    *(Answer(number, answer) for number in (5, ("save", 2)) for answer in ANSWERS),
+    Rest(4, 7, ("sync", 0, "dense/bias")),
+    Stop(8),
+    Stop(8, at_step=15),
+    Meet(8, 9),
+    *(Do(9, order, of) for order in ORDERS for of in (None, (0,))),
+    Release(8),
+    *(Resume((4, 5), outcome) for outcome in (None, REFUSAL, Outcome(Stage.VERIFIED, REPORT))),
+    *(Tell("fix", ("a", "b"), stage, 7, RECEIPT, "the trial of 2", ended=True) for stage in Stage),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_comes_out_as_it_went_in(message: Any) -> None:
+    text = encode([3, message])
+    assert decode(text) == [3, message]
+    assert json.loads(text)  # plain JSON, in one line
+    assert "\n" not in text
+
+
+def test_a_measure_that_is_not_a_number_arrives_as_such() -> None:
+    mean, steps = decode(encode((math.nan, 3)))
+    assert math.isnan(mean)
+    assert steps == 3
+
+
+def test_every_kind_of_message_is_among_those() -> None:
+    kinds = {*get_args(ToCoordinator), *get_args(ToWorkers)}
+    assert {type(message) for message in MESSAGES} == kinds
+
+
+def test_every_order_of_every_operation_is_among_those() -> None:
+    modules = [
+        importlib.import_module(f"{operations.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(operations.__path__)
+    ]
+    orders = {one for module in modules for one in vars(module).values() if hasattr(one, "in_background")}
+    assert {type(order) for order in ORDERS} == orders
+
+
+@pytest.mark.parametrize("value", [object(), np.float32(1.0), {1, 2}, b"bytes", Request], ids=repr)
+def test_what_no_message_may_have_is_not_sent(value: Any) -> None:
+    with pytest.raises(TypeError, match="Received: "):
+        encode(Answer(1, value))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '["class","Popen","ls"]',
+        '["class","Stop"]',
+        '["class","Stop",1,2,3]',
+        '["stage","somewhere"]',
+        '["pickle","gASV"]',
+        "[]",
+        "[[]]",
+        '["class"]',
+        "not json",
+    ],
+)
+def test_what_is_no_message_is_not_read(text: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        decode(text)

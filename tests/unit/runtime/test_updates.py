@@ -1,0 +1,411 @@
+"""Updates of a job whose workers are threads: what their authors are told, and what becomes of the bytes."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from replicast.core.stage import Stage
+from replicast.errors import JobFailed, ReplicasDiverged, UpdateRefused
+from replicast.fence import Fence
+from replicast.runtime import Ticket
+from replicast.storage.journal import FileJournal, Journal, MemoryJournal
+from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
+from replicast.update import Update
+from tests.unit.runtime.playing import bias, bias_of, pending, refusal, scheduled
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_an_update_of_the_last_worker_reaches_every_replica_at_one_step(size: int) -> None:
+    with Job(size) as job:
+        ticket = job.workers[-1].session.propose(bias(2.0))
+        job.train(20)
+        receipt = ticket.result(DEADLINE_SECS)
+        assert (ticket.stage, receipt.stage, ticket.step) == (Stage.VERIFIED, Stage.VERIFIED, receipt.step)
+        assert sorted(receipt.digests) == list(range(size))
+        assert len(set(receipt.digests.values())) == 1
+        assert [worker.applied for worker in job.workers] == [[(receipt.step, ticket.id)]] * size
+        assert [bias_of(worker) for worker in job.workers] == [2.0] * size
+        assert receipt.propose_to_applied_secs > 0
+        for worker in job.workers:
+            assert worker.session.receipts == [receipt]
+
+
+def test_two_proposals_of_one_worker_are_decided_in_order_whatever_their_size() -> None:
+    with Job(2) as job:
+        tickets: list[Ticket] = []
+
+        def propose(worker: Worker, step: int) -> None:
+            if worker.rank == 1 and step <= 10:
+                large = Update().assign("dense/kernel", np.full((4, 3), step, np.float32))
+                tickets.extend([worker.session.propose(large), worker.session.propose(bias(1.0))])
+
+        job.train(20, propose)
+        sequences = [ticket.result(DEADLINE_SECS).sequence for ticket in tickets]
+        assert sequences == list(range(1, 21))
+        assert [id_ for _, id_ in job.workers[0].applied] == [ticket.id for ticket in tickets]
+
+
+def test_an_update_is_applied_at_the_first_boundary_when_several_steps_are_one_execution() -> None:
+    with Job(2) as job:
+        ticket = scheduled(job.workers[1].session.propose(bias(1.0), at_step=10))
+        assert ticket.step == 10
+        job.train(20, steps_per_boundary=4)
+        assert ticket.result(DEADLINE_SECS).step == 12
+        assert [worker.applied for worker in job.workers] == [[(12, ticket.id)]] * 2
+
+
+def test_a_step_that_is_past_is_refused() -> None:
+    with Job(2) as job:
+        job.train(5)
+        ticket = job.workers[1].session.propose(bias(1.0), at_step=3)
+        job.train(5)
+        assert "Step 3 is past" in str(refusal(ticket))
+        assert job.workers[0].applied == []
+
+
+def test_everything_proposed_before_the_end_of_training_is_applied_at_its_end() -> None:
+    with Job(3) as job:
+        tickets: list[Ticket] = []
+
+        def propose_at_the_end(worker: Worker, step: int) -> None:
+            if step == 5 and worker.rank == 2:
+                tickets.append(worker.session.propose(bias(1.0)))
+
+        job.train(5, propose_at_the_end)
+        assert tickets[0].done()
+        assert [worker.applied for worker in job.workers] == [[(5, tickets[0].id)]] * 3
+
+
+@pytest.mark.parametrize(
+    ("update", "variable", "said"),
+    [
+        (Update().add("dense/nothing", [1.0]), "dense/nothing", "dense/bias"),
+        (Update().add("dense/bias", np.zeros(4, np.float32)), "dense/bias", "shape"),
+        (Update().add("dense/bias", np.zeros(3, np.float64)), "dense/bias", "float64"),
+        (Update().add("dense/bias", np.array([1, np.nan, 2], np.float32)), "dense/bias", "nan at"),
+        (Update().assign_rows("embeddings", [8], np.zeros((1, 2), np.float32)), "table/embeddings", "8"),
+        (Update().assign_rows("embeddings", [1, 1], np.zeros((2, 2), np.float32)), "table/embeddings", "1"),
+        (Update(), None, "no edits"),
+    ],
+)
+def test_a_bad_update_is_refused_with_its_variable_and_training_goes_on(
+    update: Update, variable: str | None, said: str
+) -> None:
+    with Job(2) as job:
+        bad = job.workers[1].session.propose(update)
+        good = job.workers[0].session.propose(bias(1.0))
+        job.train(10)
+        error = refusal(bad)
+        assert said in str(error)
+        assert error.variable == variable
+        good.result(DEADLINE_SECS)
+        assert [id_ for _, id_ in job.workers[0].applied] == [good.id]
+    assert job.board.buffers == {}
+
+
+def failing(worker: Worker, error: Exception) -> None:
+    """This worker cannot receive anything."""
+
+    def receive(*_: Any) -> Any:
+        raise error
+
+    worker.transport.receive = receive  # type: ignore[method-assign]
+
+
+def test_a_worker_that_cannot_prepare_refuses_for_all_and_is_named() -> None:
+    with Job(3) as job:
+        failing(job.workers[2], UpdateRefused("There is no room in shared memory", remedy="Make room"))
+        ticket = job.workers[0].session.propose(bias(1.0))
+        job.train(5)
+        error = refusal(ticket)
+        assert (error.problem, error.worker) == ("There is no room in shared memory", 2)
+        assert error.remedy == "Make room"
+        assert [worker.applied for worker in job.workers] == [[], [], []]
+        assert job.journal.history().committed == {}
+    assert job.board.buffers == {}
+
+
+def test_an_unexpected_error_in_preparing_refuses_that_update_and_the_job_goes_on() -> None:
+    with Job(2) as job:
+        receive = job.workers[1].transport.receive
+        failing(job.workers[1], ZeroDivisionError("of the test"))
+        bad = job.workers[0].session.propose(bias(1.0))
+        job.train(3)
+        error = refusal(bad)
+        assert "ZeroDivisionError: of the test" in error.problem
+        assert error.worker == 1
+        job.workers[1].transport.receive = receive  # type: ignore[method-assign]
+        good = job.workers[0].session.propose(bias(2.0))
+        job.train(3)
+        assert good.result(DEADLINE_SECS).sequence == 1
+
+
+def test_an_unexpected_error_in_publishing_refuses_that_update_and_the_job_goes_on() -> None:
+    with Job(2) as job:
+        publish = job.workers[1].transport.publish
+
+        def broken(*_: Any, **__: Any) -> Any:
+            raise OSError(28, "No space left on device")
+
+        job.workers[1].transport.publish = broken  # type: ignore[method-assign]
+        bad = job.workers[1].session.propose(bias(1.0))
+        assert "No space left" in str(refusal(bad))
+        job.workers[1].transport.publish = publish  # type: ignore[method-assign]
+        good = job.workers[1].session.propose(bias(2.0))
+        job.train(3)
+        assert good.result(DEADLINE_SECS).sequence == 1
+
+
+def test_bytes_that_were_changed_on_their_way_are_refused_by_a_worker_that_notices() -> None:
+    with Job(2) as job:
+        job.board.corrupt("test-1-1")
+        ticket = job.workers[1].session.propose(bias(1.0))
+        job.train(5)
+        assert refusal(ticket).worker in (0, 1)
+        assert [worker.applied for worker in job.workers] == [[], []]
+
+
+def test_the_same_id_with_the_same_content_is_applied_once_and_all_get_the_receipt() -> None:
+    with Job(2) as job:
+        tickets = [worker.session.propose(bias(1.0, id="fix")) for worker in job.workers]
+        job.train(10)
+        first, second = (ticket.result(DEADLINE_SECS) for ticket in tickets)
+        assert first == second
+        later = job.workers[1].session.propose(bias(1.0, id="fix"))
+        assert later.result(DEADLINE_SECS) == first
+        assert len(job.workers[0].applied) == 1
+
+
+def test_the_same_update_by_two_authors_with_two_notes_is_one() -> None:
+    with Job(2) as job:
+        tickets = [
+            worker.session.propose(bias(1.0, id="fix").labelled(f"author {worker.rank}", f"{worker.rank}"))
+            for worker in job.workers
+        ]
+        job.train(3)
+        assert [ticket.result(DEADLINE_SECS).sequence for ticket in tickets] == [1, 1]
+
+
+def test_the_same_id_with_other_content_is_refused_and_the_first_one_stays() -> None:
+    with Job(2) as job:
+        first = scheduled(job.workers[1].session.propose(bias(1.0, id="fix"), at_step=6))
+        on_its_way = job.workers[1].session.propose(bias(2.0, id="fix"))
+        assert "other content" in str(refusal(on_its_way))
+        job.train(8)
+        assert first.result(DEADLINE_SECS).step == 6
+        afterwards = job.workers[0].session.propose(bias(3.0, id="fix"))
+        assert "other content" in str(refusal(afterwards))
+        assert [bias_of(worker) for worker in job.workers] == [1.0, 1.0]
+
+
+def test_what_was_refused_may_be_proposed_again_under_its_id() -> None:
+    with Job(2) as job:
+        receive = job.workers[1].transport.receive
+        failing(job.workers[1], UpdateRefused("There is no room"))
+        first = job.workers[0].session.propose(bias(1.0, id="fix"))
+        job.train(2)
+        refusal(first)
+        job.workers[1].transport.receive = receive  # type: ignore[method-assign]
+        second = job.workers[0].session.propose(bias(2.0, id="fix"))
+        job.train(2)
+        assert second.result(DEADLINE_SECS).sequence == 1
+        assert [bias_of(worker) for worker in job.workers] == [2.0, 2.0]
+
+
+def test_replicas_that_differ_are_named_in_the_error() -> None:
+    with Job(3) as job:
+        job.workers[1].state.values["dense/bias"][0] = 7.0
+        ticket = job.workers[0].session.propose(bias(1.0))
+        job.train(8)
+        with pytest.raises(ReplicasDiverged, match=r"worker 0, 2: \w+; worker 1: ") as diverged:
+            ticket.result(DEADLINE_SECS)
+        error = diverged.value
+        assert (ticket.stage, error.update_id, error.step) == (Stage.FAILED, ticket.id, ticket.step)
+        assert error.digests[0] == error.digests[2] != error.digests[1]
+
+
+def test_workers_that_have_not_trained_equally_far_are_told_that_one_has_missed_a_boundary() -> None:
+    with Job(2) as job:
+        for worker in job.workers:
+            worker.session.replica.trained = lambda worker=worker: worker.session.step + worker.rank
+        ticket = job.workers[0].session.propose(bias(1.0))
+        job.train(3)
+        with pytest.raises(ReplicasDiverged, match="one has missed a boundary"):
+            ticket.result(DEADLINE_SECS)
+
+
+def test_an_update_of_what_may_differ_is_no_divergence() -> None:
+    with Job(2) as job:
+        for worker in job.workers:
+            worker.session.replica.may_differ = frozenset({"table/embeddings"})
+            worker.state.values["table/embeddings"][:] = worker.rank
+        tickets = [
+            job.workers[0].session.propose(Update().scale("table/embeddings", 2.0)),
+            job.workers[0].session.propose(bias(1.0).scale("table/embeddings", 2.0)),
+        ]
+        job.train(3)
+        for ticket in tickets:
+            assert len(set(ticket.result(DEADLINE_SECS).digests.values())) == 1
+        assert job.workers[1].state.values["table/embeddings"][0, 0] == 4
+
+
+def test_an_update_that_assigns_is_received_in_memory_of_its_own_because_a_variable_will_live_there() -> None:
+    with Job(2) as job:
+        author = job.workers[0]
+        published: list[bool] = []
+        publish = author.transport.publish
+
+        def publish_noting(*given: Any, to_read: bool = False, **how: Any) -> Any:
+            published.append(to_read)
+            return publish(*given, to_read=to_read, **how)
+
+        author.transport.publish = publish_noting  # type: ignore[method-assign]
+        changes = [bias(1.0), bias(1.0).assign("dense/bias", np.zeros(3, np.float32)), bias(2.0)]
+        tickets = [author.session.propose(change) for change in changes]
+        job.train(2)
+        assert [ticket.result(DEADLINE_SECS).sequence for ticket in tickets] == [1, 2, 3]
+        assert published == [True, False, True]
+
+
+# Memory.
+
+
+def test_no_bytes_stay_in_memory_whatever_came_of_an_update() -> None:
+    with Job(3) as job:
+        session = job.workers[1].session
+        tickets = [session.propose(bias(1.0, id="verified")), session.propose(bias(1.0, id="verified"))]
+        tickets.append(job.workers[2].session.propose(bias(1.0, id="verified")))
+        tickets.append(session.propose(bias(9.0, id="verified")))
+        tickets.append(
+            session.propose(Update(id="refused").add("dense/bias", np.full(3, np.nan, np.float32)))
+        )
+        taken_back = scheduled(session.propose(bias(1.0, id="withdrawn"), at_step=50))
+        pushed = job.push(bias(1.0, id="pushed"))
+        twice = job.push(bias(1.0, id="pushed"))
+        job.withdraw("withdrawn")
+        computed = session.propose_function("computed", lambda now: {"bias": now["bias"] * 2}, 1, None)
+        wrong = session.propose_function("wrong", lambda now: {"bias": now["kernel"]}, 1, None)
+        job.train(4)
+        job.workers[2].state.values["dense/kernel"][:] = 0
+        job.on_all(lambda worker: worker.session.rest("sync", 0))
+        job.workers[2].state.values["dense/kernel"][:] = 0
+        job.on_all(lambda worker: worker.session.rest("audit", "heal"))
+        job.workers[2].state.values["dense/kernel"][:] = 0
+        job.on_all(lambda worker: worker.session.rest("audit", "warn"))
+        for ticket in (*tickets, taken_back, computed, wrong):
+            assert ticket.wait(DEADLINE_SECS)
+        assert [ticket.stage for ticket in tickets] == [Stage.VERIFIED] * 3 + [Stage.REFUSED] * 2
+        assert (taken_back.stage, computed.stage, wrong.stage) == (
+            Stage.WITHDRAWN,
+            Stage.VERIFIED,
+            Stage.REFUSED,
+        )
+        eventually(lambda: {pushed, twice} <= job.outcomes.keys())
+        eventually(lambda: not job.board.buffers)
+
+
+def test_no_bytes_stay_in_memory_when_a_job_ends_in_the_middle() -> None:
+    with Job(2) as job:
+        scheduled(job.workers[1].session.propose(bias(1.0), at_step=50))
+        assert job.board.buffers
+    assert job.board.buffers == {}
+
+
+def test_no_room_for_an_update_is_refused_with_what_is_missing() -> None:
+    with Job(2) as job:
+        job.board.room = 100
+        ticket = job.workers[1].session.propose(bias(1.0))
+        assert refusal(ticket).worker == 1
+        job.board.room = None
+        again = job.workers[1].session.propose(bias(1.0))
+        job.train(3)
+        assert again.result(DEADLINE_SECS).sequence == 1
+
+
+# The end of a job, and the next one.
+
+
+@pytest.fixture(params=["memory", "files"])
+def journals(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """The journal of each attempt, one after the other."""
+    memory = MemoryJournal()
+
+    def journal(attempt: int) -> Journal:
+        if request.param == "memory":
+            return memory
+        return FileJournal(tmp_path, Fence(tmp_path, attempt=attempt))
+
+    return journal
+
+
+def test_a_restarted_job_applies_the_journal_again_each_update_at_its_step(journals: Any) -> None:
+    def propose(worker: Worker, step: int) -> None:
+        if worker.rank == 1 and step in (3, 9):
+            worker.session.propose(bias(float(step), id=f"at-{step}"))
+
+    with Job(2, journals(0)) as first:
+        first.train(20, propose)
+        scheduled(first.workers[0].session.propose(bias(5.0, id="scheduled"), at_step=30))
+        applied = first.workers[0].applied
+    with first.next_attempt(journal=journals(1)) as second:
+        repeated: list[Ticket] = []
+
+        def propose_again(worker: Worker, step: int) -> None:
+            if worker.rank == 1 and step == 3:
+                repeated.append(worker.session.propose(bias(3.0, id="at-3")))
+
+        second.train(35, propose_again)
+        assert second.workers[0].applied == [*applied, (30, "scheduled")]
+        assert second.workers[0].applied == second.workers[1].applied
+        assert repeated[0].result(DEADLINE_SECS).sequence == 1
+        assert [bias_of(worker) for worker in second.workers] == [17.0, 17.0]
+
+
+def test_a_job_that_is_started_again_from_a_checkpoint_applies_only_what_came_after_it(journals: Any) -> None:
+    def act(worker: Worker, step: int) -> None:
+        if step == 1 and worker.rank == 1:
+            for at_step in (3, 8):
+                scheduled(worker.session.propose(bias(float(at_step), id=f"at-{at_step}"), at_step))
+        if step == 6:
+            worker.save_in_passing()
+
+    with Job(2, journals(0)) as first:
+        first.train(12, act)
+        eventually(lambda: first.checkpoints)
+        applied, values = first.workers[0].applied, first.values()
+    assert first.checkpoints[0].holds == {1}
+    with first.next_attempt(journal=journals(1)) as second:
+        assert second.workers[0].session.step == 6
+        second.train(6)
+        assert second.workers[1].applied == applied[1:]
+        assert second.values() == values
+
+
+def test_open_tickets_of_a_job_that_ends_say_so() -> None:
+    with Job(2) as job:
+        ticket = scheduled(job.workers[1].session.propose(bias(1.0), at_step=50))
+        job.train(3)
+    error = pending(ticket)
+    assert "The job ended at step 3" in str(error)
+    assert "scheduled for step 50" in str(error)
+    assert error.stage == "scheduled"
+
+
+def test_a_job_that_stops_leaves_no_thread() -> None:
+    with Job(3) as job:
+        job.train(2)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("replicast-")]
+
+
+def test_a_group_that_another_one_has_taken_over_ends_and_says_so(tmp_path: Path) -> None:
+    with Job(2, FileJournal(tmp_path, Fence(tmp_path, attempt=0))) as job:
+        Fence(tmp_path, attempt=1)
+        job.workers[1].session.propose(bias(1.0))
+        with pytest.raises(JobFailed, match="Another group of workers has taken over"):
+            job.train(200)
+        assert [worker.applied for worker in job.workers] == [[], []]
