@@ -42,7 +42,7 @@ def name_of(path: Path) -> str:
 
 
 CORE = sorted((PACKAGE / "core").rglob("*.py"))
-SIMULATION = sorted((PACKAGE / "testing").rglob("*.py"))
+SIMULATION = sorted((PACKAGE / "testing" / "simulation").rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", [*CORE, PACKAGE / "agreement.py", PACKAGE / "trial.py"], ids=name_of)
