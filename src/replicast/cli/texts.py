@@ -1,58 +1,46 @@
-"""Words and numbers as people read them. Loads nothing."""
+"""Text for the terminal: what files say made harmless, numbers and times in short. Loads little."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
-from replicast.errors import UpdateRefused
+from replicast.errors import CheckpointError, UpdateRefused
+from replicast.trial import Trial, TrialOutcome
 
-if TYPE_CHECKING:
-    from replicast.trial import TrialOutcome
-
-_IN_PYTHON, _AS_OPTION = "allow_nonfinite=True", "--allow-nonfinite"
 _RANDOM_ID = re.compile(r"[0-9a-f]{32}")
-_SHORT = 8
+_LABELS = {
+    "path": "checkpoint",
+    "step": "step",
+    "variable": "variable",
+    "worker": "worker",
+    "expected": "expected",
+    "received": "received",
+    "remedy": "what to do",
+}
 
 
-def printable(text: str) -> str:
+def printable(text: object) -> str:
     """Text from a file, without what would move the cursor or change colours of a terminal."""
-    return "".join(character if character.isprintable() else "�" for character in text)
+    return "".join(character if character.isprintable() else "�" for character in str(text))
 
 
-def printable_lines(text: str) -> str:
-    """Text of several lines, each without what a terminal would obey."""
-    return "\n".join(printable(line) for line in text.split("\n"))
-
-
-def one_line(text: str) -> str:
+def one_line(text: object) -> str:
     """Text from a file in one line."""
-    return printable(" ".join(text.split()))
+    return printable(" ".join(str(text).split()))
 
 
-def refusal_text(error: UpdateRefused) -> str:
-    """A refusal, one fact in a line, with an option of the command line where it names that of Python."""
-    labelled = {
-        "variable": error.variable,
-        "worker": error.worker,
-        "expected": error.expected,
-        "received": error.received,
-        "what to do": error.remedy,
-    }
-    lines = [f"{label}: {one_line(str(value))}" for label, value in labelled.items() if value is not None]
-    return "\n  ".join([one_line(error.problem), *lines]).replace(_IN_PYTHON, _AS_OPTION)
+def error_text(error: UpdateRefused | CheckpointError) -> str:
+    """An error, one fact per line; where it names an argument of Python, the option of the command line."""
+    facts = [(label, getattr(error, name, None)) for name, label in _LABELS.items()]
+    lines = [f"{label}: {one_line(value)}" for label, value in facts if value is not None]
+    return "\n  ".join([one_line(error.problem), *lines]).replace("allow_nonfinite=True", "--allow-nonfinite")
 
 
 def short_id(update_id: str) -> str:
-    """An id for a table: a random one by its beginning, which `show` and `withdraw` take too."""
-    return update_id[:_SHORT] if _RANDOM_ID.fullmatch(update_id) else printable(update_id)
-
-
-def short_digest(digest: str) -> str:
-    """The beginning of a digest, enough to compare by eye."""
-    return printable(digest)[: 2 * _SHORT]
+    """An id for a table: a random one by its first digits, which `show` and `withdraw` accept too."""
+    return update_id[:8] if _RANDOM_ID.fullmatch(update_id) else printable(update_id)
 
 
 def size_text(nbytes: int) -> str:
@@ -93,9 +81,9 @@ def full_time_text(moment: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
 
 
-def number_text(value: float) -> str:
-    """A number with four significant digits."""
-    return f"{value:.4g}"
+def number_text(value: float | None) -> str:
+    """A number with four significant digits; nothing for none."""
+    return "" if value is None else f"{value:.4g}"
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
@@ -103,7 +91,12 @@ def shape_text(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape)) if shape else "one number"
 
 
-def digest_text(digests: dict[int, str]) -> str:
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """Metrics in one line."""
+    return one_line("  ".join(f"{name} {number_text(value)}" for name, value in metrics.items()))
+
+
+def digest_text(digests: Mapping[int, str]) -> str:
     """What the workers reported: one digest when it is the same on all."""
     if len(set(digests.values())) == 1:
         same = f"the same on {len(digests)} workers" if len(digests) > 1 else "on the only worker"
@@ -111,25 +104,18 @@ def digest_text(digests: dict[int, str]) -> str:
     return "; ".join(f"worker {rank}: {printable(digest)}" for rank, digest in sorted(digests.items()))
 
 
-def no_updates_text(*, journaled: bool) -> str:
-    """Why a journal is empty."""
-    if journaled:
-        return "no update has been committed yet"
-    return 'the job keeps no journal (durability="memory")'
-
-
 def counted(number: int, thing: str) -> str:
     """A number of things: "1 worker", "2 workers"."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-def trial_text(trial: Mapping[str, Any]) -> str:
-    """What an update has to prove: "50 steps, loss, at most 5 % worse"."""
-    part = float(trial.get("max_increase", 0.0))
+def trial_text(trial: Trial) -> str:
+    """What decides a trial: "50 steps, loss, at most 5 % worse"."""
+    part = trial.max_increase
     words = "no worse" if part == 0 else f"at most {100 * part:g} % worse"
     if part < 0:
         words = f"at least {-100 * part:g} % better"
-    return one_line(f"{trial.get('steps')} steps, {trial.get('metric')}, {words}")
+    return one_line(f"{trial.steps} steps, {trial.metric}, {words}")
 
 
 def outcome_text(outcome: TrialOutcome) -> str:
@@ -137,6 +123,5 @@ def outcome_text(outcome: TrialOutcome) -> str:
     reason = one_line(outcome.reason)
     if outcome.outcome == "kept":
         return f"kept at step {outcome.step}: {reason}"
-    return (
-        f"reverted at step {outcome.step}: all replicas are back at their state before the update ({reason})"
-    )
+    back = "all replicas are back at their state before the update"
+    return f"reverted at step {outcome.step}: {back} ({reason})"
