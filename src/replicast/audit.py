@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 
 from replicast.agreement import Groups, Rule, groups_of, reference_first, reference_of
 from replicast.distances import Deviation, deviation
-from replicast.records import reading
+from replicast.strictjson import reading
 
 __all__ = [
     "OUTCOMES",

@@ -10,7 +10,7 @@ import numpy as np
 
 from replicast.edits import FLOAT_DTYPES, Array
 from replicast.parts import factor_to_json
-from replicast.records import reading
+from replicast.strictjson import reading
 
 _PIECE_BYTES = 2**20  # In float64 and with what is computed of it, a piece takes up to forty times its size.
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from replicast import faults
 from replicast.errors import ClusterError, FileDamaged, JobFailed
 from replicast.files import make_durably, sync_directory, write_durably
 from replicast.groups import (
@@ -53,7 +51,6 @@ class Fence:
 
     def __init__(self, run_dir: Path, attempt: int) -> None:
         self._run_dir = Path(run_dir)
-        self._lock = threading.Lock()
         self._entries = 0
         check_free(self._run_dir)
         groups = self._run_dir / GROUPS
@@ -84,38 +81,25 @@ class Fence:
         if not (self.directory / CLAIM).exists():
             raise FileDamaged(self.directory / CLAIM, "it is not there")
 
-    def append(self, kind: str, fields: Mapping[str, Any], payload: Path | None = None) -> None:
-        """Writes the next entry of this group's log, whole and durable.
+    def append(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Writes the next entry of this group's log, whole and durable. Only one thread may.
 
         Args:
             kind: What it is.
             fields: What it says, as JSON values.
-            payload: A file that belongs to it, and gets its final name before the entry is there.
 
         Raises:
             JobFailed: Another group has taken the run over.
-            OSError: It cannot be written. Nothing is there then, the payload included; unless only the
-                directory could not be synced: the entry is there then, and `entries` counts it.
+            OSError: It cannot be written. Nothing is there then; unless only the directory could not be
+                synced: the entry is there then, and `entries` counts it.
         """
-        with self._lock:
-            number = self._entries + 1
-            path = entry_path(self.directory, number, kind)
-            content = sealed({**fields, "group": self.number, "entry": number})
-            final = path.with_name(f"{number:06d}.safetensors")
-            try:
-                if payload is not None:
-                    payload.rename(final)
-                    sync_directory(self.directory)
-                    faults.point("journal")
-                write_durably(path, [content])
-            except OSError:
-                if not path.exists():
-                    for each in (payload, final) if payload is not None else ():
-                        each.unlink(missing_ok=True)
-                raise
-            finally:
-                if path.exists():
-                    self._entries = number
+        number = self._entries + 1
+        path = entry_path(self.directory, number, kind)
+        try:
+            write_durably(path, [sealed({**fields, "group": self.number, "entry": number})])
+        finally:
+            if path.exists():
+                self._entries = number
         self.check()
 
     @property

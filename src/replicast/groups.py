@@ -26,7 +26,7 @@ from typing import Any
 
 from replicast.errors import FileDamaged
 from replicast.files import read_sealed
-from replicast.records import reading
+from replicast.strictjson import reading
 
 GROUPS, CLAIM = "groups", "claim.json"
 _ENTRY = re.compile(r"([0-9]{6,})\.([a-z]+)\.json")

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from replicast.core.stage import Stage
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import (
     TEMPORARY,
@@ -34,11 +35,11 @@ from replicast.files import (
     write_durably,
     write_quickly,
 )
-from replicast.journal import Journal
 from replicast.parts import MAX_TENSORS, checked_id
 from replicast.processes import is_alive, is_on_this_host, this_process
+from replicast.storage.updates import has_promised
 from replicast.trial import Trial
-from replicast.update import Stage, Update
+from replicast.update import Update
 
 _UPDATE, _STAGE, _WITHDRAW = ".safetensors", ".stage.json", ".withdraw.json"
 _KEEP_SECS = 3600.0
@@ -333,10 +334,8 @@ def _is_taken(run_dir: Path, update_id: str, *, job_is_running: Callable[[], boo
         alive = is_alive(taker) if is_on_this_host(taker) else None
         if job_is_running() if alive is None else alive:
             return True
-    # A job that died may have committed it first: the next one will apply it, whatever lies in the inbox.
-    journal = Journal(run_dir)
-    withdrawn = journal.withdrawn()
-    return any(record.id == update_id and record.sequence not in withdrawn for record in journal.records())
+    # A job that died may have promised it: the next one will apply it, whatever lies in the inbox.
+    return has_promised(run_dir, update_id)
 
 
 def _reason_in(path: Path) -> UpdateRefused:

@@ -26,9 +26,8 @@ from replicast.files import (
 )
 from replicast.groups import GROUPS, group_directory, group_numbers, last_claim
 from replicast.parts import factor_to_json
-from replicast.records import reading
 from replicast.schema import Schema
-from replicast.strictjson import parse_json, sealed
+from replicast.strictjson import parse_json, reading, sealed
 
 FORMAT = 2
 RUN_FILE = "run.json"

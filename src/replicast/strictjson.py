@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+_Described = TypeVar("_Described")
 
 MAX_DEPTH = 64
 MAX_INTEGER = 2**64
@@ -73,6 +78,25 @@ def unsealed(content: bytes) -> dict[str, Any]:
     if content[-_SEAL_BYTES:] != _seal_of(body):
         raise ValueError("its seal does not fit its content: it was changed after it was written")
     return parse_object(body)
+
+
+def described(kind: type[_Described], what: str, fields: Mapping[str, Any]) -> _Described:
+    """The dataclass that the fields of a JSON object describe: each of its own type, none is converted.
+
+    Raises:
+        ValueError: They describe none.
+    """
+    with reading(what, fields):
+        return msgspec.convert(fields, kind, str_keys=True)
+
+
+@contextlib.contextmanager
+def reading(what: str, fields: Mapping[str, Any]) -> Iterator[None]:
+    """Turns whatever is wrong with the fields of a JSON object into one ValueError that shows them."""
+    try:
+        yield
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError, msgspec.ValidationError) as error:
+        raise ValueError(f"This describes no {what} ({error!r}). Received: {str(fields)[:200]}") from error
 
 
 def _seal_of(content: bytes) -> bytes:

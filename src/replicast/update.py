@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,19 +38,6 @@ from replicast.storing import Copies, Kept, Store
 
 FORMAT = 1
 _METADATA = "replicast"
-
-
-class Stage(StrEnum):
-    """How far an update has come."""
-
-    PROPOSED = "proposed"  # its author has handed it over; nobody has looked at it yet
-    STAGED = "staged"  # every worker holds its bytes and has checked them; nothing is changed
-    COMMITTED = "committed"  # durable, and its step is decided: from here on it will be applied
-    APPLIED = "applied"  # every worker has changed its variables
-    VERIFIED = "verified"  # every worker reported the same digests; the receipt is given
-    REFUSED = "refused"  # not accepted; nothing was changed anywhere
-    FAILED = "failed"  # committed, or perhaps so, and it did not end well
-    WITHDRAWN = "withdrawn"  # taken back before it was applied; nothing was changed anywhere
 
 
 class Update:

@@ -33,7 +33,7 @@ class Limits:
 def planned(
     update: Update,
     schema: Schema,
-    limits: Limits = Limits(),  # noqa: B008 - frozen
+    limits: Limits = Limits(),
     *,
     look_at: Callable[[int], bool] = lambda place: True,
 ) -> Update:

@@ -1,3 +1,7 @@
+"""The journal: what is written is read back, and what was not written is not."""
+
+from __future__ import annotations
+
 import errno
 import os
 from collections.abc import Callable
@@ -7,44 +11,85 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replicast import anyjournal
-from replicast.errors import FileDamaged, UpdateRefused
+from replicast.core.entries import (
+    Committed,
+    Decided,
+    Entry,
+    Payload,
+    Receipt,
+    Refused,
+    Saved,
+    Scheduled,
+    Started,
+    Withdrawn,
+)
+from replicast.core.stage import Stage
+from replicast.errors import FileDamaged
 from replicast.fence import Fence
-from replicast.journal import AnyJournal, Journal, MemoryJournal, Receipt, Record, StagedPayload, summarized
+from replicast.storage import journal as journal_module
+from replicast.storage.counted import counted_entries
+from replicast.storage.entry_files import summary
+from replicast.storage.journal import FileJournal, Journal, MemoryJournal, NotWritten, PerhapsWritten
+from replicast.storage.updates import (
+    committed_updates,
+    load_update,
+    refused,
+    scheduled_updates,
+    withdrawn_ids,
+)
 from replicast.strictjson import sealed, unsealed
-from replicast.trial import TrialOutcome
-from replicast.update import Stage, Update
+from replicast.trial import Trial, TrialOutcome
+from replicast.update import Update
+
+OUTCOME = TrialOutcome(1, "reverted", 14, "loss", 1.0, 2.0, "why")
 
 
 def update_of(number: int) -> Update:
     return Update(id=f"u{number}", note="why").add("x", np.full(3, number, np.float32)).scale("y", 2)
 
 
-def record_of(sequence: int, update: Update, staged: StagedPayload) -> Record:
-    return Record(
-        sequence=sequence,
-        id=update.id,
-        step=10 * sequence,
-        sha256=staged.sha256,
-        nbytes=staged.nbytes,
-        author=update.author,
-        note=update.note,
-        edits=summarized(update.edits),
-        content_digest=update.content_digest(),
-        workers=2,
-        attempt=0,
-        scheduled=False,
-        committed_at=1.5,
+def payload_of(update: Update) -> Payload:
+    return Payload(update.id, update.content_digest(), object(), "me", update.note)
+
+
+def committed_of(sequence: int) -> Committed:
+    update = update_of(sequence)
+    return Committed(sequence, update.id, update.content_digest(), 10 * sequence, 0, workers=2)
+
+
+def receipt_of(sequence: int, attempt: int = 0) -> Receipt:
+    digests = {0: "aa", 11: "aa"}
+    return Receipt(
+        sequence,
+        f"u{sequence}",
+        10,
+        digests,
+        0.25,
+        0.125,
+        2.5,
+        Stage.VERIFIED,
+        attempt=attempt,
+        trained=(7, 7),
     )
 
 
-def receipt_of(sequence: int) -> Receipt:
-    return Receipt(sequence, f"u{sequence}", 10, {0: "aa", 11: "aa"}, 0.25, 0.125, 2.5, Stage.VERIFIED)
+def entries_of_each_kind() -> list[Entry]:
+    return [
+        Started(3, None),
+        Started(4, 17),
+        payload_of(update_of(1)),
+        Scheduled("u1", update_of(1).content_digest(), 10, Trial(4, "accuracy", -0.5, "max")),
+        Committed(1, "u1", update_of(1).content_digest(), 10, 4, Trial(4), 1.0, True, 2),
+        Decided(1, False, 14, 1, "why", 2.0),
+        Receipt(1, "u1", 10, {0: "aa", 11: "bb"}, 0.25, 0.5, 2.5, Stage.REVERTED, OUTCOME, 4, (7, 7)),
+        Withdrawn("u2"),
+        Refused("u3", ("a", "b"), "why", whole=False),
+    ]
 
 
-def writer(run_dir: Path) -> Journal:
+def writer(run_dir: Path) -> FileJournal:
     """A journal of a new group."""
-    return Journal(run_dir, Fence(run_dir, attempt=0))
+    return FileJournal(run_dir, Fence(run_dir, attempt=0))
 
 
 def folder(run_dir: Path) -> Path:
@@ -52,68 +97,102 @@ def folder(run_dir: Path) -> Path:
     return run_dir / "groups" / "000001"
 
 
-def commit(journal: AnyJournal, sequence: int) -> Record:
-    update = update_of(sequence)
-    staged = journal.stage(update)
-    record = record_of(sequence, update, staged)
-    journal.commit(staged, record)
+def write(journal: Journal, entry: Entry) -> None:
+    journal.write(entry, update_of(int(entry.id[1:])) if isinstance(entry, Payload) else None)
+
+
+def commit(journal: Journal, sequence: int) -> Committed:
+    write(journal, payload_of(update_of(sequence)))
+    record = committed_of(sequence)
+    journal.write(record)
     return record
 
 
+def load(journal: Journal, sequence: int) -> Update:
+    update = update_of(sequence)
+    return journal.load(update.id, update.content_digest())
+
+
 @pytest.fixture(params=["files", "memory"])
-def journal(request: pytest.FixtureRequest, tmp_path: Path) -> AnyJournal:
+def journal(request: pytest.FixtureRequest, tmp_path: Path) -> Journal:
     return writer(tmp_path) if request.param == "files" else MemoryJournal()
 
 
-def test_what_is_committed_is_read_back_in_order(journal: AnyJournal) -> None:
-    assert journal.records() == []
+def test_what_is_committed_is_read_back_in_order(journal: Journal) -> None:
+    assert journal.history().committed == {}
     records = [commit(journal, sequence) for sequence in range(1, 12)]
-    assert journal.records() == records
+    history = journal.history()
+    assert list(history.committed.values()) == records
     for sequence in range(1, 12):
-        loaded = journal.load(sequence)
+        record = records[sequence - 1]
+        assert history.content(record.id, record.digest) == (record.id, record.digest)
+        loaded = load(journal, sequence)
         assert loaded.content_digest() == update_of(sequence).content_digest()
         assert (loaded.id, loaded.note) == (f"u{sequence}", "why")
 
 
-def test_what_is_only_staged_is_nothing_to_anybody(journal: AnyJournal) -> None:
-    staged = journal.stage(update_of(1))
-    assert journal.records() == []
-    journal.discard(staged)
-    journal.discard(staged)
-    journal.stage(update_of(2))
-    journal.clean()
-    assert journal.records() == []
-    assert commit(journal, 1) == journal.records()[0]
+def test_every_kind_of_entry_is_read_back_as_it_was(tmp_path: Path) -> None:
+    journal = writer(tmp_path)
+    for entry in entries_of_each_kind():
+        write(journal, entry)
+    read = [file.entry() for file in counted_entries(tmp_path)[0]]
+    expected = entries_of_each_kind()
+    payload = expected[2]
+    assert isinstance(payload, Payload)
+    expected[2] = Payload(payload.id, payload.digest, (payload.id, payload.digest), "me", "why")
+    assert read == expected
+    written = {type(entry) for entry in read}
+    assert written == {Started, Payload, Scheduled, Committed, Decided, Receipt, Withdrawn, Refused}
 
 
-def test_receipts_are_read_back(journal: AnyJournal) -> None:
+def test_a_metric_that_is_no_finite_number_was_not_measured(tmp_path: Path) -> None:
+    journal = writer(tmp_path)
     commit(journal, 1)
-    assert journal.receipts() == {}
-    journal.write_receipt(receipt_of(1))
-    assert journal.receipts() == {1: receipt_of(1)}
-    assert len(journal.records()) == 1
+    journal.write(Committed(2, "u1", "d", 20, 0, Trial(4), float("nan")))
+    journal.write(Decided(2, False, 24, 2, "why", float("inf")))
+    record, decided = (file.entry() for file in counted_entries(tmp_path)[0][-2:])
+    assert isinstance(record, Committed)
+    assert isinstance(decided, Decided)
+    assert (record.before, decided.during) == (None, None)
 
 
-def test_a_place_beyond_the_next_and_a_record_of_another_are_mistakes(journal: AnyJournal) -> None:
-    staged = journal.stage(update_of(1))
-    with pytest.raises(ValueError, match="Received: 2"):
-        journal.commit(staged, record_of(2, update_of(1), staged))
-    with pytest.raises(ValueError, match="Received: u5 for u1"):
-        journal.commit(staged, record_of(1, update_of(5), staged))
+def test_what_has_only_a_payload_is_not_committed(journal: Journal) -> None:
+    write(journal, payload_of(update_of(1)))
+    assert journal.history().committed == {}
+    assert load(journal, 1).id == "u1"
+
+
+def test_a_payload_without_its_update_and_a_checkpoint_are_mistakes(journal: Journal) -> None:
+    with pytest.raises(ValueError, match="Received: None"):
+        journal.write(payload_of(update_of(1)))
+    with pytest.raises(ValueError, match="Received: u2"):
+        journal.write(payload_of(update_of(1)), update_of(2))
+    with pytest.raises(ValueError, match="the checkpoint store"):
+        journal.write(Saved(3, 0, frozenset(), (), None))
     with pytest.raises(FileDamaged):
-        journal.load(7)
+        load(journal, 1)
 
 
-def test_a_second_journal_sees_what_the_first_wrote(tmp_path: Path) -> None:
-    record = commit(writer(tmp_path), 1)
-    assert Journal(tmp_path).records() == [record]
+def test_an_update_has_the_next_number_or_is_not_written(tmp_path: Path) -> None:
+    journal = writer(tmp_path)
+    record = commit(journal, 1)
+    for sequence in (1, 3):
+        with pytest.raises(ValueError, match="The next update is 2"):
+            journal.write(committed_of(sequence))
+    assert list(writer(tmp_path).history().committed.values()) == [record]
+
+
+def test_another_process_sees_what_was_written(tmp_path: Path) -> None:
+    commit(writer(tmp_path), 1)
+    (update,) = committed_updates(tmp_path)
+    assert (update.id, update.workers, update.author, update.note) == ("u1", 2, "me", "why")
+    assert load_update(tmp_path, 1).content_digest() == update.digest
     assert sorted(path.name for path in folder(tmp_path).iterdir()) == [
-        "000001.record.json",
+        "000001.payload.json",
         "000001.safetensors",
+        "000002.committed.json",
         "claim.json",
     ]
-    with pytest.raises(ValueError, match="Only the group that has claimed"):
-        commit(Journal(tmp_path), 2)
 
 
 def test_what_the_first_update_of_a_run_is_reached_by_is_on_disk_too(
@@ -125,121 +204,99 @@ def test_what_the_first_update_of_a_run_is_reached_by_is_on_disk_too(
 
 
 def test_the_millionth_entry_has_more_digits(tmp_path: Path) -> None:
-    journal = writer(tmp_path)
+    fence = Fence(tmp_path, attempt=0)
+    journal = FileJournal(tmp_path, fence)
     commit(journal, 1)
-    journal._writer._entries = 999_999  # rather than to write them all
-    journal.write_receipt(receipt_of(1))
+    fence._entries = 999_999  # rather than to write them all
+    journal.write(receipt_of(1))
     assert (folder(tmp_path) / "1000000.receipt.json").exists()
-    with pytest.raises(FileDamaged, match="000002"):
-        journal.records()
-
-
-def test_a_place_that_is_taken_is_given_to_no_other(tmp_path: Path) -> None:
-    journal = writer(tmp_path)
-    record = commit(journal, 1)
-    staged = journal.stage(update_of(2))
-    with pytest.raises(ValueError, match="The next place is 2"):
-        journal.commit(staged, record_of(1, update_of(2), staged))
-    assert journal.records() == [record]
+    with pytest.raises(FileDamaged, match="000003"):
+        committed_updates(tmp_path)
 
 
 def test_what_a_coordinator_that_died_left_behind_is_ignored_and_removed_by_the_next(tmp_path: Path) -> None:
     commit(writer(tmp_path), 1)
-    left = ("000002.safetensors", ".tmp-123", ".pending-x.safetensors")
+    left = ("000003.safetensors", ".tmp-123", "x.safetensors")
     for name in left:
         (folder(tmp_path) / name).write_bytes(b"a coordinator died here")
+    assert len(committed_updates(tmp_path)) == 1
     journal = writer(tmp_path)
-    assert len(journal.records()) == 1
-    journal.clean()
     assert not [name for name in left if (folder(tmp_path) / name).exists()]
     commit(journal, 2)
-    assert [journal.load(sequence).id for sequence in (1, 2)] == ["u1", "u2"]
+    assert [load(journal, sequence).id for sequence in (1, 2)] == ["u1", "u2"]
 
 
 def damage_json(directory: Path) -> str:
-    (directory / "000001.record.json").write_text("{")
-    return "000001.record.json"
+    (directory / "000002.committed.json").write_text("{")
+    return "000002.committed.json"
 
 
 def damage_fields(directory: Path) -> str:
-    (directory / "000001.record.json").write_bytes(sealed({"sequence": "x", "group": 1, "entry": 1}))
-    return "000001.record.json"
+    fields = unsealed((directory / "000002.committed.json").read_bytes())
+    (directory / "000002.committed.json").write_bytes(sealed(fields | {"step": "10"}))
+    return "000002.committed.json"
 
 
 def damage_number(directory: Path) -> str:
-    fields = unsealed((directory / "000001.record.json").read_bytes())
-    (directory / "000001.record.json").write_bytes(sealed(fields | {"sequence": 2}))
-    return "000001.record.json"
+    fields = unsealed((directory / "000002.committed.json").read_bytes())
+    (directory / "000002.committed.json").write_bytes(sealed(fields | {"sequence": 2}))
+    return "000002.committed.json"
+
+
+def damage_group(directory: Path) -> str:
+    fields = unsealed((directory / "000002.committed.json").read_bytes())
+    (directory / "000002.committed.json").write_bytes(sealed(fields | {"group": 2}))
+    return "000002.committed.json"
 
 
 def damage_place(directory: Path) -> str:
-    (directory / "000001.record.json").write_bytes((directory / "000002.record.json").read_bytes())
-    return "000001.record.json"
+    (directory / "000002.committed.json").write_bytes((directory / "000004.committed.json").read_bytes())
+    return "000002.committed.json"
+
+
+def damage_kind(directory: Path) -> str:
+    (directory / "000002.committed.json").rename(directory / "000002.record.json")
+    return "000002.record.json"
 
 
 def damage_hole(directory: Path) -> str:
-    (directory / "000001.record.json").unlink()
-    return "000001"
-
-
-def damage_missing_payload(directory: Path) -> str:
-    (directory / "000001.safetensors").unlink()
-    return "000001.safetensors"
-
-
-def damage_short_payload(directory: Path) -> str:
-    os.truncate(directory / "000001.safetensors", 100)
-    return "000001.safetensors"
+    (directory / "000002.committed.json").unlink()
+    return "000002"
 
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        damage_json,
-        damage_fields,
-        damage_number,
-        damage_place,
-        damage_hole,
-        damage_missing_payload,
-        damage_short_payload,
-    ],
+    [damage_json, damage_fields, damage_number, damage_group, damage_place, damage_kind, damage_hole],
 )
 def test_damage_is_named_by_its_file(tmp_path: Path, damage: Callable[[Path], str]) -> None:
     journal = writer(tmp_path)
     commit(journal, 1)
     commit(journal, 2)
     name = damage(folder(tmp_path))
-    with pytest.raises(FileDamaged) as raised:
-        Journal(tmp_path).records()
-    assert raised.value.path.name == name
-    with pytest.raises(FileDamaged):
-        Journal(tmp_path).load(1)
+    for read in (lambda: committed_updates(tmp_path), lambda: writer(tmp_path)):
+        with pytest.raises(FileDamaged) as raised:
+            read()
+        assert raised.value.path.name == name
 
 
-@pytest.mark.parametrize("kind", ["record", "receipt", "moved", "trial", "withdrawn"])
+KINDS = ["started", "payload", "scheduled", "committed", "decided", "receipt", "withdrawn", "refused"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_flipped_bit_of_an_entry_is_noticed(tmp_path: Path, kind: str) -> None:
     journal = writer(tmp_path)
-    commit(journal, 1)
-    journal.write_receipt(receipt_of(1))
-    journal.move(1, 9)
-    journal.write_outcome(TrialOutcome(1, "kept", 12, "loss", 1.0, 0.5, "why"))
-    journal.withdraw(1)
-    (path,) = folder(tmp_path).glob(f"*.{kind}.json")
+    for entry in entries_of_each_kind():
+        write(journal, entry)
+    path = next(folder(tmp_path).glob(f"*.{kind}.json"))
     whole = path.read_bytes()
     for bit in range(0, 8 * len(whole), 101):  # test_strictjson.py: every one
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
         with pytest.raises(FileDamaged, match=f"{kind}.json"):
-            all_of(Journal(tmp_path))
+            committed_updates(tmp_path)
     path.write_bytes(whole)
-    assert all_of(Journal(tmp_path)) == [1] * 5
-
-
-def all_of(journal: Journal) -> list[int]:
-    """Reads everything; how much there is of each kind."""
-    details = (journal.receipts(), journal.moves(), journal.outcomes(), journal.withdrawn())
-    return [len(journal.records()), *map(len, details)]
+    assert len(committed_updates(tmp_path)) == 1
 
 
 def test_every_flipped_byte_of_a_payload_is_noticed(tmp_path: Path) -> None:
@@ -250,18 +307,15 @@ def test_every_flipped_byte_of_a_payload_is_noticed(tmp_path: Path) -> None:
     for position in range(0, len(whole), 7):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
         with pytest.raises(FileDamaged, match="sha256"):
-            journal.load(1)
+            load(journal, 1)
+    path.write_bytes(whole[:100])
+    with pytest.raises(FileDamaged, match="sha256"):
+        load_update(tmp_path, 1)
+    path.write_bytes(whole + b"x")
+    with pytest.raises(FileDamaged, match="too large"):
+        load_update(tmp_path, 1)
     path.write_bytes(whole)
-    journal.load(1)
-
-
-def test_a_damaged_receipt_is_named(tmp_path: Path) -> None:
-    journal = writer(tmp_path)
-    commit(journal, 1)
-    described = {"sequence": 1, "stage": "dreamt", "group": 1, "entry": 2}
-    (folder(tmp_path) / "000002.receipt.json").write_bytes(sealed(described))
-    with pytest.raises(FileDamaged, match=r"000002\.receipt\.json"):
-        journal.receipts()
+    assert load(journal, 1).id == "u1"
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, call: int, fired: list[str]) -> None:
@@ -273,40 +327,43 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, call: int, fired: list[str]) -> Non
         def faulty(*args: Any, real: Callable[..., Any] = real, name: str = name, **kwargs: Any) -> Any:
             if next(count) == call:
                 fired.append(name)
-                raise OSError(errno.EIO, "Input/output error")
+                raise OSError(errno.ENOSPC, "No space left on device")
             return real(*args, **kwargs)
 
         monkeypatch.setattr(os, name, faulty)
 
 
-def test_wherever_the_disk_fails_an_update_is_committed_or_not_or_nobody_can_know(tmp_path: Path) -> None:
+@pytest.mark.parametrize("entry", [payload_of(update_of(2)), committed_of(2)], ids=["payload", "committed"])
+def test_wherever_the_disk_fails_an_entry_is_written_or_not_or_nobody_can_know(
+    tmp_path: Path, entry: Entry
+) -> None:
     outcomes: list[tuple[str | None, str]] = []
     for call in range(100):
         run_dir, fired = tmp_path / str(call), []
         journal = writer(run_dir)
         commit(journal, 1)
+        before = {path.name for path in folder(run_dir).iterdir()}
         with pytest.MonkeyPatch.context() as monkeypatch:
             fail_at(monkeypatch, call, fired)
             try:
-                commit(journal, 2)
-                outcome = "committed"
-            except UpdateRefused:
-                outcome = "refused"
-            except FileDamaged:
+                write(journal, entry)
+                outcome = "written"
+            except NotWritten as error:
+                assert "No space left on device). Make room" in str(error)
+                outcome = "not written"
+            except PerhapsWritten:
                 outcome = "unknown"
         outcomes.append((fired[0] if fired else None, outcome))
         names = {path.name for path in folder(run_dir).iterdir()}
-        expected = {"claim.json", "000001.record.json", "000001.safetensors"}
-        if outcome == "refused":
-            assert names == expected
-            assert len(Journal(run_dir).records()) == 1
-        else:
-            assert names == expected | {"000002.record.json", "000002.safetensors"}
-            assert Journal(run_dir).load(2).id == "u2"
+        if outcome == "not written":
+            assert names == before
+            assert len(counted_entries(run_dir)[0]) == 2
+            write(journal, entry)
+        assert type(counted_entries(run_dir)[0][2].entry()) is type(entry)
         if not fired:
             break
-    assert [outcome for _, outcome in outcomes[-2:]] == ["unknown", "committed"]
-    assert {outcome for _, outcome in outcomes[:-2]} == {"refused"}
+    assert [outcome for _, outcome in outcomes[-2:]] == ["unknown", "written"]
+    assert {outcome for _, outcome in outcomes[:-2]} == {"not written"}
     assert {name for name, _ in outcomes} == {"write", "fsync", "rename", None}
 
 
@@ -318,23 +375,56 @@ def test_summaries_say_what_is_written() -> None:
         .add_rows("c", [5, 9], np.ones((2, 4), np.float32))
         .add_low_rank("d", np.ones((7, 1), np.float32), np.ones((1, 8), np.float32))
     )
-    assert summarized(update.edits) == (
+    assert [summary(edit) for edit in update.edits] == [
         {"operation": "add", "variable": "a", "shape": [2, 3]},
         {"operation": "scale", "variable": "b", "shape": None},
         {"operation": "add_rows", "variable": "c", "shape": [2, 4]},
         {"operation": "add_low_rank", "variable": "d", "shape": [7, 8]},
-    )
+    ]
 
 
-def test_a_journal_in_memory_keeps_the_records_of_all_and_the_values_of_the_last(
+def test_a_journal_in_memory_keeps_all_entries_and_the_values_of_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(anyjournal, "KEPT_BYTES", 30)  # of which each has 12
+    monkeypatch.setattr(journal_module, "KEPT_BYTES", 30)  # of which each has 12
     journal = MemoryJournal()
     for sequence in range(1, 5):
         commit(journal, sequence)
-    assert [record.sequence for record in journal.records()] == [1, 2, 3, 4]
+    write(journal, payload_of(update_of(4)))
+    assert list(journal.history().committed) == [1, 2, 3, 4]
     for sequence in (1, 2):
-        with pytest.raises(FileDamaged, match="kept no longer"):
-            journal.load(sequence)
-    assert [journal.load(sequence).id for sequence in (3, 4)] == ["u3", "u4"]
+        with pytest.raises(FileDamaged, match="in memory"):
+            load(journal, sequence)
+    assert [load(journal, sequence).id for sequence in (3, 4)] == ["u3", "u4"]
+
+
+def test_all_that_is_known_of_an_update_is_joined(tmp_path: Path) -> None:
+    journal = writer(tmp_path)
+    for entry in entries_of_each_kind():
+        write(journal, entry)
+    journal.write(receipt_of(1, attempt=5))
+    (update,) = committed_updates(tmp_path)
+    assert (update.scheduled, update.heals, update.trial, update.before) == (True, True, Trial(4), 1.0)
+    assert update.decided == Decided(1, False, 14, 1, "why", 2.0)
+    assert [receipt.attempt for receipt in update.receipts] == [4, 5]
+    assert update.stage is Stage.VERIFIED
+    assert [edit["operation"] for edit in update.edits] == ["add", "scale"]
+    assert update.nbytes == (folder(tmp_path) / "000003.safetensors").stat().st_size
+    assert withdrawn_ids(tmp_path) == {"u2"}
+    assert refused(tmp_path) == {}
+    journal.write(Refused("u3", ("c",), "too late"))
+    assert refused(tmp_path) == {"u3": "too late"}
+
+
+def test_what_is_scheduled_waits_until_it_is_committed_withdrawn_or_refused(tmp_path: Path) -> None:
+    journal = writer(tmp_path)
+    for number in (1, 2, 3, 4):
+        write(journal, payload_of(update_of(number)))
+        journal.write(Scheduled(f"u{number}", update_of(number).content_digest(), 100 - number))
+    assert [one.id for one in scheduled_updates(tmp_path)] == ["u4", "u3", "u2", "u1"]
+    journal.write(committed_of(1))
+    journal.write(Withdrawn("u2"))
+    journal.write(Refused("u3", (), "why"))
+    (left,) = scheduled_updates(tmp_path)
+    assert (left.id, left.at_step, left.author, len(left.edits)) == ("u4", 96, "me", 2)
+    assert [update.stage for update in committed_updates(tmp_path)] == [Stage.COMMITTED]

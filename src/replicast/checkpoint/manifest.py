@@ -8,8 +8,8 @@ from typing import Any
 
 from replicast.files import json_bytes
 from replicast.parts import factor_to_json
-from replicast.records import reading
 from replicast.schema import Schema
+from replicast.strictjson import reading
 
 FORMAT = 1
 LINE = "line"

@@ -63,6 +63,7 @@ class Committed:
         step: The boundary at which every worker applies it.
         before: For a trial: what its metric was before.
         heals: Whether an audit made it, to make replicas equal again.
+        workers: How many workers the job had.
     """
 
     sequence: int
@@ -73,6 +74,7 @@ class Committed:
     trial: Trial | None = None
     before: float | None = None
     heals: bool = False
+    workers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,7 +146,7 @@ def committed(
     """The record is durable: from here on nothing can fail."""
     sequence = job.history.next_sequence
     record = Committed(
-        sequence, proposal.id, proposal.digest, step, job.attempt, proposal.trial, before, heals
+        sequence, proposal.id, proposal.digest, step, job.attempt, proposal.trial, before, heals, job.size
     )
     yield Record(record)
     operation.stage, operation.step = Stage.COMMITTED, step

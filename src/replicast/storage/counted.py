@@ -1,0 +1,86 @@
+"""The entries of the journal that count: those of each group that the next one took over (`groups.py`)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from replicast.core.entries import Committed
+from replicast.errors import FileDamaged
+from replicast.groups import Claim, entry_kinds, group_directory, last_claim
+from replicast.storage.entry_files import EntryFile, read_entry
+from replicast.storage.index import Covered, counts, covered_by, indexes_in, read_index
+
+_TRIES = 3
+
+
+def counted_entries(run_dir: Path) -> tuple[list[EntryFile], int]:
+    """The entries that count, in order, and how many of them came from an index.
+
+    Opens an index, and the entries behind it.
+
+    Raises:
+        FileDamaged: One is missing or not what was written.
+    """
+    claim = last_claim(run_dir)
+    for _ in range(_TRIES):
+        try:
+            return _counted_under(run_dir, claim)
+        except FileDamaged:
+            earlier, claim = claim, last_claim(run_dir)
+            if claim == earlier:
+                raise
+            # A group has taken over meanwhile, and has removed what does not count.
+    return _counted_under(run_dir, claim)
+
+
+def _counted_under(run_dir: Path, claim: Claim | None) -> tuple[list[EntryFile], int]:
+    if claim is None:
+        return [], 0
+    counted = [*claim.counted, (claim.group, sys.maxsize)]
+    files = _indexed(run_dir, counted)
+    indexed, covers = len(files), dict(covered_by(files))
+    for group, most in counted:
+        if group < max(covers, default=0):
+            continue
+        files.extend(_entries_of(run_dir, group, covers.get(group, 0) + 1, most))
+    _check_order(run_dir, files)
+    return files, indexed
+
+
+def _indexed(run_dir: Path, counted: Covered) -> list[EntryFile]:
+    """What the last valid index has; nothing when there is none."""
+    for group, _ in reversed(counted):
+        for path in indexes_in(group_directory(run_dir, group)):
+            try:
+                files = read_index(path)
+            except (OSError, ValueError):
+                continue
+            if counts(covered_by(files), counted):
+                return files
+    return []
+
+
+def _entries_of(run_dir: Path, group: int, first: int, most: int) -> list[EntryFile]:
+    """The entries of a group from the first one to the last one that counts."""
+    directory = group_directory(run_dir, group)
+    kinds = entry_kinds(directory)
+    last = max(kinds, default=0) if most == sys.maxsize else most
+    files = []
+    for number in range(first, last + 1):
+        if number not in kinds:
+            raise FileDamaged(directory / f"{number:06d}", "an entry of the journal is missing here")
+        files.append(read_entry(run_dir, group, number, kinds[number]))
+    return files
+
+
+def _check_order(run_dir: Path, files: Iterable[EntryFile]) -> None:
+    """Raises unless the committed updates are numbered from 1 on."""
+    expected = 1
+    for file in files:
+        if isinstance(file.stored, Committed):
+            if file.stored.sequence != expected:
+                problem = f"it must be the record of update {expected}. Received: {file.stored.sequence}"
+                raise FileDamaged(file.path(run_dir), problem)
+            expected += 1

@@ -1,0 +1,226 @@
+"""An entry of the journal as it lies in its file.
+
+    groups/000003/000017.payload.json      an update before it has a place in the order
+    groups/000003/000017.safetensors       its bytes, which are there before the entry is
+    groups/000003/000018.committed.json    the rename of this file is the commit
+
+Each is sealed, says its group and number, and is never changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+
+from replicast.core.entries import (
+    Committed,
+    Decided,
+    Entry,
+    Payload,
+    Receipt,
+    Refused,
+    Scheduled,
+    Started,
+    Withdrawn,
+)
+from replicast.edits import Edit
+from replicast.errors import FileDamaged, UpdateRefused
+from replicast.files import read_bytes, read_sealed
+from replicast.groups import entry_path, group_directory
+from replicast.strictjson import described
+from replicast.update import Update
+
+PAYLOAD = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPayload:
+    """What the file of a `Payload` says.
+
+    Attributes:
+        sha256: Of the file of its bytes.
+        nbytes: The size of that file.
+        edits: A summary of each edit: operation, variable, and the shape of what is written. None where it
+            was left out, as in an index: the entry's own file has it.
+    """
+
+    id: str
+    digest: str
+    author: str
+    note: str
+    sha256: str
+    nbytes: int
+    edits: tuple[Mapping[str, Any], ...] | None = None
+
+
+Stored: TypeAlias = Started | StoredPayload | Scheduled | Committed | Decided | Receipt | Withdrawn | Refused
+
+KINDS: Mapping[str, type[Stored]] = {
+    "started": Started,
+    "payload": StoredPayload,
+    "scheduled": Scheduled,
+    "committed": Committed,
+    "decided": Decided,
+    "receipt": Receipt,
+    "withdrawn": Withdrawn,
+    "refused": Refused,
+}
+_NAMES = {type_: kind for kind, type_ in KINDS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class EntryFile:
+    """An entry and its place.
+
+    Attributes:
+        group: The group of workers that wrote it.
+        number: Which of its entries it is, from 1.
+        written_at: Seconds since 1970.
+        stored: What it says.
+    """
+
+    group: int
+    number: int
+    written_at: float
+    stored: Stored
+
+    @property
+    def kind(self) -> str:
+        """The middle part of its file's name."""
+        return _NAMES[type(self.stored)]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its group and number."""
+        return self.group, self.number
+
+    @property
+    def payload_key(self) -> tuple[str, str] | None:
+        """The id and digest of the update, if it is a payload."""
+        stored = self.stored
+        return (stored.id, stored.digest) if isinstance(stored, StoredPayload) else None
+
+    def path(self, run_dir: Path) -> Path:
+        """Its file."""
+        return entry_path(group_directory(run_dir, self.group), self.number, self.kind)
+
+    def payload_path(self, run_dir: Path) -> Path:
+        """The file of its bytes, if it is a payload."""
+        return payload_path(group_directory(run_dir, self.group), self.number)
+
+    def entry(self) -> Entry:
+        """What it says, as the core knows it."""
+        stored = self.stored
+        if isinstance(stored, StoredPayload):
+            content = stored.id, stored.digest
+            return Payload(stored.id, stored.digest, content, stored.author, stored.note)
+        return stored
+
+    def without_edits(self) -> EntryFile:
+        """The same without the summary of edits, which may be long."""
+        if not isinstance(self.stored, StoredPayload):
+            return self
+        return replace(self, stored=replace(self.stored, edits=None))
+
+    def fields(self) -> dict[str, Any]:
+        """All of it as JSON values, as an index has it."""
+        place = {"kind": self.kind, "group": self.group, "entry": self.number, "written_at": self.written_at}
+        return fields_of(self.stored) | place
+
+
+def payload_path(directory: Path, number: int) -> Path:
+    """The file of a payload's bytes in the directory of a group."""
+    return directory / f"{number:06d}{PAYLOAD}"
+
+
+def kind_of(stored: Stored) -> str:
+    """The middle part of the name of an entry's file."""
+    return _NAMES[type(stored)]
+
+
+def fields_of(stored: Stored) -> dict[str, Any]:
+    """What an entry says, as JSON values. A number that is not finite becomes None: it was not measured."""
+    fields: dict[str, Any] = _finite(msgspec.to_builtins(stored, str_keys=True))
+    return fields
+
+
+def parsed(kind: str, fields: Mapping[str, Any]) -> EntryFile:
+    """What `fields_of` gave, with its place.
+
+    Raises:
+        ValueError: It is no entry.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"this version of replicast knows no entry of the kind {kind!r}")
+    place = described(_Place, "place of an entry", fields)
+    return EntryFile(place.group, place.entry, place.written_at, described(KINDS[kind], kind, fields))
+
+
+def read_entry(run_dir: Path, group: int, number: int, kind: str) -> EntryFile:
+    """The entry in its file.
+
+    Raises:
+        FileDamaged: It is not there, or not what was written.
+    """
+    path = entry_path(group_directory(run_dir, group), number, kind)
+    try:
+        file = parsed(kind, read_sealed(path))
+    except ValueError as error:
+        raise FileDamaged(path, str(error)) from error
+    if (file.group, file.number) != (group, number):
+        raise FileDamaged(path, "it is another entry than its name says")
+    return file
+
+
+def read_payload(path: Path, stored: StoredPayload) -> Update:
+    """The update in a payload's file.
+
+    Raises:
+        FileDamaged: The file is not there, or not what was written.
+    """
+    if not path.exists():
+        problem = (
+            f"update {stored.id} is not there any more. Its bytes are removed when every checkpoint that is "
+            "kept contains it: restore a checkpoint first, or use another run directory"
+        )
+        raise FileDamaged(path, problem)
+    try:
+        content = read_bytes(path, max_bytes=stored.nbytes, follow=False)
+        if hashlib.sha256(content).hexdigest() != stored.sha256:
+            raise FileDamaged(path, f"its sha256 is not the one of its entry. Expected: {stored.sha256}")
+        return Update.parse(content, path.name)[0]
+    except UpdateRefused as error:
+        raise FileDamaged(path, str(error)) from error
+
+
+def summary(edit: Edit) -> dict[str, Any]:
+    """What an entry says of an edit: operation, variable, and the shape of what is written."""
+    arrays = edit.arrays
+    if "a" in arrays:
+        shape: list[int] | None = [arrays["a"].shape[0], arrays["b"].shape[1]]
+    else:
+        written = arrays.get("value", arrays.get("rows", arrays.get("indices")))
+        # None: the whole variable, whatever its shape.
+        shape = None if written is None else list(written.shape)
+    return {"operation": str(edit.operation), "variable": edit.variable, "shape": shape}
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    group: int
+    entry: int
+    written_at: float
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

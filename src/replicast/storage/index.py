@@ -1,0 +1,120 @@
+"""An index: many entries of the journal in one file, so that a start need not open each of them.
+
+    groups/000003/000412.index.jsonl     every entry that counts up to the 412th of the third group
+
+The first line says how many entries of which group it covers, the last one is the seal, and each between them
+is an entry without its summary of edits. An index is derived: when it is damaged, missing, or of entries that
+do not count, readers open the entries instead. So nobody waits for the disk when one is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from replicast.files import read_small, write_quickly
+from replicast.groups import group_directory
+from replicast.storage.entry_files import EntryFile, parsed
+from replicast.strictjson import parse_object
+
+FORMAT = 1
+MAX_INDEX_BYTES = 2**30
+_NAME = re.compile(r"([0-9]{6,})\.index\.jsonl")
+
+Covered: TypeAlias = Sequence[tuple[int, int]]
+"""Groups in their order, and how many entries of each."""
+
+
+def write_index(run_dir: Path, group: int, files: Sequence[EntryFile]) -> None:
+    """Writes what counts so far, and removes the earlier indexes of this run.
+
+    Args:
+        run_dir: The run directory.
+        group: The group that writes.
+        files: All entries that count, in order.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    covers = covered_by(files)
+    own = dict(covers).get(group, 0)
+    lines = [_line({"format": FORMAT, "covers": covers})]
+    lines.extend(_line(file.without_edits().fields()) for file in files)
+    body = "".join(lines)
+    path = group_directory(run_dir, group) / f"{own:06d}.index.jsonl"
+    write_quickly(path, body + _seal(body))
+    for earlier in {group, *dict(covers)}:
+        for old in indexes_in(group_directory(run_dir, earlier)):
+            if old != path:
+                with contextlib.suppress(OSError):
+                    old.unlink()
+
+
+def read_index(path: Path) -> list[EntryFile]:
+    """The entries in an index.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is not what was written.
+    """
+    text = read_small(path, max_bytes=MAX_INDEX_BYTES).decode()
+    body = text[: text.rfind("\n", 0, -1) + 1]
+    if not body or text != body + _seal(body):
+        raise ValueError("its seal does not fit its content")
+    head, *entries = body.splitlines()
+    described = parse_object(head)
+    if described.get("format") != FORMAT:
+        raise ValueError(f"it has format {described.get('format')!r}")
+    files = [parsed(str(fields.get("kind")), fields) for fields in map(parse_object, entries)]
+    if described.get("covers") != [list(each) for each in covered_by(files)]:
+        raise ValueError("it has other entries than it says")
+    return files
+
+
+def covered_by(files: Iterable[EntryFile]) -> list[tuple[int, int]]:
+    """How many entries of which group these are.
+
+    Raises:
+        ValueError: They are not the first ones of each group, in order.
+    """
+    covers: dict[int, int] = {}
+    for file in files:
+        if file.number != covers.get(file.group, 0) + 1 or file.group < max(covers, default=0):
+            raise ValueError(f"entry {file.number} of group {file.group} is in the wrong place")
+        covers[file.group] = file.number
+    return list(covers.items())
+
+
+def counts(covers: Covered, counted: Covered) -> bool:
+    """Whether entries are the first ones of those that count."""
+    if len(covers) > len(counted):
+        return False
+    if not covers:
+        return True
+    (group, entries), (last_group, most) = covers[-1], counted[len(covers) - 1]
+    before = len(covers) - 1
+    return list(covers[:-1]) == list(counted[:before]) and group == last_group and entries <= most
+
+
+def indexes_in(directory: Path) -> list[Path]:
+    """The indexes in the directory of a group, the last one first."""
+    try:
+        found = [
+            (int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))
+        ]
+    except FileNotFoundError:
+        return []
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _line(fields: object) -> str:
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _seal(body: str) -> str:
+    return _line({"seal": hashlib.sha256(body.encode()).hexdigest()})

@@ -1,0 +1,264 @@
+"""The journal: the durable order of what happened. Checkpoint + journal = any later state.
+
+It is the log of each group of workers, as far as that counts (`groups.py`), one after the other. One process
+writes, that of worker 0; any may read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Container, Iterator
+from pathlib import Path
+
+from replicast import faults
+from replicast.core.entries import Committed, Entry, Payload, Saved
+from replicast.core.history import History
+from replicast.errors import FileDamaged, ReplicastError
+from replicast.fence import Fence
+from replicast.files import write_durably
+from replicast.storage.counted import counted_entries
+from replicast.storage.entry_files import (
+    EntryFile,
+    Stored,
+    StoredPayload,
+    fields_of,
+    kind_of,
+    payload_path,
+    read_payload,
+    summary,
+)
+from replicast.storage.index import write_index
+from replicast.storage.retention import remove_void, unneeded_payloads
+from replicast.update import Update
+
+INDEX_EVERY = 1000
+"""After so many entries a group writes an index."""
+KEPT_BYTES = 1 << 26
+"""So much of the values of updates a journal in memory keeps."""
+
+_NO_ENTRY = "A checkpoint is no entry of the journal: the checkpoint store writes it"
+
+
+class NotWritten(ReplicastError):  # noqa: N818 - reads as a sentence: raise NotWritten
+    """An entry is certainly not in the journal."""
+
+
+class PerhapsWritten(ReplicastError):  # noqa: N818 - reads as a sentence: raise PerhapsWritten
+    """An entry may be in the journal: only a new start can tell."""
+
+
+class Journal(ABC):
+    """What a journal does, with files or without. One thread writes."""
+
+    @abstractmethod
+    def write(self, entry: Entry, update: Update | None = None) -> None:
+        """Writes an entry. It is durable when this returns.
+
+        Args:
+            entry: The entry; not `Saved`, which is a checkpoint.
+            update: The update whose bytes go with a `Payload`.
+
+        Raises:
+            NotWritten: It is not there, and nothing is left behind.
+            PerhapsWritten: It cannot be known whether it is there.
+            JobFailed: Another group has taken the run over: it may count or not, and must not be acted on.
+        """
+
+    @abstractmethod
+    def load(self, id_: str, digest: str) -> Update:
+        """The update of a payload. Any thread may call it.
+
+        Raises:
+            FileDamaged: It is not there, was removed, or is not what was written.
+        """
+
+    @abstractmethod
+    def history(self) -> History:
+        """What counts; the content of a payload is the tuple of its id and digest."""
+
+    @abstractmethod
+    def remove_payloads(self, held: Container[int]) -> int:
+        """Removes the bytes of updates that no start will need again; the entries stay.
+
+        Those are the updates that every kept checkpoint contains, and those that were refused or withdrawn.
+        What cannot be removed is left alone. Only in the thread that writes.
+
+        Args:
+            held: The sequence numbers of the updates that every kept checkpoint contains.
+
+        Returns:
+            How many it has removed.
+        """
+
+
+class FileJournal(Journal):
+    """The journal in a run directory, for the group that writes it.
+
+    Args:
+        run_dir: The run directory.
+        fence: The claim of the group.
+
+    Raises:
+        FileDamaged: An entry of an earlier group is missing or not what was written.
+        OSError: What an earlier group has left behind cannot be removed.
+    """
+
+    def __init__(self, run_dir: Path, fence: Fence) -> None:
+        self._run_dir, self._fence = Path(run_dir), fence
+        remove_void(self._run_dir, fence.number)
+        self._files, self._indexed = counted_entries(self._run_dir)
+        self._files = [file.without_edits() for file in self._files]
+        self._payloads = {key: file for file in self._files if (key := file.payload_key) is not None}
+        self._committed = sum(isinstance(file.stored, Committed) for file in self._files)
+        self._removed: set[tuple[int, int]] = set()
+        if self._indexed < len(self._files):
+            self._write_index()
+
+    def write(self, entry: Entry, update: Update | None = None) -> None:
+        """As in `Journal`."""
+        if isinstance(entry, Committed) and entry.sequence != self._committed + 1:
+            raise ValueError(f"The next update is {self._committed + 1}. Received: {entry.sequence}")
+        number = self._fence.entries + 1
+        payload = payload_path(self._fence.directory, number)
+        written_at = time.time()
+        try:
+            stored = _stored(entry, update, payload)
+            self._fence.append(kind_of(stored), fields_of(stored) | {"written_at": written_at})
+        except OSError as error:
+            if self._fence.entries >= number:
+                raise PerhapsWritten(_perhaps_written(payload, error)) from error
+            with contextlib.suppress(OSError):
+                payload.unlink(missing_ok=True)
+            raise NotWritten(_not_written(self._run_dir, error)) from error
+        self._take_in(EntryFile(self._fence.number, number, written_at, stored).without_edits())
+
+    def load(self, id_: str, digest: str) -> Update:
+        """As in `Journal`."""
+        file = self._payloads.get((id_, digest))
+        if file is None or not isinstance(file.stored, StoredPayload):
+            raise FileDamaged(self._run_dir / "groups", f"it has no payload of update {id_} ({digest})")
+        return read_payload(file.payload_path(self._run_dir), file.stored)
+
+    def history(self) -> History:
+        """As in `Journal`."""
+        return History(file.entry() for file in self._files)
+
+    def remove_payloads(self, held: Container[int]) -> int:
+        """As in `Journal`."""
+        left = [file for file in unneeded_payloads(self._files, held) if file.place not in self._removed]
+        removed = 0
+        for file in left:
+            try:
+                file.payload_path(self._run_dir).unlink()
+                removed += 1
+            except FileNotFoundError:
+                pass  # An earlier attempt has removed it.
+            except OSError:
+                continue  # It takes room, and is tried again.
+            self._removed.add(file.place)
+        return removed
+
+    def _take_in(self, file: EntryFile) -> None:
+        self._files.append(file)
+        if file.payload_key is not None:
+            self._payloads[file.payload_key] = file
+        self._committed += isinstance(file.stored, Committed)
+        if len(self._files) - self._indexed >= INDEX_EVERY:
+            self._write_index()
+
+    def _write_index(self) -> None:
+        self._indexed = len(self._files)
+        with contextlib.suppress(OSError):  # It is derived: the entries say the same.
+            write_index(self._run_dir, self._fence.number, self._files)
+
+
+class MemoryJournal(Journal):
+    """A journal without files: for who wants no durability, and for tests.
+
+    Of the updates, only the last that are not too large together are kept.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+        self._updates: OrderedDict[tuple[str, str], Update] = OrderedDict()
+        self._kept_bytes = 0
+
+    def write(self, entry: Entry, update: Update | None = None) -> None:
+        """As in `Journal`."""
+        if isinstance(entry, Saved):
+            raise ValueError(_NO_ENTRY)
+        if isinstance(entry, Payload):
+            kept = _checked(entry, update)
+            self._forget((entry.id, entry.digest))
+            self._updates[entry.id, entry.digest] = kept
+            self._kept_bytes += kept.nbytes
+            while self._kept_bytes > KEPT_BYTES:
+                self._forget(next(iter(self._updates)))
+            entry = Payload(entry.id, entry.digest, (entry.id, entry.digest), entry.author, entry.note)
+        self._entries.append(entry)
+
+    def load(self, id_: str, digest: str) -> Update:
+        """As in `Journal`."""
+        update = self._updates.get((id_, digest))
+        if update is None:
+            raise FileDamaged(f"update {id_}", "it is not kept, or no longer: the journal is in memory")
+        return update
+
+    def history(self) -> History:
+        """As in `Journal`."""
+        return History(self._entries)
+
+    def remove_payloads(self, held: Container[int]) -> int:
+        """As in `Journal`; it removes none, since their size is bounded."""
+        return 0
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        update = self._updates.pop(key, None)
+        self._kept_bytes -= 0 if update is None else update.nbytes
+
+
+def _stored(entry: Entry, update: Update | None, path: Path) -> Stored:
+    """What the file of an entry says. The bytes of a payload are durable under their name then."""
+    if isinstance(entry, Saved):
+        raise ValueError(_NO_ENTRY)
+    if not isinstance(entry, Payload):
+        return entry
+    update = _checked(entry, update)
+    hasher, nbytes = hashlib.sha256(), 0
+
+    def counted() -> Iterator[bytes | memoryview]:
+        nonlocal nbytes
+        for chunk in update.file_chunks():
+            hasher.update(chunk)
+            nbytes += len(chunk)
+            yield chunk
+
+    write_durably(path, counted())
+    faults.point("journal")
+    edits = tuple(summary(edit) for edit in update.edits)
+    return StoredPayload(entry.id, entry.digest, entry.author, entry.note, hasher.hexdigest(), nbytes, edits)
+
+
+def _checked(payload: Payload, update: Update | None) -> Update:
+    if update is None or update.id != payload.id:
+        received = None if update is None else update.id
+        raise ValueError(f"A payload is written with its update, {payload.id}. Received: {received}")
+    return update
+
+
+def _not_written(run_dir: Path, error: OSError) -> str:
+    return (
+        f"The journal cannot be written ({error.strerror}). "
+        f"Make room on the disk of {run_dir}, or repair it, and propose the update again."
+    )
+
+
+def _perhaps_written(path: Path, error: OSError) -> str:
+    return (
+        f"{path.stem} of {path.parent} was renamed, and then its directory could not be synced "
+        f"({error.strerror}). Only the next start of the job can tell whether it is there."
+    )

@@ -1,0 +1,69 @@
+"""What of the journal is removed: bytes that no start will need again, and files that do not count."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+from pathlib import Path
+
+from replicast.core.entries import Committed, Refused, Withdrawn
+from replicast.files import remove_leftovers
+from replicast.groups import entry_kinds, entry_path, group_directory, group_numbers, last_claim
+from replicast.storage.entry_files import PAYLOAD, EntryFile, payload_path
+
+
+def unneeded_payloads(files: Iterable[EntryFile], held: Container[int]) -> Iterator[EntryFile]:
+    """The payloads whose bytes no start will need again.
+
+    Args:
+        files: All entries that count, in order.
+        held: The sequence numbers of the updates that every kept checkpoint contains.
+    """
+    open_: dict[str, dict[str, EntryFile]] = {}  # by id and digest: neither committed nor ended
+    for file in files:
+        match file.stored:
+            case Committed(sequence, id_, digest):
+                payload = open_.get(id_, {}).pop(digest, None)
+                if payload is not None and sequence in held:
+                    yield payload
+            case Withdrawn(id_) | Refused(id_, whole=True):
+                yield from open_.pop(id_, {}).values()
+            case _ if file.payload_key is not None:
+                id_, digest = file.payload_key
+                earlier = open_.setdefault(id_, {}).pop(digest, None)
+                if earlier is not None:
+                    yield earlier  # A later attempt has written the same again.
+                open_[id_][digest] = file
+
+
+def remove_void(run_dir: Path, group: int) -> None:
+    """Removes what does not count of earlier groups: it takes room, and would puzzle whoever looks.
+
+    Args:
+        run_dir: The run directory.
+        group: The group that asks. Nothing happens when a later one has taken the run over.
+
+    Raises:
+        FileDamaged: The claim is not what was written.
+        OSError: Something cannot be removed.
+    """
+    claim = last_claim(run_dir)
+    if claim is None or claim.group != group:
+        return
+    counted = dict(claim.counted)
+    for earlier in group_numbers(run_dir):
+        if earlier < group:
+            _remove_void_of(group_directory(run_dir, earlier), counted.get(earlier, 0))
+
+
+def _remove_void_of(directory: Path, counted: int) -> None:
+    remove_leftovers(directory, older_than_secs=0.0)
+    kinds = entry_kinds(directory)
+    void = [entry_path(directory, number, kind) for number, kind in kinds.items() if number > counted]
+    payloads = {
+        payload_path(directory, number)
+        for number, kind in kinds.items()
+        if kind == "payload" and number <= counted
+    }
+    void.extend(path for path in directory.glob(f"*{PAYLOAD}") if path not in payloads)
+    for path in void:
+        path.unlink(missing_ok=True)

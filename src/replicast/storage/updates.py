@@ -1,0 +1,251 @@
+"""All that is known of each update of a run, joined from the journal. For readers, in any process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from replicast.core.entries import Committed, Decided, Receipt, Refused, Scheduled, Withdrawn
+from replicast.core.stage import Stage
+from replicast.errors import FileDamaged
+from replicast.storage.counted import counted_entries
+from replicast.storage.entry_files import EntryFile, StoredPayload, read_entry, read_payload
+from replicast.trial import Trial
+from replicast.update import Update
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedUpdate:
+    """A committed update.
+
+    Attributes:
+        sequence: Its place in the order, from 1.
+        id: Its id.
+        digest: Of its content: equal for updates that do the same.
+        step: The boundary at which every worker applies it.
+        attempt: The start of the job that committed it.
+        committed_at: Seconds since 1970.
+        workers: How many workers the job had.
+        author: Who proposed it.
+        note: Why.
+        edits: A summary of each edit: operation, variable, shape of what is written.
+        nbytes: The size of its file.
+        sha256: Of its file.
+        scheduled: Whether the author chose the step.
+        heals: Whether an audit made it.
+        trial: What it has to prove.
+        before: For a trial: what its metric was before.
+        decided: How its trial ended.
+        receipts: One for each attempt that applied it, in order; the last one counts.
+    """
+
+    sequence: int
+    id: str
+    digest: str
+    step: int
+    attempt: int
+    committed_at: float
+    workers: int
+    author: str
+    note: str
+    edits: tuple[Mapping[str, Any], ...]
+    nbytes: int
+    sha256: str
+    scheduled: bool
+    heals: bool
+    trial: Trial | None
+    before: float | None
+    decided: Decided | None
+    receipts: tuple[Receipt, ...]
+
+    @property
+    def stage(self) -> Stage:
+        """How far it has come: what its last receipt says, or committed while there is none."""
+        return self.receipts[-1].stage if self.receipts else Stage.COMMITTED
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledUpdate:
+    """An update that waits for the step that its author chose.
+
+    Attributes:
+        id: Its id.
+        at_step: The step.
+        trial: What it has to prove.
+        author: Who proposed it.
+        note: Why.
+        edits: A summary of each edit: operation, variable, shape of what is written.
+        nbytes: The size of its file.
+    """
+
+    id: str
+    at_step: int
+    trial: Trial | None
+    author: str
+    note: str
+    edits: tuple[Mapping[str, Any], ...]
+    nbytes: int
+
+
+def committed_updates(run_dir: Path, last: int | None = None) -> list[CommittedUpdate]:
+    """The committed updates in their order.
+
+    Args:
+        run_dir: The run directory.
+        last: Only so many of the last ones; less is read then.
+
+    Raises:
+        FileDamaged: An entry is missing or not what was written.
+    """
+    run = _Run(run_dir)
+    records = list(run.committed.values())
+    wanted = records if last is None else records[max(0, len(records) - last) :]
+    return [run.committed_update(*record) for record in wanted]
+
+
+def scheduled_updates(run_dir: Path) -> list[ScheduledUpdate]:
+    """What waits for its step, in the order of the steps.
+
+    Raises:
+        FileDamaged: As in `committed_updates`.
+    """
+    run = _Run(run_dir)
+    return [run.scheduled_update(one) for one in sorted(run.scheduled.values(), key=lambda one: one.at_step)]
+
+
+def withdrawn_ids(run_dir: Path) -> frozenset[str]:
+    """The ids of the updates that were withdrawn.
+
+    Raises:
+        FileDamaged: As in `committed_updates`.
+    """
+    return frozenset(_Run(run_dir).withdrawn)
+
+
+def refused(run_dir: Path) -> dict[str, str]:
+    """Why updates were refused that the journal knows, by id. One that was accepted later is not there.
+
+    Raises:
+        FileDamaged: As in `committed_updates`.
+    """
+    return _Run(run_dir).refused
+
+
+def has_promised(run_dir: Path, id_: str) -> bool:
+    """Whether an update is committed or scheduled: every start of the job will apply it.
+
+    Raises:
+        FileDamaged: As in `committed_updates`.
+    """
+    run = _Run(run_dir)
+    return id_ in run.scheduled or any(record.id == id_ for record, _ in run.committed.values())
+
+
+def load_update(run_dir: Path, sequence: int) -> Update:
+    """A committed update with its values.
+
+    Raises:
+        FileDamaged: It is not there, was removed, or is not what was written.
+    """
+    run = _Run(run_dir)
+    if sequence not in run.committed:
+        raise FileDamaged(Path(run_dir) / "groups", f"the journal has no update {sequence}")
+    record, _ = run.committed[sequence]
+    file, payload = run.payload(record.id, record.digest)
+    return read_payload(file.payload_path(run_dir), payload)
+
+
+class _Run:
+    """The entries that count, by what they are about."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = Path(run_dir)
+        self.committed: dict[int, tuple[Committed, float]] = {}
+        self.scheduled: dict[str, Scheduled] = {}
+        self.withdrawn: set[str] = set()
+        self.refused: dict[str, str] = {}
+        self._payloads: dict[tuple[str, str], tuple[EntryFile, StoredPayload]] = {}
+        self._chosen: set[str] = set()
+        self._decided: dict[int, Decided] = {}
+        self._receipts: dict[int, list[Receipt]] = {}
+        for file in counted_entries(self._run_dir)[0]:
+            self._add(file)
+
+    def _add(self, file: EntryFile) -> None:
+        match file.stored:
+            case StoredPayload() as payload:
+                self._payloads[payload.id, payload.digest] = file, payload
+                self.refused.pop(payload.id, None)
+            case Scheduled() as scheduled:
+                self.scheduled[scheduled.id] = scheduled
+                self._chosen.add(scheduled.id)
+            case Committed() as committed:
+                self.committed[committed.sequence] = committed, file.written_at
+                self.scheduled.pop(committed.id, None)
+            case Decided() as decided:
+                self._decided[decided.sequence] = decided
+            case Receipt() as receipt:
+                self._receipts.setdefault(receipt.sequence, []).append(receipt)
+            case Withdrawn(id_):
+                self.withdrawn.add(id_)
+                self.scheduled.pop(id_, None)
+            case Refused(id_, _, problem, whole=True):
+                self.refused[id_] = problem
+                self.scheduled.pop(id_, None)
+
+    def payload(self, id_: str, digest: str) -> tuple[EntryFile, StoredPayload]:
+        """The payload of an update, and its place.
+
+        Raises:
+            FileDamaged: There is none.
+        """
+        found = self._payloads.get((id_, digest))
+        if found is None:
+            raise FileDamaged(self._run_dir / "groups", f"the journal has no payload of update {id_}")
+        return found
+
+    def committed_update(self, record: Committed, committed_at: float) -> CommittedUpdate:
+        """Joins what is known of a committed update."""
+        file, payload = self.payload(record.id, record.digest)
+        return CommittedUpdate(
+            sequence=record.sequence,
+            id=record.id,
+            digest=record.digest,
+            step=record.step,
+            attempt=record.attempt,
+            committed_at=committed_at,
+            workers=record.workers,
+            author=payload.author,
+            note=payload.note,
+            edits=self._edits(file, payload),
+            nbytes=payload.nbytes,
+            sha256=payload.sha256,
+            scheduled=record.id in self._chosen,
+            heals=record.heals,
+            trial=record.trial,
+            before=record.before,
+            decided=self._decided.get(record.sequence),
+            receipts=tuple(self._receipts.get(record.sequence, ())),
+        )
+
+    def scheduled_update(self, scheduled: Scheduled) -> ScheduledUpdate:
+        """Joins what is known of an update that waits for its step."""
+        file, payload = self.payload(scheduled.id, scheduled.digest)
+        return ScheduledUpdate(
+            id=scheduled.id,
+            at_step=scheduled.at_step,
+            trial=scheduled.trial,
+            author=payload.author,
+            note=payload.note,
+            edits=self._edits(file, payload),
+            nbytes=payload.nbytes,
+        )
+
+    def _edits(self, file: EntryFile, payload: StoredPayload) -> tuple[Mapping[str, Any], ...]:
+        """An index leaves them out: then the entry's own file has them."""
+        if payload.edits is None:
+            own = read_entry(self._run_dir, file.group, file.number, file.kind).stored
+            payload = own if isinstance(own, StoredPayload) else payload
+        return payload.edits or ()
