@@ -15,8 +15,9 @@ import safetensors.numpy
 
 from replicast import inbox
 from replicast.cli import status
-from replicast.cli.examination import numbers_of, view_of
+from replicast.cli.examination import values_of, views_of
 from replicast.cli.texts import age_text, number_text, seconds_text, size_text, when_text
+from replicast.core.stage import Stage
 from replicast.edits import BFLOAT16
 from replicast.fence import Fence
 from replicast.runfiles import (
@@ -26,7 +27,8 @@ from replicast.runfiles import (
     write_run_info,
     write_worker_note,
 )
-from replicast.update import Stage, Update
+from replicast.storage.entry_files import fields_of
+from replicast.update import Update
 from tests.unit.played_job import BIAS, PlayedJob, heard_of, invoke, made_run, tensors
 
 
@@ -207,7 +209,7 @@ def test_show_says_when_nothing_or_too_much_is_meant(run: Path) -> None:
 
 
 def test_an_update_of_a_job_without_a_journal_is_known_by_its_note(run: Path) -> None:
-    receipt = PlayedJob(run)._receipt("x", 1, 7).to_json()
+    receipt = fields_of(PlayedJob(run).receipt("x", 1, 7))
     inbox.note_stage(run, "x", Stage.VERIFIED, receipt=receipt)
     result = invoke("show", run, "x")
     assert (result.exit_code, "a" * 32 in result.output) == (0, True)
@@ -221,8 +223,9 @@ def test_a_damaged_payload_is_told_after_what_is_known(run: Path) -> None:
     result = invoke("show", run, 1)
     assert result.exit_code == 1
     assert "ann@box" in result.output
-    assert "sha256 is not the record's" in result.output
-    payload.write_bytes(content[:-1])
+    assert "sha256 is not the one of its entry" in result.output
+    entry = payload.with_suffix(".payload.json")
+    entry.write_bytes(entry.read_bytes().replace(b"ann@box", b"bob@box"))
     for command in (["log", run], ["status", run], ["show", run, 1]):
         damaged = invoke(*command)
         assert (damaged.exit_code, "cannot be trusted" in damaged.output) == (1, True)
@@ -299,14 +302,14 @@ def test_inspect_takes_saved_updates_and_payloads_of_the_journal(run: Path) -> N
 def test_the_norm_of_a_low_rank_is_that_of_the_product() -> None:
     random = np.random.default_rng(1)
     a, b = random.normal(size=(7, 2)).astype("f4"), random.normal(size=(2, 5)).astype("f4")
-    view = view_of(Update().add_low_rank("x", a, b).edits[0], None)
-    assert view.numbers is not None
-    assert view.numbers.norm == pytest.approx(np.linalg.norm(a.astype("f8") @ b.astype("f8")))
+    (view,) = views_of(Update().add_low_rank("x", a, b).edits, None)
+    assert view.values is not None
+    assert view.values.norm == pytest.approx(np.linalg.norm(a.astype("f8") @ b.astype("f8")))
     assert (view.shape, view.rank) == ((7, 5), 2)
 
 
 def test_numbers_leave_out_what_is_not_finite() -> None:
-    numbers = numbers_of(np.array([[3, math.nan], [-4, math.inf]], BFLOAT16))
+    numbers = values_of(np.array([[3, math.nan], [-4, math.inf]], BFLOAT16))
     assert (numbers.size, numbers.nonfinite, numbers.minimum, numbers.maximum, numbers.norm) == (
         4,
         2,
@@ -314,8 +317,8 @@ def test_numbers_leave_out_what_is_not_finite() -> None:
         3,
         5,
     )
-    assert math.isnan(numbers_of(np.empty(0, "f4")).minimum)
-    assert numbers_of(np.array([True, False])).maximum == 1
+    assert math.isnan(values_of(np.empty(0, "f4")).minimum)
+    assert values_of(np.array([True, False])).maximum == 1
 
 
 def test_sizes_and_times_are_short() -> None:

@@ -6,7 +6,6 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -26,7 +25,7 @@ from replicast.cli.texts import age_text, counted, printable, when_text
 from replicast.runfiles import WorkerNote, read_run_info, read_worker_notes
 
 NO_ANSWER = 3
-_MOST_VARIABLES = 5
+_MOST_LINES = 10  # Of each audit in the list: two for a variable that differs on one worker.
 _LATE_SECS = 3.0  # A worker writes a note every second: below this, which note is the oldest is chance.
 
 
@@ -64,23 +63,19 @@ def audit(run: Path, last: int, as_json: bool, now: bool, timeout: float) -> Non
         if as_json:
             click.echo(json.dumps(report.to_json()))
         else:
-            when = "" if now else f"{when_text(report.time, time.time())}  "
-            for line in report.lines() if now else _shortened(report):
-                click.echo(printable(f"{when}{line}"))
-                when = " " * len(when)
+            _print(report, most=None if now else _MOST_LINES)
     if not reports and not as_json:
         click.echo(_none_yet(run))
     sys.exit(reports[-1].diverged if reports else 0)
 
 
-def _shortened(report: AuditReport) -> Iterator[str]:
-    """The report in one line, and a line for each of the first variables that differ."""
-    yield str(report)
-    for difference in report.differences[:_MOST_VARIABLES]:
-        worst = max(difference.differing.values(), key=lambda found: found.count, default=None)
-        yield f"  {difference}{'' if worst is None else f': {worst}'}"
-    if len(report.differences) > _MOST_VARIABLES:
-        yield f"  and {counted(len(report.differences) - _MOST_VARIABLES, 'more variable')}"
+def _print(report: AuditReport, most: int | None) -> None:
+    head, *details = report.lines()
+    click.echo(printable(f"{when_text(report.time, time.time())}  {head}"))
+    for line in details[:most]:
+        click.echo(printable(f"  {line}"))
+    if most is not None and len(details) > most:
+        click.echo(f"    and {counted(len(details) - most, 'more line')}: --json has them")
 
 
 def _none_yet(run: Path) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 
 import click
 
@@ -49,15 +49,15 @@ class Poll:
 
 def polls(run: Path, timeout_secs: float) -> Iterator[Poll]:
     """Looks at a job ten times a second until the time is up; blocks at most `timeout_secs` in all."""
-    ends = time.monotonic() + timeout_secs
-    notes, read_at = read_worker_notes(run), time.monotonic()
+    ends = monotonic() + timeout_secs
+    notes, read_at = read_worker_notes(run), monotonic()
     yield Poll(notes, is_fresh=True, is_last=timeout_secs <= 0)
-    while (left := ends - time.monotonic()) > 0:
+    while (left := ends - monotonic()) > 0:
         sleep(min(_POLL_SECS, left))
-        is_fresh = time.monotonic() - read_at >= _READ_NOTES_SECS
+        is_fresh = monotonic() - read_at >= _READ_NOTES_SECS
         if is_fresh:
-            notes, read_at = read_worker_notes(run), time.monotonic()
-        yield Poll(notes, is_fresh, is_last=time.monotonic() >= ends)
+            notes, read_at = read_worker_notes(run), monotonic()
+        yield Poll(notes, is_fresh, is_last=monotonic() >= ends)
 
 
 def is_running(notes: list[WorkerNote]) -> bool:

@@ -1,4 +1,4 @@
-"""`replicast status`: the workers of a run, its metrics, what is under way, its last updates and what waits."""
+"""`replicast status`: the workers of a run, its metrics, what is under way, its updates and what waits."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ from replicast.runfiles import ENDED, WorkerNote, last_metrics, read_run_info, r
 
 WATCH_SECS = 1.0
 _LAST = 5  # So many of the last updates, and of the last refusals, are shown.
+_RECENT = 100  # An update that is committed may lie in the inbox a moment longer: it is one of these.
 _MAX_OPERATIONS_BYTES = 2**20
 _OPERATION = ("id", "kind", "stage", "step", "waits_for", "author", "note")
 _AUDIT_STYLES = {"equal": "green", "healed": "yellow"}
@@ -141,7 +142,7 @@ def look_at(run: Path) -> Overview:
     workers = read_run_info(run).workers
     # A former, larger job may have left notes of workers that this one does not have.
     notes = [note for note in read_worker_notes(run) if note.rank < workers]
-    updates, scheduled = committed_views(run), scheduled_views(run)
+    updates, scheduled = committed_views(run, _RECENT), scheduled_views(run)
     known = {view.id for view in (*updates, *scheduled)}
     waiting = waiting_views(run, known)
     refused = refused_views(run, known | {view.id for view in waiting})

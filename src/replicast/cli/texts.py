@@ -93,7 +93,7 @@ def shape_text(shape: tuple[int, ...]) -> str:
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
     """Metrics in one line."""
-    return one_line("  ".join(f"{name} {number_text(value)}" for name, value in metrics.items()))
+    return "  ".join(f"{one_line(name)} {number_text(value)}" for name, value in metrics.items())
 
 
 def digest_text(digests: Mapping[int, str]) -> str:
