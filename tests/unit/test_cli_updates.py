@@ -288,7 +288,7 @@ def test_when_time_is_up_a_committed_update_is_said_to_be_committed(run: Path) -
     result = invoke("push", run, "--set", "learning_rate=0.1", "--id", "x", "--wait", "--timeout", 0)
     assert result.exit_code == 3
     assert "in the journal already, as number 1" in result.output
-    assert "x is committed at step 7.\nEvery worker will apply it.\n" in result.output
+    assert "x is committed at step 7.\nEvery worker applies it.\n" in result.output
 
 
 def test_ctrl_c_while_waiting_says_that_the_update_stays(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,8 @@ import pytest
 import safetensors.numpy
 
 from replicast import inbox
-from replicast.cli import status
+from replicast.cli import status, texts
 from replicast.cli.examination import values_of, views_of
-from replicast.cli.texts import age_text, number_text, seconds_text, size_text, when_text
 from replicast.core.stage import Stage
 from replicast.edits import BFLOAT16
 from replicast.fence import Fence
@@ -322,7 +321,7 @@ def test_numbers_leave_out_what_is_not_finite() -> None:
 
 
 def test_sizes_and_times_are_short() -> None:
-    assert [size_text(n) for n in (0, 999, 1000, 99_960, 999_600, 5_000_000_000_000)] == [
+    assert [texts.size(n) for n in (0, 999, 1000, 99_960, 999_600, 5_000_000_000_000)] == [
         "0 B",
         "999 B",
         "1.0 kB",
@@ -330,11 +329,18 @@ def test_sizes_and_times_are_short() -> None:
         "1.0 MB",
         "5000 GB",
     ]
-    assert [seconds_text(s) for s in (0.0031, 0.25, 300.4)] == ["3.1 ms", "0.25 s", "300 s"]
-    assert [age_text(s) for s in (-1, 12.2, 600, 90_000, 400_000)] == ["0 s", "12 s", "10 min", "25 h", "5 d"]
-    assert number_text(1234567.0) == "1.235e+06"
-    now = time.mktime((2026, 5, 4, 12, 0, 0, 0, 0, -1))
-    assert [when_text(now - secs, now) for secs in (60, 86_400)] == ["11:59:00", "2026-05-03"]
+    assert [texts.seconds(s) for s in (0.0031, 0.25, 300.4)] == ["3.1 ms", "0.25 s", "300 s"]
+    assert [texts.age(s) for s in (-1, 12.2, 600, 90_000, 400_000)] == [
+        "0 s",
+        "12 s",
+        "10 min",
+        "25 h",
+        "5 d",
+    ]
+    assert texts.number(1234567.0) == "1.235e+06"
+    now = time.time()
+    assert texts.when(now) == time.strftime("%H:%M:%S", time.localtime(now))
+    assert texts.when(now - 3 * 86_400) == time.strftime("%Y-%m-%d", time.localtime(now - 3 * 86_400))
 
 
 def test_what_a_new_start_has_yet_to_come_to_is_committed_and_not_verified(run: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from replicast import __version__
-from replicast.cli.texts import error_text, printable
+from replicast.cli import texts
 from replicast.errors import CheckpointError, FileDamaged, ReplicastError, UpdateRefused
 
 COMMANDS = {
@@ -28,11 +28,11 @@ COMMANDS = {
 
 
 class Failed(click.ClickException):
-    """The command ends with a message and no traceback. Exit code 1; 2 when nothing was begun."""
+    """The command ends with a message and no traceback: exit code 1 unless another is given."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
-        self.exit_code = exit_code
+        vars(self)["exit_code"] = exit_code
 
 
 class LazyGroup(click.Group):
@@ -59,14 +59,14 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except (UpdateRefused, CheckpointError) as error:
-            raise Failed(error_text(error)) from error
+            raise Failed(texts.error(error)) from error
         except ReplicastError as error:
-            message = "\n".join(printable(line) for line in str(error).split("\n"))
-            raise Failed(message, 1 if isinstance(error, FileDamaged) else 2) from error
+            lines = [texts.printable(line) for line in str(error).split("\n")]
+            raise Failed("\n".join(lines), 1 if isinstance(error, FileDamaged) else 2) from error
         except OSError as error:
             if error.filename is None:  # For example a closed pipe, which click handles.
                 raise
-            raise Failed(printable(f"{error.filename}: {error.strerror}"), 2) from error
+            raise Failed(texts.printable(f"{error.filename}: {error.strerror}"), 2) from error
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -12,7 +12,7 @@ import click
 
 from replicast.audit import AuditReport, workers_text
 from replicast.auditfiles import answer_to, last_audits, request_audit, withdraw_request
-from replicast.cli import Failed
+from replicast.cli import Failed, texts
 from replicast.cli.rundirs import (
     ABSENT_SECS,
     is_running,
@@ -21,7 +21,6 @@ from replicast.cli.rundirs import (
     run_argument,
     timeout_option,
 )
-from replicast.cli.texts import age_text, counted, printable, when_text
 from replicast.runfiles import WorkerNote, read_run_info, read_worker_notes
 
 NO_ANSWER = 3
@@ -71,11 +70,11 @@ def audit(run: Path, last: int, as_json: bool, now: bool, timeout: float) -> Non
 
 def _print(report: AuditReport, most: int | None) -> None:
     head, *details = report.lines()
-    click.echo(printable(f"{when_text(report.time, time.time())}  {head}"))
+    click.echo(texts.printable(f"{texts.when(report.time)}  {head}"))
     for line in details[:most]:
-        click.echo(printable(f"  {line}"))
+        click.echo(texts.printable(f"  {line}"))
     if most is not None and len(details) > most:
-        click.echo(f"    and {counted(len(details) - most, 'more line')}: --json has them")
+        click.echo(f"    and {texts.counted(len(details) - most, 'more line')}: --json has them")
 
 
 def _none_yet(run: Path) -> str:
@@ -117,7 +116,7 @@ def _waited_for(notes: list[WorkerNote], workers: int) -> str:
     heard = {note.rank: note for note in notes if now - note.time <= ABSENT_SECS}
     silent = [rank for rank in range(workers) if rank not in heard]
     if silent:
-        return f"Waited for {workers_text(silent)}, not heard of for {age_text(ABSENT_SECS)} or more."
+        return f"Waited for {workers_text(silent)}, not heard of for {texts.age(ABSENT_SECS)} or more."
     if not any(note.training for note in heard.values()):
         return "Waited for the training to begin: no worker is inside a training loop."
     steps = sorted({note.step for note in heard.values()})
@@ -126,7 +125,7 @@ def _waited_for(notes: list[WorkerNote], workers: int) -> str:
         verb = "are" if " and " in behind else "is"
         return f"Waited for the next step: {behind} {verb} behind, at step {steps[0]}, others at {steps[-1]}."
     oldest = min(heard.values(), key=lambda note: note.time)
-    told = f"; worker {oldest.rank} was not heard of for the longest, {age_text(now - oldest.time)}"
+    told = f"; worker {oldest.rank} was not heard of for the longest, {texts.age(now - oldest.time)}"
     return (
         f"Waited for the next step: every worker is at step {steps[0]}, and one that hangs keeps the "
         f"others there{told if now - oldest.time > _LATE_SECS else ''}. Look into the logs of all."

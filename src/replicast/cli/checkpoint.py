@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,11 @@ from replicast.checkpoint import CheckpointStore, Comparison, Manifest, Verdict,
 from replicast.checkpoint import diff as compare
 from replicast.checkpoint import patch as patch_checkpoint
 from replicast.checkpoint.writing import COMMITTED, MANIFEST, STATE
-from replicast.cli import Failed
+from replicast.cli import Failed, texts
 from replicast.cli.edit_options import EditCommand, check_usage, edit_options, update_of
 from replicast.cli.examination import examine, print_examination, print_problems
 from replicast.cli.rundirs import checked_run
 from replicast.cli.tables import facts_table, make_console, make_table, progress_bar
-from replicast.cli.texts import (
-    counted,
-    full_time_text,
-    metrics_text,
-    number_text,
-    one_line,
-    printable,
-    shape_text,
-    size_text,
-    when_text,
-)
 from replicast.errors import CheckpointError, FileDamaged
 
 _PATH = click.Path(path_type=Path)
@@ -109,8 +97,8 @@ def show(path: Path, step: int | None, as_json: bool) -> None:
         return
     table = make_table("variable", "shape", "dtype", "digest", whole=("dtype", "digest"))
     for variable in manifest.schema:
-        digest = printable(manifest.digests[variable.name])[:16]
-        table.add_row(printable(variable.name), shape_text(variable.shape), variable.dtype, digest)
+        digest = texts.printable(manifest.digests[variable.name])[:16]
+        table.add_row(texts.printable(variable.name), texts.shape(variable.shape), variable.dtype, digest)
     console = make_console()
     console.print(facts_table(_facts(path, manifest)))
     console.print()
@@ -171,7 +159,7 @@ def diff(first: Path, second: Path, digests_only: bool, also_equal: bool, as_jso
     if not as_json:
         if shown:
             make_console().print(_comparisons_table(shown))
-        equal, variables = len(comparisons) - len(unequal), counted(len(comparisons), "variable")
+        equal, variables = len(comparisons) - len(unequal), texts.counted(len(comparisons), "variable")
         click.echo(f"{f'{equal} of' if unequal else 'All'} {variables} are equal, bit for bit.")
     sys.exit(1 if unequal else 0)
 
@@ -216,16 +204,15 @@ def patch(context: click.Context, /, path: Path, output: Path | None, **options:
             after = patch_checkpoint(source, update, output, progress=progress)
     except OSError as error:
         raise Failed(
-            f"{printable(output)} cannot be written ({error.strerror}): nothing is left there."
+            f"{texts.printable(output)} cannot be written ({error.strerror}): nothing is left there."
         ) from error
     except KeyboardInterrupt:
         click.echo("Stopped. Nothing is left at the destination.", err=True)
         sys.exit(128 + signal.SIGINT)
     changed = sum(after.digests[name] != digest for name, digest in before.digests.items())
-    click.echo(
-        f"patched {printable(output)}: {changed} of {counted(len(after.digests), 'variable')} changed, "
-        f"{size_text(after.nbytes)}, step {after.step}\n  state {after.state_digest}"
-    )
+    of = f"{changed} of {texts.counted(len(after.digests), 'variable')} changed"
+    click.echo(f"patched {texts.printable(output)}: {of}, {texts.size(after.nbytes)}, step {after.step}")
+    click.echo(f"  state {after.state_digest}")
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -242,14 +229,14 @@ def _the_checkpoint(path: Path, step: int | None) -> Path:
     """
     if _is_checkpoint(path):
         if step is not None:
-            raise click.UsageError(f"{printable(path)} is a checkpoint itself: leave the step out.")
+            raise click.UsageError(f"{texts.printable(path)} is a checkpoint itself: leave the step out.")
         return path
     store = CheckpointStore(checked_run(path, checkpoints_suffice=True))
     if step is not None:
         return store.find(step)
     last, skipped = store.last_and_skipped()
     for problem in skipped:
-        click.echo(f"Skipped: {printable(problem)}", err=True)
+        click.echo(f"Skipped: {texts.printable(problem)}", err=True)
     if last is None:
         raise CheckpointError(
             "The run has no checkpoint that can be used",
@@ -271,28 +258,28 @@ def _verified(path: Path) -> bool:
             reader.verify(progress)
             manifest = reader.manifest
     except FileDamaged as error:
-        click.echo(f"{printable(path.name)}  damaged")
+        click.echo(f"{texts.printable(path.name)}  damaged")
         _print_damaged([error])
         return False
-    size, variables = size_text(manifest.nbytes), counted(len(manifest.schema), "variable")
-    click.echo(f"{printable(path.name)}  as it was written: {variables}, {size}")
+    size, variables = texts.size(manifest.nbytes), texts.counted(len(manifest.schema), "variable")
+    click.echo(f"{texts.printable(path.name)}  as it was written: {variables}, {size}")
     return True
 
 
 def _print_damaged(problems: list[FileDamaged]) -> None:
     for problem in problems:
-        click.echo(f"Damaged: {printable(problem)}", err=True)
+        click.echo(f"Damaged: {texts.printable(problem)}", err=True)
 
 
 def _checkpoints_table(manifests: list[Manifest]) -> Table:
     numbers = ("step", "epoch", "batch", "update", "size")
     table = make_table(*numbers, "when", "metrics", right=numbers, whole=(*numbers, "when"))
     for each in manifests:
-        note = Text(metrics_text(each.metrics))
+        note = Text(texts.metrics(each.metrics))
         if each.parent is not None:
             note = Text(f"patched by {_patched_by(each)}", style="dim")
-        cells = str(each.step), str(each.epoch), str(each.batch), str(each.sequence), size_text(each.nbytes)
-        table.add_row(*cells, when_text(each.created_at, time.time()), note)
+        cells = str(each.step), str(each.epoch), str(each.batch), str(each.sequence), texts.size(each.nbytes)
+        table.add_row(*cells, texts.when(each.created_at), note)
     return table
 
 
@@ -301,17 +288,17 @@ def _facts(path: Path, manifest: Manifest) -> list[tuple[str, str | Text]]:
     versions = ", ".join(f"{name} {value}" for name, value in manifest.versions.items())
     patched = ""
     if manifest.parent is not None:
-        patched = f"from {one_line(manifest.parent.get('path', ''))} by update {_patched_by(manifest)}"
+        patched = f"from {texts.one_line(manifest.parent.get('path', ''))} by update {_patched_by(manifest)}"
     return [
-        ("checkpoint", printable(path)),
+        ("checkpoint", texts.printable(path)),
         ("step", f"{manifest.step}, batch {manifest.batch} of epoch {manifest.epoch}"),
         ("journal", f"update {sequence} is the last in it" if sequence else "no update is in it"),
-        ("written", f"{full_time_text(manifest.created_at)}, attempt {manifest.attempt}"),
+        ("written", f"{texts.date(manifest.created_at)}, attempt {manifest.attempt}"),
         ("workers", str(manifest.workers)),
-        ("metrics", metrics_text(manifest.metrics)),
-        ("versions", one_line(versions)),
-        ("file", size_text(manifest.nbytes)),
-        ("state", printable(manifest.state_digest)),
+        ("metrics", texts.metrics(manifest.metrics)),
+        ("versions", texts.one_line(versions)),
+        ("file", texts.size(manifest.nbytes)),
+        ("state", texts.printable(manifest.state_digest)),
         ("patched", patched),
     ]
 
@@ -326,10 +313,10 @@ def _comparisons_table(comparisons: list[Comparison]) -> Table:
         if each.one_is_nan:
             verdict.append(f"\n{each.one_is_nan} NaN in one only", style="dim")
         counts = ["" if number is None else str(number) for number in (each.differing, each.elements)]
-        distances = number_text(each.max_absolute), number_text(each.max_relative)
-        table.add_row(printable(each.name), verdict, *counts, *distances)
+        distances = texts.number(each.max_absolute), texts.number(each.max_relative)
+        table.add_row(texts.printable(each.name), verdict, *counts, *distances)
     return table
 
 
 def _patched_by(manifest: Manifest) -> str:
-    return one_line((manifest.parent or {}).get("update_id", "an update"))
+    return texts.one_line((manifest.parent or {}).get("update_id", "an update"))

@@ -94,22 +94,14 @@ def check_python(version: Sequence[int]) -> Check:
 
 
 def check_tensorflow(versions: Mapping[str, str]) -> Check:
-    """TensorFlow: installed, once, and in a version that was tested.
-
-    Args:
-        versions: What is installed of `tensorflow` and `tensorflow-cpu`.
-    """
+    """TensorFlow: one of its distributions is installed, in a version that was tested."""
     install = "pip install 'replicast[cpu]' (no GPU) or 'replicast[tensorflow]'"
     uninstall = "pip uninstall -y tensorflow tensorflow-cpu, then install one of them"
     return _check_version("TensorFlow", versions, (2, 20), (2, 23), install, uninstall)
 
 
 def check_keras(versions: Mapping[str, str]) -> Check:
-    """Keras 3, new enough, and one copy of it: release candidates of TensorFlow bring another one.
-
-    Args:
-        versions: What is installed of `keras` and `keras-nightly`.
-    """
+    """Keras 3, new enough, and one copy of it: release candidates of TensorFlow bring another one."""
     uninstall = "pip uninstall -y keras keras-nightly, then pip install --no-deps keras"
     return _check_version("Keras", versions, (3, 12), None, "pip install 'keras>=3.12'", uninstall)
 
@@ -146,12 +138,7 @@ def check_cluster(environ: Mapping[str, str]) -> list[Check]:
 
 
 def check_address(address: str, look: Callable[[str, int], str]) -> Check:
-    """Another worker's address. It may not have started yet, so only a name without an address is broken.
-
-    Args:
-        address: `host:port`.
-        look: Tries to connect and says what happened; raises `socket.gaierror` for an unknown name.
-    """
+    """Another worker's address. It may not have started yet, so only a name without an address is broken."""
     host, _, port = address.rpartition(":")
     try:
         found = look(host, int(port))
@@ -277,8 +264,8 @@ def _run_probe(run_dir: str, deadline_secs: float) -> tuple[int | None, str]:
     """Runs the probe on two workers; the exit code is None when the deadline passed."""
     command = [sys.executable, "-m", "replicast.cli", "run", "-n", "2", "--run-dir", run_dir, "-m", _PROBE]
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, env=environ, text=True, errors="replace", **pipes) as launcher:
+    quiet, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with subprocess.Popen(command, env=environ, stdout=quiet, stderr=pipe, errors="replace") as launcher:
         try:
             _, messages = launcher.communicate(timeout=deadline_secs)
             return launcher.returncode, messages

@@ -12,8 +12,8 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
+from replicast.cli import texts
 from replicast.cli.tables import make_console, make_table
-from replicast.cli.texts import counted, error_text, number_text, printable, shape_text, size_text
 from replicast.edits import FLOAT_DTYPES, RESETS, Array, Edit, Operation
 from replicast.errors import UpdateRefused
 from replicast.parts import factor_to_json
@@ -129,13 +129,15 @@ def edits_table(edits: Iterable[EditView], *, extremes: bool) -> Table:
         "variable", "operation", "shape", "dtype", *numbers, right=right, whole=("dtype", *numbers)
     )
     for edit in edits:
-        shape = "whole" if edit.shape is None else shape_text(edit.shape)
+        shape = "whole" if edit.shape is None else texts.shape(edit.shape)
         values = edit.values
-        cells: list[str | Text] = [size_text(edit.nbytes) if edit.nbytes else "", _finite_cell(edit)]
+        cells: list[str | Text] = [texts.size(edit.nbytes) if edit.nbytes else "", _finite_cell(edit)]
         if extremes:
-            cells = ["", ""] if values is None else [number_text(values.minimum), number_text(values.maximum)]
-        norm = number_text(None if values is None else values.norm)
-        table.add_row(printable(edit.variable), _operation_text(edit), shape, edit.dtype, *cells, norm)
+            cells = (
+                ["", ""] if values is None else [texts.number(values.minimum), texts.number(values.maximum)]
+            )
+        norm = texts.number(None if values is None else values.norm)
+        table.add_row(texts.printable(edit.variable), _operation_text(edit), shape, edit.dtype, *cells, norm)
     return table
 
 
@@ -145,14 +147,14 @@ def print_examination(edits: list[EditView], problems: list[UpdateRefused]) -> N
     console.print(edits_table(edits, extremes=False))
     print_problems(problems)
     if not problems:
-        size = size_text(sum(edit.nbytes for edit in edits))
-        console.print(f"{counted(len(edits), 'edit')}, {size} of values. Nothing is wrong with it.")
+        size = texts.size(sum(edit.nbytes for edit in edits))
+        console.print(f"{texts.counted(len(edits), 'edit')}, {size} of values. Nothing is wrong with it.")
 
 
 def print_problems(problems: list[UpdateRefused]) -> None:
     """Everything that is wrong, on standard error."""
     for problem in problems:
-        click.echo(f"Refused: {error_text(problem)}", err=True)
+        click.echo(f"Refused: {texts.error(problem)}", err=True)
 
 
 def _view(edit: Edit, variable: Variable | None) -> EditView:
@@ -211,7 +213,7 @@ def _operation_text(edit: EditView) -> str:
         return f"{text} ({edit.rows if edit.rows is not None else edit.rank})"
     if edit.factor is None:
         return text
-    return f"{text} {_BEFORE_FACTOR.get(edit.operation, '')}{number_text(edit.factor)}"
+    return f"{text} {_BEFORE_FACTOR.get(edit.operation, '')}{texts.number(edit.factor)}"
 
 
 def _finite_cell(edit: EditView) -> Text:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
+from replicast.cli import texts
 from replicast.cli.edit_options import read_file, update_of_tensors
 from replicast.cli.examination import examine, print_examination, values_of
 from replicast.cli.rundirs import checked_run
 from replicast.cli.tables import make_console, make_table
-from replicast.cli.texts import counted, number_text, printable, shape_text, size_text
 from replicast.edits import Array
 from replicast.runfiles import read_run_info
 from replicast.update import Update
@@ -49,15 +49,15 @@ def inspect(file: Path, run: Path | None, operation: str | None, weight: float |
         raise click.UsageError("--as blend and --weight belong together: one needs the other.")
     if file.is_dir():
         if operation is not None or run is not None:
-            raise click.UsageError(f"{printable(file)} is a directory: --as and --run belong to a file.")
+            raise click.UsageError(
+                f"{texts.printable(file)} is a directory: --as and --run belong to a file."
+            )
         _list_variables(checked_run(file))
         return
     found = read_file(file)
     if isinstance(found, Update):
         if operation is not None:
-            raise click.UsageError(
-                f"{printable(file)} is a saved update, which says what to do: leave --as out."
-            )
+            raise click.UsageError("A saved update says itself what to do: leave --as out.")
         update = found
     elif operation is None:
         _list_tensors(found)
@@ -75,10 +75,10 @@ def _list_variables(run: Path) -> None:
     schema = read_run_info(run).schema
     table = make_table("variable", "shape", "dtype", "size", "kind", right=("size",), whole=("dtype", "size"))
     for variable in schema:
-        cells = shape_text(variable.shape), variable.dtype, size_text(variable.nbytes)
-        table.add_row(printable(variable.name), *cells, variable.kind.replace("_", "-"))
+        cells = texts.shape(variable.shape), variable.dtype, texts.size(variable.nbytes)
+        table.add_row(texts.printable(variable.name), *cells, variable.kind.replace("_", "-"))
     make_console().print(table)
-    click.echo(f"{counted(len(schema), 'variable')}, {size_text(sum(one.nbytes for one in schema))}")
+    click.echo(f"{texts.counted(len(schema), 'variable')}, {texts.size(sum(one.nbytes for one in schema))}")
 
 
 def _list_tensors(tensors: dict[str, Array]) -> None:
@@ -86,6 +86,6 @@ def _list_tensors(tensors: dict[str, Array]) -> None:
     numbers = ("size", "norm")
     table = make_table("tensor", "shape", "dtype", *numbers, right=numbers, whole=numbers)
     for name, tensor in tensors.items():
-        cells = shape_text(tensor.shape), tensor.dtype.name, size_text(tensor.nbytes)
-        table.add_row(printable(name), *cells, number_text(values_of(tensor).norm))
+        cells = texts.shape(tensor.shape), tensor.dtype.name, texts.size(tensor.nbytes)
+        table.add_row(texts.printable(name), *cells, texts.number(values_of(tensor).norm))
     make_console().print(table)

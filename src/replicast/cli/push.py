@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from replicast import inbox
+from replicast.cli import texts
 from replicast.cli.edit_options import EditCommand, check_usage, edit_options, files_of, update_of
 from replicast.cli.examination import examine, print_examination, print_problems
 from replicast.cli.rundirs import (
@@ -26,16 +27,6 @@ from replicast.cli.rundirs import (
     timeout_option,
 )
 from replicast.cli.tables import is_live, make_console
-from replicast.cli.texts import (
-    digest_text,
-    error_text,
-    one_line,
-    outcome_text,
-    printable,
-    seconds_text,
-    size_text,
-    trial_text,
-)
 from replicast.cli.update_views import UpdateView, committed_views, look
 from replicast.core.stage import Stage
 from replicast.errors import UpdateRefused
@@ -47,7 +38,7 @@ from replicast.validate import planned
 
 TIME_IS_UP, REVERTED, STOPPED = 3, 4, 128 + signal.SIGINT
 _LARGE = 16 * 10**6
-_BEFORE_DECISION = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
+_BEFORE_COMMIT = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
 _TRIAL_OPTIONS = ("trial_metric", "max_increase", "trial_mode")
 
 
@@ -125,7 +116,7 @@ def _push(context: click.Context, run: Path, options: dict[str, Any], trial: Tri
     if options["dry_run"]:
         print_examination(edits, problems)
         if trial is not None and not problems:
-            console.print(f"On trial: {trial_text(trial)}. The metrics of the job decide.")
+            console.print(f"On trial: {texts.trial(trial)}. The metrics of the job decide.")
         if not problems:
             console.print("A guard of the job is not known here: if there is one, it may still refuse this.")
     print_problems([] if options["dry_run"] else problems)
@@ -185,7 +176,7 @@ def _submit(run: Path, update: Update, at_step: int | None, trial: Trial | None,
     except OSError as error:
         raise UpdateRefused(
             f"The update cannot be written to {run / 'inbox'} ({error.strerror})",
-            received=size_text(update.nbytes),
+            received=texts.size(update.nbytes),
             remedy="Free some space there, or let this user write there, and push it again",
         ) from error
     click.echo(f"pushed {update.id}")
@@ -209,12 +200,15 @@ def _wait(run: Path, update_id: str, timeout_secs: float, console: Console) -> i
     except KeyboardInterrupt:
         view, notes = look(run, update_id, thoroughly=True), read_worker_notes(run)
         stopped, why = STOPPED, "Stopped waiting"
-    if not view.stage.is_final:
-        click.echo(f"{why}: update {view.id} is {progress_text(view, notes, moving=True)}.", err=True)
-        click.echo(_what_stays(run, view), err=True)
-        return stopped
-    code = _say_how_it_ended(run, view)
-    return stopped if stopped == STOPPED else code
+    if view.stage.is_final:
+        code = _say_how_it_ended(run, view)
+        return stopped if stopped == STOPPED else code
+    click.echo(f"{why}: update {view.id} is {progress_text(view, notes, moving=True)}.", err=True)
+    if view.stage in _BEFORE_COMMIT:
+        click.echo(f"To take it back: replicast withdraw {shlex.quote(str(run))} {view.id}", err=True)
+    else:
+        click.echo("Every worker applies it.", err=True)
+    return stopped
 
 
 def follow(
@@ -267,35 +261,19 @@ def progress_text(view: UpdateView, notes: list[WorkerNote], *, moving: bool) ->
     waits_for = view.waits_for
     if any(note.waiting_for == WITHOUT_CALLBACK for note in notes):
         waits_for = WITHOUT_CALLBACK
-    if waits_for and view.stage in _BEFORE_DECISION:
-        text += f" and waits for {one_line(waits_for)}"
+    if waits_for and view.stage in _BEFORE_COMMIT:
+        text += f" and waits for {texts.one_line(waits_for)}"
     if not is_running(notes):
         said = not_running_text(notes) if moving else "The job is not running"
         text += f". {said}: it continues with this when it is started again"
     return text
 
 
-def _what_stays(run: Path, view: UpdateView) -> str:
-    """What becomes of an update that nobody waits for any more."""
-    if view.stage is Stage.APPLIED:
-        return "Every worker has applied it."
-    if view.stage is Stage.COMMITTED:
-        return "Every worker will apply it."
-    back = f"to take it back: replicast withdraw {shlex.quote(str(run))} {printable(view.id)}"
-    if view.stage is Stage.SCHEDULED:
-        return f"Every worker will apply it at that step; {back}"
-    return (
-        f"The job has it; {back}"
-        if view.waits_for
-        else f"It stays in the inbox until the job takes it; {back}"
-    )
-
-
 def _say_how_it_ended(run: Path, view: UpdateView) -> int:
     """Prints the receipt or the reason, and returns the exit code."""
     receipt, outcome = view.receipt, view.outcome
     if view.stage is Stage.REFUSED:
-        reason = "no reason is known" if view.refusal is None else error_text(view.refusal)
+        reason = "no reason is known" if view.refusal is None else texts.error(view.refusal)
         click.echo(f"Refused: {reason}\nNo replica has changed.", err=True)
         return 1
     if view.stage is Stage.WITHDRAWN:
@@ -304,16 +282,16 @@ def _say_how_it_ended(run: Path, view: UpdateView) -> int:
     if view.stage is not Stage.FAILED and receipt is not None:
         click.echo(
             f"{view.stage}: number {receipt.sequence}, applied at step {receipt.step}\n"
-            f"  digest {digest_text(receipt.digests)}\n"
-            f"  {seconds_text(receipt.propose_to_applied_secs)} from proposed to applied by all; "
-            f"training stood still for {seconds_text(receipt.stall_secs)}"
+            f"  digest {texts.digests(receipt.digests)}\n"
+            f"  {texts.seconds(receipt.propose_to_applied_secs)} from proposed to applied by all; "
+            f"training stood still for {texts.seconds(receipt.stall_secs)}"
         )
         if outcome is not None:
-            click.echo(f"  {outcome_text(outcome)}")
+            click.echo(f"  {texts.outcome(outcome)}")
         return REVERTED if view.stage is Stage.REVERTED else 0
-    digests = f"\n  digest {digest_text(receipt.digests)}" if receipt is not None else ""
-    click.echo(f"Failed{': ' if view.reason else ''}{one_line(view.reason)}{digests}", err=True)
-    click.echo(f"See: replicast show {shlex.quote(str(run))} {printable(view.id)}", err=True)
+    digests = f"\n  digest {texts.digests(receipt.digests)}" if receipt is not None else ""
+    click.echo(f"Failed{': ' if view.reason else ''}{texts.one_line(view.reason)}{digests}", err=True)
+    click.echo(f"See: replicast show {shlex.quote(str(run))} {texts.printable(view.id)}", err=True)
     return 1
 
 
@@ -321,4 +299,4 @@ def _spinner(console: Console, nbytes: int, doing: str) -> contextlib.AbstractCo
     """A spinner on a terminal while much is read or written."""
     if nbytes < _LARGE or not is_live(console):
         return contextlib.nullcontext()
-    return console.status(f"{doing} {size_text(nbytes)}")
+    return console.status(f"{doing} {texts.size(nbytes)}")

@@ -11,7 +11,7 @@ from time import monotonic, sleep
 
 import click
 
-from replicast.cli.texts import age_text, printable
+from replicast.cli import texts
 from replicast.runfiles import ENDED, WorkerNote, read_worker_notes
 
 ABSENT_SECS = 10.0
@@ -70,13 +70,13 @@ def not_running_text(notes: list[WorkerNote]) -> str:
     if not notes:
         return "The job is not running (no worker has written a note yet)"
     silent = time.time() - max(note.time for note in notes)
-    return f"The job is not running (last heard of {age_text(silent)} ago)"
+    return f"The job is not running (last heard of {texts.age(silent)} ago)"
 
 
 def running_beside(run: Path) -> str:
     """Which further `Replicas` of the same script are running, in a sentence; empty when none is."""
     found = [child for child in sorted(run.glob("replicas-*")) if is_run(child)]
-    running = [printable(child) for child in found if is_running(read_worker_notes(child))]
+    running = [texts.printable(child) for child in found if is_running(read_worker_notes(child))]
     if not running:
         return ""
     return f"Another Replicas of the same script is running: give {' or '.join(running)} instead."
@@ -96,12 +96,12 @@ def checked_run(path: Path, *, checkpoints_suffice: bool = False) -> Path:
     """
     if is_run(path) or (checkpoints_suffice and (path / "checkpoints").is_dir()):
         return path
-    name = printable(path)
+    name = texts.printable(path)
     if not path.is_dir():
         raise click.BadParameter(f"There is no directory {name}. Give the --run-dir of the job.")
     if not os.access(path, os.R_OK | os.X_OK):
         raise click.BadParameter(f"The directory {name} cannot be read by this user.")
-    near = [printable(child) for child in (*sorted(path.iterdir()), path.parent) if is_run(child)][-5:]
+    near = [texts.printable(child) for child in (*sorted(path.iterdir()), path.parent) if is_run(child)][-5:]
     if near:
         raise click.BadParameter(f"{name} is not a run directory. Perhaps: {', '.join(near)}.")
     raise click.BadParameter(f"{name} has no run.json yet: is the job still starting?")

@@ -8,18 +8,10 @@ from pathlib import Path
 import click
 from rich.text import Text
 
+from replicast.cli import texts
 from replicast.cli.examination import EditView, edits_table, views_of
 from replicast.cli.rundirs import run_argument
 from replicast.cli.tables import facts_table, make_console
-from replicast.cli.texts import (
-    full_time_text,
-    one_line,
-    outcome_text,
-    printable,
-    seconds_text,
-    size_text,
-    trial_text,
-)
 from replicast.cli.update_views import UpdateView, find, stage_cell
 from replicast.core.entries import Receipt
 from replicast.errors import UpdateRefused
@@ -60,44 +52,49 @@ def _facts(view: UpdateView) -> list[tuple[str, str | Text]]:
     """Who, what, when and how it went; those that are not known are empty."""
     update, journaled, refusal = view.committed, view.journaled, view.refusal
     step = "" if view.step is None else str(view.step)
-    facts: list[tuple[str, str | Text]] = [("update", printable(view.id)), ("stage", stage_cell(view.stage))]
+    facts: list[tuple[str, str | Text]] = [
+        ("update", texts.printable(view.id)),
+        ("stage", stage_cell(view.stage)),
+    ]
     if journaled is not None:
         chosen = update is None or update.scheduled
         trial = journaled.trial
         facts += [
             ("number", "" if update is None else str(update.sequence)),
             ("step", f"{step}, chosen by its author" if chosen else step),
-            ("author", one_line(journaled.author)),
-            ("note", one_line(journaled.note)),
-            ("trial", "" if trial is None else trial_text(trial)),
+            ("author", texts.one_line(journaled.author)),
+            ("note", texts.one_line(journaled.note)),
+            ("trial", "" if trial is None else texts.trial(trial)),
         ]
     else:
-        facts += [("step", step), ("since", full_time_text(view.at) if view.at else "")]
+        facts += [("step", step), ("since", texts.date(view.at) if view.at else "")]
     if update is not None:
         facts += [
-            ("committed", f"{full_time_text(update.committed_at)}, attempt {update.attempt}"),
-            ("payload", f"{size_text(update.nbytes)}, sha256 {printable(update.sha256)}"),
+            ("committed", f"{texts.date(update.committed_at)}, attempt {update.attempt}"),
+            ("payload", f"{texts.size(update.nbytes)}, sha256 {texts.printable(update.sha256)}"),
         ]
-    facts += [("waits for", one_line(view.waits_for)), ("file", printable(view.path or ""))]
+    facts += [("waits for", texts.one_line(view.waits_for)), ("file", texts.printable(view.path or ""))]
     for receipt in view.receipts:
         facts += _receipt_facts(receipt)
     if view.outcome is not None:
-        facts.append(("outcome", outcome_text(view.outcome)))
+        facts.append(("outcome", texts.outcome(view.outcome)))
     if refusal is not None:
-        facts += [(name, one_line(value)) for name, value in refusal.to_json().items() if value is not None]
-    return [*facts, ("reason", one_line(view.reason))]
+        facts += [
+            (name, texts.one_line(value)) for name, value in refusal.to_json().items() if value is not None
+        ]
+    return [*facts, ("reason", texts.one_line(view.reason))]
 
 
 def _receipt_facts(receipt: Receipt) -> list[tuple[str, str | Text]]:
     equal = "equal" if len(set(receipt.digests.values())) == 1 else "NOT EQUAL"
     digests = sorted(receipt.digests.items())
-    took = seconds_text(receipt.propose_to_applied_secs)
+    took = texts.seconds(receipt.propose_to_applied_secs)
     return [
         ("applied", f"at step {receipt.step}, attempt {receipt.attempt}: {receipt.stage}"),
-        *((f"worker {rank}", printable(digest)) for rank, digest in digests),
+        *((f"worker {rank}", texts.printable(digest)) for rank, digest in digests),
         ("digests", equal),
         ("took", f"{took} from the proposal until all applied it" if receipt.propose_to_applied_secs else ""),
-        ("stall", f"training stood still for {seconds_text(receipt.stall_secs)}"),
+        ("stall", f"training stood still for {texts.seconds(receipt.stall_secs)}"),
     ]
 
 

@@ -18,19 +18,10 @@ from rich.text import Text
 
 from replicast.audit import AuditReport
 from replicast.auditfiles import last_audits
+from replicast.cli import texts
 from replicast.cli.log import no_updates_text
 from replicast.cli.rundirs import ABSENT_SECS, is_running, not_running_text, run_argument, running_beside
 from replicast.cli.tables import is_live, make_console, make_table
-from replicast.cli.texts import (
-    age_text,
-    counted,
-    metrics_text,
-    one_line,
-    printable,
-    short_id,
-    size_text,
-    when_text,
-)
 from replicast.cli.update_views import (
     UpdateView,
     committed_views,
@@ -86,30 +77,18 @@ def status(run: Path, as_json: bool, watch: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """A run at one moment.
-
-    Attributes:
-        workers: How many workers the job has.
-        notes: What they last said, by rank.
-        metrics: The last line of metrics, if there is one.
-        operations: What is under way in the job.
-        updates: The last committed updates.
-        scheduled: What waits for its step.
-        waiting: What waits in the inbox.
-        refused: What was refused last.
-        audit: The last audit, if there was one.
-    """
+    """A run at one moment: what its workers last said, its metrics, its last audit, and its updates."""
 
     run: Path
-    workers: int
-    notes: list[WorkerNote]
+    size: int
+    workers: list[WorkerNote]
     metrics: Mapping[str, Any] | None
+    audit: AuditReport | None
     operations: list[dict[str, Any]]
     updates: list[UpdateView]
     scheduled: list[UpdateView]
     waiting: list[UpdateView]
     refused: list[UpdateView]
-    audit: AuditReport | None
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
@@ -120,16 +99,16 @@ class Overview:
         return {
             "run": str(self.run),
             "time": now,
-            "running": is_running(self.notes),
-            "size": self.workers,
-            "workers": [note.to_json() | {"age_secs": now - note.time} for note in self.notes],
+            "running": is_running(self.workers),
+            "size": self.size,
+            "workers": [note.to_json() | {"age_secs": now - note.time} for note in self.workers],
             "metrics": metrics,
             "audit": None if self.audit is None else self.audit.to_json(),
             "operations": self.operations,
-            "updates": [view.to_json() for view in self.updates],
-            "scheduled": [view.to_json() for view in self.scheduled],
-            "waiting": [view.to_json() for view in self.waiting],
-            "refused": [view.to_json() for view in self.refused],
+            **{
+                name: [view.to_json() for view in getattr(self, name)]
+                for name in ("updates", "scheduled", "waiting", "refused")
+            },
         }
 
 
@@ -139,24 +118,18 @@ def look_at(run: Path) -> Overview:
     Raises:
         FileDamaged: A file of the run cannot be trusted.
     """
-    workers = read_run_info(run).workers
+    size = read_run_info(run).workers
     # A former, larger job may have left notes of workers that this one does not have.
-    notes = [note for note in read_worker_notes(run) if note.rank < workers]
+    notes = [note for note in read_worker_notes(run) if note.rank < size]
     updates, scheduled = committed_views(run, _RECENT), scheduled_views(run)
     known = {view.id for view in (*updates, *scheduled)}
     waiting = waiting_views(run, known)
-    refused = refused_views(run, known | {view.id for view in waiting})
+    refused = refused_views(run, known | {view.id for view in waiting})[-_LAST:]
+    audit = next(iter(last_audits(run, 1)), None)
+    operations = under_way(run) if is_running(notes) else []
+    metrics = last_metrics(run)
     return Overview(
-        run=run,
-        workers=workers,
-        notes=notes,
-        metrics=last_metrics(run),
-        operations=under_way(run) if is_running(notes) else [],
-        updates=updates[-_LAST:],
-        scheduled=scheduled,
-        waiting=waiting,
-        refused=refused[-_LAST:],
-        audit=next(iter(last_audits(run, 1)), None),
+        run, size, notes, metrics, audit, operations, updates[-_LAST:], scheduled, waiting, refused
     )
 
 
@@ -183,33 +156,34 @@ def _rendered(seen: Overview) -> RenderableType:
     parts: list[RenderableType] = [_head(seen), _workers_table(seen)]
     now = time.time()
     if seen.metrics is not None:
-        ago = f"  (step {seen.metrics['step']}, {age_text(now - seen.metrics['time'])} ago)"
-        parts.append(Text(f"\n{metrics_text(seen.metrics['values'])}").append(ago, style="dim"))
+        ago = f"  (step {seen.metrics['step']}, {texts.age(now - seen.metrics['time'])} ago)"
+        parts.append(Text(f"\n{texts.metrics(seen.metrics['values'])}").append(ago, style="dim"))
     if seen.audit is not None:
-        line = Text(one_line(seen.audit), style=_AUDIT_STYLES.get(seen.audit.outcome, "red"))
-        parts.append(line.append(f"  ({age_text(now - seen.audit.time)} ago)", style="dim"))
+        line = Text(texts.one_line(seen.audit), style=_AUDIT_STYLES.get(seen.audit.outcome, "red"))
+        parts.append(line.append(f"  ({texts.age(now - seen.audit.time)} ago)", style="dim"))
     if seen.operations:
         parts += [_title("under way"), _operations_table(seen.operations)]
     if seen.updates:
-        parts += [_title(f"last {counted(len(seen.updates), 'update')}"), updates_table(seen.updates)]
+        parts += [_title(f"last {texts.counted(len(seen.updates), 'update')}"), updates_table(seen.updates)]
     else:
         parts.append(_title(no_updates_text(seen.run)))
-    if seen.scheduled:
-        parts += [_title(f"{len(seen.scheduled)} scheduled"), _scheduled_table(seen.scheduled)]
-    if seen.waiting:
-        parts += [_title(f"{len(seen.waiting)} in the inbox"), _waiting_table(seen.waiting)]
+    for title, views in (("scheduled", seen.scheduled), ("in the inbox", seen.waiting)):
+        if views:
+            parts += [_title(f"{len(views)} {title}"), _pending_table(views)]
     if seen.refused:
         parts += [_title("refused"), _refused_table(seen.refused)]
     return Group(*parts)
 
 
 def _head(seen: Overview) -> Text:
-    head = Text(f"{printable(seen.run)}: {counted(seen.workers, 'worker')}", style="bold")
-    if not is_running(seen.notes):
-        said = f"{not_running_text(seen.notes)}. {running_beside(seen.run)}".rstrip()
+    head = Text(f"{texts.printable(seen.run)}: {texts.counted(seen.size, 'worker')}", style="bold")
+    if not is_running(seen.workers):
+        said = f"{not_running_text(seen.workers)}. {running_beside(seen.run)}".rstrip()
         return head.append(f"\n{said}", style="red")
-    doing = "training" if any(note.training for note in seen.notes) else "running, not inside a training loop"
-    return head.append(f", {doing}, step {max(note.step for note in seen.notes)}")
+    doing = (
+        "training" if any(note.training for note in seen.workers) else "running, not inside a training loop"
+    )
+    return head.append(f", {doing}, step {max(note.step for note in seen.workers)}")
 
 
 def _title(text: str) -> Text:
@@ -218,13 +192,13 @@ def _title(text: str) -> Text:
 
 def _workers_table(seen: Overview) -> Table:
     table = make_table("worker", "process", "host", "step", "attempt", "last note", right=("worker", "step"))
-    notes = {note.rank: note for note in seen.notes}
-    for rank in range(seen.workers):
+    notes = {note.rank: note for note in seen.workers}
+    for rank in range(seen.size):
         note = notes.get(rank)
         if note is None:
             table.add_row(str(rank), "", "", "", "", Text("never seen", style="red"))
         else:
-            cells = str(note.pid), one_line(note.host), str(note.step), str(note.attempt)
+            cells = str(note.pid), texts.one_line(note.host), str(note.step), str(note.attempt)
             table.add_row(str(rank), *cells, _last_note_cell(note))
     return table
 
@@ -232,41 +206,36 @@ def _workers_table(seen: Overview) -> Table:
 def _last_note_cell(note: WorkerNote) -> Text:
     age = time.time() - note.time
     if note.waiting_for == ENDED:
-        return Text(f"exited {age_text(age)} ago", style="dim")
-    absent = Text(f"not seen for {age_text(age)}", style="red")
-    cell = absent if age > ABSENT_SECS else Text(f"{age_text(age)} ago")
+        return Text(f"exited {texts.age(age)} ago", style="dim")
+    absent = Text(f"not seen for {texts.age(age)}", style="red")
+    cell = absent if age > ABSENT_SECS else Text(f"{texts.age(age)} ago")
     if note.waiting_for:
-        cell.append(f", waits for {one_line(note.waiting_for)}", style="yellow")
+        cell.append(f", waits for {texts.one_line(note.waiting_for)}", style="yellow")
     return cell
 
 
 def _operations_table(operations: list[dict[str, Any]]) -> Table:
     table = make_table("what", "stage", "step", "waits for", "who", right=("step",), whole=("stage", "step"))
     for one in operations:
-        said = {name: "" if value is None else one_line(value) for name, value in one.items()}
+        said = {name: "" if value is None else texts.one_line(value) for name, value in one.items()}
         who = ": ".join(said[name] for name in ("author", "note") if said[name])
-        what = f"{said['kind']} {short_id(said['id'])}".strip()
+        what = f"{said['kind']} {texts.short_id(said['id'])}".strip()
         table.add_row(what, said["stage"], said["step"], said["waits_for"], Text(who, style="dim"))
     return table
 
 
-def _scheduled_table(views: list[UpdateView]) -> Table:
-    table = make_table(
-        "id", "for step", "what", "size", right=("for step", "size"), whole=("for step", "size")
-    )
+def _pending_table(views: list[UpdateView]) -> Table:
+    right, whole = ("step", "size"), ("stage", "step", "size", "since")
+    table = make_table("id", "stage", "step", "what", "size", "since", right=right, whole=whole)
     for view in views:
-        table.add_row(short_id(view.id), str(view.step), what_cell(view), size_text(view.nbytes or 0))
-    return table
-
-
-def _waiting_table(views: list[UpdateView]) -> Table:
-    table = make_table(
-        "id", "stage", "size", "since", "waits for", right=("size",), whole=("stage", "size", "since")
-    )
-    for view in views:
-        since = f"{age_text(time.time() - view.at)} ago"
-        cells = size_text(view.nbytes or 0), since, one_line(view.waits_for)
-        table.add_row(short_id(view.id), stage_cell(view.stage), *cells)
+        step, since = "" if view.step is None else str(view.step), ""
+        if view.at:
+            since = f"{texts.age(time.time() - view.at)} ago"
+        what = what_cell(view)
+        if view.waits_for:
+            what.append(f"waits for {texts.one_line(view.waits_for)}", style="yellow")
+        cells = stage_cell(view.stage), step, what, texts.size(view.nbytes or 0), since
+        table.add_row(texts.short_id(view.id), *cells)
     return table
 
 
@@ -276,5 +245,5 @@ def _refused_table(views: list[UpdateView]) -> Table:
         why = "" if view.refusal is None else view.refusal.problem
         if view.refusal is not None and view.refusal.variable is not None:
             why += f" ({view.refusal.variable})"
-        table.add_row(short_id(view.id), one_line(why), when_text(view.at, time.time()) if view.at else "")
+        table.add_row(texts.short_id(view.id), texts.one_line(why), texts.when(view.at))
     return table

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from replicast.cli.texts import printable
+from replicast.cli import texts
 
 _WIDEST = 120  # Longer lines are hard to read, however wide the terminal.
 _REFRESH_SECS = 0.1
@@ -65,7 +65,7 @@ def progress_bar(doing: str) -> Iterator[Callable[[int, int], None] | None]:
     columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn()
     # Drawn by this thread alone: nothing is left behind after Ctrl-C.
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
-        task, drawn = bar.add_task(printable(doing), total=None), 0.0
+        task, drawn = bar.add_task(texts.printable(doing), total=None), 0.0
 
         def progress(done: int, total: int) -> None:
             nonlocal drawn

@@ -31,11 +31,13 @@ def one_line(text: object) -> str:
     return printable(" ".join(str(text).split()))
 
 
-def error_text(error: UpdateRefused | CheckpointError) -> str:
+def error(raised: UpdateRefused | CheckpointError) -> str:
     """An error, one fact per line; where it names an argument of Python, the option of the command line."""
-    facts = [(label, getattr(error, name, None)) for name, label in _LABELS.items()]
+    facts = [(label, getattr(raised, name, None)) for name, label in _LABELS.items()]
     lines = [f"{label}: {one_line(value)}" for label, value in facts if value is not None]
-    return "\n  ".join([one_line(error.problem), *lines]).replace("allow_nonfinite=True", "--allow-nonfinite")
+    return "\n  ".join([one_line(raised.problem), *lines]).replace(
+        "allow_nonfinite=True", "--allow-nonfinite"
+    )
 
 
 def short_id(update_id: str) -> str:
@@ -43,26 +45,25 @@ def short_id(update_id: str) -> str:
     return update_id[:8] if _RANDOM_ID.fullmatch(update_id) else printable(update_id)
 
 
-def size_text(nbytes: int) -> str:
+def size(nbytes: int) -> str:
     """A size in bytes, kB, MB or GB."""
     if nbytes < 1000:
         return f"{nbytes} B"
-    size = float(nbytes)
-    for unit in ("kB", "MB", "GB"):
-        size /= 1000
-        if size < 999.5 or unit == "GB":
-            break
-    return f"{size:.1f} {unit}" if size < 99.95 else f"{size:.0f} {unit}"
+    value, units = nbytes / 1000, ["kB", "MB", "GB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000
+        del units[0]
+    return f"{value:.1f} {units[0]}" if value < 99.95 else f"{value:.0f} {units[0]}"
 
 
-def seconds_text(secs: float) -> str:
+def seconds(secs: float) -> str:
     """A duration with the digits that matter."""
     if abs(secs) < 0.0995:
         return f"{secs * 1000:.1f} ms"
     return f"{secs:.2f} s" if abs(secs) < 9.995 else f"{secs:.0f} s"
 
 
-def age_text(secs: float) -> str:
+def age(secs: float) -> str:
     """How long ago, roughly."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if secs >= 2 * length:
@@ -70,58 +71,56 @@ def age_text(secs: float) -> str:
     return f"{max(0.0, secs):.0f} s"
 
 
-def when_text(moment: float, now: float) -> str:
-    """A local time: the hour when it was today, else the day."""
-    then, today = time.localtime(moment), time.localtime(now)
-    return time.strftime("%H:%M:%S" if then[:3] == today[:3] else "%Y-%m-%d", then)
+def when(moment: float) -> str:
+    """A local time: the hour when it was today, else the day; nothing for 0."""
+    then, today = time.localtime(moment), time.localtime()
+    return time.strftime("%H:%M:%S" if then[:3] == today[:3] else "%Y-%m-%d", then) if moment else ""
 
 
-def full_time_text(moment: float) -> str:
+def date(moment: float) -> str:
     """Local day and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
 
 
-def number_text(value: float | None) -> str:
+def number(value: float | None) -> str:
     """A number with four significant digits; nothing for none."""
     return "" if value is None else f"{value:.4g}"
 
 
-def shape_text(shape: tuple[int, ...]) -> str:
+def shape(dimensions: tuple[int, ...]) -> str:
     """A shape: 3×4; "one number" for none."""
-    return "×".join(map(str, shape)) if shape else "one number"
+    return "×".join(map(str, dimensions)) if dimensions else "one number"
 
 
-def metrics_text(metrics: Mapping[str, float]) -> str:
+def metrics(values: Mapping[str, float]) -> str:
     """Metrics in one line."""
-    return "  ".join(f"{one_line(name)} {number_text(value)}" for name, value in metrics.items())
+    return "  ".join(f"{one_line(name)} {number(value)}" for name, value in values.items())
 
 
-def digest_text(digests: Mapping[int, str]) -> str:
+def digests(reported: Mapping[int, str]) -> str:
     """What the workers reported: one digest when it is the same on all."""
-    if len(set(digests.values())) == 1:
-        same = f"the same on {len(digests)} workers" if len(digests) > 1 else "on the only worker"
-        return f"{printable(next(iter(digests.values())))}, {same}"
-    return "; ".join(f"worker {rank}: {printable(digest)}" for rank, digest in sorted(digests.items()))
+    if len(set(reported.values())) == 1:
+        same = f"the same on {len(reported)} workers" if len(reported) > 1 else "on the only worker"
+        return f"{printable(next(iter(reported.values())))}, {same}"
+    return "; ".join(f"worker {rank}: {printable(digest)}" for rank, digest in sorted(reported.items()))
 
 
-def counted(number: int, thing: str) -> str:
+def counted(amount: int, thing: str) -> str:
     """A number of things: "1 worker", "2 workers"."""
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+    return f"{amount} {thing}" if amount == 1 else f"{amount} {thing}s"
 
 
-def trial_text(trial: Trial) -> str:
+def trial(asked: Trial) -> str:
     """What decides a trial: "50 steps, loss, at most 5 % worse"."""
-    part = trial.max_increase
-    words = "no worse" if part == 0 else f"at most {100 * part:g} % worse"
-    if part < 0:
-        words = f"at least {-100 * part:g} % better"
-    return one_line(f"{trial.steps} steps, {trial.metric}, {words}")
+    part = asked.max_increase
+    words = f"at most {100 * part:g} % worse" if part > 0 else f"at least {-100 * part:g} % better"
+    return one_line(f"{asked.steps} steps, {asked.metric}, {words if part else 'no worse'}")
 
 
-def outcome_text(outcome: TrialOutcome) -> str:
+def outcome(ended: TrialOutcome) -> str:
     """How a trial ended."""
-    reason = one_line(outcome.reason)
-    if outcome.outcome == "kept":
-        return f"kept at step {outcome.step}: {reason}"
+    reason = one_line(ended.reason)
+    if ended.outcome == "kept":
+        return f"kept at step {ended.step}: {reason}"
     back = "all replicas are back at their state before the update"
-    return f"reverted at step {outcome.step}: {back} ({reason})"
+    return f"reverted at step {ended.step}: {back} ({reason})"

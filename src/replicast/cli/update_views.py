@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from replicast import inbox
-from replicast.cli import Failed
+from replicast.cli import Failed, texts
 from replicast.cli.tables import make_table
-from replicast.cli.texts import (
-    one_line,
-    outcome_text,
-    printable,
-    seconds_text,
-    size_text,
-    trial_text,
-    when_text,
-)
 from replicast.core.entries import Receipt
 from replicast.core.stage import Stage
 from replicast.edits import RESETS
@@ -148,11 +139,8 @@ def waiting_views(run: Path, known: Collection[str]) -> list[UpdateView]:
     found = []
     for entry in inbox.waiting(run):
         if entry.id not in known:
-            note = inbox.stage_of(run, entry.id) or {}
-            stage, step = _stage_in(note), _step_in(note)
-            waits_for, size = str(note.get("waits_for", "")), entry.nbytes
-            at, path = entry.submitted_at, entry.path
-            found.append(UpdateView(entry.id, stage, at, step, path=path, nbytes=size, waits_for=waits_for))
+            view = noted_view(run, entry.id) or UpdateView(entry.id, Stage.PROPOSED)
+            found.append(replace(view, at=entry.submitted_at, path=entry.path, nbytes=entry.nbytes))
     return found
 
 
@@ -164,15 +152,14 @@ def refused_views(run: Path, known: Collection[str]) -> list[UpdateView]:
     """
     found = []
     reasons = {id_: UpdateRefused(problem) for id_, problem in refused(run).items()} | inbox.refusals(run)
-    for update_id, reason in reasons.items():
-        at, nbytes, path = 0.0, None, run / "refused" / f"{update_id}.safetensors"
+    for update_id in reasons.keys() - known:
+        view = UpdateView(update_id, Stage.REFUSED, refusal=reasons[update_id])
+        path = run / "refused" / f"{update_id}.safetensors"
         with contextlib.suppress(OSError):
-            at = (run / "refused" / f"{update_id}.json").stat().st_mtime
-            nbytes = path.lstat().st_size
-        there = None if nbytes is None else path
-        if update_id not in known:
-            found.append(UpdateView(update_id, Stage.REFUSED, at, refusal=reason, path=there, nbytes=nbytes))
-    return sorted(found, key=lambda view: view.at)
+            view = replace(view, at=(run / "refused" / f"{update_id}.json").stat().st_mtime)
+            view = replace(view, nbytes=path.lstat().st_size, path=path)
+        found.append(view)
+    return sorted(found, key=lambda view: (view.at, view.id))
 
 
 def noted_view(run: Path, update_id: str) -> UpdateView | None:
@@ -232,9 +219,9 @@ def find(run: Path, given: str) -> UpdateView:
         return next(iter(found.values()))
     if not found:
         hint = "`replicast status` and `log` list them."
-        raise Failed(f"There is no update {printable(given)} in {printable(run)}. {hint}")
-    listed = ", ".join(printable(update_id) for update_id in sorted(found)[:5])
-    raise Failed(f"{printable(given)} may be {len(found)} updates: {listed}. Give more of the id.")
+        raise Failed(f"There is no update {texts.printable(given)} in {texts.printable(run)}. {hint}")
+    listed = ", ".join(texts.printable(update_id) for update_id in sorted(found)[:5])
+    raise Failed(f"{texts.printable(given)} may be {len(found)} updates: {listed}. Give more of the id.")
 
 
 def every_view(run: Path) -> list[UpdateView]:
@@ -262,9 +249,9 @@ def updates_table(views: Iterable[UpdateView]) -> Table:
                 str(view.step),
                 stage_cell(view.stage),
                 what_cell(view),
-                size_text(update.nbytes),
-                "" if receipt is None else seconds_text(receipt.propose_to_applied_secs),
-                when_text(update.committed_at, time.time()),
+                texts.size(update.nbytes),
+                "" if receipt is None else texts.seconds(receipt.propose_to_applied_secs),
+                texts.when(update.committed_at),
             )
     return table
 
@@ -279,19 +266,18 @@ def what_cell(view: UpdateView) -> Text:
     update = view.journaled
     if update is None:
         return Text("")
-    cell = Text(one_line(_edits_text(update.edits)))
+    cell = Text(texts.one_line(_edits_text(update.edits)))
     if view.outcome is not None:
         style = "green" if view.outcome.outcome == "kept" else "yellow"
-        cell.append(f"\ntrial: {outcome_text(view.outcome)}", style=style)
+        cell.append(f"\ntrial: {texts.outcome(view.outcome)}", style=style)
     elif update.trial is not None:
-        cell.append(f"\non trial: {trial_text(update.trial)}", style="cyan")
-    who = ": ".join(one_line(text) for text in (update.author, update.note) if text)
+        cell.append(f"\non trial: {texts.trial(update.trial)}", style="cyan")
+    who = ": ".join(texts.one_line(text) for text in (update.author, update.note) if text)
     return cell.append(f"\n{who}", style="dim") if who else cell
 
 
 def _committed_view(run: Path, update: CommittedUpdate, attempt: int, reached: int) -> UpdateView:
-    stage, reason = update.stage, ""
-    receipt = update.receipts[-1] if update.receipts else None
+    receipt, stage, reason = update.receipts[-1] if update.receipts else None, update.stage, ""
     if receipt is not None and receipt.attempt < attempt and update.step > reached:
         stage = Stage.COMMITTED  # The job was restarted before its step, and will apply it again there.
     elif receipt is None or stage is Stage.FAILED:
@@ -300,10 +286,8 @@ def _committed_view(run: Path, update: CommittedUpdate, attempt: int, reached: i
         if receipt is None and _stage_in(note) is Stage.APPLIED:
             stage = Stage.APPLIED
     at = update.committed_at if receipt is None else receipt.verified_at
-    outcome, receipts, nbytes = _outcome(update), update.receipts, update.nbytes
-    return UpdateView(
-        update.id, stage, at, update.step, update, receipts, outcome, nbytes=nbytes, reason=reason
-    )
+    view = UpdateView(update.id, stage, at, update.step, update, update.receipts, nbytes=update.nbytes)
+    return replace(view, outcome=_outcome(update), reason=reason)
 
 
 def _outcome(update: CommittedUpdate) -> TrialOutcome | None:

@@ -7,9 +7,8 @@ from pathlib import Path
 import click
 
 from replicast import inbox
-from replicast.cli import Failed
+from replicast.cli import Failed, texts
 from replicast.cli.rundirs import is_running, not_running_text, polls, run_argument
-from replicast.cli.texts import printable
 from replicast.cli.update_views import UpdateView, find, look
 from replicast.core.stage import Stage
 from replicast.runfiles import ENDED, read_worker_notes
@@ -36,7 +35,7 @@ def withdraw(run: Path, update_id: str) -> None:
     the job does not answer.
     """  # noqa: D301 - click wants a real backspace
     view = find(run, update_id)
-    name = printable(view.id)
+    name = texts.printable(view.id)
     if view.stage in (Stage.REFUSED, Stage.WITHDRAWN):
         raise Failed(f"Update {name} was {view.stage}: there is nothing to withdraw.")
     try:
