@@ -29,8 +29,12 @@ _FROM_FILES = {
     "--add-low-rank": "Add the product of NAME.a and NAME.b.",
     "--update": "All edits of a saved Update.",
 }
+_FLAGS = {
+    "--reset-slots": "Also reset the optimizer's moments of what is touched.",
+    "--allow-nonfinite": "Accept NaN and infinity.",
+    "--dry-run": "Only check it, and show what it would do.",
+}
 _NAMES = [*(name[2:].replace("-", "_") for name in _FROM_FILES), "scale", "set"]
-_NUMBER = "Assign one number to a variable without dimensions, such as the learning rate."
 
 
 class EditCommand(click.Command):
@@ -45,35 +49,22 @@ class EditCommand(click.Command):
 
 def edit_options(command: _Command) -> _Command:
     """Adds the options that say what to change. The class of the command is `EditCommand`."""
-    options = [
-        *(
-            click.option(name, type=_FILE, multiple=True, metavar="FILE", help=text)
-            for name, text in _FROM_FILES.items()
-        ),
-        click.option(
-            "--weight", type=float, metavar="W", help="For --blend: 0 changes nothing, 1 is to assign."
-        ),
-        click.option(
-            "--scale", multiple=True, metavar="FILE|NAME=FACTOR", help="Multiply by one number each."
-        ),
-        click.option("--set", multiple=True, metavar="NAME=NUMBER", help=_NUMBER),
-        click.option(
-            "--reset-slots", is_flag=True, help="Also reset the optimizer's moments of what is touched."
-        ),
-        click.option("--allow-nonfinite", is_flag=True, help="Accept NaN and infinity."),
-        click.option("--dry-run", is_flag=True, help="Only check it, and show what it would do."),
-    ]
-    for option in reversed(options):
-        command = option(command)
+    for name, text in reversed(_FLAGS.items()):
+        command = click.option(name, is_flag=True, help=text)(command)
+    number = "Assign one number to a variable without dimensions, such as the learning rate."
+    factor = "Multiply variables by one number each."
+    command = click.option("--set", multiple=True, metavar="NAME=NUMBER", help=number)(command)
+    command = click.option("--scale", multiple=True, metavar="FILE|NAME=FACTOR", help=factor)(command)
+    command = click.option("--weight", type=float, metavar="W", help="For --blend: 1 is to assign.")(command)
+    for name, text in reversed(_FROM_FILES.items()):
+        command = click.option(name, type=_FILE, multiple=True, metavar="FILE", help=text)(command)
     return command
 
 
 def check_usage(options: dict[str, Any]) -> None:
     """Refuses a command line that asks for nothing, or for a weight without a blend."""
     if not any(options[name] for name in _NAMES):
-        raise click.UsageError(
-            "Say what to change: --set NAME=NUMBER, --add FILE, or another operation of --help."
-        )
+        raise click.UsageError("Say what to change: --set NAME=NUMBER, --add FILE, or another operation.")
     if bool(options["blend"]) != (options["weight"] is not None):
         raise click.UsageError("--blend and --weight belong together: one needs the other.")
 

@@ -37,44 +37,23 @@ from replicast.update import Update
 from replicast.validate import planned
 
 TIME_IS_UP, REVERTED, STOPPED = 3, 4, 128 + signal.SIGINT
+_FROM_0, _FROM_1 = click.IntRange(min=0), click.IntRange(min=1)
 _LARGE = 16 * 10**6
 _BEFORE_COMMIT = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
 _TRIAL_OPTIONS = ("trial_metric", "max_increase", "trial_mode")
 
 
-@click.command(cls=EditCommand)
+@click.command(cls=EditCommand, context_settings={"show_default": True})
 @run_argument
 @edit_options
 @click.option("--note", metavar="TEXT", help="Why, for whoever reads the journal.")
 @click.option("--author", metavar="TEXT", help="Who. [default: user@host]")
 @click.option("--id", metavar="ID", help="Makes pushing it twice a no-op. [default: random]")
-@click.option(
-    "--at-step", type=click.IntRange(min=0), metavar="N", help="When. [default: as soon as possible]"
-)
-@click.option(
-    "--trial-steps",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Revert it after N steps if it made things worse.",
-)
-@click.option(
-    "--trial-metric", default="loss", metavar="NAME", show_default=True, help="What decides a trial."
-)
-@click.option(
-    "--max-increase",
-    type=float,
-    default=0.0,
-    metavar="PART",
-    show_default=True,
-    help="How much worse it may get: 0.05 is 5 %.",
-)
-@click.option(
-    "--trial-mode",
-    type=click.Choice(["min", "max"]),
-    default="min",
-    show_default=True,
-    help="Which is better.",
-)
+@click.option("--at-step", type=_FROM_0, metavar="N", help="When. [default: as soon as possible]")
+@click.option("--trial-steps", type=_FROM_1, metavar="N", help="After N steps, revert it if it was bad.")
+@click.option("--trial-metric", default="loss", metavar="NAME", help="What decides a trial.")
+@click.option("--max-increase", default=0.0, metavar="PART", help="How much worse it may get: 0.05 is 5 %.")
+@click.option("--trial-mode", type=click.Choice(["min", "max"]), default="min", help="Which is better.")
 @click.option("--wait", is_flag=True, help="Follow it until every worker has applied it and is verified.")
 @timeout_option
 @click.pass_context

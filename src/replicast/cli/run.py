@@ -25,39 +25,27 @@ from replicast.supervisor import (
 )
 from replicast.supervisor.plan import DEFAULT_PORT
 
-_DIRECTORY = click.Path(path_type=Path)
-_COUNT = click.IntRange(min=0)
-_SECS = click.FloatRange(min=0)
+_DIR, _COUNT, _SECS = click.Path(path_type=Path), click.IntRange(min=0), click.FloatRange(min=0)
 
 
 @click.command(context_settings={"allow_interspersed_args": False, "show_default": True})
-@click.option("-n", "--workers", "--nproc", type=int, default=1, metavar="N", help="Workers on this machine.")
+@click.option("-n", "--workers", "--nproc", default=1, metavar="N", help="Workers on this machine.")
 @click.option("-m", "--module", is_flag=True, help="PROGRAM is a module's name, as in python -m.")
+@click.option("--run-dir", type=_DIR, metavar="DIR", help="The run directory. [default: runs/TIME-PROGRAM]")
 @click.option(
-    "--run-dir", type=_DIRECTORY, metavar="DIR", help="The run directory. [default: runs/TIME-PROGRAM]"
+    "--log-dir", type=_DIR, metavar="DIR", help="For attempt-K/worker-R.log. [default: RUN_DIR/logs]"
 )
 @click.option(
-    "--log-dir", type=_DIRECTORY, metavar="DIR", help="For attempt-K/worker-R.log. [default: RUN_DIR/logs]"
+    "--max-restarts", type=_COUNT, default=0, metavar="K", help="How often to restart a failed group."
 )
+@click.option("--tee", metavar="WHO", help='Workers to show: "all", "none" or 0,2. [default: the first here]')
 @click.option(
-    "--max-restarts", type=_COUNT, default=0, metavar="K", help="How often a failed group is restarted."
-)
-@click.option(
-    "--tee", metavar="WHO", help='Workers to show: "all", "none" or 0,2. [default: the first one here]'
-)
-@click.option(
-    "--grace",
-    type=_SECS,
-    default=Patience().stop_secs,
-    metavar="SECS",
-    help="How long workers may take to end when told to, before they are killed.",
+    "--grace", type=_SECS, default=Patience().stop_secs, metavar="SECS", help="How long to let workers end."
 )
 @click.option("--hosts", metavar="H1,H2", help="All machines of the job, in the same order on each.")
+@click.option("--node-rank", default=0, metavar="I", help="The position of this machine in --hosts, from 0.")
 @click.option(
-    "--node-rank", type=int, default=0, metavar="I", help="The position of this machine in --hosts."
-)
-@click.option(
-    "--port", type=int, default=DEFAULT_PORT, metavar="P", help="With --hosts: each first worker's port."
+    "--port", default=DEFAULT_PORT, metavar="P", help="With --hosts: the first worker's port on each."
 )
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

@@ -1,4 +1,7 @@
-"""Where each update of a run is: the journal, the inbox and the refusals seen as one list."""
+"""Where each update of a run is: the journal, the inbox and the refusals seen as one list.
+
+Whatever reads the journal raises `FileDamaged` when a file of it is not what was written.
+"""
 
 from __future__ import annotations
 
@@ -85,37 +88,25 @@ class UpdateView:
         fields: dict[str, Any] = {"id": self.id, "nbytes": self.nbytes, "at": self.at}
         if self.journaled is not None:
             fields |= asdict(self.journaled)
-            before = fields.pop("before", None)
-            if fields["trial"] is None:
-                del fields["trial"]
-            elif self.committed is not None:
-                fields["trial"]["before"] = before
+            if fields["trial"] is not None:
+                fields["trial"]["before"] = fields.get("before")
         if self.committed is not None:
-            del fields["decided"]
-            fields["content_digest"] = fields.pop("digest")
+            fields["content_digest"] = self.committed.digest
         if self.committed is not None or self.receipts:
             last = {} if self.receipt is None else asdict(self.receipt)
             for name in ("digests", "propose_to_applied_secs", "stall_secs", "verified_at"):
                 fields[name] = last.get(name)
             fields["receipts"] = [asdict(receipt) for receipt in self.receipts]
-        if self.outcome is not None:
-            fields["outcome"] = self.outcome.to_json()
-        if self.refusal is not None:
-            fields["refusal"] = self.refusal.to_json()
-        texts = {"reason": self.reason, "waits_for": self.waits_for}
-        return (
-            fields
-            | {name: text for name, text in texts.items() if text}
-            | {"stage": self.stage, "step": self.step}
-        )
+        fields["outcome"] = None if self.outcome is None else self.outcome.to_json()
+        fields["refusal"] = None if self.refusal is None else self.refusal.to_json()
+        fields |= {"reason": self.reason, "waits_for": self.waits_for}
+        duplicates = ("digest", "before", "decided", "at_step")
+        kept = {name: value for name, value in fields.items() if name not in duplicates}
+        return kept | {"stage": self.stage, "step": self.step}
 
 
 def committed_views(run: Path, last: int | None = None) -> list[UpdateView]:
-    """The committed updates in their order, or the last ones.
-
-    Raises:
-        FileDamaged: A file of the journal is not what was written.
-    """
+    """The committed updates in their order, or the last ones."""
     notes = read_worker_notes(run)
     attempt = max((note.attempt for note in notes), default=0)
     reached = max((note.step for note in notes if note.attempt == attempt), default=0)
@@ -123,11 +114,7 @@ def committed_views(run: Path, last: int | None = None) -> list[UpdateView]:
 
 
 def scheduled_views(run: Path) -> list[UpdateView]:
-    """The updates that wait for the step that their author chose.
-
-    Raises:
-        FileDamaged: A file of the journal is not what was written.
-    """
+    """The updates that wait for the step that their author chose."""
     return [
         UpdateView(update.id, Stage.SCHEDULED, step=update.at_step, journaled=update, nbytes=update.nbytes)
         for update in scheduled_updates(run)
@@ -145,11 +132,7 @@ def waiting_views(run: Path, known: Collection[str]) -> list[UpdateView]:
 
 
 def refused_views(run: Path, known: Collection[str]) -> list[UpdateView]:
-    """What was refused, the oldest first, without the ids that were accepted or submitted again since.
-
-    Raises:
-        FileDamaged: A file of the journal is not what was written.
-    """
+    """What was refused, the oldest first, without the ids that were accepted or submitted again since."""
     found = []
     reasons = {id_: UpdateRefused(problem) for id_, problem in refused(run).items()} | inbox.refusals(run)
     for update_id in reasons.keys() - known:
@@ -184,11 +167,7 @@ def noted_view(run: Path, update_id: str) -> UpdateView | None:
 
 
 def look(run: Path, update_id: str, *, thoroughly: bool) -> UpdateView:
-    """Where one update is: by its note; by the journal when the note may be missing or does not say enough.
-
-    Raises:
-        FileDamaged: A file of the journal is not what was written.
-    """
+    """Where one update is: by its note; by the journal when the note may be missing or says too little."""
     noted = noted_view(run, update_id)
     if noted is not None and noted.receipt is not None:
         return noted
@@ -204,7 +183,6 @@ def find(run: Path, given: str) -> UpdateView:
 
     Raises:
         Failed: There is none, or several may be meant.
-        FileDamaged: A file of the run is not what was written.
     """
     views = every_view(run)
     if given.isascii() and given.isdigit():
@@ -225,11 +203,7 @@ def find(run: Path, given: str) -> UpdateView:
 
 
 def every_view(run: Path) -> list[UpdateView]:
-    """All updates of a run; of one id, what counts comes first.
-
-    Raises:
-        FileDamaged: A file of the run is not what was written.
-    """
+    """All updates of a run; of one id, what counts comes first."""
     views = [*committed_views(run), *scheduled_views(run)]
     known = {view.id for view in views}
     views += waiting_views(run, known)
