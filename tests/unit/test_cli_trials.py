@@ -93,7 +93,8 @@ def test_how_a_trial_ended_is_listed_and_shown(run: Path) -> None:
         assert "reverted" in output
         assert "verified" not in output, "all replicas have the state of before"
     assert said in " ".join(invoke("show", run, "tried").output.split())
-    assert json.loads(invoke("log", run, "--json").output)["outcome"] == REVERTED.to_json()
+    described = json.loads(invoke("log", run, "--json").output)
+    assert (described["stage"], described["outcome"]) == ("reverted", REVERTED.to_json())
 
 
 def said_first(output: str) -> str:

@@ -20,6 +20,7 @@ from replicast.core.stage import Stage
 from replicast.edits import BFLOAT16
 from replicast.fence import Fence
 from replicast.runfiles import (
+    ENDED,
     WorkerNote,
     append_metrics,
     read_run_info,
@@ -92,6 +93,70 @@ def test_status_says_who_is_missing(run: Path) -> None:
     assert "no update has been committed yet" in output
     (run / "workers" / "1.json").unlink()
     assert "never seen" in invoke("status", run).output
+
+
+def test_status_says_that_a_worker_has_ended(run: Path) -> None:
+    for rank in range(2):
+        note = WorkerNote(rank, 1, "box", 5, 0, time.time() - 79, training=False, waiting_for=ENDED)
+        write_worker_note(run, note)
+    output = invoke("status", run).output
+    assert output.count("exited 79 s ago") == 2
+    assert "waits for" not in output
+
+
+def operation(**fields: object) -> dict[str, object]:
+    known = {"id": "x", "kind": "update", "stage": "prepared", "step": None, "waits_for": "", "author": ""}
+    return {**known, "note": "", **fields}
+
+
+def test_status_shows_what_is_under_way_while_the_job_runs(run: Path) -> None:
+    hostile = operation(kind="audit", author="\x1b[2Jann", waits_for="worker [red]1[/red]\x07", step=12)
+    written = {"step": 5, "operations": [operation(note="why"), hostile, "rubbish", None]}
+    (run / "operations.json").write_text(json.dumps(written))
+    output = invoke("status", run).output
+    for text in ("under way", "update x", "prepared", "why", "audit x", "12", "�[2Jann", "[red]1[/red]�"):
+        assert text in output, text
+    assert "\x1b" not in output
+    found = json.loads(invoke("status", run, "--json").output)["operations"]
+    assert [one["kind"] for one in found] == ["update", "audit"]
+    heard_of(run, secs_ago=60)
+    assert "under way" not in invoke("status", run).output
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"operations": 5}', '{"operations": [[]]}', "x" * 2**21])
+def test_operations_that_cannot_be_read_hide_nothing(run: Path, content: str) -> None:
+    filled(run)
+    (run / "operations.json").write_text(content)
+    result = invoke("status", run)
+    assert (result.exit_code, "verified" in result.output, "under way" in result.output) == (0, True, False)
+    (run / "operations.json").unlink()
+    os.mkfifo(run / "operations.json")
+    assert invoke("status", run).exit_code == 0
+
+
+def test_a_scheduled_update_is_listed_until_it_is_committed(run: Path) -> None:
+    job = PlayedJob(run)
+    job.stops_at = Stage.SCHEDULED
+    inbox.submit(run, Update(id="later", author="ann").assign("learning_rate", 1), 40)
+    job.act_all()
+    output = invoke("status", run).output
+    for text in ("1 scheduled", "later", "40", "assign optimizer/learning_rate", "ann"):
+        assert text in output, text
+    assert "in the inbox" not in output
+    (found,) = json.loads(invoke("status", run, "--json").output)["scheduled"]
+    assert (found["id"], found["stage"], found["step"]) == ("later", "scheduled", 40)
+    assert "40, chosen by its author" in invoke("show", run, "later").output
+    assert "The journal is empty" in invoke("log", run).output
+
+
+def test_show_lists_the_receipt_of_every_attempt(run: Path) -> None:
+    filled(run)
+    PlayedJob(run, attempt=1).replay()
+    output = invoke("show", run, 1).output
+    for attempt in (0, 1):
+        assert f"at step 7, attempt {attempt}: verified" in output
+    shown = json.loads(invoke("show", run, 1, "--json").output)
+    assert [receipt["attempt"] for receipt in shown["receipts"]] == [0, 1]
 
 
 def test_status_as_json_can_be_read_by_any_tool(run: Path) -> None:

@@ -55,7 +55,7 @@ def edit_options(command: _Command) -> _Command:
     factor = "Multiply variables by one number each."
     command = click.option("--set", multiple=True, metavar="NAME=NUMBER", help=number)(command)
     command = click.option("--scale", multiple=True, metavar="FILE|NAME=FACTOR", help=factor)(command)
-    command = click.option("--weight", type=float, metavar="W", help="For --blend: 1 is to assign.")(command)
+    command = click.option("--weight", type=float, metavar="W", help="For --blend: 1 assigns.")(command)
     for name, text in reversed(_FROM_FILES.items()):
         command = click.option(name, type=_FILE, multiple=True, metavar="FILE", help=text)(command)
     return command

@@ -50,10 +50,15 @@ _TRIAL_OPTIONS = ("trial_metric", "max_increase", "trial_mode")
 @click.option("--author", metavar="TEXT", help="Who. [default: user@host]")
 @click.option("--id", metavar="ID", help="Makes pushing it twice a no-op. [default: random]")
 @click.option("--at-step", type=_FROM_0, metavar="N", help="When. [default: as soon as possible]")
-@click.option("--trial-steps", type=_FROM_1, metavar="N", help="After N steps, revert it if it was bad.")
+@click.option("--trial-steps", type=_FROM_1, metavar="N", help="Try it for N steps, then keep or revert it.")
 @click.option("--trial-metric", default="loss", metavar="NAME", help="What decides a trial.")
 @click.option("--max-increase", default=0.0, metavar="PART", help="How much worse it may get: 0.05 is 5 %.")
-@click.option("--trial-mode", type=click.Choice(["min", "max"]), default="min", help="Which is better.")
+@click.option(
+    "--trial-mode",
+    type=click.Choice(["min", "max"]),
+    default="min",
+    help="Whether smaller or larger is better.",
+)
 @click.option("--wait", is_flag=True, help="Follow it until every worker has applied it and is verified.")
 @timeout_option
 @click.pass_context

@@ -40,7 +40,11 @@ _DIR, _COUNT, _SECS = click.Path(path_type=Path), click.IntRange(min=0), click.F
 )
 @click.option("--tee", metavar="WHO", help='Workers to show: "all", "none" or 0,2. [default: the first here]')
 @click.option(
-    "--grace", type=_SECS, default=Patience().stop_secs, metavar="SECS", help="How long to let workers end."
+    "--grace",
+    type=_SECS,
+    default=Patience().stop_secs,
+    metavar="SECS",
+    help="Time to end before workers are killed.",
 )
 @click.option("--hosts", metavar="H1,H2", help="All machines of the job, in the same order on each.")
 @click.option("--node-rank", default=0, metavar="I", help="The position of this machine in --hosts, from 0.")

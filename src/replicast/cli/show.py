@@ -12,7 +12,7 @@ from replicast.cli import texts
 from replicast.cli.examination import EditView, edits_table, views_of
 from replicast.cli.rundirs import run_argument
 from replicast.cli.tables import facts_table, make_console
-from replicast.cli.update_views import UpdateView, find, stage_cell
+from replicast.cli.update_views import UpdateView, edits_text, find, stage_cell
 from replicast.core.entries import Receipt
 from replicast.errors import UpdateRefused
 from replicast.runfiles import read_run_info
@@ -64,6 +64,7 @@ def _facts(view: UpdateView) -> list[tuple[str, str | Text]]:
             ("step", f"{step}, chosen by its author" if chosen else step),
             ("author", texts.one_line(journaled.author)),
             ("note", texts.one_line(journaled.note)),
+            ("edits", "" if update is not None else texts.one_line(edits_text(journaled.edits, most=100))),
             ("trial", "" if trial is None else texts.trial(trial)),
         ]
     else:

@@ -32,6 +32,7 @@ from replicast.cli.update_views import (
     waiting_views,
     what_cell,
 )
+from replicast.core.stage import Stage
 from replicast.errors import FileDamaged
 from replicast.files import read_json
 from replicast.parts import factor_to_json
@@ -126,14 +127,14 @@ def look_at(run: Path) -> Overview:
     waiting = waiting_views(run, known)
     refused = refused_views(run, known | {view.id for view in waiting})[-_LAST:]
     audit = next(iter(last_audits(run, 1)), None)
-    operations = under_way(run) if is_running(notes) else []
+    operations = read_operations(run) if is_running(notes) else []
     metrics = last_metrics(run)
     return Overview(
         run, size, notes, metrics, audit, operations, updates[-_LAST:], scheduled, waiting, refused
     )
 
 
-def under_way(run: Path) -> list[dict[str, Any]]:
+def read_operations(run: Path) -> list[dict[str, Any]]:
     """The operations that the job has in progress, as worker 0 last wrote them down."""
     try:
         listed = read_json(run / "operations.json", max_bytes=_MAX_OPERATIONS_BYTES).get("operations")
@@ -161,8 +162,9 @@ def _rendered(seen: Overview) -> RenderableType:
     if seen.audit is not None:
         line = Text(texts.one_line(seen.audit), style=_AUDIT_STYLES.get(seen.audit.outcome, "red"))
         parts.append(line.append(f"  ({texts.age(now - seen.audit.time)} ago)", style="dim"))
-    if seen.operations:
-        parts += [_title("under way"), _operations_table(seen.operations)]
+    under_way = [one for one in seen.operations if one["stage"] != Stage.SCHEDULED]
+    if under_way:
+        parts += [_title("under way"), _operations_table(under_way)]
     if seen.updates:
         parts += [_title(f"last {texts.counted(len(seen.updates), 'update')}"), updates_table(seen.updates)]
     else:

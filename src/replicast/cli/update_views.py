@@ -240,7 +240,7 @@ def what_cell(view: UpdateView) -> Text:
     update = view.journaled
     if update is None:
         return Text("")
-    cell = Text(texts.one_line(_edits_text(update.edits)))
+    cell = Text(texts.one_line(edits_text(update.edits)))
     if view.outcome is not None:
         style = "green" if view.outcome.outcome == "kept" else "yellow"
         cell.append(f"\ntrial: {texts.outcome(view.outcome)}", style=style)
@@ -273,7 +273,7 @@ def _outcome(update: CommittedUpdate) -> TrialOutcome | None:
     return TrialOutcome(update.sequence, kept, decided.step, trial.metric, *measured, decided.reason)
 
 
-def _edits_text(edits: Iterable[Mapping[str, Any]], most: int = 2) -> str:
+def edits_text(edits: Iterable[Mapping[str, Any]], most: int = 2) -> str:
     """Edits in a few words: "add dense/bias, scale optimizer/learning_rate (+3)"."""
     listed = list(edits)
     asked = [edit for edit in listed if edit.get("operation") not in RESETS]
