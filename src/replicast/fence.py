@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ class Fence:
     Attributes:
         number: The number of this group.
         directory: Where this group writes what only it may write.
+        run: The id of the run.
 
     Raises:
         ClusterError: A job is running in this directory.
@@ -63,7 +65,12 @@ class Fence:
         sync_directory(groups)
         # Only now: what an earlier group writes from here on, it will not act on.
         claim = _taken_over(self._run_dir, self.number, attempt)
-        write_durably(self.directory / CLAIM, [sealed(claim.to_json())])
+        self.run = claim.run
+        try:
+            write_durably(self.directory / CLAIM, [sealed(claim.to_json())])
+        except OSError:
+            self.check_not_taken_over()  # A later group removes what an earlier one has not finished.
+            raise
         self.check()
 
     def check(self) -> None:
@@ -73,13 +80,21 @@ class Fence:
             JobFailed: It has. What was written may count or not.
             FileDamaged: The run directory is not there.
         """
+        self.check_not_taken_over()
+        if not (self.directory / CLAIM).exists():
+            raise FileDamaged(self.directory / CLAIM, "it is not there")
+
+    def check_not_taken_over(self) -> None:
+        """Raises when another group has taken the run over, also where a write has failed.
+
+        Raises:
+            JobFailed: It has.
+        """
         if group_directory(self._run_dir, self.number + 1).exists():
             raise JobFailed(
                 f"Another group of workers{self._later()} has taken over {self._run_dir}; this one was "
                 "thought dead, and what it writes no longer counts"
             )
-        if not (self.directory / CLAIM).exists():
-            raise FileDamaged(self.directory / CLAIM, "it is not there")
 
     def append(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Writes the next entry of this group's log, whole and durable. Only one thread may.
@@ -144,7 +159,8 @@ def _taken_over(run_dir: Path, number: int, attempt: int) -> Claim:
         for name in _checkpoints(run_dir)
         if before is None or before.counts(name) or checkpoint_parts(name)[1] not in own
     )
-    return Claim(number, counted, checkpoints, attempt, this_process(), time.time())
+    run = uuid.uuid4().hex if before is None else before.run
+    return Claim(number, counted, checkpoints, attempt, this_process(), time.time(), run)
 
 
 def _checkpoints(run_dir: Path) -> list[str]:

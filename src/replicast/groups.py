@@ -2,8 +2,8 @@
 
     groups/000003/claim.json              what counts of the groups before the third
     groups/000003/run.json                what this group's job is about
-    groups/000003/000017.record.json      an entry of its log (`journal.py`)
-    groups/000003/000017.safetensors      the payload of that record
+    groups/000003/000017.payload.json     an entry of its log (`storage/entry_files.py`)
+    groups/000003/000017.safetensors      the bytes of that payload
     checkpoints/00001200-3/               a checkpoint that the third group has written
 
 Each start of a job is a new group, which writes only under names of its own. A group that was thought dead
@@ -26,7 +26,7 @@ from typing import Any
 
 from replicast.errors import FileDamaged
 from replicast.files import read_sealed
-from replicast.strictjson import reading
+from replicast.strictjson import described
 
 GROUPS, CLAIM = "groups", "claim.json"
 _ENTRY = re.compile(r"([0-9]{6,})\.([a-z]+)\.json")
@@ -44,6 +44,7 @@ class Claim:
         attempt: Which start of the job it is, as the launcher counts.
         process: The process of its worker 0.
         claimed_at: Seconds since 1970.
+        run: The id of the run, made up by its first group: a checkpoint may be a copy of another run's.
     """
 
     group: int
@@ -52,6 +53,7 @@ class Claim:
     attempt: int
     process: Mapping[str, Any]
     claimed_at: float
+    run: str = ""
 
     def counts(self, checkpoint: str) -> bool:
         """Whether a checkpoint of this name counts, as long as this is the last claim."""
@@ -69,15 +71,7 @@ class Claim:
         Raises:
             ValueError: It is no claim.
         """
-        with reading("claim", fields):
-            return cls(
-                group=int(fields["group"]),
-                counted=tuple((int(group), int(entries)) for group, entries in fields["counted"]),
-                checkpoints=tuple(str(name) for name in fields["checkpoints"]),
-                attempt=int(fields["attempt"]),
-                process=dict(fields["process"]),
-                claimed_at=float(fields["claimed_at"]),
-            )
+        return described(cls, "claim", fields)
 
 
 def group_directory(run_dir: Path, group: int) -> Path:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from replicast.checkpoint import CheckpointStore
 from replicast.core.stage import Stage
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import (
@@ -37,7 +38,7 @@ from replicast.files import (
 )
 from replicast.parts import MAX_TENSORS, checked_id
 from replicast.processes import is_alive, is_on_this_host, this_process
-from replicast.storage.updates import has_promised
+from replicast.storage.updates import has_promised, refused
 from replicast.trial import Trial
 from replicast.update import Update
 
@@ -335,7 +336,10 @@ def _is_taken(run_dir: Path, update_id: str, *, job_is_running: Callable[[], boo
         if job_is_running() if alive is None else alive:
             return True
     # A job that died may have promised it: the next one will apply it, whatever lies in the inbox.
-    return has_promised(run_dir, update_id)
+    if has_promised(run_dir, update_id):
+        return True
+    pending = {one.id for manifest in CheckpointStore(run_dir).list() for one in manifest.pending}
+    return update_id in pending and update_id not in refused(run_dir)
 
 
 def _reason_in(path: Path) -> UpdateRefused:

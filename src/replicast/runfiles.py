@@ -27,7 +27,7 @@ from replicast.files import (
 from replicast.groups import GROUPS, group_directory, group_numbers, last_claim
 from replicast.parts import factor_to_json
 from replicast.schema import Schema
-from replicast.strictjson import parse_json, reading, sealed
+from replicast.strictjson import described, parse_json, sealed
 
 FORMAT = 2
 RUN_FILE = "run.json"
@@ -84,15 +84,7 @@ class RunInfo:
                 f"This version of replicast knows format {FORMAT} of a run. Use the one that wrote it. "
                 f"Received: {fields.get('format')!r}"
             )
-        with reading("run", fields):
-            return cls(
-                format=FORMAT,
-                schema=Schema.from_json(fields["schema"]),
-                workers=int(fields["workers"]),
-                attempt=int(fields["attempt"]),
-                created_at=float(fields["created_at"]),
-                journaled=bool(fields.get("journaled", True)),
-            )
+        return described(cls, "run", fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +122,7 @@ class WorkerNote:
         Raises:
             ValueError: It is none.
         """
-        with reading("worker", fields):
-            return cls(
-                rank=int(fields["rank"]),
-                pid=int(fields["pid"]),
-                host=str(fields["host"]),
-                step=int(fields["step"]),
-                attempt=int(fields["attempt"]),
-                time=float(fields["time"]),
-                training=bool(fields["training"]),
-                waiting_for=str(fields["waiting_for"]),
-            )
+        return described(cls, "worker", fields)
 
 
 def clean_run(run_dir: Path) -> None:

@@ -83,11 +83,15 @@ def unsealed(content: bytes) -> dict[str, Any]:
 def described(kind: type[_Described], what: str, fields: Mapping[str, Any]) -> _Described:
     """The dataclass that the fields of a JSON object describe: each of its own type, none is converted.
 
+    A field that is no dataclass is what the `from_json` of its type says.
+
     Raises:
         ValueError: They describe none.
     """
     with reading(what, fields):
-        return msgspec.convert(fields, kind, str_keys=True)
+        return msgspec.convert(
+            fields, kind, str_keys=True, dec_hook=lambda type_, value: type_.from_json(value)
+        )
 
 
 @contextlib.contextmanager

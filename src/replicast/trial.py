@@ -115,30 +115,6 @@ class TrialOutcome:
         """The fields as JSON values."""
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> TrialOutcome:
-        """What `to_json` described.
-
-        Raises:
-            ValueError: It is no outcome of a trial.
-        """
-        try:
-            if fields["outcome"] not in ("kept", "reverted"):
-                raise ValueError(f"there is no outcome {fields['outcome']!r}")
-            return cls(
-                sequence=int(fields["sequence"]),
-                outcome=fields["outcome"],
-                step=int(fields["step"]),
-                metric=str(fields["metric"]),
-                before=_number(fields["before"]),
-                during=_number(fields["during"]),
-                reason=str(fields["reason"]),
-            )
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"This describes no outcome of a trial ({error!r}). Received: {str(fields)[:200]}"
-            ) from error
-
 
 def judged(
     trial: Trial, sequence: int, step: int, before: float | None, during: float | None, measured: int
@@ -167,7 +143,3 @@ def judged(
         reason = f"{trial.metric} was {before:.6g} before the update, and {during:.6g} in the trial{few}"
         reason += f"; {asked} was asked for"
     return TrialOutcome(sequence, outcome, step, trial.metric, before, during, reason)
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)

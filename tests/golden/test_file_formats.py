@@ -1,21 +1,39 @@
 """Bytes of files that earlier versions wrote: they must be read, and written the same."""
 
-import hashlib
 import shutil
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import pytest
 
+from replicast.core.entries import (
+    Committed,
+    Decided,
+    Entry,
+    Payload,
+    Receipt,
+    Refused,
+    Scheduled,
+    Started,
+    Withdrawn,
+)
+from replicast.core.stage import Stage
 from replicast.fence import Fence
 from replicast.groups import Claim, last_claim
-from replicast.journal import Journal, Receipt, Record, summarized
 from replicast.runfiles import RunInfo, read_run_info, write_run_info
 from replicast.schema import Schema, Variable
+from replicast.storage.counted import counted_entries
+from replicast.storage.index import write_index
+from replicast.storage.journal import FileJournal
+from replicast.storage.updates import committed_updates, load_update
 from replicast.strictjson import sealed
-from replicast.trial import TrialOutcome
-from replicast.update import Stage, Update
+from replicast.trial import Trial, TrialOutcome
+from replicast.update import Update
 
+TIME = 1700000000.25
 FOLDER = Path(__file__).parent / "files"
 
 
@@ -33,37 +51,28 @@ def update() -> Update:
     )
 
 
-def record() -> Record:
-    content = (FOLDER / "update.safetensors").read_bytes()
-    return Record(
-        sequence=1,
-        id="golden-1",
-        step=1200,
-        sha256=hashlib.sha256(content).hexdigest(),
-        nbytes=len(content),
-        author="somebody",
-        note="fix drifted bias é",
-        edits=summarized(update().edits),
-        content_digest=update().content_digest(),
-        workers=3,
-        attempt=1,
-        scheduled=True,
-        committed_at=1700000000.25,
-    )
-
-
-def receipt() -> Receipt:
+def entries() -> list[Entry]:
+    digest, trial = update().content_digest(), Trial(50, "loss", 0.25)
+    outcome = TrialOutcome(1, "kept", 1250, "loss", 0.5, 0.25, "loss was 0.5 before the update")
     digests = dict.fromkeys(range(3), "592be1533d2bfb376a167e118f2f63a5")
-    return Receipt(1, "golden-1", 1200, digests, 0.125, 0.0625, 1700000001.5, Stage.VERIFIED)
-
-
-def outcome() -> TrialOutcome:
-    return TrialOutcome(1, "kept", 1250, "loss", 0.5, 0.25, "loss was 0.5 before the update")
+    return [
+        Started(1, None),
+        Started(2, 1100),
+        Payload("golden-1", digest, None, "somebody", "fix drifted bias é"),
+        Scheduled("golden-1", digest, 1200, trial),
+        Committed(1, "golden-1", digest, 1200, 1, trial, 0.5, workers=3),
+        Decided(1, True, 1250, 1, "loss was 0.5 before the update", 0.25),
+        Receipt(
+            1, "golden-1", 1200, digests, 0.125, 0.0625, TIME + 1, Stage.VERIFIED, outcome, 1, (38400,) * 3
+        ),
+        Withdrawn("golden-2"),
+        Refused("golden-3", ("0-7", "inbox-3"), "there is no variable é"),
+    ]
 
 
 def claim() -> Claim:
     process = {"pid": 4242, "host": "box", "started": 123456}
-    return Claim(1, (), ("00001200-1",), attempt=1, process=process, claimed_at=1700000000.5)
+    return Claim(1, (), ("00001200-1",), attempt=1, process=process, claimed_at=1700000000.5, run="a" * 32)
 
 
 def run_info() -> RunInfo:
@@ -89,31 +98,35 @@ def test_the_digest_of_an_updates_content_stays_what_it_is() -> None:
     assert update().content_digest() == "ff7c6c371f4fbd8a7202bc013c9fb3ca"
 
 
-def test_what_a_group_writes_stays_what_it_is(tmp_path: Path) -> None:
+def test_what_a_group_writes_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: TIME)
     fence = Fence(tmp_path, attempt=1)
-    journal = Journal(tmp_path, fence)
+    journal = FileJournal(tmp_path, fence)
     write_run_info(fence, run_info())
-    journal.commit(journal.stage(update()), record())
-    journal.write_receipt(receipt())
-    journal.move(1, 1150)
-    journal.write_outcome(outcome())
-    journal.withdraw(1)
+    for entry in entries():
+        journal.write(entry, update() if isinstance(entry, Payload) else None)
+    write_index(tmp_path, 1, counted_entries(tmp_path)[0])
+    (fence.directory / "claim.json").write_bytes(sealed(claim().to_json()))  # It has a process.
     names = sorted(path.name for path in (FOLDER / "group").iterdir())
     assert names == sorted(path.name for path in fence.directory.iterdir())
-    (fence.directory / "claim.json").write_bytes(sealed(claim().to_json()))  # It has a process and a time.
     for name in names:
         assert (fence.directory / name).read_bytes() == (FOLDER / "group" / name).read_bytes(), name
 
 
-def test_what_a_group_wrote_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("without_index", [False, True])
+def test_what_a_group_wrote_is_read(tmp_path: Path, without_index: bool) -> None:
     shutil.copytree(FOLDER / "group", tmp_path / "groups" / "000001")
-    journal = Journal(tmp_path)
+    if without_index:
+        (tmp_path / "groups" / "000001" / "000009.index.jsonl").unlink()
     assert last_claim(tmp_path) == claim()
-    assert journal.records() == [record()]
-    assert journal.receipts() == {1: receipt()}
-    assert (journal.moves(), journal.outcomes()) == ({1: 1150}, {1: outcome()})
-    assert journal.withdrawn() == {1}
-    assert journal.load(1).content_digest() == update().content_digest()
+    files, indexed = counted_entries(tmp_path)
+    assert indexed == (0 if without_index else 9)
+    content = "golden-1", update().content_digest()
+    expected = [replace(one, content=content) if isinstance(one, Payload) else one for one in entries()]
+    assert [file.entry() for file in files] == expected
+    (committed,) = committed_updates(tmp_path)
+    assert [edit["variable"] for edit in committed.edits] == [edit.variable for edit in update().edits]
+    assert load_update(tmp_path, 1).content_digest() == update().content_digest()
     assert read_run_info(tmp_path).to_json() == run_info().to_json()
 
 

@@ -6,21 +6,32 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from replicast.checkpoint import CheckpointStore
+from replicast.core.entries import (
+    Committed,
+    Decided,
+    Entry,
+    Payload,
+    Receipt,
+    Refused,
+    Scheduled,
+    Started,
+    Withdrawn,
+)
+from replicast.core.stage import Stage
 from replicast.digest import digest_state
 from replicast.errors import ClusterError, FileDamaged, JobFailed
 from replicast.fence import Fence
-from replicast.journal import Journal, Receipt, Record, StagedPayload
 from replicast.runfiles import FORMAT, RunInfo, read_run_info, write_run_info
 from replicast.schema import Schema
-from replicast.trial import TrialOutcome
-from replicast.update import Stage, Update
+from replicast.storage.journal import FileJournal
+from replicast.storage.updates import committed_updates, load_update
+from replicast.update import Update
 from tests.unit.checkpoint.operations import Operations
 from tests.unit.checkpoint.samples import draft_of, state_of
 
@@ -33,33 +44,17 @@ def crash() -> None:
     raise Crash
 
 
-def start(run: Path) -> Journal:
-    return Journal(run, Fence(run, attempt=0))
+def start(run: Path) -> FileJournal:
+    return FileJournal(run, Fence(run, attempt=0))
 
 
-def commit(journal: Journal, id_: str, sequence: int | None = None) -> None:
+def commit(journal: FileJournal, id_: str, sequence: int | None = None) -> None:
     """Commits an update as the next one, or as the one that a group which was stopped takes for the next."""
-    sequence = len(journal.records()) + 1 if sequence is None else sequence
-    staged = journal.stage(Update(id=id_).scale("dense/bias", 2.0))
-    journal.commit(staged, record_of(staged, sequence, step=3))
-
-
-def record_of(staged: StagedPayload, sequence: int, step: int) -> Record:
-    return Record(
-        sequence=sequence,
-        id=staged.id,
-        step=step,
-        sha256=staged.sha256,
-        nbytes=staged.nbytes,
-        author="",
-        note="",
-        edits=(),
-        content_digest="",
-        workers=1,
-        attempt=0,
-        scheduled=False,
-        committed_at=0.0,
-    )
+    sequence = journal.history().next_sequence if sequence is None else sequence
+    update = Update(id=id_).scale("dense/bias", 2.0)
+    digest = update.content_digest()
+    journal.write(Payload(id_, digest, None), update)
+    journal.write(Committed(sequence, id_, digest, 3, 0))
 
 
 def receipt(digest: str, stage: Stage) -> Receipt:
@@ -68,9 +63,9 @@ def receipt(digest: str, stage: Stage) -> Receipt:
 
 def ids(run: Path) -> list[str]:
     """What the journal holds, read by somebody else, with every payload."""
-    journal = Journal(run)
-    found = [journal.load(record.sequence).id for record in journal.records()]
-    assert found == [record.id for record in journal.records()]
+    updates = committed_updates(run)
+    found = [load_update(run, update.sequence).id for update in updates]
+    assert found == [update.id for update in updates]
     return found
 
 
@@ -135,19 +130,19 @@ def test_a_commit_that_was_killed_anywhere_is_there_or_not_and_the_next_start_go
             except Crash:
                 pass
         outcomes.add(tuple(ids(run)))
-        new = start(run)
-        new.clean()
-        commit(new, "new")
+        commit(start(run), "new")
         assert ids(run) in (["first", "new"], ["first", "killed", "new"])
     assert outcomes == {("first",), ("first", "killed")}
 
 
 def test_of_two_groups_that_claim_at_once_one_has_the_run_and_the_other_knows(tmp_path: Path) -> None:
+    seen = set()
     for number in range(1, 1000):
-        run, others = tmp_path / str(number), []
+        run = tmp_path / str(number)
+        others: list[FileJournal] = []
         commit(start(run), "first")
 
-        def claim_too(run: Path = run, others: list[Journal] = others) -> None:
+        def claim_too(run: Path = run, others: list[FileJournal] = others) -> None:
             others.append(start(run))
             commit(others[0], "other")
 
@@ -161,14 +156,18 @@ def test_of_two_groups_that_claim_at_once_one_has_the_run_and_the_other_knows(tm
         if operations.fired is None:
             break
         assert ids(run) == ["first", "other"]
-        if mine is None:
-            commit(others[0], "more")
-        else:
-            commit(mine, "more")
-            with pytest.raises(JobFailed):
-                commit(others[0], "void", sequence=3)
+        outcomes = []
+        for journal in (mine, *others):
+            if journal is not None:
+                try:
+                    commit(journal, "more")
+                    outcomes.append("written")
+                except JobFailed:
+                    outcomes.append("taken over")
+        assert outcomes in (["written"], ["written", "taken over"], ["taken over", "written"])
         assert ids(run) == ["first", "other", "more"]
-    assert number > 5
+        seen.add(tuple(outcomes))
+    assert len(seen) == 3
 
 
 def test_a_group_that_was_killed_while_it_claimed_has_taken_nothing_away(tmp_path: Path) -> None:
@@ -189,42 +188,47 @@ def test_a_group_that_was_killed_while_it_claimed_has_taken_nothing_away(tmp_pat
     assert number > 5
 
 
-def test_nothing_that_a_coordinator_writes_later_changes_what_the_journal_says(tmp_path: Path) -> None:
+LATE: list[Entry] = [
+    Started(0, 1),
+    Committed(2, "first", "digest", 13, 0),
+    Receipt(1, "first", 12, {0: "right", 1: "another"}, 1.0, 0.1, 0.0, Stage.FAILED),
+    Decided(1, True, 12, 1),
+    Scheduled("first", "digest", 20),
+    Withdrawn("first"),
+    Refused("first", ("ticket",), "why"),
+]
+
+
+@pytest.mark.parametrize("late", LATE, ids=lambda entry: type(entry).__name__)
+def test_nothing_that_a_coordinator_writes_later_changes_what_the_journal_says(
+    tmp_path: Path, late: Entry
+) -> None:
     old = start(tmp_path)
     commit(old, "first")
-    staged = old.stage(Update(id="late").scale("dense/bias", 2.0))
     new = start(tmp_path)
-    new.write_receipt(receipt("right", Stage.VERIFIED))
-    writes: list[Callable[[], object]] = [
-        lambda: old.commit(staged, record_of(staged, 2, 13)),
-        lambda: old.write_receipt(receipt("another", Stage.FAILED)),
-        lambda: old.move(1, 11),
-        lambda: old.write_outcome(TrialOutcome(1, "kept", 12, "loss", 1.0, 0.5, "why")),
-    ]
-    for write in writes:
-        with pytest.raises(JobFailed, match="taken over"):
-            write()
-        for run in (Journal(tmp_path), new):
-            assert [record.id for record in run.records()] == ["first"]
-            assert (run.moves(), run.outcomes()) == ({}, {})
-            assert run.receipts()[1].stage is Stage.VERIFIED
-    old.clean()
-    start(tmp_path).clean()
-    assert ids(tmp_path) == ["first"]
-    assert Journal(tmp_path).receipts()[1].stage is Stage.VERIFIED
+    new.write(receipt("right", Stage.VERIFIED))
+    said = committed_updates(tmp_path)
+    with pytest.raises(JobFailed, match="taken over"):
+        old.write(late)
+    third = start(tmp_path)
+    for history in (new.history(), third.history()):
+        assert list(history.by_id) == ["first"]
+        assert history.receipts[1].stage is Stage.VERIFIED
+        assert not any((history.decided, history.scheduled, history.withdrawn, history.refused))
+    assert committed_updates(tmp_path) == said
 
 
 def test_what_was_written_before_the_run_was_taken_over_counts(tmp_path: Path) -> None:
     old = start(tmp_path)
     commit(old, "first")
-    old.write_receipt(receipt("right", Stage.VERIFIED))
-    old.move(1, 11)
-    old.write_outcome(TrialOutcome(1, "kept", 12, "loss", 1.0, 0.5, "why"))
+    old.write(receipt("right", Stage.VERIFIED))
+    old.write(Decided(1, True, 12, 1))
+    old.write(Withdrawn("second"))
     for _ in range(3):
-        new = start(tmp_path)
-        new.clean()
-    assert ids(tmp_path) == ["first"]
-    assert (new.moves(), list(new.receipts()), new.outcomes()[1].outcome) == ({1: 11}, [1], "kept")
+        history = start(tmp_path).history()
+        assert ids(tmp_path) == ["first"]
+        assert (list(history.receipts), history.decided[1].kept) == ([1], True)
+        assert history.withdrawn == {"second"}
 
 
 def test_what_a_run_is_about_is_said_by_the_group_that_has_it(tmp_path: Path) -> None:
@@ -235,7 +239,7 @@ def test_what_a_run_is_about_is_said_by_the_group_that_has_it(tmp_path: Path) ->
     assert read_run_info(tmp_path).workers == 2
 
 
-OLD, LATE, NEW = (digest_state(state_of(seed)) for seed in range(3))
+OLD, NEW = digest_state(state_of(0)), digest_state(state_of(2))
 
 
 def save(run: Path, fence: Fence, seed: int, step: int = 5) -> None:
@@ -323,7 +327,7 @@ def test_a_damaged_claim_is_named_and_nobody_guesses_what_counts(tmp_path: Path,
         content[len(content) // 2] ^= 1
     path.write_bytes(content)
     with pytest.raises(FileDamaged, match=r"000002/claim\.json"):
-        Journal(tmp_path).records()
+        committed_updates(tmp_path)
     with pytest.raises(FileDamaged, match=r"000002/claim\.json"):
         Fence(tmp_path, attempt=2)
 

@@ -7,10 +7,17 @@ import pytest
 import safetensors.numpy
 
 from replicast import inbox
+from replicast.checkpoint import CheckpointStore
+from replicast.core.entries import Committed, Payload, Refused, Saved, Scheduled
+from replicast.core.proposal import Pending, Proposal
+from replicast.core.stage import Stage
 from replicast.errors import UpdateRefused
+from replicast.fence import Fence
 from replicast.files import write_durably
+from replicast.storage.journal import FileJournal
 from replicast.trial import Trial
-from replicast.update import Stage, Update
+from replicast.update import Update
+from tests.unit.checkpoint.samples import draft_of, state_of
 
 ONES = np.ones(3, np.float32)
 
@@ -180,7 +187,7 @@ def test_hostile_files_are_refused_and_moved_away(tmp_path: Path) -> None:
 
 def test_stages_are_noted_over_each_other(tmp_path: Path) -> None:
     assert inbox.stage_of(tmp_path, "a") is None
-    inbox.note_stage(tmp_path, "a", Stage.STAGED)
+    inbox.note_stage(tmp_path, "a", Stage.PREPARED)
     inbox.note_stage(tmp_path, "a", Stage.COMMITTED, step=7)
     found = inbox.stage_of(tmp_path, "a")
     assert found is not None
@@ -199,3 +206,35 @@ def test_a_damaged_reason_is_said_and_hides_no_other(tmp_path: Path, content: st
     assert list(found) == ["a", "b"]
     assert "a.json" in str(found["a"])
     assert found["b"].problem == "Wrong"
+
+
+def made_pending(run: Path, id_: str) -> FileJournal:
+    """A job has taken an update, saved a checkpoint and died before the update was committed."""
+    fence, update, arrays = Fence(run, attempt=0), update_of(id_), state_of()
+    journal, digest = FileJournal(run, fence), update.content_digest()
+    journal.write(Payload(id_, digest, None), update)
+    pending = Pending(Proposal(id_, digest, None), (f"inbox-{id_}",))
+    draft = draft_of(arrays, 5).with_updates(Saved(5, 0, frozenset(), (pending,), None))
+    CheckpointStore(run, fence).write(draft, arrays.items())
+    return journal
+
+
+@pytest.mark.parametrize("entry", [None, "scheduled", "committed"])
+def test_what_the_next_start_will_apply_cannot_be_withdrawn_from_the_inbox(
+    tmp_path: Path, entry: str | None
+) -> None:
+    path = inbox.submit(tmp_path, update_of("a"))
+    journal, digest = made_pending(tmp_path, "a"), update_of("a").content_digest()
+    if entry == "scheduled":
+        journal.write(Scheduled("a", digest, 9))
+    if entry == "committed":
+        journal.write(Committed(1, "a", digest, 9, 0))
+    assert not inbox.withdraw(tmp_path, "a", job_is_running=lambda: False)
+    assert path.exists()
+
+
+def test_what_was_refused_and_submitted_again_can_be_withdrawn(tmp_path: Path) -> None:
+    made_pending(tmp_path, "a").write(Refused("a", ("inbox-a",), "why"))
+    path = inbox.submit(tmp_path, update_of("a"))
+    assert inbox.withdraw(tmp_path, "a", job_is_running=lambda: False)
+    assert not path.exists()

@@ -59,18 +59,7 @@ def committed_of(sequence: int) -> Committed:
 
 def receipt_of(sequence: int, attempt: int = 0) -> Receipt:
     digests = {0: "aa", 11: "aa"}
-    return Receipt(
-        sequence,
-        f"u{sequence}",
-        10,
-        digests,
-        0.25,
-        0.125,
-        2.5,
-        Stage.VERIFIED,
-        attempt=attempt,
-        trained=(7, 7),
-    )
+    return Receipt(sequence, f"u{sequence}", 10, digests, 0.25, 0.125, 2.5, Stage.VERIFIED, None, attempt)
 
 
 def entries_of_each_kind() -> list[Entry]:
@@ -339,7 +328,8 @@ def test_wherever_the_disk_fails_an_entry_is_written_or_not_or_nobody_can_know(
 ) -> None:
     outcomes: list[tuple[str | None, str]] = []
     for call in range(100):
-        run_dir, fired = tmp_path / str(call), []
+        run_dir = tmp_path / str(call)
+        fired: list[str] = []
         journal = writer(run_dir)
         commit(journal, 1)
         before = {path.name for path in folder(run_dir).iterdir()}
@@ -349,8 +339,7 @@ def test_wherever_the_disk_fails_an_entry_is_written_or_not_or_nobody_can_know(
                 write(journal, entry)
                 outcome = "written"
             except NotWritten as error:
-                assert "No space left on device). Make room" in str(error)
-                outcome = "not written"
+                outcome = "not written" if "No space left on device). Make room" in str(error) else ""
             except PerhapsWritten:
                 outcome = "unknown"
         outcomes.append((fired[0] if fired else None, outcome))

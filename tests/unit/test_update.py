@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from replicast.edits import DTYPES, RESETS, Operation
 from replicast.errors import UpdateRefused
 from replicast.files import tensor_chunks
-from replicast.update import Stage, Update
+from replicast.update import Update
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ONES = np.ones(3, np.float32)
@@ -406,8 +406,3 @@ def test_a_plain_file_without_operation_says_how_to_push_it(tmp_path: Path) -> N
     safetensors.numpy.save_file({"a": ONES}, path)
     with pytest.raises(UpdateRefused, match="replicast push RUN --add FILE"):
         Update.load(path)
-
-
-def test_stages_are_words() -> None:
-    assert Stage("verified") is Stage.VERIFIED
-    assert len(set(Stage)) == 8

@@ -9,7 +9,7 @@ from __future__ import annotations
 from replicast.checkpoint.choosing import choose
 from replicast.checkpoint.comparing import Comparison, Difference, Verdict, diff, differences
 from replicast.checkpoint.layout import dtype_of, file_order
-from replicast.checkpoint.manifest import Draft, Manifest
+from replicast.checkpoint.manifest import Draft, Manifest, PendingUpdate, saved_of
 from replicast.checkpoint.patching import patch
 from replicast.checkpoint.reading import CheckpointReader, Progress, advice, open_checkpoint
 from replicast.checkpoint.store import CheckpointStore
@@ -21,6 +21,7 @@ __all__ = [
     "Difference",
     "Draft",
     "Manifest",
+    "PendingUpdate",
     "Progress",
     "Verdict",
     "advice",
@@ -31,4 +32,5 @@ __all__ = [
     "file_order",
     "open_checkpoint",
     "patch",
+    "saved_of",
 ]

@@ -3,17 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
+from dataclasses import fields as fields_of
 from typing import Any
 
+import msgspec
+
+from replicast.core.entries import Saved
+from replicast.core.proposal import Pending, Proposal
 from replicast.files import json_bytes
 from replicast.parts import factor_to_json
 from replicast.schema import Schema
-from replicast.strictjson import reading
+from replicast.strictjson import described, reading
+from replicast.trial import Trial
 
-FORMAT = 1
-LINE = "line"
-"""The entry of `extra` that counts how often training went back; not there while it never has."""
+FORMAT = 2
+MAX_SEQUENCE = 2**24
+"""A restart counts up to it: a file from outside may say anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingUpdate:
+    """An update that was proposed before a checkpoint and is not committed. The journal has its payload.
+
+    Attributes:
+        tickets: Whose proposals it is.
+    """
+
+    id: str
+    digest: str
+    at_step: int | None
+    trial: Trial | None
+    author: str
+    note: str
+    tickets: tuple[str, ...]
+
+    @classmethod
+    def of(cls, pending: Pending) -> PendingUpdate:
+        """What a checkpoint keeps of it."""
+        one = pending.proposal
+        return cls(one.id, one.digest, one.at_step, one.trial, one.author, one.note, pending.tickets)
+
+    def pending(self) -> Pending:
+        """The same as the core knows it; its content is the tuple of id and digest, as in the journal."""
+        content, author, note = (self.id, self.digest), self.author, self.note
+        proposal = Proposal(self.id, self.digest, content, self.at_step, self.trial, author=author, note=note)
+        return Pending(proposal, self.tickets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,56 +58,62 @@ class Draft:
     Attributes:
         step: The boundary whose state it is.
         sequence: The last update of the journal whose effect is in it; 0 for none.
+        missing: The updates before that one whose effect is not in it.
         epoch: The epoch that training is in.
         batch: How many batches of that epoch are done.
         created_at: Seconds since 1970.
         workers: How many workers the job has.
         attempt: Which start of the job made it.
         schema: The state's variables.
+        pending: The updates that were proposed before and are not committed.
+        script: Where in the script training is, as JSON values; None when nobody knows.
+        measured: What the last steps have measured, as JSON text: trials after a restart need it.
+        run: The id of the run whose updates these are; empty when it is not known.
+        line: How often training had gone back behind a checkpoint of its run (`ordering.py`).
         parent: For a patched checkpoint, `step`, `path` and `update_id` of what it was made from.
         metrics: The metrics at that step.
         versions: The versions of what made it, by name.
-        extra: Whatever else is needed to go on, such as positions and seeds, as JSON values.
     """
 
     step: int
-    sequence: int
+    sequence: int = 0
+    missing: tuple[int, ...] = ()
     epoch: int
     batch: int
     created_at: float
     workers: int
     attempt: int
     schema: Schema
+    pending: tuple[PendingUpdate, ...] = ()
+    script: Mapping[str, Any] | None = None
+    measured: str = "[]"
+    run: str = ""
+    line: int = 0
     parent: Mapping[str, Any] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        return {
-            "step": self.step,
-            "sequence": self.sequence,
-            "epoch": self.epoch,
-            "batch": self.batch,
-            "created_at": self.created_at,
-            "workers": self.workers,
-            "attempt": self.attempt,
+        as_they_are = {each.name: getattr(self, each.name) for each in fields_of(self)}
+        return as_they_are | {
             "schema": self.schema.to_json(),
-            "parent": None if self.parent is None else dict(self.parent),
+            "pending": msgspec.to_builtins(self.pending),
             "metrics": {name: factor_to_json(float(value)) for name, value in self.metrics.items()},
-            "versions": dict(self.versions),
-            "extra": dict(self.extra),
         }
 
-    @property
-    def line(self) -> int:
-        """How often training had gone back behind a checkpoint of its run before it came here."""
-        return int(self.extra.get(LINE, 0))
+    def with_updates(self, saved: Saved) -> Draft:
+        """The same with the updates that the core says are in the state, and those that wait."""
+        latest = max(saved.holds, default=0)
+        missing = tuple(sequence for sequence in range(1, latest) if sequence not in saved.holds)
+        pending = tuple(PendingUpdate.of(one) for one in saved.pending)
+        return replace(self, sequence=latest, missing=missing, pending=pending)
 
     def position(self) -> bytes:
         """Where training goes on from here, apart from the state: equal when it is the same, as JSON."""
-        return json_bytes([self.step, self.sequence, self.epoch, self.batch, dict(self.extra)])
+        names = ("step", "sequence", "missing", "epoch", "batch", "pending", "script", "measured", "line")
+        known = self.to_json()
+        return json_bytes([known[name] for name in names])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -92,60 +133,51 @@ class Manifest(Draft):
     nbytes: int
     format: int = FORMAT
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.sequence <= MAX_SEQUENCE:
+            raise ValueError(f"an update has a number up to {MAX_SEQUENCE}. Received: {self.sequence}")
+        if set(self.digests) != {variable.name for variable in self.schema}:
+            raise ValueError("its digests are not those of its variables")
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Manifest) and self.to_json() == other.to_json()
 
     def __hash__(self) -> int:
         return hash((self.step, self.state_digest))
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return Draft.to_json(self) | {
-            "format": self.format,
-            "digests": dict(self.digests),
-            "state_digest": self.state_digest,
-            "nbytes": self.nbytes,
-        }
-
     @classmethod
     def completed(
         cls, draft: Draft, *, digests: Mapping[str, str], state_digest: str, nbytes: int
     ) -> Manifest:
         """The draft with what is known once the state is written."""
-        known = {each.name: getattr(draft, each.name) for each in fields(Draft)}
+        known = {each.name: getattr(draft, each.name) for each in fields_of(Draft)}
         return cls(**known, digests=dict(digests), state_digest=state_digest, nbytes=nbytes)
 
+    def seen_by(self, run: str) -> Manifest:
+        """The same for a run: of a copy of another run's, the numbers of its updates mean others here."""
+        if self.run in ("", run):
+            return self
+        return replace(self, sequence=0, missing=(), pending=())
+
     @classmethod
-    def from_json(cls, described: Mapping[str, Any]) -> Manifest:
+    def from_json(cls, fields: Mapping[str, Any]) -> Manifest:
         """What `to_json` described.
 
         Raises:
-            ValueError: It is no manifest, or of a later format.
+            ValueError: It is no manifest, or of another format.
         """
-        if described.get("format") != FORMAT:
+        if fields.get("format") != FORMAT:
             raise ValueError(
                 f"This version of replicast knows format {FORMAT} of a checkpoint. Use the one that wrote "
-                f"it. Received: {described.get('format')!r}"
+                f"it. Received: {fields.get('format')!r}"
             )
-        with reading("manifest", described):
-            parent = described["parent"]
-            made = cls(
-                step=int(described["step"]),
-                sequence=int(described["sequence"]),
-                epoch=int(described["epoch"]),
-                batch=int(described["batch"]),
-                created_at=float(described["created_at"]),
-                workers=int(described["workers"]),
-                attempt=int(described["attempt"]),
-                schema=Schema.from_json(described["schema"]),
-                parent=None if parent is None else dict(parent),
-                metrics={str(name): float(value) for name, value in described["metrics"].items()},
-                versions={str(name): str(value) for name, value in described["versions"].items()},
-                extra=dict(described["extra"]),
-                digests={str(name): str(value) for name, value in described["digests"].items()},
-                state_digest=str(described["state_digest"]),
-                nbytes=int(described["nbytes"]),
-            )
-            if set(made.digests) != {variable.name for variable in made.schema}:
-                raise ValueError("its digests are not those of its variables")
-        return made
+        with reading("manifest", fields):
+            metrics = {name: float(value) for name, value in fields["metrics"].items()}
+        return described(cls, "manifest", {**fields, "metrics": metrics})
+
+
+def saved_of(manifest: Draft) -> Saved:
+    """A checkpoint as the core knows it. Its state is its step."""
+    holds = frozenset(range(1, manifest.sequence + 1)) - set(manifest.missing)
+    pending = tuple(one.pending() for one in manifest.pending)
+    return Saved(manifest.step, manifest.attempt, holds, pending, manifest.step)

@@ -44,6 +44,15 @@ class Places:
                 counting.setdefault(step, []).append(path)
         return counting
 
+    def run(self) -> str:
+        """The id of the run; empty where no group has claimed it.
+
+        Raises:
+            FileDamaged: The claim is not what was written.
+        """
+        claim = last_claim(self._run_dir)
+        return "" if claim is None else claim.run
+
     def new(self, step: int) -> Path:
         """A name for a checkpoint of this step that this group has not used."""
         own = [parts[2] for parts, _ in self._named() if parts[:2] == (step, self._group)]

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 
 from replicast.checkpoint.layout import dtype_of
-from replicast.checkpoint.manifest import LINE, Draft, Manifest
+from replicast.checkpoint.manifest import Draft, Manifest
 from replicast.checkpoint.ordering import Best, best_of, latest_first, line_of_next, with_unreadable
 from replicast.checkpoint.places import Places
 from replicast.checkpoint.reading import CheckpointReader, advice, open_checkpoint
@@ -129,7 +129,7 @@ class CheckpointStore:
             return reader.manifest
 
     def open(self, step: int, *, verify: bool = False) -> CheckpointReader:
-        """Opens the checkpoint of a step.
+        """Opens the checkpoint of a step. Its manifest knows no updates if it is a copy of another run's.
 
         Args:
             step: The step.
@@ -140,6 +140,7 @@ class CheckpointStore:
             FileDamaged: A file of it is not what was written.
         """
         reader = open_checkpoint(self.find(step))
+        reader.manifest = reader.manifest.seen_by(self._places.run())
         if reader.manifest.step != step:
             received = reader.manifest.step
             reader.close()
@@ -177,9 +178,7 @@ class CheckpointStore:
         """
         if draft.step < 0:
             raise ValueError(f"A step is counted from 0. Received: {draft.step}")
-        line = line_of_next(self.list(), draft.step)
-        if line:
-            draft = replace(draft, extra={**draft.extra, LINE: line})
+        draft = replace(draft, line=line_of_next(self.list(), draft.step), run=self._places.run())
         variables = {variable.name: variable for variable in draft.schema}
         with temporary_directory(self.directory) as temporary:
             manifest = write_contents(temporary, draft, _in_pieces(arrays, variables))

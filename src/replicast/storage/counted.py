@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,7 +11,7 @@ from replicast.core.entries import Committed
 from replicast.errors import FileDamaged
 from replicast.groups import Claim, entry_kinds, group_directory, last_claim
 from replicast.storage.entry_files import EntryFile, read_entry
-from replicast.storage.index import Covered, counts, covered_by, indexes_in, read_index
+from replicast.storage.index import Covered, counts, covered_by, indexes_of, read_index
 
 _TRIES = 3
 
@@ -39,7 +40,7 @@ def _counted_under(run_dir: Path, claim: Claim | None) -> tuple[list[EntryFile],
     if claim is None:
         return [], 0
     counted = [*claim.counted, (claim.group, sys.maxsize)]
-    files = _indexed(run_dir, counted)
+    files = _indexed(run_dir, claim.group, counted)
     indexed, covers = len(files), dict(covered_by(files))
     for group, most in counted:
         if group < max(covers, default=0):
@@ -49,14 +50,11 @@ def _counted_under(run_dir: Path, claim: Claim | None) -> tuple[list[EntryFile],
     return files, indexed
 
 
-def _indexed(run_dir: Path, counted: Covered) -> list[EntryFile]:
-    """What the last valid index has; nothing when there is none."""
-    for group, _ in reversed(counted):
-        for path in indexes_in(group_directory(run_dir, group)):
-            try:
-                files = read_index(path)
-            except (OSError, ValueError):
-                continue
+def _indexed(run_dir: Path, last_group: int, counted: Covered) -> list[EntryFile]:
+    """What the last index has that can be read and has nothing that does not count."""
+    for path in indexes_of(run_dir, last_group):
+        with contextlib.suppress(OSError, ValueError):
+            files = read_index(path)
             if counts(covered_by(files), counted):
                 return files
     return []

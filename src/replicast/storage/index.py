@@ -13,17 +13,16 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from replicast.files import read_small, write_quickly
-from replicast.groups import group_directory
+from replicast.files import MAX_JSON_BYTES, read_small, write_quickly
+from replicast.groups import group_directory, group_numbers
 from replicast.storage.entry_files import EntryFile, parsed
 from replicast.strictjson import parse_object
 
 FORMAT = 1
-MAX_INDEX_BYTES = 2**30
 _NAME = re.compile(r"([0-9]{6,})\.index\.jsonl")
 
 Covered: TypeAlias = Sequence[tuple[int, int]]
@@ -48,11 +47,10 @@ def write_index(run_dir: Path, group: int, files: Sequence[EntryFile]) -> None:
     body = "".join(lines)
     path = group_directory(run_dir, group) / f"{own:06d}.index.jsonl"
     write_quickly(path, body + _seal(body))
-    for earlier in {group, *dict(covers)}:
-        for old in indexes_in(group_directory(run_dir, earlier)):
-            if old != path:
-                with contextlib.suppress(OSError):
-                    old.unlink()
+    for old in indexes_of(run_dir, group):
+        if old != path:
+            with contextlib.suppress(OSError):
+                old.unlink()
 
 
 def read_index(path: Path) -> list[EntryFile]:
@@ -62,7 +60,7 @@ def read_index(path: Path) -> list[EntryFile]:
         OSError: It cannot be read.
         ValueError: It is not what was written.
     """
-    text = read_small(path, max_bytes=MAX_INDEX_BYTES).decode()
+    text = read_small(path, max_bytes=MAX_JSON_BYTES).decode()
     body = text[: text.rfind("\n", 0, -1) + 1]
     if not body or text != body + _seal(body):
         raise ValueError("its seal does not fit its content")
@@ -101,15 +99,14 @@ def counts(covers: Covered, counted: Covered) -> bool:
     return list(covers[:-1]) == list(counted[:before]) and group == last_group and entries <= most
 
 
-def indexes_in(directory: Path) -> list[Path]:
-    """The indexes in the directory of a group, the last one first."""
-    try:
-        found = [
-            (int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))
-        ]
-    except FileNotFoundError:
-        return []
-    return [path for _, path in sorted(found, reverse=True)]
+def indexes_of(run_dir: Path, last_group: int) -> Iterator[Path]:
+    """The indexes of the groups up to this one, the last one first."""
+    for group in group_numbers(run_dir):
+        directory = group_directory(run_dir, group)
+        if group <= last_group and directory.is_dir():
+            matches = [_NAME.fullmatch(path.name) for path in directory.iterdir()]
+            found = sorted((int(match[1]), match[0]) for match in matches if match is not None)
+            yield from (directory / name for _, name in reversed(found))
 
 
 def _line(fields: object) -> str:

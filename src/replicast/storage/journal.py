@@ -133,6 +133,7 @@ class FileJournal(Journal):
                 raise PerhapsWritten(_perhaps_written(payload, error)) from error
             with contextlib.suppress(OSError):
                 payload.unlink(missing_ok=True)
+            self._fence.check_not_taken_over()  # A later group removes what an earlier one has not finished.
             raise NotWritten(_not_written(self._run_dir, error)) from error
         self._take_in(EntryFile(self._fence.number, number, written_at, stored).without_edits())
 

@@ -51,7 +51,7 @@ def draft_of(arrays: Mapping[str, npt.NDArray[Any]], step: int = 1200, **fields:
         "schema": schema_of(arrays),
         "metrics": {"loss": 0.5},
         "versions": {"replicast": "0.1.0"},
-        "extra": {"seeds": [1, 2], "position": {"files": 3}},
+        "script": {"fits": [[3, 20, None]], "inside": "fit"},
     }
     return Draft(**known | fields)
 

@@ -126,7 +126,9 @@ def test_a_bool_that_is_neither_is_never_read(store: CheckpointStore) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"format": 2}, {"schema": []}, {"digests": {}}, {"step": "x"}, {"metrics": 3},
+        {"format": 1}, {"missing": ["2"]}, {"missing": [1, True]}, {"sequence": 2**40}, {"sequence": -1},
+        {"pending": [{"id": "u"}]}, {"pending": [7]}, {"script": 7}, {"line": "1"}, {"measured": [1]},
+        {"schema": []}, {"digests": {}}, {"step": "x"}, {"metrics": 3},
         {"schema": {"variables": [], "hints": {}}},
     ],
 )  # fmt: skip

@@ -158,7 +158,7 @@ def test_a_name_that_the_format_keeps_for_itself_is_refused(store: CheckpointSto
 
 def test_what_is_no_json_is_refused_before_anything_is_written(store: CheckpointStore) -> None:
     with pytest.raises(TypeError):
-        store.write(draft_of({}, extra={"key": object()}), [])
+        store.write(draft_of({}, script={"key": object()}), [])
     assert store.list() == []
 
 
@@ -200,7 +200,16 @@ def test_the_same_checkpoint_again_is_left_as_it_is(store: CheckpointStore) -> N
     assert [path.name for path in store.path(5).parent.iterdir()] == ["00000005"]
 
 
-@pytest.mark.parametrize("fields", [{"seed": 1}, {"sequence": 4}, {"extra": {"seeds": [1, 3]}}, {"batch": 8}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seed": 1},
+        {"sequence": 4},
+        {"script": {"fits": [[3, 20, 3]], "inside": "fit"}},
+        {"missing": (2,)},
+        {"batch": 8},
+    ],
+)
 def test_another_checkpoint_of_the_same_step_takes_its_place(
     store: CheckpointStore, fields: dict[str, Any]
 ) -> None:

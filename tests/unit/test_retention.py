@@ -1,0 +1,119 @@
+"""Bytes that no start needs are removed; the entries stay, and every kept checkpoint can be gone on from."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from replicast.core.entries import Committed, Payload, Refused, Scheduled, Withdrawn
+from replicast.errors import FileDamaged
+from replicast.fence import Fence
+from replicast.storage.journal import FileJournal, MemoryJournal
+from replicast.storage.updates import committed_updates, load_update
+from replicast.update import Update
+
+
+def start(run: Path) -> FileJournal:
+    return FileJournal(run, Fence(run, attempt=0))
+
+
+def update_of(id_: str) -> Update:
+    return Update(id=id_).add("x", np.ones(3, np.float32))
+
+
+def digest_of(id_: str) -> str:
+    return update_of(id_).content_digest()
+
+
+def store(journal: FileJournal, id_: str) -> None:
+    journal.write(Payload(id_, digest_of(id_), None, "me", "why"), update_of(id_))
+
+
+def commit(journal: FileJournal, *sequences: int) -> None:
+    for sequence in sequences:
+        store(journal, f"u{sequence}")
+        journal.write(Committed(sequence, f"u{sequence}", digest_of(f"u{sequence}"), 10 * sequence, 0))
+
+
+def payloads(run: Path) -> int:
+    return len(list(run.glob("groups/*/*.safetensors")))
+
+
+def test_what_every_kept_checkpoint_contains_is_removed_and_the_rest_can_be_applied_again(
+    tmp_path: Path,
+) -> None:
+    commit(start(tmp_path), 1, 2)
+    journal = start(tmp_path)
+    commit(journal, 3, 4, 5)
+    before = committed_updates(tmp_path)
+    kept = [frozenset({1, 2, 3}), frozenset({1, 2, 3, 5})]  # what each checkpoint contains
+    assert journal.remove_payloads(kept[0] & kept[1]) == 3
+    assert journal.remove_payloads(kept[0] & kept[1]) == 0
+    assert payloads(tmp_path) == 2
+    for reader in (journal, start(tmp_path)):
+        history = reader.history()
+        assert list(history.committed) == [1, 2, 3, 4, 5]
+        for holds in kept:
+            assert [reader.load(one.id, one.digest).id for one in history.after(holds)]
+    assert committed_updates(tmp_path) == before
+
+
+def test_a_start_that_needs_what_was_removed_is_told_what_to_do(tmp_path: Path) -> None:
+    commit(start(tmp_path), 1, 2)
+    start(tmp_path).remove_payloads({1})
+    journal = start(tmp_path)
+    (first, _) = journal.history().after(frozenset())
+    with pytest.raises(FileDamaged, match="restore a checkpoint first, or use another run directory"):
+        journal.load(first.id, first.digest)
+    with pytest.raises(FileDamaged, match="restore a checkpoint first"):
+        load_update(tmp_path, 1)
+    assert load_update(tmp_path, 2).id == "u2"
+
+
+def test_what_was_refused_or_withdrawn_is_removed_and_what_waits_is_not(tmp_path: Path) -> None:
+    journal = start(tmp_path)
+    for id_ in ("refused", "withdrawn", "waiting", "again", "scheduled"):
+        store(journal, id_)
+    journal.write(Scheduled("scheduled", digest_of("scheduled"), 50))
+    journal.write(Refused("refused", ("a",), "why"))
+    journal.write(Refused("waiting", ("b",), "one of its proposals", whole=False))
+    journal.write(Withdrawn("withdrawn"))
+    journal.write(Refused("again", ("c",), "why"))
+    store(journal, "again")
+    assert journal.remove_payloads(frozenset()) == 3
+    for id_ in ("waiting", "again", "scheduled"):
+        assert journal.load(id_, digest_of(id_)).id == id_
+    for id_ in ("refused", "withdrawn"):
+        with pytest.raises(FileDamaged):
+            journal.load(id_, digest_of(id_))
+
+
+def test_what_a_later_attempt_has_written_again_is_kept_once(tmp_path: Path) -> None:
+    store(start(tmp_path), "u1")
+    journal = start(tmp_path)
+    commit(journal, 1)
+    assert journal.remove_payloads(frozenset()) == 1
+    assert load_update(tmp_path, 1).id == "u1"
+    assert journal.remove_payloads({1}) == 1
+    assert payloads(tmp_path) == 0
+
+
+def test_a_disk_that_removes_nothing_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = start(tmp_path)
+    commit(journal, 1)
+
+    def fail(_path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patching:
+        patching.setattr(Path, "unlink", fail)
+        assert journal.remove_payloads({1}) == 0
+    assert payloads(tmp_path) == 1
+    assert journal.remove_payloads({1}) == 1
+
+
+def test_a_journal_in_memory_has_nothing_to_remove() -> None:
+    assert MemoryJournal().remove_payloads({1}) == 0
