@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from replicast.cli.checks import Verdict
+from replicast.cli.doctor import Verdict
 from replicast.cli.doctor import check_two_workers
 from replicast.supervisor.lines import without_colours
 

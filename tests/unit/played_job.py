@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 import safetensors.numpy
 from click.testing import CliRunner, Result
 
 from replicast import inbox
 from replicast.cli import main
+from replicast.core.entries import Committed, Decided, Payload, Receipt, Scheduled, Withdrawn
+from replicast.core.stage import Stage
 from replicast.errors import UpdateRefused
 from replicast.fence import Fence
-from replicast.journal import Journal
 from replicast.processes import this_process
-from replicast.records import Receipt, Record, summarized
 from replicast.runfiles import FORMAT, RunInfo, WorkerNote, write_run_info, write_worker_note
 from replicast.schema import Schema, Variable
-from replicast.core.stage import Stage
+from replicast.storage.entry_files import fields_of
+from replicast.storage.journal import FileJournal
+from replicast.trial import TrialOutcome
 from replicast.update import Update
 from replicast.validate import planned
 
@@ -37,14 +40,21 @@ SCHEMA = Schema(
 
 
 class PlayedJob:
-    """Takes what is in the inbox, one stage further each time it is asked to do something."""
+    """Takes what is in the inbox, one stage further each time it is asked to do something.
 
-    def __init__(self, run: Path) -> None:
-        self.run = run
+    Attributes:
+        fate: How updates end.
+        stops_at: The stage at which it leaves an update.
+        outcome: How trials end.
+    """
+
+    def __init__(self, run: Path, attempt: int = 0) -> None:
+        self.run, self.attempt = run, attempt
         self.fate = Stage.VERIFIED
         self.stops_at: Stage | None = None
+        self.outcome: TrialOutcome | None = None
         self._acts: Iterator[None] | None = None
-        self._journal = Journal(run, Fence(run, attempt=0))
+        self._journal = FileJournal(run, Fence(run, attempt))
 
     def act(self, _secs: float = 0.0) -> None:
         if self._acts is None:
@@ -52,69 +62,86 @@ class PlayedJob:
         next(self._acts, None)
 
     def act_all(self) -> None:
+        """Takes everything as far as it goes; `act` begins again behind it."""
+        self._acts = None
         for _ in self._take():
             pass
 
     def withdraw(self, update_id: str) -> None:
-        """What a job does that is asked to take an update back, and can."""
-        for record in self._journal.records():
-            if record.id == update_id:
-                self._journal.withdraw(record.sequence)
+        """What a job does that is asked to withdraw an update, and can."""
+        self._journal.write(Withdrawn(update_id))
         inbox.note_stage(self.run, update_id, Stage.WITHDRAWN)
         inbox.done(self.run / "inbox" / f"{update_id}.safetensors")
+
+    def replay(self, sequence: int = 1) -> None:
+        """What a restarted job does at the step of an update."""
+        record = self._journal.history().committed[sequence]
+        self._journal.write(self.receipt(record.id, sequence, record.step))
+
+    def receipt(self, update_id: str, sequence: int, step: int) -> Receipt:
+        digests = {0: "a" * 32, 1: ("b" if self.fate is Stage.FAILED else "a") * 32}
+        times = 0.25, 0.003, time.time()
+        return Receipt(sequence, update_id, step, digests, *times, self.fate, self.outcome, self.attempt)
 
     def _take(self) -> Iterator[None]:
         for waiting in inbox.waiting(self.run):
             taken = inbox.take(self.run, waiting.path)
             assert taken is not None
-            update, at_step = taken.update, taken.at_step
             yield
             if self.fate is Stage.REFUSED:
                 error = UpdateRefused("Worker 1 has no room", worker=1, received="28 bytes free")
                 inbox.refuse(self.run, waiting.path, error)
                 return
-            step = 7 if at_step is None else at_step
-            for stage in (Stage.STAGED, Stage.COMMITTED, Stage.APPLIED):
+            update, step = planned(taken.update, SCHEMA), 7 if taken.at_step is None else taken.at_step
+            id_, digest, sequence = update.id, update.content_digest(), 0
+            self._journal.write(Payload(id_, digest, None, update.author, update.note), update)
+            for stage in (Stage.PREPARED, Stage.SCHEDULED, Stage.COMMITTED, Stage.APPLIED):
+                if stage is Stage.SCHEDULED:
+                    if taken.at_step is None:
+                        continue
+                    self._journal.write(Scheduled(id_, digest, step, taken.trial))
                 if stage is Stage.COMMITTED:
-                    sequence = self._commit(planned(update, SCHEMA), step, scheduled=at_step is not None)
-                known_step = None if stage is Stage.STAGED else step
-                inbox.note_stage(self.run, update.id, stage, step=known_step, taken_by=this_process())
+                    sequence, before = self._journal.history().next_sequence, 0.5 if taken.trial else None
+                    trial = taken.trial
+                    self._journal.write(
+                        Committed(sequence, id_, digest, step, self.attempt, trial, before, workers=2)
+                    )
+                known_step = None if stage is Stage.PREPARED else step
+                inbox.note_stage(self.run, id_, stage, step=known_step, taken_by=this_process())
                 yield
                 if stage is self.stops_at:
                     return
-            receipt = self._receipt(update.id, sequence, step)
-            self._journal.write_receipt(receipt)
-            if self.fate is Stage.VERIFIED:
-                inbox.note_stage(self.run, update.id, self.fate, receipt=receipt.to_json())
-            else:
-                inbox.note_stage(self.run, update.id, self.fate, reason="worker 1 differs")
+            self._end(id_, sequence, step)
             inbox.done(waiting.path)
 
-    def _commit(self, update: Update, step: int, *, scheduled: bool) -> int:
-        journal = self._journal
-        payload = journal.stage(update)
-        sequence = len(journal.records()) + 1
-        record = Record(
-            sequence,
-            update.id,
-            step,
-            payload.sha256,
-            payload.nbytes,
-            update.author,
-            update.note,
-            summarized(update.edits),
-            "0" * 32,
-            2,
-            0,
-            scheduled,
-            time.time(),
-        )
-        journal.commit(payload, record)
-        return sequence
+    def _end(self, id_: str, sequence: int, step: int) -> None:
+        outcome = self.outcome
+        if outcome is not None:
+            kept = outcome.outcome == "kept"
+            self._journal.write(
+                Decided(sequence, kept, outcome.step, sequence, outcome.reason, outcome.during)
+            )
+        receipt = self.receipt(id_, sequence, step)
+        self._journal.write(receipt)
+        failed, done = {"reason": "worker 1 differs"}, {"receipt": fields_of(receipt)}
+        inbox.note_stage(self.run, id_, self.fate, **(failed if self.fate is Stage.FAILED else done))
 
-    def _receipt(self, update_id: str, sequence: int, step: int) -> Receipt:
-        digests = {0: "a" * 32, 1: ("a" if self.fate is Stage.VERIFIED else "b") * 32}
-        return Receipt(sequence, update_id, step, digests, 0.25, 0.003, time.time(), self.fate)
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[float], object]) -> list[float]:
+    """Lets something happen in each moment in which a command waits; nobody waits in fact.
+
+    Returns:
+        How long these moments were.
+    """
+    moments: list[float] = []
+
+    def sleep(secs: float) -> None:
+        moments.append(secs)
+        act(secs)
+
+    monkeypatch.setattr("replicast.cli.rundirs.sleep", sleep)
+    monkeypatch.setattr("replicast.cli.rundirs.monotonic", lambda: sum(moments))
+    return moments
 
 
 def heard_of(run: Path, secs_ago: float = 0.0, waiting_for: str = "") -> None:

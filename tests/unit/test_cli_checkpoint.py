@@ -19,8 +19,6 @@ from replicast.validate import planned
 from tests.unit.checkpoint.samples import Arrays, draft_of, flip
 from tests.unit.played_job import BIAS, SCHEMA, invoke, made_run, tensors
 
-COMMANDS = ("list", "show", "verify", "diff", "patch")
-
 
 def state_of(step: int) -> Arrays:
     made: Arrays = {}
@@ -77,20 +75,6 @@ def test_equal_manifests_do_not_make_damaged_files_equal(run: Path) -> None:
     assert invoke("checkpoint", "diff", str(run), "copy", "--digests-only").exit_code == 0
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_has_an_example_and_loads_neither_tensorflow_nor_tables(name: str) -> None:
-    code = (
-        "import sys\nfrom replicast.cli import main\n"
-        f"try: main(['checkpoint', {name!r}, '--help'], prog_name='replicast')\n"
-        "finally: sys.stderr.write(repr([n for n in ('tensorflow', 'keras', 'rich') if n in sys.modules]))"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0
-    assert f"Examples:\n    replicast checkpoint {name} " in result.stdout
-    assert "Exit code:" in result.stdout
-    assert result.stderr == "[]"
-
-
 def test_no_command_loads_tensorflow_when_it_works(run: Path) -> None:
     code = (
         "import sys\nfrom replicast.cli import main\n"
@@ -103,14 +87,6 @@ def test_no_command_loads_tensorflow_when_it_works(run: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
-
-
-def test_the_group_lists_its_commands() -> None:
-    result = invoke("checkpoint", "--help")
-    assert result.exit_code == 0
-    assert [result.output.index(f"\n  {name} ") for name in COMMANDS] == sorted(
-        result.output.index(f"\n  {name} ") for name in COMMANDS
-    )
 
 
 def test_checkpoints_are_listed_by_step(run: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,14 +13,11 @@ from rich.status import Status
 from rich.text import Text
 
 from replicast import inbox
-from replicast.cli.following import follow, line
-from replicast.fence import Fence
-from replicast.journal import Journal, Receipt, Record, summarized
-from replicast.trial import Trial, TrialOutcome
+from replicast.cli.push import follow, live_line
 from replicast.core.stage import Stage
+from replicast.trial import Trial, TrialOutcome
 from replicast.update import Update
-from replicast.validate import planned
-from tests.unit.played_job import SCHEMA, heard_of, invoke, made_run
+from tests.unit.played_job import PlayedJob, heard_of, invoke, made_run
 
 
 @pytest.fixture
@@ -33,22 +29,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def committed(run: Path, outcome: TrialOutcome | None) -> None:
     """What a job leaves of an update that was on trial."""
-    journal = Journal(run, Fence(run, attempt=0))
-    update = planned(Update(id="tried", author="me").assign("learning_rate", 1), SCHEMA)
-    payload = journal.stage(update)
-    trial = {**Trial(50, max_increase=0.05).to_json(), "before": 0.5}
-    edits, size = summarized(update.edits), (payload.sha256, payload.nbytes)
-    record = Record(1, "tried", 7, *size, "me", "", edits, "0" * 32, 2, 0, False, time.time(), trial)
-    journal.commit(payload, record)
-    if outcome is not None:
-        journal.write_outcome(outcome)
-        digests = {0: "a" * 32, 1: "a" * 32}
-        receipt = Receipt(1, "tried", 7, digests, 0.25, 0.003, time.time(), Stage.VERIFIED, outcome)
-        journal.write_receipt(receipt)
-        inbox.note_stage(run, "tried", Stage.VERIFIED, receipt=receipt.to_json())
+    job = PlayedJob(run)
+    job.fate, job.outcome = Stage.REVERTED, outcome
+    job.stops_at = Stage.COMMITTED if outcome is None else None
+    update = Update(id="tried", author="me").assign("learning_rate", 1)
+    inbox.submit(run, update, trial=Trial(50, max_increase=0.05))
+    job.act_all()
 
 
-TAKEN_BACK = TrialOutcome(
+REVERTED = TrialOutcome(
     1, "reverted", 57, "loss", 0.5, 0.75, "loss was 0.5 before the update, and 0.75 in the trial"
 )
 
@@ -95,7 +84,7 @@ def test_an_update_that_is_on_trial_is_listed_and_shown_as_such(run: Path) -> No
 
 
 def test_how_a_trial_ended_is_listed_and_shown(run: Path) -> None:
-    committed(run, TAKEN_BACK)
+    committed(run, REVERTED)
     said = "reverted at step 57: all replicas are back at their state before the update"
     listed = " ".join(invoke("log", run).output.split())
     assert "trial: reverted" in listed
@@ -104,15 +93,16 @@ def test_how_a_trial_ended_is_listed_and_shown(run: Path) -> None:
         assert "reverted" in output
         assert "verified" not in output, "all replicas have the state of before"
     assert said in " ".join(invoke("show", run, "tried").output.split())
-    assert json.loads(invoke("log", run, "--json").output)["outcome"] == TAKEN_BACK.to_json()
+    described = json.loads(invoke("log", run, "--json").output)
+    assert (described["stage"], described["outcome"]) == ("reverted", REVERTED.to_json())
 
 
 def said_first(output: str) -> str:
     return output.splitlines()[1]
 
 
-def test_who_waits_for_a_trial_that_is_taken_back_hears_it_with_an_exit_code_of_its_own(run: Path) -> None:
-    committed(run, TAKEN_BACK)
+def test_waiting_for_a_trial_that_is_reverted_ends_with_its_own_exit_code(run: Path) -> None:
+    committed(run, REVERTED)
     result = invoke("push", run, "--set", "learning_rate=1", "--id", "tried", "--wait", "--timeout", 5)
     assert result.exit_code == 4
     assert said_first(result.output) == "reverted: number 1, applied at step 7"
@@ -128,7 +118,7 @@ def is_harmless(output: str) -> bool:
 
 
 def test_what_files_say_of_a_trial_reaches_no_terminal_raw(run: Path) -> None:
-    committed(run, replace(TAKEN_BACK, reason=HOSTILE, metric=HOSTILE))
+    committed(run, replace(REVERTED, reason=HOSTILE, metric=HOSTILE))
     wait = ("push", run, "--set", "learning_rate=1", "--id", "tried", "--wait", "--timeout", 5)
     for command in (("log", run), ("status", run), ("show", run, "tried"), wait):
         output = " ".join(invoke(*command).output.split())
@@ -142,7 +132,7 @@ def test_what_an_update_waits_for_reaches_no_terminal_raw(run: Path, monkeypatch
     assert is_harmless(waited.output)
     shown: list[object] = []
     monkeypatch.setattr(Status, "update", lambda _self, text: shown.append(text))
-    with line(Console(file=io.StringIO(), force_terminal=True), "proposed") as show:
+    with live_line(Console(file=io.StringIO(), force_terminal=True)) as show:
         follow(run, "behind", 0.0, show)
     (text,) = shown
     assert isinstance(text, Text), "a string is searched for markup"

@@ -14,19 +14,20 @@ import pytest
 import safetensors.numpy
 
 from replicast import inbox
-from replicast.cli import status
-from replicast.cli.examination import numbers_of, view_of
-from replicast.cli.texts import age_text, number_text, seconds_text, size_text, when_text
+from replicast.cli import status, texts
+from replicast.cli.examination import values_of, views_of
+from replicast.core.stage import Stage
 from replicast.edits import BFLOAT16
 from replicast.fence import Fence
 from replicast.runfiles import (
+    ENDED,
     WorkerNote,
     append_metrics,
     read_run_info,
     write_run_info,
     write_worker_note,
 )
-from replicast.core.stage import Stage
+from replicast.storage.entry_files import fields_of
 from replicast.update import Update
 from tests.unit.played_job import BIAS, PlayedJob, heard_of, invoke, made_run, tensors
 
@@ -92,6 +93,70 @@ def test_status_says_who_is_missing(run: Path) -> None:
     assert "no update has been committed yet" in output
     (run / "workers" / "1.json").unlink()
     assert "never seen" in invoke("status", run).output
+
+
+def test_status_says_that_a_worker_has_ended(run: Path) -> None:
+    for rank in range(2):
+        note = WorkerNote(rank, 1, "box", 5, 0, time.time() - 79, training=False, waiting_for=ENDED)
+        write_worker_note(run, note)
+    output = invoke("status", run).output
+    assert output.count("exited 79 s ago") == 2
+    assert "waits for" not in output
+
+
+def operation(**fields: object) -> dict[str, object]:
+    known = {"id": "x", "kind": "update", "stage": "prepared", "step": None, "waits_for": "", "author": ""}
+    return {**known, "note": "", **fields}
+
+
+def test_status_shows_what_is_under_way_while_the_job_runs(run: Path) -> None:
+    hostile = operation(kind="audit", author="\x1b[2Jann", waits_for="worker [red]1[/red]\x07", step=12)
+    written = {"step": 5, "operations": [operation(note="why"), hostile, "rubbish", None]}
+    (run / "operations.json").write_text(json.dumps(written))
+    output = invoke("status", run).output
+    for text in ("under way", "update x", "prepared", "why", "audit x", "12", "�[2Jann", "[red]1[/red]�"):
+        assert text in output, text
+    assert "\x1b" not in output
+    found = json.loads(invoke("status", run, "--json").output)["operations"]
+    assert [one["kind"] for one in found] == ["update", "audit"]
+    heard_of(run, secs_ago=60)
+    assert "under way" not in invoke("status", run).output
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"operations": 5}', '{"operations": [[]]}', "x" * 2**21])
+def test_operations_that_cannot_be_read_hide_nothing(run: Path, content: str) -> None:
+    filled(run)
+    (run / "operations.json").write_text(content)
+    result = invoke("status", run)
+    assert (result.exit_code, "verified" in result.output, "under way" in result.output) == (0, True, False)
+    (run / "operations.json").unlink()
+    os.mkfifo(run / "operations.json")
+    assert invoke("status", run).exit_code == 0
+
+
+def test_a_scheduled_update_is_listed_until_it_is_committed(run: Path) -> None:
+    job = PlayedJob(run)
+    job.stops_at = Stage.SCHEDULED
+    inbox.submit(run, Update(id="later", author="ann").assign("learning_rate", 1), 40)
+    job.act_all()
+    output = invoke("status", run).output
+    for text in ("1 scheduled", "later", "40", "assign optimizer/learning_rate", "ann"):
+        assert text in output, text
+    assert "in the inbox" not in output
+    (found,) = json.loads(invoke("status", run, "--json").output)["scheduled"]
+    assert (found["id"], found["stage"], found["step"]) == ("later", "scheduled", 40)
+    assert "40, chosen by its author" in invoke("show", run, "later").output
+    assert "The journal is empty" in invoke("log", run).output
+
+
+def test_show_lists_the_receipt_of_every_attempt(run: Path) -> None:
+    filled(run)
+    PlayedJob(run, attempt=1).replay()
+    output = invoke("show", run, 1).output
+    for attempt in (0, 1):
+        assert f"at step 7, attempt {attempt}: verified" in output
+    shown = json.loads(invoke("show", run, 1, "--json").output)
+    assert [receipt["attempt"] for receipt in shown["receipts"]] == [0, 1]
 
 
 def test_status_as_json_can_be_read_by_any_tool(run: Path) -> None:
@@ -208,7 +273,7 @@ def test_show_says_when_nothing_or_too_much_is_meant(run: Path) -> None:
 
 
 def test_an_update_of_a_job_without_a_journal_is_known_by_its_note(run: Path) -> None:
-    receipt = PlayedJob(run)._receipt("x", 1, 7).to_json()
+    receipt = fields_of(PlayedJob(run).receipt("x", 1, 7))
     inbox.note_stage(run, "x", Stage.VERIFIED, receipt=receipt)
     result = invoke("show", run, "x")
     assert (result.exit_code, "a" * 32 in result.output) == (0, True)
@@ -222,8 +287,9 @@ def test_a_damaged_payload_is_told_after_what_is_known(run: Path) -> None:
     result = invoke("show", run, 1)
     assert result.exit_code == 1
     assert "ann@box" in result.output
-    assert "sha256 is not the record's" in result.output
-    payload.write_bytes(content[:-1])
+    assert "sha256 is not the one of its entry" in result.output
+    entry = payload.with_suffix(".payload.json")
+    entry.write_bytes(entry.read_bytes().replace(b"ann@box", b"bob@box"))
     for command in (["log", run], ["status", run], ["show", run, 1]):
         damaged = invoke(*command)
         assert (damaged.exit_code, "cannot be trusted" in damaged.output) == (1, True)
@@ -300,14 +366,14 @@ def test_inspect_takes_saved_updates_and_payloads_of_the_journal(run: Path) -> N
 def test_the_norm_of_a_low_rank_is_that_of_the_product() -> None:
     random = np.random.default_rng(1)
     a, b = random.normal(size=(7, 2)).astype("f4"), random.normal(size=(2, 5)).astype("f4")
-    view = view_of(Update().add_low_rank("x", a, b).edits[0], None)
-    assert view.numbers is not None
-    assert view.numbers.norm == pytest.approx(np.linalg.norm(a.astype("f8") @ b.astype("f8")))
+    (view,) = views_of(Update().add_low_rank("x", a, b).edits, None)
+    assert view.values is not None
+    assert view.values.norm == pytest.approx(np.linalg.norm(a.astype("f8") @ b.astype("f8")))
     assert (view.shape, view.rank) == ((7, 5), 2)
 
 
 def test_numbers_leave_out_what_is_not_finite() -> None:
-    numbers = numbers_of(np.array([[3, math.nan], [-4, math.inf]], BFLOAT16))
+    numbers = values_of(np.array([[3, math.nan], [-4, math.inf]], BFLOAT16))
     assert (numbers.size, numbers.nonfinite, numbers.minimum, numbers.maximum, numbers.norm) == (
         4,
         2,
@@ -315,12 +381,12 @@ def test_numbers_leave_out_what_is_not_finite() -> None:
         3,
         5,
     )
-    assert math.isnan(numbers_of(np.empty(0, "f4")).minimum)
-    assert numbers_of(np.array([True, False])).maximum == 1
+    assert math.isnan(values_of(np.empty(0, "f4")).minimum)
+    assert values_of(np.array([True, False])).maximum == 1
 
 
 def test_sizes_and_times_are_short() -> None:
-    assert [size_text(n) for n in (0, 999, 1000, 99_960, 999_600, 5_000_000_000_000)] == [
+    assert [texts.size(n) for n in (0, 999, 1000, 99_960, 999_600, 5_000_000_000_000)] == [
         "0 B",
         "999 B",
         "1.0 kB",
@@ -328,11 +394,18 @@ def test_sizes_and_times_are_short() -> None:
         "1.0 MB",
         "5000 GB",
     ]
-    assert [seconds_text(s) for s in (0.0031, 0.25, 300.4)] == ["3.1 ms", "0.25 s", "300 s"]
-    assert [age_text(s) for s in (-1, 12.2, 600, 90_000, 400_000)] == ["0 s", "12 s", "10 min", "25 h", "5 d"]
-    assert number_text(1234567.0) == "1.235e+06"
-    now = time.mktime((2026, 5, 4, 12, 0, 0, 0, 0, -1))
-    assert [when_text(now - secs, now) for secs in (60, 86_400)] == ["11:59:00", "2026-05-03"]
+    assert [texts.seconds(s) for s in (0.0031, 0.25, 300.4)] == ["3.1 ms", "0.25 s", "300 s"]
+    assert [texts.age(s) for s in (-1, 12.2, 600, 90_000, 400_000)] == [
+        "0 s",
+        "12 s",
+        "10 min",
+        "25 h",
+        "5 d",
+    ]
+    assert texts.number(1234567.0) == "1.235e+06"
+    now = time.time()
+    assert texts.when(now) == time.strftime("%H:%M:%S", time.localtime(now))
+    assert texts.when(now - 3 * 86_400) == time.strftime("%Y-%m-%d", time.localtime(now - 3 * 86_400))
 
 
 def test_what_a_new_start_has_yet_to_come_to_is_committed_and_not_verified(run: Path) -> None:

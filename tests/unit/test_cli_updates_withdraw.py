@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from replicast import inbox
+from replicast.core.stage import Stage
 from replicast.files import write_durably
 from replicast.processes import this_process
 from replicast.runfiles import ENDED, WorkerNote, write_worker_note
-from replicast.core.stage import Stage
 from replicast.update import Update
-from tests.unit.played_job import PlayedJob, heard_of, invoke, made_run
+from tests.unit.played_job import PlayedJob, heard_of, invoke, made_run, meanwhile
 
 
 @pytest.fixture
@@ -39,71 +39,70 @@ def test_what_waits_can_be_withdrawn_by_the_beginning_of_its_id(run: Path) -> No
     assert (gone.exit_code, "There is no update" in gone.output) == (1, True)
 
 
-@pytest.fixture
-def listening(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], list[float]]:
-    """Says what happens in each moment in which the command listens; gives how long these were together."""
-
-    def hears(act: Callable[[], None]) -> list[float]:
-        moments: list[float] = []
-
-        def sleep(secs: float) -> None:
-            moments.append(secs)
-            act()
-
-        monkeypatch.setattr("replicast.cli.withdraw.sleep", sleep)
-        return moments
-
-    return hears
-
-
-@pytest.mark.parametrize("stage", [Stage.STAGED, Stage.COMMITTED])
-def test_what_a_job_has_taken_and_not_applied_is_withdrawn_by_the_job(
-    run: Path, stage: Stage, listening: Any
+@pytest.mark.parametrize("stage", [Stage.PREPARED, Stage.SCHEDULED])
+def test_what_a_job_has_taken_and_not_committed_is_withdrawn_by_the_job(
+    run: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    invoke("push", run, "--set", "learning_rate=0.1", "--id", "x")
-    played = PlayedJob(run)
-    played.stops_at = stage
-    played.act_all()
-
-    def answer() -> None:
-        for update_id in inbox.take_withdrawals(run):
-            played.withdraw(update_id)
-
-    listening(answer)
+    invoke("push", run, "--set", "learning_rate=0.1", "--id", "x", "--at-step", 40)
+    job = PlayedJob(run)
+    job.stops_at = stage
+    job.act_all()
+    meanwhile(monkeypatch, lambda _secs: [job.withdraw(one) for one in inbox.take_withdrawals(run)])
     result = invoke("withdraw", run, "x")
     assert (result.exit_code, "withdrawn x: it will not be applied" in result.output) == (0, True)
     shown = invoke("show", run, "x")
     assert (shown.exit_code, "withdrawn" in shown.output) == (0, True)
+    assert "scheduled" not in invoke("status", run).output
     again = invoke("withdraw", run, "x")
     assert (again.exit_code, "x was withdrawn: there is nothing" in again.output) == (1, True)
 
 
-@pytest.mark.parametrize("stage", [Stage.STAGED, Stage.COMMITTED, None])
-def test_what_a_job_has_applied_or_does_not_give_back_in_time_stays(
-    run: Path, stage: Stage | None, listening: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("stage", "secs", "said"),
+    [
+        (Stage.PREPARED, 30.0, "The job has not answered in time: update x is still prepared"),
+        (Stage.SCHEDULED, 30.0, "The job has not answered in time: update x is still scheduled"),
+        (Stage.COMMITTED, 0.0, "Too late: update x is committed, step 40"),
+        (None, 0.0, "Too late: update x is verified, step 40"),
+    ],
+)
+def test_what_is_committed_or_not_given_back_in_time_stays(
+    run: Path, stage: Stage | None, secs: float, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listened = listening(lambda: None)
-    monkeypatch.setattr("replicast.cli.withdraw._ANSWER_SECS", 1.0)
-    invoke("push", run, "--set", "learning_rate=0.1", "--id", "x")
-    played = PlayedJob(run)
-    played.stops_at = stage
-    played.act_all()
+    waited = meanwhile(monkeypatch, lambda _secs: heard_of(run))
+    invoke("push", run, "--set", "learning_rate=0.1", "--id", "x", "--at-step", 40)
+    job = PlayedJob(run)
+    job.stops_at = stage
+    job.act_all()
     before = [entry.id for entry in inbox.waiting(run)]
     result = invoke("withdraw", run, "x")
-    assert result.exit_code == 1
-    assert "Too late: update x is" in result.output
+    assert (result.exit_code, said in result.output) == (1, True), result.output
     assert [entry.id for entry in inbox.waiting(run)] == before
-    assert sum(listened) == pytest.approx(0.0 if stage is None else 1.0)
+    assert sum(waited) == pytest.approx(secs)
     assert inbox.take_withdrawals(run) == []
 
 
-def test_what_a_dead_job_had_taken_can_be_withdrawn_unless_it_is_committed(run: Path, listening: Any) -> None:
-    listening(lambda: None)
+def test_a_job_that_ends_meanwhile_is_not_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = meanwhile(monkeypatch, lambda _secs: heard_of(run, secs_ago=60))
+    invoke("push", run, "--set", "learning_rate=0.1", "--id", "x", "--at-step", 40)
+    job = PlayedJob(run)
+    job.stops_at = Stage.SCHEDULED
+    job.act_all()
+    result = invoke("withdraw", run, "x")
+    assert (result.exit_code, "The job is not running" in result.output) == (1, True)
+    assert "update x is still scheduled" in result.output
+    assert sum(waited) < 2.0
+
+
+def test_what_a_dead_job_had_taken_can_be_withdrawn_unless_it_is_committed(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meanwhile(monkeypatch, lambda _secs: None)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     dead = this_process() | {"pid": ended.pid}
     invoke("push", run, "--set", "learning_rate=0.1", "--id", "x")
-    inbox.note_stage(run, "x", Stage.STAGED, taken_by=dead)
+    inbox.note_stage(run, "x", Stage.PREPARED, taken_by=dead)
     assert invoke("withdraw", run, "x").exit_code == 0
     invoke("push", run, "--set", "learning_rate=0.1", "--id", "y")
     played = PlayedJob(run)
@@ -116,14 +115,16 @@ def test_what_a_dead_job_had_taken_can_be_withdrawn_unless_it_is_committed(run: 
 
 def taken(run: Path, taker: dict[str, Any]) -> None:
     invoke("push", run, "--set", "learning_rate=0.1", "--id", "x")
-    inbox.note_stage(run, "x", Stage.STAGED, taken_by=taker)
+    inbox.note_stage(run, "x", Stage.PREPARED, taken_by=taker)
 
 
 ELSEWHERE = {"pid": 1, "host": "another host", "started": 1}
 
 
-def test_a_job_on_another_host_counts_as_alive_while_it_is_heard_of(run: Path, listening: Any) -> None:
-    listened = listening(lambda: None)
+def test_a_job_on_another_host_counts_as_alive_while_it_is_heard_of(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listened = meanwhile(monkeypatch, lambda _secs: None)
     taken(run, ELSEWHERE)
     assert invoke("withdraw", run, "x").exit_code == 1
     listened.clear()
@@ -132,20 +133,22 @@ def test_a_job_on_another_host_counts_as_alive_while_it_is_heard_of(run: Path, l
     assert sum(listened) == pytest.approx(5.0)
 
 
-def test_a_job_whose_clock_is_behind_is_heard_of_while_one_listens(run: Path, listening: Any) -> None:
+def test_a_job_whose_clock_is_behind_is_heard_of_while_one_listens(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heard_of(run, secs_ago=60)
-    listened = listening(lambda: heard_of(run, secs_ago=59))
+    listened = meanwhile(monkeypatch, lambda _secs: heard_of(run, secs_ago=59))
     taken(run, ELSEWHERE)
     result = invoke("withdraw", run, "x")
-    assert (result.exit_code, "Too late: update x is staged" in result.output) == (1, True)
-    assert len(listened) == 1
+    assert (result.exit_code, "update x is still prepared" in result.output) == (1, True)
+    assert sum(listened) < 1.5
     assert [entry.id for entry in inbox.waiting(run)] == ["x"]
 
 
 def test_nobody_listens_for_a_job_that_has_said_its_end_or_has_taken_nothing(
-    run: Path, listening: Any
+    run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listened = listening(lambda: None)
+    listened = meanwhile(monkeypatch, lambda _secs: None)
     heard_of(run, secs_ago=60)
     invoke("push", run, "--set", "learning_rate=0.1", "--id", "waits")
     assert invoke("withdraw", run, "waits").exit_code == 0
@@ -158,8 +161,10 @@ def test_nobody_listens_for_a_job_that_has_said_its_end_or_has_taken_nothing(
     assert listened == []
 
 
-def test_a_process_that_has_the_number_of_a_dead_one_holds_nothing(run: Path, listening: Any) -> None:
-    listened = listening(lambda: None)
+def test_a_process_that_has_the_number_of_a_dead_one_holds_nothing(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listened = meanwhile(monkeypatch, lambda _secs: None)
     taken(run, this_process() | {"started": 1})
     assert invoke("withdraw", run, "x").exit_code == 0
     assert listened == []
@@ -170,8 +175,10 @@ def test_a_process_that_has_the_number_of_a_dead_one_holds_nothing(run: Path, li
     assert invoke("withdraw", run, "x").exit_code == 0
 
 
-def test_a_job_of_this_host_that_was_only_stopped_still_holds_what_it_took(run: Path, listening: Any) -> None:
-    listened = listening(lambda: None)
+def test_a_job_of_this_host_that_was_only_stopped_still_holds_what_it_took(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listened = meanwhile(monkeypatch, lambda _secs: None)
     heard_of(run, secs_ago=60)
     taken(run, this_process())
     assert invoke("withdraw", run, "x").exit_code == 1

@@ -8,34 +8,31 @@ from typing import Any
 import click
 
 from replicast import __version__
-from replicast.errors import FileDamaged, ReplicastError, UpdateRefused
+from replicast.cli import texts
+from replicast.errors import CheckpointError, FileDamaged, ReplicastError, UpdateRefused
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "run": ("replicast.cli.run:run", "Start the workers of a job on this machine and watch over them."),
-    "push": ("replicast.cli.push:push", "Change the weights of a running job, on every worker."),
-    "status": ("replicast.cli.status:status", "Show the workers, the metrics and the updates of a run."),
-    "log": ("replicast.cli.log:log", "List the updates that a run has committed."),
-    "show": ("replicast.cli.show:show", "Show everything about one update."),
-    "inspect": ("replicast.cli.inspect:inspect", "Say what a file would do; list a run's variables."),
-    "withdraw": ("replicast.cli.withdraw:withdraw", "Take back an update that is not applied yet."),
-    "audit": ("replicast.cli.audit:audit", "Show whether the replicas are equal; --now looks."),
-    "checkpoint": ("replicast.cli.checkpoint:checkpoint", "List, verify, compare and patch checkpoints."),
-    "demo": ("replicast.cli.demo:demo", "See it work, in under a minute."),
-    "doctor": ("replicast.cli.doctor:doctor", "Check this machine, and say how to fix what is wrong."),
+COMMANDS = {
+    "run": "Start the workers of a job on this machine and supervise them.",
+    "push": "Change the weights of a running job, on every worker.",
+    "status": "Show the workers, the metrics and the updates of a run.",
+    "log": "List the updates that a run has committed.",
+    "show": "Show everything about one update.",
+    "inspect": "Say what a file would do; list a run's variables.",
+    "withdraw": "Take back an update that is not committed yet.",
+    "audit": "Show whether the replicas are equal; --now compares them.",
+    "checkpoint": "List, verify, compare and patch checkpoints.",
+    "demo": "See it work, in under a minute.",
+    "doctor": "Check this machine, and say how to fix what is wrong.",
 }
-"""Each command's place and its line in `replicast --help`."""
+"""Each command and its line in `replicast --help`; `replicast.cli.NAME` has the command NAME."""
 
 
-class Refusal(click.ClickException):
-    """An error that people can do something about: no traceback. Nothing was begun."""
+class Failed(click.ClickException):
+    """The command ends with a message and no traceback: exit code 1 unless another is given."""
 
-    exit_code = 2
-
-
-class Refused(Refusal):
-    """An update is refused, or a file of the run cannot be trusted."""
-
-    exit_code = 1
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        vars(self)["exit_code"] = exit_code
 
 
 class LazyGroup(click.Group):
@@ -49,39 +46,27 @@ class LazyGroup(click.Group):
         """Loads one command."""
         if cmd_name not in COMMANDS:
             return None
-        module, _, name = COMMANDS[cmd_name][0].partition(":")
-        command = getattr(import_module(module), name)
-        if not isinstance(command, click.Command):
-            raise TypeError(f"{COMMANDS[cmd_name][0]} is no command")
+        command: click.Command = getattr(import_module(f"replicast.cli.{cmd_name}"), cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the list of commands without loading any."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+            formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command; an error of ours becomes a message and an exit code."""
         try:
             return super().invoke(ctx)
-        except UpdateRefused as error:
-            from replicast.cli.texts import refusal_text
-
-            raise Refused(refusal_text(error)) from error
-        except FileDamaged as error:
-            from replicast.cli.texts import printable
-
-            raise Refused(printable(str(error))) from error
+        except (UpdateRefused, CheckpointError) as error:
+            raise Failed(texts.error(error)) from error
         except ReplicastError as error:
-            from replicast.cli.texts import printable_lines
-
-            raise Refusal(printable_lines(str(error))) from error
+            lines = [texts.printable(line) for line in str(error).split("\n")]
+            raise Failed("\n".join(lines), 1 if isinstance(error, FileDamaged) else 2) from error
         except OSError as error:
-            if error.filename is None:  # a pipe that nobody reads, for one, which click knows how to end
+            if error.filename is None:  # For example a closed pipe, which click handles.
                 raise
-            from replicast.cli.texts import printable
-
-            raise Refusal(printable(f"{error.filename}: {error.strerror}")) from error
+            raise Failed(texts.printable(f"{error.filename}: {error.strerror}"), 2) from error
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

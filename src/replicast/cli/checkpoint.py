@@ -1,38 +1,35 @@
-"""`replicast checkpoint`: what can be done with checkpoints from a command line. Loads little by itself."""
+"""`replicast checkpoint`: list, show, verify, compare and patch checkpoints, without a job or TensorFlow."""
 
 from __future__ import annotations
 
+import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.table import Table
+from rich.text import Text
 
-from replicast.cli.checkpoint_patch import patch
-from replicast.errors import CheckpointError
+from replicast.checkpoint import CheckpointStore, Comparison, Manifest, Verdict, open_checkpoint
+from replicast.checkpoint import diff as compare
+from replicast.checkpoint import patch as patch_checkpoint
+from replicast.checkpoint.writing import COMMITTED, MANIFEST, STATE
+from replicast.cli import Failed, texts
+from replicast.cli.edit_options import EditCommand, check_usage, edit_options, update_of
+from replicast.cli.examination import examine, print_examination, print_problems
+from replicast.cli.rundirs import checked_run
+from replicast.cli.tables import facts_table, make_console, make_table, progress_bar
+from replicast.errors import CheckpointError, FileDamaged
 
 _PATH = click.Path(path_type=Path)
+_NONE_YET = "The run has no checkpoints yet."
+path_argument = click.argument("path", type=_PATH, metavar="PATH|RUN")
+step_argument = click.argument("step", type=click.IntRange(min=0), required=False)
 
 
-class CheckpointGroup(click.Group):
-    """Commands in the order in which they were added."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """As in the code below."""
-        return list(self.commands)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Runs a command; a checkpoint that cannot be used becomes a message and exit code 1."""
-        try:
-            return super().invoke(ctx)
-        except CheckpointError as error:
-            from replicast.cli import Refused
-            from replicast.cli.checkpoint_views import error_text
-
-            raise Refused(error_text(error)) from error
-
-
-@click.group(cls=CheckpointGroup)
+@click.group()
 def checkpoint() -> None:
     """List, show, verify, compare and patch checkpoints.
 
@@ -47,8 +44,8 @@ def checkpoint() -> None:
 
 
 @checkpoint.command("list")
-@click.argument("run", type=_PATH, metavar="RUN")
-@click.option("--json", "as_json", is_flag=True, help="One object a line, without the list of variables.")
+@click.argument("run", type=_PATH)
+@click.option("--json", "as_json", is_flag=True, help="One object per line, without the list of variables.")
 def list_(run: Path, as_json: bool) -> None:
     """List the committed checkpoints of a run.
 
@@ -59,18 +56,28 @@ def list_(run: Path, as_json: bool) -> None:
 
     Exit code: 0; 1 when one is damaged, which is named; 2 when RUN is not a run directory.
     """  # noqa: D301 - click wants a real backspace
-    from replicast.cli.checkpoint_targets import checked_run
-    from replicast.cli.checkpoint_views import print_list
-
-    sys.exit(print_list(checked_run(run), as_json=as_json))
+    store = CheckpointStore(checked_run(run, checkpoints_suffice=True))
+    manifests, problems = store.list(), store.problems()
+    if as_json:
+        for manifest in manifests:
+            fields = manifest.to_json() | {"path": str(store.path(manifest.step))}
+            click.echo(
+                json.dumps({name: fields[name] for name in fields if name not in ("schema", "digests")})
+            )
+    elif manifests:
+        make_console().print(_checkpoints_table(manifests))
+    elif not problems:
+        click.echo(_NONE_YET)
+    _print_damaged(problems)
+    sys.exit(1 if problems else 0)
 
 
 @checkpoint.command()
-@click.argument("path", type=_PATH, metavar="PATH|RUN")
-@click.argument("step", type=click.IntRange(min=0), required=False)
+@path_argument
+@step_argument
 @click.option("--json", "as_json", is_flag=True, help="The manifest as one JSON object.")
 def show(path: Path, step: int | None, as_json: bool) -> None:
-    """Show what a checkpoint says of itself, and its variables.
+    """Show the manifest of a checkpoint, and its variables.
 
     Of a RUN, the checkpoint of STEP, or the last one.
 
@@ -82,15 +89,25 @@ def show(path: Path, step: int | None, as_json: bool) -> None:
 
     Exit code: 0; 1 when there is no such checkpoint or it is damaged; 2 when the command is wrong.
     """  # noqa: D301 - click wants a real backspace
-    from replicast.cli.checkpoint_targets import the_checkpoint
-    from replicast.cli.checkpoint_views import print_checkpoint
-
-    print_checkpoint(the_checkpoint(path, step), as_json=as_json)
+    path = _the_checkpoint(path, step)
+    with open_checkpoint(path) as reader:
+        manifest = reader.manifest
+    if as_json:
+        click.echo(json.dumps(manifest.to_json() | {"path": str(path)}))
+        return
+    table = make_table("variable", "shape", "dtype", "digest", whole=("dtype", "digest"))
+    for variable in manifest.schema:
+        digest = texts.printable(manifest.digests[variable.name])[:16]
+        table.add_row(texts.printable(variable.name), texts.shape(variable.shape), variable.dtype, digest)
+    console = make_console()
+    console.print(facts_table(_facts(path, manifest)))
+    console.print()
+    console.print(table)
 
 
 @checkpoint.command()
-@click.argument("path", type=_PATH, metavar="PATH|RUN")
-@click.argument("step", type=click.IntRange(min=0), required=False)
+@path_argument
+@step_argument
 def verify(path: Path, step: int | None) -> None:
     """Read every byte of one checkpoint, or of all of a run, and compare their digests.
 
@@ -103,14 +120,15 @@ def verify(path: Path, step: int | None) -> None:
     Exit code: 0 when all is what was written; 1 when something is damaged, which is named; 2 when the command
     is wrong.
     """  # noqa: D301 - click wants a real backspace
-    from replicast.cli.checkpoint_targets import is_checkpoint, the_checkpoint
-    from replicast.cli.checkpoint_views import verify_all, verify_one
-
-    if step is None and not is_checkpoint(path):
-        from replicast.cli.checkpoint_targets import checked_run
-
-        sys.exit(verify_all(checked_run(path)))
-    sys.exit(verify_one(the_checkpoint(path, step)))
+    if step is not None or _is_checkpoint(path):
+        sys.exit(0 if _verified(_the_checkpoint(path, step)) else 1)
+    store = CheckpointStore(checked_run(path, checkpoints_suffice=True))
+    manifests, problems = store.list(), store.problems()
+    verified = [_verified(store.find(manifest.step)) for manifest in manifests]
+    _print_damaged(problems)
+    if not manifests and not problems:
+        click.echo(_NONE_YET)
+    sys.exit(0 if all(verified) and not problems else 1)
 
 
 @checkpoint.command()
@@ -118,7 +136,7 @@ def verify(path: Path, step: int | None) -> None:
 @click.argument("second", type=_PATH, metavar="B")
 @click.option("--digests-only", is_flag=True, help="Only say which differ, without reading their values.")
 @click.option("--all", "also_equal", is_flag=True, help="List equal variables too.")
-@click.option("--json", "as_json", is_flag=True, help="One object a line: a variable.")
+@click.option("--json", "as_json", is_flag=True, help="One object per line: a variable.")
 def diff(first: Path, second: Path, digests_only: bool, also_equal: bool, as_json: bool) -> None:
     """Compare two checkpoints, variable by variable and bit for bit.
 
@@ -131,11 +149,174 @@ def diff(first: Path, second: Path, digests_only: bool, also_equal: bool, as_jso
 
     Exit code: 0 when every bit is equal; 1 when not, or when one is damaged; 2 when the command is wrong.
     """  # noqa: D301 - click wants a real backspace
-    from replicast.cli.checkpoint_targets import the_checkpoint
-    from replicast.cli.checkpoint_views import print_diff
+    paths = _the_checkpoint(first, None), _the_checkpoint(second, None)
+    with progress_bar("comparing") as progress:
+        comparisons = compare(*paths, values=not digests_only, progress=progress)
+    unequal = [each for each in comparisons if each.verdict is not Verdict.EQUAL]
+    shown = comparisons if also_equal else unequal
+    for each in shown if as_json else ():
+        click.echo(json.dumps(each.to_json()))
+    if not as_json:
+        if shown:
+            make_console().print(_comparisons_table(shown))
+        equal, variables = len(comparisons) - len(unequal), texts.counted(len(comparisons), "variable")
+        click.echo(f"{f'{equal} of' if unequal else 'All'} {variables} are equal, bit for bit.")
+    sys.exit(1 if unequal else 0)
 
-    paths = the_checkpoint(first, None), the_checkpoint(second, None)
-    sys.exit(print_diff(*paths, values=not digests_only, also_equal=also_equal, as_json=as_json))
+
+@checkpoint.command(cls=EditCommand)
+@click.argument("path", type=_PATH)
+@edit_options
+@click.option("-o", "--output", type=_PATH, metavar="OUT", help="The new checkpoint; must not exist yet.")
+@click.pass_context
+def patch(context: click.Context, /, path: Path, output: Path | None, **options: Any) -> None:
+    """Apply an update to a checkpoint, into a new one.
+
+    The new checkpoint has the bits that every replica would have had if the update had been applied at that
+    step; it names the one it was made from. Operations and files are those of `replicast push`, in the order
+    in which they are given. Memory is needed for the update, not for the checkpoint.
+
+    \b
+    Examples:
+      replicast checkpoint patch runs/first/checkpoints/00001200-1 --add delta.safetensors -o patched
+      replicast checkpoint patch runs/first/checkpoints/00001200-1 --set learning_rate=1e-4 -o patched
+      replicast checkpoint patch old/00001200-1 --update fix.safetensors -o runs/second/checkpoints/00001200
+
+    Exit code: 0; 1 when the update is refused, the checkpoint is damaged, or OUT exists; 2 when the command
+    is wrong.
+    """  # noqa: D301 - click wants a real backspace
+    check_usage(options)
+    if output is None and not options["dry_run"]:
+        raise click.UsageError("Missing option '-o' / '--output': where to write the new checkpoint.")
+    source = _the_checkpoint(path, None)
+    with open_checkpoint(source) as reader:
+        before = reader.manifest
+    update = update_of(context, options)
+    edits, problems = examine(update, before.schema)
+    if output is None or options["dry_run"]:
+        print_examination(edits, problems)
+        sys.exit(1 if problems else 0)
+    if problems:
+        print_problems(problems)
+        sys.exit(1)
+    try:
+        with progress_bar(f"patching {source.name}") as progress:
+            after = patch_checkpoint(source, update, output, progress=progress)
+    except OSError as error:
+        raise Failed(
+            f"{texts.printable(output)} cannot be written ({error.strerror}): nothing is left there."
+        ) from error
+    except KeyboardInterrupt:
+        click.echo("Stopped. Nothing is left at the destination.", err=True)
+        sys.exit(128 + signal.SIGINT)
+    changed = sum(after.digests[name] != digest for name, digest in before.digests.items())
+    of = f"{changed} of {texts.counted(len(after.digests), 'variable')} changed"
+    click.echo(f"patched {texts.printable(output)}: {of}, {texts.size(after.nbytes)}, step {after.step}")
+    click.echo(f"  state {after.state_digest}")
 
 
-checkpoint.add_command(patch)
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a directory looks like a checkpoint, complete or not."""
+    return any((path / name).exists() for name in (COMMITTED, MANIFEST, STATE))
+
+
+def _the_checkpoint(path: Path, step: int | None) -> Path:
+    """The directory of the checkpoint that is meant: of a run, that of the step, or the last.
+
+    Raises:
+        click.UsageError: Neither a checkpoint nor a run, or a step of a single checkpoint.
+        CheckpointError: The run has none.
+    """
+    if _is_checkpoint(path):
+        if step is not None:
+            raise click.UsageError(f"{texts.printable(path)} is a checkpoint itself: leave the step out.")
+        return path
+    store = CheckpointStore(checked_run(path, checkpoints_suffice=True))
+    if step is not None:
+        return store.find(step)
+    last, skipped = store.last_and_skipped()
+    for problem in skipped:
+        click.echo(f"Skipped: {texts.printable(problem)}", err=True)
+    if last is None:
+        raise CheckpointError(
+            "The run has no checkpoint that can be used",
+            path=path / "checkpoints",
+            received="none",
+            remedy=f"See: replicast checkpoint list {path}",
+        )
+    return store.find(last.step)
+
+
+def _verified(path: Path) -> bool:
+    """Verifies one checkpoint and says how it is.
+
+    Raises:
+        CheckpointError: It is not committed.
+    """
+    try:
+        with open_checkpoint(path) as reader, progress_bar(path.name) as progress:
+            reader.verify(progress)
+            manifest = reader.manifest
+    except FileDamaged as error:
+        click.echo(f"{texts.printable(path.name)}  damaged")
+        _print_damaged([error])
+        return False
+    size, variables = texts.size(manifest.nbytes), texts.counted(len(manifest.schema), "variable")
+    click.echo(f"{texts.printable(path.name)}  as it was written: {variables}, {size}")
+    return True
+
+
+def _print_damaged(problems: list[FileDamaged]) -> None:
+    for problem in problems:
+        click.echo(f"Damaged: {texts.printable(problem)}", err=True)
+
+
+def _checkpoints_table(manifests: list[Manifest]) -> Table:
+    numbers = ("step", "epoch", "batch", "update", "size")
+    table = make_table(*numbers, "when", "metrics", right=numbers, whole=(*numbers, "when"))
+    for each in manifests:
+        note = Text(texts.metrics(each.metrics))
+        if each.parent is not None:
+            note = Text(f"patched by {_patched_by(each)}", style="dim")
+        cells = str(each.step), str(each.epoch), str(each.batch), str(each.sequence), texts.size(each.nbytes)
+        table.add_row(*cells, texts.when(each.created_at), note)
+    return table
+
+
+def _facts(path: Path, manifest: Manifest) -> list[tuple[str, str | Text]]:
+    sequence = manifest.sequence
+    versions = ", ".join(f"{name} {value}" for name, value in manifest.versions.items())
+    patched = ""
+    if manifest.parent is not None:
+        patched = f"from {texts.one_line(manifest.parent.get('path', ''))} by update {_patched_by(manifest)}"
+    return [
+        ("checkpoint", texts.printable(path)),
+        ("step", f"{manifest.step}, batch {manifest.batch} of epoch {manifest.epoch}"),
+        ("journal", f"update {sequence} is the last in it" if sequence else "no update is in it"),
+        ("written", f"{texts.date(manifest.created_at)}, attempt {manifest.attempt}"),
+        ("workers", str(manifest.workers)),
+        ("metrics", texts.metrics(manifest.metrics)),
+        ("versions", texts.one_line(versions)),
+        ("file", texts.size(manifest.nbytes)),
+        ("state", texts.printable(manifest.state_digest)),
+        ("patched", patched),
+    ]
+
+
+def _comparisons_table(comparisons: list[Comparison]) -> Table:
+    numbers = ("differ", "of", "max abs", "max rel")
+    table = make_table("variable", "verdict", *numbers, right=numbers, whole=numbers)
+    for each in comparisons:
+        verdict = Text(each.verdict, style="green" if each.verdict is Verdict.EQUAL else "yellow")
+        if each.verdict is Verdict.CHANGED:
+            verdict.append(f"\n{each.first}, {each.second}", style="dim")
+        if each.one_is_nan:
+            verdict.append(f"\n{each.one_is_nan} NaN in one only", style="dim")
+        counts = ["" if number is None else str(number) for number in (each.differing, each.elements)]
+        distances = texts.number(each.max_absolute), texts.number(each.max_relative)
+        table.add_row(texts.printable(each.name), verdict, *counts, *distances)
+    return table
+
+
+def _patched_by(manifest: Manifest) -> str:
+    return texts.one_line((manifest.parent or {}).get("update_id", "an update"))

@@ -1,14 +1,19 @@
-"""What an update would do, and everything that is wrong with it: for `inspect`, `show` and `push`."""
+"""What an update would do, and all that is wrong with it: for `push`, `patch`, `inspect` and `show`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import click
 import numpy as np
+from rich.table import Table
+from rich.text import Text
 
+from replicast.cli import texts
+from replicast.cli.tables import make_console, make_table
 from replicast.edits import FLOAT_DTYPES, RESETS, Array, Edit, Operation
 from replicast.errors import UpdateRefused
 from replicast.parts import factor_to_json
@@ -17,19 +22,12 @@ from replicast.update import Update
 from replicast.validate import planned
 
 _CHUNK = 2**20  # Elements that are widened to float64 at a time.
+_BEFORE_FACTOR = {Operation.SCALE: "by ", Operation.BLEND: "with weight "} | dict.fromkeys(RESETS, "to ")
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
-    """The values of an array in short.
-
-    Attributes:
-        size: How many there are.
-        nonfinite: How many of them are NaN or infinite.
-        minimum: The smallest finite one; NaN when there is none.
-        maximum: The largest finite one; NaN when there is none.
-        norm: The square root of the sum of the squares of the finite ones.
-    """
+class Values:
+    """The values of an array in short: how many are not finite; of the others, extremes and 2-norm."""
 
     size: int
     nonfinite: int
@@ -43,15 +41,12 @@ class EditView:
     """One edit, for people.
 
     Attributes:
-        variable: Its name; the full one when the schema knows it.
-        operation: What is done.
-        factor: The factor, weight or fill, if there is one.
+        variable: Its name; the full one when the schema is known.
         shape: Of what is written; None when it is the whole of a variable whose shape is not known.
         dtype: Of what is written; empty when not known.
-        nbytes: The size of the payload.
         rows: How many rows are written, when not all.
         rank: Of an addition of low rank.
-        numbers: The values that are added or assigned; None when there are none.
+        values: What is added or assigned; None when there are no values.
     """
 
     variable: str
@@ -62,53 +57,32 @@ class EditView:
     nbytes: int
     rows: int | None
     rank: int | None
-    numbers: Numbers | None
+    values: Values | None
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        return {
-            "variable": self.variable,
-            "operation": str(self.operation),
-            "factor": factor_to_json(self.factor),
-            "shape": None if self.shape is None else list(self.shape),
-            "dtype": self.dtype,
-            "nbytes": self.nbytes,
-            "rows": self.rows,
-            "rank": self.rank,
-            "values": None if self.numbers is None else _numbers_to_json(self.numbers),
-        }
+        fields = asdict(self) | {"factor": factor_to_json(self.factor)}
+        if self.values is not None:
+            fields["values"] = {name: factor_to_json(value) for name, value in fields["values"].items()}
+        return fields
 
 
-@dataclass(frozen=True, slots=True)
-class Examination:
-    """What became of looking at an update.
-
-    Attributes:
-        edits: What it would do, in order; with resets of slots when nothing is wrong.
-        problems: Why it would be refused; none when it would not.
-    """
-
-    edits: tuple[EditView, ...]
-    problems: tuple[UpdateRefused, ...]
-
-
-def examine(update: Update, schema: Schema | None) -> Examination:
-    """Looks at all of an update, also behind the first problem.
+def examine(update: Update, schema: Schema | None) -> tuple[list[EditView], list[UpdateRefused]]:
+    """What an update would do, and why it would be refused: all problems, not only the first.
 
     Args:
         update: What an author would propose.
         schema: The state it is to change, if known.
     """
     if schema is None:
-        views = tuple(view_of(edit, None) for edit in update.edits)
-        return Examination(views, tuple(_problems_by_themselves(update, views)))
+        views = views_of(update.edits, None)
+        return views, _problems_by_themselves(update, views)
     problems: list[UpdateRefused] = []
     edits: list[Edit] = []
     for edit in update.edits:
         try:
             # A reset is judged together with the others: it needs the edit whose slots it resets.
-            alone = () if edit.operation in RESETS else planned(update.replaced([edit]), schema).edits
-            edits += alone
+            edits += () if edit.operation in RESETS else planned(update.replaced([edit]), schema).edits
         except UpdateRefused as error:
             problems.append(error)
             edits.append(edit)
@@ -117,42 +91,16 @@ def examine(update: Update, schema: Schema | None) -> Examination:
             edits = list(planned(update, schema, look_at=lambda _place: False).edits)
         except UpdateRefused as error:
             problems.append(error)
-    return Examination(tuple(view_of(edit, variable_of(edit, schema)) for edit in edits), tuple(problems))
+    return views_of(edits, schema), problems
 
 
-def view_of(edit: Edit, variable: Variable | None) -> EditView:
-    """One edit in short.
-
-    Args:
-        edit: The edit.
-        variable: What it changes, if known.
-    """
-    arrays, rank = edit.arrays, None
-    shape = None if variable is None else variable.shape
-    dtype = "" if variable is None else variable.dtype
-    numbers = None
-    written = arrays.get("value", arrays.get("rows"))
-    if edit.operation is Operation.ADD_LOW_RANK:
-        shape, rank, dtype = _low_rank_shape(arrays), arrays["a"].shape[-1], arrays["a"].dtype.name
-        numbers = _low_rank_numbers(arrays["a"], arrays["b"])
-    elif written is not None:
-        shape, dtype, numbers = written.shape, written.dtype.name, numbers_of(written)
-    rows = arrays["indices"].size if "indices" in arrays else None
-    return EditView(
-        edit.variable, edit.operation, edit.factor, shape, dtype, edit.nbytes, rows, rank, numbers
-    )
+def views_of(edits: Iterable[Edit], schema: Schema | None) -> list[EditView]:
+    """Edits in short; the schema tells shape and dtype where an edit itself does not."""
+    return [_view(edit, _variable(edit, schema)) for edit in edits]
 
 
-def variable_of(edit: Edit, schema: Schema) -> Variable | None:
-    """What an edit changes, or None when the state has no such variable."""
-    try:
-        return schema.resolve(edit.variable)
-    except UpdateRefused:
-        return None
-
-
-def numbers_of(array: Array) -> Numbers:
-    """The values of an array in short; takes little memory beside it."""
+def values_of(array: Array) -> Values:
+    """The values of an array in short; needs little memory."""
     flat = array.reshape(-1)
     nonfinite, squares, low, high = 0, 0.0, math.inf, -math.inf
     for start in range(0, flat.size, _CHUNK):
@@ -165,64 +113,111 @@ def numbers_of(array: Array) -> Numbers:
             low, high = min(low, float(finite.min())), max(high, float(finite.max()))
     if low > high:
         low = high = math.nan
-    return Numbers(flat.size, nonfinite, low, high, math.sqrt(squares))
+    return Values(flat.size, nonfinite, low, high, math.sqrt(squares))
 
 
-def _problems_by_themselves(update: Update, views: tuple[EditView, ...]) -> list[UpdateRefused]:
+def edits_table(edits: Iterable[EditView], *, extremes: bool) -> Table:
+    """What an update does, edit by edit.
+
+    Args:
+        edits: The edits.
+        extremes: Whether to show the smallest and the largest value, or the size and whether all are finite.
+    """
+    numbers = ("min", "max", "norm") if extremes else ("size", "finite", "norm")
+    right = ("size", "min", "max", "norm")
+    table = make_table(
+        "variable", "operation", "shape", "dtype", *numbers, right=right, whole=("dtype", *numbers)
+    )
+    for edit in edits:
+        shape = "whole" if edit.shape is None else texts.shape(edit.shape)
+        values = edit.values
+        cells: list[str | Text] = [texts.size(edit.nbytes) if edit.nbytes else "", _finite_cell(edit)]
+        if extremes:
+            cells = (
+                ["", ""] if values is None else [texts.number(values.minimum), texts.number(values.maximum)]
+            )
+        norm = texts.number(None if values is None else values.norm)
+        table.add_row(texts.printable(edit.variable), _operation_text(edit), shape, edit.dtype, *cells, norm)
+    return table
+
+
+def print_examination(edits: list[EditView], problems: list[UpdateRefused]) -> None:
+    """The table of edits, and below it what is wrong."""
+    console = make_console()
+    console.print(edits_table(edits, extremes=False))
+    print_problems(problems)
+    if not problems:
+        size = texts.size(sum(edit.nbytes for edit in edits))
+        console.print(f"{texts.counted(len(edits), 'edit')}, {size} of values. Nothing is wrong with it.")
+
+
+def print_problems(problems: list[UpdateRefused]) -> None:
+    """Everything that is wrong, on standard error."""
+    for problem in problems:
+        click.echo(f"Refused: {texts.error(problem)}", err=True)
+
+
+def _view(edit: Edit, variable: Variable | None) -> EditView:
+    arrays, rank, values = edit.arrays, None, None
+    shape, dtype = (None, "") if variable is None else (variable.shape, variable.dtype)
+    written = arrays.get("value", arrays.get("rows"))
+    if edit.operation is Operation.ADD_LOW_RANK:
+        shape, rank = (*arrays["a"].shape[:1], *arrays["b"].shape[-1:]), arrays["a"].shape[-1]
+        dtype, values = arrays["a"].dtype.name, _low_rank_values(arrays["a"], arrays["b"])
+    elif written is not None:
+        shape, dtype, values = written.shape, written.dtype.name, values_of(written)
+    rows = arrays["indices"].size if "indices" in arrays else None
+    return EditView(edit.variable, edit.operation, edit.factor, shape, dtype, edit.nbytes, rows, rank, values)
+
+
+def _variable(edit: Edit, schema: Schema | None) -> Variable | None:
+    try:
+        return None if schema is None else schema.resolve(edit.variable)
+    except UpdateRefused:
+        return None
+
+
+def _problems_by_themselves(update: Update, views: list[EditView]) -> list[UpdateRefused]:
     """What is wrong whatever the state is."""
     if not views:
         return [UpdateRefused("The update has no edits", expected="at least one", received="none")]
-    if update.allow_nonfinite:
-        return []
-    problems = []
-    for view in views:
-        bad_factor = view.factor is not None and not math.isfinite(view.factor)
-        nonfinite = view.numbers.nonfinite if view.numbers is not None else 0
-        if bad_factor or nonfinite:
-            size = view.numbers.size if view.numbers is not None else 0
-            what = f"{nonfinite} of {size} values are not finite" if nonfinite else "The factor is not finite"
-            problems.append(
-                UpdateRefused(
-                    what,
-                    variable=view.variable,
-                    expected="finite values, or allow_nonfinite=True",
-                    received=str(view.factor) if bad_factor else "NaN or infinity",
-                )
-            )
-    return problems
+    return [] if update.allow_nonfinite else [problem for view in views for problem in _nonfinite(view)]
 
 
-def _low_rank_shape(arrays: Mapping[str, Array]) -> tuple[int, ...]:
-    return (*arrays["a"].shape[:1], *arrays["b"].shape[-1:])
+def _nonfinite(view: EditView) -> list[UpdateRefused]:
+    expected = "finite values, or allow_nonfinite=True"
+    if view.values is not None and view.values.nonfinite:
+        what = f"{view.values.nonfinite} of {view.values.size} values are not finite"
+        return [UpdateRefused(what, variable=view.variable, expected=expected, received="NaN or infinity")]
+    if view.factor is not None and not math.isfinite(view.factor):
+        what, received = "The factor is not finite", str(view.factor)
+        return [UpdateRefused(what, variable=view.variable, expected=expected, received=received)]
+    return []
 
 
-def _low_rank_numbers(a: Array, b: Array) -> Numbers:
-    """Of the factors; but the norm is that of their product, which is never made."""
-    parts = numbers_of(a), numbers_of(b)
+def _low_rank_values(a: Array, b: Array) -> Values:
+    """Of both factors; but the norm is that of their product, which is never computed as a whole."""
+    first, second = values_of(a), values_of(b)
     norm = math.nan
     if a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0]:
         with np.errstate(all="ignore"):
             wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
             norm = math.sqrt(max(0.0, float(np.sum((wide_a.T @ wide_a) * (wide_b @ wide_b.T)))))
-    return Numbers(
-        size=a.size + b.size,
-        nonfinite=sum(part.nonfinite for part in parts),
-        minimum=min(part.minimum for part in parts),
-        maximum=max(part.maximum for part in parts),
-        norm=norm,
-    )
+    extremes = min(first.minimum, second.minimum), max(first.maximum, second.maximum)
+    return Values(first.size + second.size, first.nonfinite + second.nonfinite, *extremes, norm)
 
 
-def _numbers_to_json(numbers: Numbers) -> dict[str, Any]:
-    return {
-        "size": numbers.size,
-        "nonfinite": numbers.nonfinite,
-        "minimum": factor_to_json(numbers.minimum),
-        "maximum": factor_to_json(numbers.maximum),
-        "norm": factor_to_json(numbers.norm),
-    }
+def _operation_text(edit: EditView) -> str:
+    text = edit.operation.replace("_", " ")
+    if edit.rows is not None or edit.rank is not None:
+        return f"{text} ({edit.rows if edit.rows is not None else edit.rank})"
+    if edit.factor is None:
+        return text
+    return f"{text} {_BEFORE_FACTOR.get(edit.operation, '')}{texts.number(edit.factor)}"
 
 
-def is_float(dtype: str) -> bool:
-    """Whether values of this dtype can be NaN or infinite."""
-    return dtype in FLOAT_DTYPES
+def _finite_cell(edit: EditView) -> Text:
+    if edit.values is None or edit.dtype not in FLOAT_DTYPES:
+        return Text("")
+    wrong = edit.values.nonfinite
+    return Text(f"{wrong} not", style="red") if wrong else Text("yes")

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from replicast.cli.rundirs import checked_run, run_option
-
-if TYPE_CHECKING:
-    from replicast.edits import Array
+from replicast.cli import texts
+from replicast.cli.edit_options import read_file, update_of_tensors
+from replicast.cli.examination import examine, print_examination, values_of
+from replicast.cli.rundirs import checked_run
+from replicast.cli.tables import make_console, make_table
+from replicast.edits import Array
+from replicast.runfiles import read_run_info
+from replicast.update import Update
 
 _AS = ("add", "assign", "scale", "blend", "add-rows", "assign-rows", "add-low-rank")
 
 
 @click.command()
 @click.argument("file", type=click.Path(exists=True, path_type=Path), metavar="FILE|RUN")
-@run_option
+@click.option(
+    "--run",
+    type=click.Path(path_type=Path),
+    callback=lambda _context, _parameter, path: None if path is None else checked_run(path),
+    metavar="RUN",
+    help="Check the file against the variables of this run.",
+)
 @click.option("--as", "operation", type=click.Choice(_AS), help="What to do with a plain file's tensors.")
 @click.option("--weight", type=float, metavar="W", help="With --as blend.")
 def inspect(file: Path, run: Path | None, operation: str | None, weight: float | None) -> None:
     """Say what a file would do as an update, or list the variables of a run.
 
-    FILE is a saved Update, or a plain safetensors file with --as; without --as, its tensors are listed.
-    Of a run directory, all variables are listed by the names that an update may use. Nothing is sent to the
-    job.
+    FILE is a saved Update, or a plain safetensors file with --as; without --as, its tensors are listed. For a
+    run directory, all variables are listed by the names that an update may use. Nothing is sent to the job.
 
     \b
     Examples:
@@ -42,61 +49,43 @@ def inspect(file: Path, run: Path | None, operation: str | None, weight: float |
         raise click.UsageError("--as blend and --weight belong together: one needs the other.")
     if file.is_dir():
         if operation is not None or run is not None:
-            raise click.UsageError(f"{file} is a directory: --as and --run belong to a file.")
+            raise click.UsageError(
+                f"{texts.printable(file)} is a directory: --as and --run belong to a file."
+            )
         _list_variables(checked_run(file))
         return
-    from replicast.cli.assembling import Head, Part, assembled, read_file
-    from replicast.cli.examination import examine
-    from replicast.cli.pushing import print_examination
-    from replicast.cli.tables import make_console
-    from replicast.edits import Operation
-    from replicast.parts import edits_of_tensors
-    from replicast.runfiles import read_run_info
-    from replicast.update import Update
-
     found = read_file(file)
     if isinstance(found, Update):
         if operation is not None:
-            raise click.UsageError(f"{file} is a saved update, which says what to do: leave --as out.")
-        part = Part(found.edits, found)
+            raise click.UsageError("A saved update says itself what to do: leave --as out.")
+        update = found
     elif operation is None:
-        _list_tensors(found.tensors)
+        _list_tensors(found)
         click.echo("These are tensors without what to do with them: say it with --as, such as --as add.")
         sys.exit(0 if run is None else 2)
     else:
-        part = Part(edits_of_tensors(found.tensors, Operation(operation.replace("-", "_")), weight))
-    schema = None if run is None else read_run_info(run).schema
-    examination = examine(assembled([part], Head()), schema)
-    print_examination(examination, make_console())
-    sys.exit(1 if examination.problems else 0)
+        update = update_of_tensors(found, operation, weight)
+    edits, problems = examine(update, None if run is None else read_run_info(run).schema)
+    print_examination(edits, problems)
+    sys.exit(1 if problems else 0)
 
 
 def _list_variables(run: Path) -> None:
     """The variables of a run, by the names that an update may use."""
-    from replicast.cli.tables import make_console, make_table
-    from replicast.cli.texts import counted, printable, shape_text, size_text
-    from replicast.runfiles import read_run_info
-
     schema = read_run_info(run).schema
     table = make_table("variable", "shape", "dtype", "size", "kind", right=("size",), whole=("dtype", "size"))
     for variable in schema:
-        cells = shape_text(variable.shape), variable.dtype, size_text(variable.nbytes)
-        table.add_row(printable(variable.name), *cells, variable.kind.replace("_", "-"))
+        cells = texts.shape(variable.shape), variable.dtype, texts.size(variable.nbytes)
+        table.add_row(texts.printable(variable.name), *cells, variable.kind.replace("_", "-"))
     make_console().print(table)
-    click.echo(f"{counted(len(schema), 'variable')}, {size_text(sum(one.nbytes for one in schema))}")
+    click.echo(f"{texts.counted(len(schema), 'variable')}, {texts.size(sum(one.nbytes for one in schema))}")
 
 
-def _list_tensors(tensors: Mapping[str, Array]) -> None:
+def _list_tensors(tensors: dict[str, Array]) -> None:
     """The tensors of a plain file."""
-    from replicast.cli.examination import numbers_of
-    from replicast.cli.tables import make_console, make_table
-    from replicast.cli.texts import number_text, printable, shape_text, size_text
-
-    table = make_table(
-        "tensor", "shape", "dtype", "size", "norm", right=("size", "norm"), whole=("size", "norm")
-    )
+    numbers = ("size", "norm")
+    table = make_table("tensor", "shape", "dtype", *numbers, right=numbers, whole=numbers)
     for name, tensor in tensors.items():
-        norm = number_text(numbers_of(tensor).norm)
-        cells = shape_text(tensor.shape), tensor.dtype.name, size_text(tensor.nbytes), norm
-        table.add_row(printable(name), *cells)
+        cells = texts.shape(tensor.shape), tensor.dtype.name, texts.size(tensor.nbytes)
+        table.add_row(texts.printable(name), *cells, texts.number(values_of(tensor).norm))
     make_console().print(table)

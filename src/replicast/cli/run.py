@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from datetime import datetime
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 import click
 
-from replicast.cli.program import module_argv, program_name, script_argv
 from replicast.config import read_cluster
+from replicast.errors import LaunchRefused
 from replicast.supervisor import (
     Job,
     Patience,
@@ -23,63 +25,31 @@ from replicast.supervisor import (
 )
 from replicast.supervisor.plan import DEFAULT_PORT
 
+_DIR, _COUNT, _SECS = click.Path(path_type=Path), click.IntRange(min=0), click.FloatRange(min=0)
 
-@click.command(context_settings={"allow_interspersed_args": False})
-@click.option(
-    "-n",
-    "--workers",
-    "--nproc",
-    type=int,
-    default=1,
-    metavar="N",
-    show_default=True,
-    help="Workers on this machine.",
-)
+
+@click.command(context_settings={"allow_interspersed_args": False, "show_default": True})
+@click.option("-n", "--workers", "--nproc", default=1, metavar="N", help="Workers on this machine.")
 @click.option("-m", "--module", is_flag=True, help="PROGRAM is a module's name, as in python -m.")
+@click.option("--run-dir", type=_DIR, metavar="DIR", help="The run directory. [default: runs/TIME-PROGRAM]")
 @click.option(
-    "--run-dir",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="The run directory; made if it is not there. [default: runs/TIME-PROGRAM]",
+    "--log-dir", type=_DIR, metavar="DIR", help="For attempt-K/worker-R.log. [default: RUN_DIR/logs]"
 )
 @click.option(
-    "--log-dir",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Where attempt-K/worker-R.log go. [default: RUN_DIR/logs]",
+    "--max-restarts", type=_COUNT, default=0, metavar="K", help="How often to restart a failed group."
 )
-@click.option(
-    "--max-restarts",
-    type=click.IntRange(min=0),
-    default=0,
-    metavar="K",
-    show_default=True,
-    help="How often a failed group is started again.",
-)
-@click.option(
-    "--tee",
-    metavar="WHO",
-    help='Workers to show on screen: "all", "none" or 0,2. [default: the first one here]',
-)
+@click.option("--tee", metavar="WHO", help='Workers to show: "all", "none" or 0,2. [default: the first here]')
 @click.option(
     "--grace",
-    type=click.FloatRange(min=0),
+    type=_SECS,
     default=Patience().stop_secs,
     metavar="SECS",
-    show_default=True,
-    help="How long workers may take to end when told to, before they are killed.",
+    help="Time to end before workers are killed.",
 )
 @click.option("--hosts", metavar="H1,H2", help="All machines of the job, in the same order on each.")
+@click.option("--node-rank", default=0, metavar="I", help="The position of this machine in --hosts, from 0.")
 @click.option(
-    "--node-rank", type=int, default=0, metavar="I", help="The position of this machine in --hosts, from 0."
-)
-@click.option(
-    "--port",
-    type=int,
-    default=DEFAULT_PORT,
-    metavar="P",
-    show_default=True,
-    help="With --hosts: the port of each machine's first worker.",
+    "--port", default=DEFAULT_PORT, metavar="P", help="With --hosts: the first worker's port on each."
 )
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -97,11 +67,11 @@ def run(
     program: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Start the workers of a job on this machine and watch over them.
+    """Start the workers of a job on this machine and supervise them.
 
     Every worker runs PROGRAM with its ARGUMENTS and finds TF_CONFIG, RANK, WORLD_SIZE and LOCAL_RANK in its
-    environment. All output is kept in log files. The screen leaves out what TensorFlow logs for information;
-    set TF_CPP_MIN_LOG_LEVEL, to 0 for instance, to see it. When a worker fails, the others are stopped, and
+    environment. All output is kept in log files. The screen leaves out TensorFlow's informational messages;
+    set TF_CPP_MIN_LOG_LEVEL, for example to 0, to see them. When a worker fails, the others are stopped, and
     the first to fail is named. Where TF_CONFIG is already set, this machine runs the one worker it describes.
 
     \b
@@ -111,11 +81,12 @@ def run(
       replicast run -n 2 --tee all -m my_package.train
       replicast run -n 2 --hosts gpu1,gpu2 --node-rank 0 train.py     (on gpu2: --node-rank 1)
 
-    Exit code: 0 when all workers ended well; else the first failing worker's, 128 and the signal's number
-    when a signal ended it; 130 after Ctrl-C; 2 when nothing was started.
+    Exit code: 0 when all workers succeeded; else that of the first worker to fail, or 128 plus the number of
+    the signal that ended it; 130 after Ctrl-C; 2 when nothing was started.
     """  # noqa: D301 - click wants a real backspace
+    (check_module if module else check_script)(program)
     job = Job(
-        argv=module_argv(program, arguments) if module else script_argv(program, arguments),
+        argv=(sys.executable, *(["-m"] if module else []), program, *arguments),
         workers=workers,
         hosts=tuple(hosts.split(",")) if hosts is not None else (),
         node_rank=node_rank,
@@ -126,7 +97,8 @@ def run(
     shown = parse_tee(tee, job)
     if job.fixed_ports is not None:
         hold_ports(job.fixed_ports).release()  # Refused here, before a run directory is made.
-    directory = make_run_dir(run_dir, program=program_name(program, is_module=module), now=datetime.now())
+    name = program.rpartition(".")[2] if module else Path(program).stem
+    directory = make_run_dir(run_dir, program=name, now=datetime.now())
     settings = Settings(
         run_dir=directory,
         log_dir=log_dir.absolute() if log_dir is not None else directory / "logs",
@@ -135,3 +107,58 @@ def run(
         patience=Patience(stop_secs=grace),
     )
     sys.exit(supervise(job, settings, os.environ))
+
+
+def check_script(script: str) -> None:
+    """Finds the script before anything starts, so that N workers need not fail to find it.
+
+    Raises:
+        LaunchRefused: There is no such file.
+    """
+    if not Path(script).exists():
+        raise LaunchRefused(
+            f"There is no script {script!r} in {Path.cwd()}",
+            remedy="Check the path, or give -m to run a module by its name",
+        )
+
+
+def check_module(module: str) -> None:
+    """Finds the module as `python -m` would.
+
+    Raises:
+        LaunchRefused: There is no such module, or it is a package that cannot be run.
+    """
+    spec = find_module(module)
+    if spec is None:
+        raise LaunchRefused(
+            f"There is no module {module!r} for {sys.executable}",
+            remedy="Check its name, install it, or start from the directory that contains it",
+        )
+    if spec.submodule_search_locations is not None and find_module(f"{module}.__main__") is None:
+        raise LaunchRefused(
+            f"{module!r} is a package without a __main__ module", remedy="Name the module in it to run"
+        )
+
+
+def find_module(module: str) -> ModuleSpec | None:
+    """Finds a module by its dotted name without importing its packages."""
+    name, *rest = module.split(".")
+    spec = _find_top(name)
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        name = f"{name}.{part}"
+        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
+    return spec
+
+
+def _find_top(name: str) -> ModuleSpec | None:
+    if not name:
+        return None
+    here = PathFinder.find_spec(name, [str(Path.cwd())])  # `python -m` looks in the current directory first.
+    if here is not None and here.origin is not None:
+        return here
+    try:
+        return importlib.util.find_spec(name) or here
+    except ValueError:  # A module of this process without a spec, such as __main__.
+        return None

@@ -1,113 +1,107 @@
-"""What the commands about a run share: RUN, --timeout, whether the job is running. Loads nothing heavy."""
+"""What the commands about a run share: the argument RUN, whether the job is running, waiting for it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from time import monotonic, sleep
 
 import click
 
-if TYPE_CHECKING:
-    from replicast.runfiles import WorkerNote
+from replicast.cli import texts
+from replicast.runfiles import ENDED, WorkerNote, read_worker_notes
 
 ABSENT_SECS = 10.0
-"""A worker says something every second; after so many without a word it counts as not running."""
+"""A worker writes a note every second; after this long without one it counts as not running."""
+_POLL_SECS = 0.1
+_READ_NOTES_SECS = 1.0
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
-_MOST_NEAR = 5
-
-
-def run_argument(command: _Command) -> _Command:
-    """Adds the argument RUN, a run directory that is checked to be one."""
-    argument = click.argument(
-        "run",
-        type=click.Path(path_type=Path),
-        metavar="RUN",
-        callback=lambda _context, _parameter, path: checked_run(path),
-    )
-    return argument(command)
-
-
-def run_option(command: _Command) -> _Command:
-    """Adds the option --run, for commands that can do without."""
-    option = click.option(
-        "--run",
-        type=click.Path(path_type=Path),
-        metavar="RUN",
-        callback=lambda _context, _parameter, path: None if path is None else checked_run(path),
-        help="The run directory of the job that is to be changed: its variables are looked up.",
-    )
-    return option(command)
+run_argument = click.argument(
+    "run", type=click.Path(path_type=Path), callback=lambda _context, _parameter, path: checked_run(path)
+)
+timeout_option = click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    default=300.0,
+    metavar="SECS",
+    show_default=True,
+    help="How long to wait for the job.",
+)
 
 
-def timeout_option(waiting: str) -> Callable[[_Command], _Command]:
-    """Adds the option --timeout, for commands that wait for a job when they are told to by `waiting`."""
-    return click.option(
-        "--timeout",
-        type=click.FloatRange(min=0),
-        default=300.0,
-        metavar="SECS",
-        show_default=True,
-        help=f"How long {waiting} waits.",
-    )
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """One look at a job that is waited for.
+
+    Attributes:
+        notes: What the workers last said.
+        is_fresh: Whether the notes were read just now.
+        is_last: Whether the time is up.
+    """
+
+    notes: list[WorkerNote]
+    is_fresh: bool
+    is_last: bool
 
 
-def silent_secs(notes: list[WorkerNote], now: float) -> float | None:
-    """How long no worker has said anything; None when none ever has."""
-    return min((max(0.0, now - note.time) for note in notes), default=None)
+def polls(run: Path, timeout_secs: float) -> Iterator[Poll]:
+    """Looks at a job ten times a second until the time is up; blocks at most `timeout_secs` in all."""
+    ends = monotonic() + timeout_secs
+    notes, read_at = read_worker_notes(run), monotonic()
+    yield Poll(notes, is_fresh=True, is_last=timeout_secs <= 0)
+    while (left := ends - monotonic()) > 0:
+        sleep(min(_POLL_SECS, left))
+        is_fresh = monotonic() - read_at >= _READ_NOTES_SECS
+        if is_fresh:
+            notes, read_at = read_worker_notes(run), monotonic()
+        yield Poll(notes, is_fresh, is_last=monotonic() >= ends)
 
 
-def is_running(notes: list[WorkerNote], now: float) -> bool:
-    """Whether a worker has said something lately, and not that it has ended."""
-    from replicast.runfiles import ENDED
-
-    silent = silent_secs([note for note in notes if note.waiting_for != ENDED], now)
-    return silent is not None and silent <= ABSENT_SECS
+def is_running(notes: list[WorkerNote]) -> bool:
+    """Whether a worker has written a note lately, and not that it has ended."""
+    return any(time.time() - note.time <= ABSENT_SECS for note in notes if note.waiting_for != ENDED)
 
 
-def not_running_text(notes: list[WorkerNote], now: float) -> str:
+def not_running_text(notes: list[WorkerNote]) -> str:
     """Says that the job is not running, and since when."""
-    from replicast.cli.texts import age_text
+    if not notes:
+        return "The job is not running (no worker has written a note yet)"
+    silent = time.time() - max(note.time for note in notes)
+    return f"The job is not running (last heard of {texts.age(silent)} ago)"
 
-    silent = silent_secs(notes, now)
-    heard = "no worker has written a note yet" if silent is None else f"last heard of {age_text(silent)} ago"
-    return f"The job is not running ({heard})"
 
-
-def running_beside(run: Path, now: float) -> str:
-    """Which further `Replicas` of the same script are running, in a sentence; nothing when none is."""
-    from replicast.cli.texts import printable
-    from replicast.runfiles import read_worker_notes
-
+def running_beside(run: Path) -> str:
+    """Which further `Replicas` of the same script are running, in a sentence; empty when none is."""
     found = [child for child in sorted(run.glob("replicas-*")) if is_run(child)]
-    running = [printable(str(child)) for child in found if is_running(read_worker_notes(child), now)]
+    running = [texts.printable(child) for child in found if is_running(read_worker_notes(child))]
     if not running:
         return ""
     return f"Another Replicas of the same script is running: give {' or '.join(running)} instead."
 
 
 def is_run(path: Path) -> bool:
-    """Whether a job has written into this directory what it is about."""
+    """Whether a job has written its description into this directory."""
     return next(path.glob("groups/*/run.json"), None) is not None
 
 
-def checked_run(path: Path) -> Path:
-    """The path, if it is a run directory; else a usage error that names those near it."""
-    if is_run(path):
-        return path
-    from replicast.cli.texts import printable
+def checked_run(path: Path, *, checkpoints_suffice: bool = False) -> Path:
+    """The path, if it is a run directory; else a usage error that names those near it.
 
-    name = printable(str(path))
+    Args:
+        path: What was given.
+        checkpoints_suffice: Also accept a directory that has nothing but checkpoints.
+    """
+    if is_run(path) or (checkpoints_suffice and (path / "checkpoints").is_dir()):
+        return path
+    name = texts.printable(path)
     if not path.is_dir():
         raise click.BadParameter(f"There is no directory {name}. Give the --run-dir of the job.")
     if not os.access(path, os.R_OK | os.X_OK):
         raise click.BadParameter(f"The directory {name} cannot be read by this user.")
-    near = [printable(str(child)) for child in sorted(path.iterdir()) if is_run(child)][-_MOST_NEAR:]
+    near = [texts.printable(child) for child in (*sorted(path.iterdir()), path.parent) if is_run(child)][-5:]
     if near:
         raise click.BadParameter(f"{name} is not a run directory. Perhaps: {', '.join(near)}.")
-    raise click.BadParameter(
-        f"{name} has no groups/*/run.json yet. Give the --run-dir of the job; if it is that, its program has "
-        "not made its replicast.Replicas yet."
-    )
+    raise click.BadParameter(f"{name} has no run.json yet: is the job still starting?")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
+from rich.text import Text
 
+from replicast.cli import texts
+from replicast.cli.examination import EditView, edits_table, views_of
 from replicast.cli.rundirs import run_argument
-
-if TYPE_CHECKING:
-    from rich.text import Text
-
-    from replicast.cli.examination import EditView
-    from replicast.cli.standings import Standing
-    from replicast.update import Update
+from replicast.cli.tables import facts_table, make_console
+from replicast.cli.update_views import UpdateView, edits_text, find, stage_cell
+from replicast.core.entries import Receipt
+from replicast.errors import UpdateRefused
+from replicast.runfiles import read_run_info
+from replicast.storage.updates import load_update
+from replicast.update import Update
 
 
 @click.command()
@@ -34,126 +36,83 @@ def show(run: Path, which: str, as_json: bool) -> None:
 
     Exit code: 0; 1 when there is no such update or its file is damaged; 2 when RUN is not a run directory.
     """  # noqa: D301 - click wants a real backspace
-    standing = the_one(run, which)
+    view = find(run, which)
     if as_json:
-        described = standing.to_json()
-        described["edits"] = [edit.to_json() for edit in edits_of(run, standing)]
-        click.echo(json.dumps(described))
+        click.echo(json.dumps(view.to_json() | {"edits": [edit.to_json() for edit in _edits(run, view)]}))
         return
-    from replicast.cli.tables import edits_table, make_console
-
     console = make_console()
-    print_facts(standing)
-    edits = edits_of(run, standing)  # After the facts, since it fails when the file is damaged.
+    console.print(facts_table(_facts(view)))
+    edits = _edits(run, view)  # After the facts, since it fails when the file is damaged.
     if edits:
         console.print()
         console.print(edits_table(edits, extremes=True))
 
 
-def the_one(run: Path, which: str) -> Standing:
-    """The update that is meant.
+def _facts(view: UpdateView) -> list[tuple[str, str | Text]]:
+    """Who, what, when and how it went; those that are not known are empty."""
+    update, journaled, refusal = view.committed, view.journaled, view.refusal
+    step = "" if view.step is None else str(view.step)
+    facts: list[tuple[str, str | Text]] = [
+        ("update", texts.printable(view.id)),
+        ("stage", stage_cell(view.stage)),
+    ]
+    if journaled is not None:
+        chosen = update is None or update.scheduled
+        trial = journaled.trial
+        facts += [
+            ("number", "" if update is None else str(update.sequence)),
+            ("step", f"{step}, chosen by its author" if chosen else step),
+            ("author", texts.one_line(journaled.author)),
+            ("note", texts.one_line(journaled.note)),
+            ("edits", "" if update is not None else texts.one_line(edits_text(journaled.edits, most=100))),
+            ("trial", "" if trial is None else texts.trial(trial)),
+        ]
+    else:
+        facts += [("step", step), ("since", texts.date(view.at) if view.at else "")]
+    if update is not None:
+        facts += [
+            ("committed", f"{texts.date(update.committed_at)}, attempt {update.attempt}"),
+            ("payload", f"{texts.size(update.nbytes)}, sha256 {texts.printable(update.sha256)}"),
+        ]
+    facts += [("waits for", texts.one_line(view.waits_for)), ("file", texts.printable(view.path or ""))]
+    for receipt in view.receipts:
+        facts += _receipt_facts(receipt)
+    if view.outcome is not None:
+        facts.append(("outcome", texts.outcome(view.outcome)))
+    if refusal is not None:
+        facts += [
+            (name, texts.one_line(value)) for name, value in refusal.to_json().items() if value is not None
+        ]
+    return [*facts, ("reason", texts.one_line(view.reason))]
 
-    Raises:
-        Refused: There is none, or several may be meant.
-    """
-    from replicast.cli import Refused
-    from replicast.cli.standings import matching
-    from replicast.cli.texts import printable
 
-    found = matching(run, which)
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise Refused(
-            f"There is no update {printable(which)} in {run}. `replicast status` and `log` list them."
-        )
-    listed = ", ".join(printable(one.id) for one in found[:5])
-    raise Refused(f"{printable(which)} may be {len(found)} updates: {listed}. Give more of the id.")
+def _receipt_facts(receipt: Receipt) -> list[tuple[str, str | Text]]:
+    equal = "equal" if len(set(receipt.digests.values())) == 1 else "NOT EQUAL"
+    digests = sorted(receipt.digests.items())
+    took = texts.seconds(receipt.propose_to_applied_secs)
+    return [
+        ("applied", f"at step {receipt.step}, attempt {receipt.attempt}: {receipt.stage}"),
+        *((f"worker {rank}", texts.printable(digest)) for rank, digest in digests),
+        ("digests", equal),
+        ("took", f"{took} from the proposal until all applied it" if receipt.propose_to_applied_secs else ""),
+        ("stall", f"training stood still for {texts.seconds(receipt.stall_secs)}"),
+    ]
 
 
-def edits_of(run: Path, standing: Standing) -> list[EditView]:
-    """The edits with their numbers; none when the update's file is gone or was refused as no update.
+def _edits(run: Path, view: UpdateView) -> list[EditView]:
+    """The edits with their values; none when the update's file is gone or was refused as no update.
 
     Raises:
         FileDamaged: The payload in the journal is not what was written.
     """
-    from replicast.cli.examination import variable_of, view_of
-    from replicast.runfiles import read_run_info
-
-    update = _update_of(run, standing)
-    schema = read_run_info(run).schema
-    return [] if update is None else [view_of(edit, variable_of(edit, schema)) for edit in update.edits]
+    update = _update(run, view)
+    return [] if update is None else views_of(update.edits, read_run_info(run).schema)
 
 
-def print_facts(standing: Standing) -> None:
-    """Who, what, when and how it went."""
-    from replicast.cli.tables import facts_table, make_console, stage_cell
-    from replicast.cli.texts import (
-        full_time_text,
-        one_line,
-        outcome_text,
-        printable,
-        seconds_text,
-        size_text,
-        trial_text,
-    )
-
-    facts: list[tuple[str, str | Text]] = [
-        ("update", printable(standing.id)),
-        ("stage", stage_cell(standing)),
-    ]
-    record, receipt = standing.record, standing.receipt
-    if record is not None:
-        chosen = ", chosen by its author" if record.scheduled else ""
-        facts += [
-            ("number", str(record.sequence)),
-            ("step", f"{standing.step}{chosen}"),
-            ("author", one_line(record.author)),
-            ("note", one_line(record.note)),
-            ("committed", f"{full_time_text(record.committed_at)}, attempt {record.attempt}"),
-            ("payload", f"{size_text(record.nbytes)}, sha256 {printable(record.sha256)}"),
-        ]
-        if record.trial is not None:
-            facts.append(("trial", one_line(trial_text(record.trial))))
-    elif standing.step is not None:
-        facts.append(("step", str(standing.step)))
-    if record is None and standing.at:
-        facts.append(("since", full_time_text(standing.at)))
-    if standing.path is not None:
-        facts.append(("file", printable(str(standing.path))))
-    if receipt is not None:
-        equal = "equal" if len(set(receipt.digests.values())) == 1 else "NOT EQUAL"
-        facts += [
-            (f"worker {rank}", f"{printable(digest)}") for rank, digest in sorted(receipt.digests.items())
-        ]
-        facts += [
-            ("digests", equal),
-            (
-                "took",
-                f"{seconds_text(receipt.propose_to_applied_secs)} from the proposal until all applied it",
-            ),
-            ("stall", f"{seconds_text(receipt.stall_secs)} that training stood still"),
-        ]
-    if standing.trial is not None:
-        facts.append(("outcome", one_line(outcome_text(standing.trial))))
-    if standing.refusal is not None:
-        labelled = standing.refusal.to_json()
-        facts += [(name, one_line(str(value))) for name, value in labelled.items() if value is not None]
-    if standing.reason:
-        facts.append(("reason", one_line(standing.reason)))
-    make_console().print(facts_table([(name, value) for name, value in facts if value]))
-
-
-def _update_of(run: Path, standing: Standing) -> Update | None:
-    from replicast.errors import UpdateRefused
-    from replicast.journal import Journal
-    from replicast.update import Update
-
-    if standing.record is not None:
-        return Journal(run).load(standing.record.sequence)
-    if standing.path is None:
-        return None
+def _update(run: Path, view: UpdateView) -> Update | None:
+    if view.committed is not None:
+        return load_update(run, view.committed.sequence)
     try:
-        return Update.load(standing.path)
+        return None if view.path is None else Update.load(view.path)
     except UpdateRefused:  # That may be why it was refused; or the job has just taken it away.
         return None

@@ -1,30 +1,28 @@
-"""`replicast withdraw`: takes back an update that is not applied yet."""
+"""`replicast withdraw`: takes back an update that is not committed yet."""
 
 from __future__ import annotations
 
-import time
-from functools import partial
 from pathlib import Path
-from time import sleep
-from typing import TYPE_CHECKING
 
 import click
 
-from replicast.cli.rundirs import run_argument
-
-if TYPE_CHECKING:
-    from replicast.cli.standings import Standing
+from replicast import inbox
+from replicast.cli import Failed, texts
+from replicast.cli.rundirs import is_running, not_running_text, polls, run_argument
+from replicast.cli.update_views import UpdateView, find, look
+from replicast.core.stage import Stage
+from replicast.runfiles import ENDED, read_worker_notes
 
 _LISTEN_SECS = 5.0
 _ANSWER_SECS = 30.0
-_LOOK_SECS = 0.1
+_WITHDRAWABLE = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
 
 
 @click.command()
 @run_argument
 @click.argument("update_id", metavar="ID")
 def withdraw(run: Path, update_id: str) -> None:
-    """Take back an update that no replica of RUN has applied yet.
+    """Take back an update of RUN that is not committed yet.
 
     It may wait in the inbox, behind a trial, or for the step that it is scheduled for. A running job is
     asked, and answers within a few steps of its training. ID may be the beginning of one.
@@ -33,78 +31,64 @@ def withdraw(run: Path, update_id: str) -> None:
     Examples:
       replicast withdraw runs/first 3f2a91c4
 
-    Exit code: 0 when it is gone and will not be applied; 1 when it is too late, or there is no such update.
+    Exit code: 0 when it is gone and will not be applied; 1 when it is too late, there is no such update, or
+    the job does not answer.
     """  # noqa: D301 - click wants a real backspace
-    from replicast import inbox
-    from replicast.cli import Refused
-    from replicast.cli.show import the_one
-    from replicast.cli.texts import printable
-    from replicast.update import Stage
-
-    full_id = the_one(run, update_id).id
+    view = find(run, update_id)
+    name = texts.printable(view.id)
+    if view.stage in (Stage.REFUSED, Stage.WITHDRAWN):
+        raise Failed(f"Update {name} was {view.stage}: there is nothing to withdraw.")
     try:
-        withdrawn = inbox.withdraw(run, full_id, job_is_running=partial(_is_heard_of, run))
+        withdrawn = inbox.withdraw(run, view.id, job_is_running=lambda: _is_heard_of(run))
     except OSError as error:
-        raise Refused(f"It cannot be removed from {run / 'inbox'} ({error.strerror}).") from error
-    if withdrawn:
-        click.echo(f"withdrawn {printable(full_id)}: it will not be applied.")
+        raise Failed(f"It cannot be removed from {run / 'inbox'} ({error.strerror}).") from error
+    if not withdrawn:
+        view = _requested(run, find(run, view.id))
+    if withdrawn or view.stage is Stage.WITHDRAWN:
+        click.echo(f"withdrawn {name}: it will not be applied.")
         return
-    standing = the_one(run, full_id)
-    if standing.stage in (Stage.PROPOSED, Stage.STAGED, Stage.COMMITTED) and _is_running(run):
-        standing = _asked(run, full_id)
-        if standing.stage is Stage.WITHDRAWN:
-            click.echo(f"withdrawn {printable(full_id)}: it will not be applied.")
-            return
-    if standing.stage in (Stage.REFUSED, Stage.WITHDRAWN):
-        raise Refused(f"Update {printable(full_id)} was {standing.stage}: there is nothing to withdraw.")
-    step = "" if standing.step is None else f", step {standing.step}"
-    raise Refused(f"Too late: update {printable(full_id)} is {standing.stage}{step}. The job has taken it.")
+    if view.stage is Stage.REFUSED:
+        raise Failed(f"Update {name} was refused: there is nothing to withdraw.")
+    if view.stage not in _WITHDRAWABLE:
+        step = "" if view.step is None else f", step {view.step}"
+        raise Failed(f"Too late: update {name} is {view.stage}{step}.")
+    notes = read_worker_notes(run)
+    why = "The job has not answered in time" if is_running(notes) else not_running_text(notes)
+    raise Failed(f"{why}: update {name} is still {view.stage}. Withdraw it again when the job is training.")
 
 
-def _is_running(run: Path) -> bool:
-    from replicast.cli.rundirs import is_running
-    from replicast.runfiles import read_worker_notes
+def _requested(run: Path, view: UpdateView) -> UpdateView:
+    """Asks a running job to withdraw an update, and waits for what becomes of it.
 
-    return is_running(read_worker_notes(run), time.time())
-
-
-def _asked(run: Path, update_id: str) -> Standing:
-    """Asks the job to take an update back, and waits for what becomes of it.
-
-    Blocks until the job has taken it back or applied it, at most `_ANSWER_SECS`: it may be far from its next
-    boundary, in an evaluation for example.
+    Blocks until the job has answered or ended, at most `_ANSWER_SECS`: it may be far from its next boundary,
+    for example in an evaluation.
     """
-    from replicast import inbox
-    from replicast.cli.show import the_one
-    from replicast.update import Stage
-
-    request = inbox.request_withdrawal(run, update_id)
+    if view.stage not in _WITHDRAWABLE or not is_running(read_worker_notes(run)):
+        return view
+    request = inbox.request_withdrawal(run, view.id)
     try:
-        for _ in range(round(_ANSWER_SECS / _LOOK_SECS)):
-            sleep(_LOOK_SECS)
-            standing = the_one(run, update_id)
-            if standing.stage not in (Stage.PROPOSED, Stage.STAGED, Stage.COMMITTED) or not _is_running(run):
-                return standing
+        for poll in polls(run, _ANSWER_SECS):
+            view = look(run, view.id, thoroughly=poll.is_fresh or poll.is_last)
+            if view.stage not in _WITHDRAWABLE or not is_running(poll.notes):
+                break
+        return view
     finally:
         request.unlink(missing_ok=True)
-    return the_one(run, update_id)
 
 
 def _is_heard_of(run: Path) -> bool:
-    """Whether the job runs. Who has said something lately does, by this host's clock or by any other.
+    """Whether the job runs: a worker has written a note lately, by this host's clock or by any other.
 
-    Blocks for a few seconds when the workers' last words seem old: their clock may be another, and whoever
-    runs says something every second.
+    Blocks for a few seconds when the notes seem old: the workers' clock may be another one, and a running
+    worker writes a note every second.
     """
-    from replicast.cli.rundirs import is_running
-    from replicast.runfiles import ENDED, read_worker_notes
-
     before = [note for note in read_worker_notes(run) if note.waiting_for != ENDED]
-    if not before or is_running(before, time.time()):
+    if not before or is_running(before):
         return bool(before)
-    click.echo("A job has taken it. Listening whether that one still runs ...", err=True)
-    for _ in range(round(_LISTEN_SECS / _LOOK_SECS)):
-        sleep(_LOOK_SECS)
-        if any(note not in before for note in read_worker_notes(run) if note.waiting_for != ENDED):
-            return True
-    return False
+    click.echo("A job has taken it. Waiting for a sign that it still runs ...", err=True)
+    return any(
+        note not in before
+        for poll in polls(run, _LISTEN_SECS)
+        for note in poll.notes
+        if note.waiting_for != ENDED
+    )

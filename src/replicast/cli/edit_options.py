@@ -1,0 +1,171 @@
+"""The options that say what to change, of `push` and `checkpoint patch`, and the update that they make."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from replicast.edits import Array, Operation
+from replicast.errors import UpdateRefused
+from replicast.files import parse_tensors, read_tensor_bytes
+from replicast.parts import MAX_TENSORS, edits_of_tensors
+from replicast.update import Update
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_ORDER = "replicast.order"
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FROM_FILES = {
+    "--add": "Add each tensor to its variable.",
+    "--assign": "Replace variables by tensors.",
+    "--blend": "Move variables towards tensors, by --weight.",
+    "--add-rows": "Add to rows: NAME and NAME.indices.",
+    "--assign-rows": "Replace rows: NAME and NAME.indices.",
+    "--add-low-rank": "Add the product of NAME.a and NAME.b.",
+    "--update": "All edits of a saved Update.",
+}
+_FLAGS = {
+    "--reset-slots": "Also reset the optimizer's moments of what is touched.",
+    "--allow-nonfinite": "Accept NaN and infinity.",
+    "--dry-run": "Only check it, and show what it would do.",
+}
+_NAMES = [*(name[2:].replace("-", "_") for name in _FROM_FILES), "scale", "set"]
+
+
+class EditCommand(click.Command):
+    """A command that knows the order in which its options were given, also that of different ones."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses once more, for the order alone: click itself groups the values of each option."""
+        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        ctx.meta[_ORDER] = [parameter.name for parameter in order if parameter.name in _NAMES]
+        return super().parse_args(ctx, args)
+
+
+def edit_options(command: _Command) -> _Command:
+    """Adds the options that say what to change. The class of the command is `EditCommand`."""
+    for name, text in reversed(_FLAGS.items()):
+        command = click.option(name, is_flag=True, help=text)(command)
+    number = "Assign one number to a variable without dimensions, such as the learning rate."
+    factor = "Multiply variables by one number each."
+    command = click.option("--set", multiple=True, metavar="NAME=NUMBER", help=number)(command)
+    command = click.option("--scale", multiple=True, metavar="FILE|NAME=FACTOR", help=factor)(command)
+    command = click.option("--weight", type=float, metavar="W", help="For --blend: 1 assigns.")(command)
+    for name, text in reversed(_FROM_FILES.items()):
+        command = click.option(name, type=_FILE, multiple=True, metavar="FILE", help=text)(command)
+    return command
+
+
+def check_usage(options: dict[str, Any]) -> None:
+    """Refuses a command line that asks for nothing, or for a weight without a blend."""
+    if not any(options[name] for name in _NAMES):
+        raise click.UsageError("Say what to change: --set NAME=NUMBER, --add FILE, or another operation.")
+    if bool(options["blend"]) != (options["weight"] is not None):
+        raise click.UsageError("--blend and --weight belong together: one needs the other.")
+
+
+def update_of(context: click.Context, options: dict[str, Any]) -> Update:
+    """One update of all operations, in the order of the command line.
+
+    A saved update that is given alone keeps its id; author and note are kept where the command line has none.
+
+    Raises:
+        UpdateRefused: A file cannot be read or does not fit, or a name or text cannot be used.
+        click.BadParameter: What should be NAME=NUMBER is something else.
+    """
+    values = {name: iter(options[name]) for name in _NAMES}
+    parts = [_part(name, next(values[name]), options["weight"]) for name in context.meta[_ORDER]]
+    edits = [edit for part in parts for edit in part.edits]
+    kept_id = parts[0].id if len(parts) == 1 and parts[0].id_was_given else None
+    author = next((part.author for part in parts if part.author), this_user())
+    note = next((part.note for part in parts if part.note), "")
+    blank = Update(
+        id=kept_id if options.get("id") is None else options["id"],
+        author=author if options.get("author") is None else options["author"],
+        note=note if options.get("note") is None else options["note"],
+        reset_slots=options["reset_slots"] or any(part.reset_slots for part in parts),
+        allow_nonfinite=options["allow_nonfinite"] or any(part.allow_nonfinite for part in parts),
+    )
+    made = blank.replaced(edits)
+    return Update.from_parts(blank.describe() | {"edits": made.describe()["edits"]}, made.arrays())
+
+
+def files_of(options: dict[str, Any]) -> list[Path]:
+    """The files that the operations read."""
+    return [path for name in _NAMES for path in options[name] if isinstance(path, Path)]
+
+
+def read_file(path: Path) -> Update | dict[str, Array]:
+    """A saved update, or the tensors of a plain file by name.
+
+    Raises:
+        UpdateRefused: It cannot be read, or is damaged.
+    """
+    content = read_tensor_bytes(path, max_tensors=MAX_TENSORS)
+    file = parse_tensors(content, str(path), max_tensors=MAX_TENSORS)
+    return Update.parse(content, str(path))[0] if "replicast" in file.metadata else dict(file.tensors)
+
+
+def update_of_tensors(tensors: dict[str, Array], operation: str, weight: float | None) -> Update:
+    """An update with one edit for each variable that a plain file names."""
+    operation = Operation(operation.replace("-", "_"))
+    return Update().replaced(edits_of_tensors(tensors, operation, weight if operation == "blend" else None))
+
+
+def this_user() -> str:
+    """Who runs this, as user@host."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # A container's user without a name.
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
+def _part(name: str, value: Any, weight: float | None) -> Update:
+    """What one option adds. A random id, and no author: nothing but its edits counts."""
+    if name == "set":
+        return Update().assign(*_named_number("--set", value, "NAME=NUMBER"))
+    if name == "scale" and not Path(value).is_file():
+        return Update().scale(*_named_number("--scale", value, "NAME=FACTOR, or a file that is there"))
+    found = read_file(Path(value))
+    if name == "update":
+        if isinstance(found, Update):
+            return found
+        raise UpdateRefused(
+            f"{value} holds tensors and not what to do with them",
+            expected="a file that Update.save wrote",
+            received=f"{len(found)} tensors",
+            remedy="Say what to do with them: --add, --assign, …",
+        )
+    if not isinstance(found, Update):
+        return update_of_tensors(found, name, weight)
+    raise UpdateRefused(
+        f"{value} says itself what to do with its tensors",
+        expected="a plain file of tensors",
+        received="a saved update",
+        remedy="Give it with --update",
+    )
+
+
+def _named_number(option: str, text: str, expected: str) -> tuple[str, Any]:
+    name, _, number = text.rpartition("=")
+    value = _number(number.strip())
+    if not name.strip() or value is None:
+        raise click.BadParameter(f"{option} expects {expected}. Received: {text}")
+    return name.strip(), value
+
+
+def _number(text: str) -> float | int | bool | None:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return None
