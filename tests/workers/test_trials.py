@@ -151,8 +151,8 @@ def test_a_trial_that_makes_the_loss_worse_ends_with_the_bits_of_before(
     before, during = results[0]["measured"]
     assert during > 1.5 * before
     sync, save = results[0]["refusals"]
-    assert "A trial runs until step 27" in sync
-    assert "the trial ends at step 27" in save
+    assert "The trial of worse runs until step 27" in sync
+    assert "The trial of worse runs until step 27" in save
 
 
 def test_a_trial_that_helps_stays_and_no_checkpoint_is_of_its_middle(pool2: Pool, tmp_path: Path) -> None:

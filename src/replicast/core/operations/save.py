@@ -32,6 +32,7 @@ from replicast.core.operation import (
     Record,
     Script,
 )
+from replicast.core.operations.trial import under_way
 from replicast.core.order import Replica
 from replicast.core.refusal import Refusal, Refuse
 from replicast.core.reports import Snapshot
@@ -64,7 +65,7 @@ class Save(Operation):
         if not snapshots or None in snapshots.values():  # a trial was under way: its end comes first
             yield Boundary()
             if job.trial is not None:
-                raise Refuse(f"The trial of {job.trial.id} is not over: what may be reverted is not saved")
+                raise Refuse(f"{under_way(job.trial)}: what may be reverted is not saved")
             snapshots = yield Go(TakeSnapshot(), resume=True)
         return (yield from saved(job, snapshots))
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from replicast.core.operation import Ask, Boundary, EarlierSettled, Go, Job, Operation, Outcome, Script
+from replicast.core.operations.trial import under_way
 from replicast.core.operations.update import Apply, made_here, verified
 from replicast.core.order import Replica
 from replicast.core.proposal import Proposal, Published
@@ -43,7 +44,7 @@ class Sync(Operation):
         yield EarlierSettled()
         step = yield Boundary()
         if job.trial is not None:
-            raise Refuse(f"The trial of {job.trial.id} is not over: train until it is, then call sync")
+            raise Refuse(f"{under_way(job.trial)}: train until it is over, then call sync")
         seen = yield Ask(Digest(self.names), None, job.timeouts.compute_secs, "compare its state")
         names = differing(seen, self.source)
         if not names:

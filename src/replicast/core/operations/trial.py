@@ -97,6 +97,13 @@ def tried(
     return (yield from verified(job, record, proposal, start, reports, outcome_of(trial, record, decided)))
 
 
+def under_way(operation: Operation) -> str:
+    """Which trial is under way, and until when, in words."""
+    meeting = operation.meeting
+    until = "" if meeting is None else f" runs until step {meeting.at_step}"
+    return f"The trial of {operation.id}{until or ' ends here'}"
+
+
 def outcome_of(trial: Trial, record: Committed, decided: Decided) -> TrialOutcome:
     """How a trial ended, for its author."""
     kept: Kept = "kept" if decided.kept else "reverted"
