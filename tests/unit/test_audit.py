@@ -87,8 +87,8 @@ def test_a_first_audit_cannot_say_since_when_replicas_differ() -> None:
 
 def test_two_audits_at_one_step_say_that_the_change_came_between_them() -> None:
     one = report(found_at=20, last_equal=20)
-    assert one.since == "step 20, after the audit before"
-    assert "since step 20, after the audit before" in str(one)
+    assert one.since == "step 20, after the previous audit"
+    assert "since step 20, after the previous audit" in str(one)
 
 
 def test_what_may_differ_and_does_is_not_counted_among_the_equal() -> None:
@@ -223,14 +223,14 @@ def test_zeros_of_another_sign_and_other_nans_deviate_without_a_distance() -> No
     other_nan = np.array([0x7FF8000000000001], np.uint64).view(np.float64)[0]
     found = deviation(np.array([0.0, np.nan]), np.array([-0.0, other_nan]))
     assert found == Deviation(2, 2, 0.0, 0.0, (0,))
-    assert str(found) == "2 of 2 elements, first at [0]; the values are the same, the bits are not"
-    assert found.largest == "same values, other bits"
+    assert str(found) == "2 of 2 elements, first at [0]; the values are equal, the bits differ"
+    assert found.largest == "equal values, different bits"
 
 
 def test_one_number_has_no_first_place_and_what_is_nan_on_one_side_has_no_distance() -> None:
-    assert str(deviation(np.array(2), np.array(4))) == "its one number, by at most 2 (0.5 relative)"
+    assert str(deviation(np.array(2), np.array(4))) == "its only element, by at most 2 (0.5 relative)"
     minus_zero = deviation(np.array(0.0), np.array(-0.0))
-    assert str(minus_zero) == "its one number; the values are the same, the bits are not"
+    assert str(minus_zero) == "its only element; the values are equal, the bits differ"
     one_side = deviation(np.array([1.0, np.nan]), np.array([1.0, 2.0]))
     assert str(one_side) == "1 of 2 elements, first at [1], 1 NaN on one side only"
 

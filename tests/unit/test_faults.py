@@ -237,7 +237,7 @@ def test_a_worker_that_is_to_fail_says_so(caplog: pytest.LogCaptureFixture) -> N
     faults.read_plan(environ_of([{"worker": 5, "point": "apply"}]))
     assert caplog.text == ""
     faults.read_plan(environ_of([{"worker": 0, "point": "apply"}]))
-    assert "REPLICAST_FAULTS is set, this worker fails on purpose" in caplog.text
+    assert "REPLICAST_FAULTS is set: this worker will fail on purpose" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -246,16 +246,16 @@ def test_a_worker_that_is_to_fail_says_so(caplog: pytest.LogCaptureFixture) -> N
         ("[{", "is not JSON"),
         ('{"worker": 0}', "is not a list of JSON objects"),
         ("[1]", "is not a list of JSON objects"),
-        ([{"worker": 0, "point": "aply"}], "there is no point 'aply'. Use one of propose, .*rename"),
-        ([{"worker": 0}], "there is no point None"),
-        ([{"worker": 0, "point": ["apply"]}], "there is no point"),
-        ([{"worker": 0, "point": "apply", "action": "die"}], "there is no action 'die'.*kill, raise, stop"),
-        ([{"point": "apply"}], "'worker' must be a whole number, at least 0"),
-        ([{"worker": "1", "point": "apply"}], "'worker' must be a whole number"),
-        ([{"worker": True, "point": "apply"}], "'worker' must be a whole number"),
+        ([{"worker": 0, "point": "aply"}], "unknown point 'aply'. Use one of propose, .*rename"),
+        ([{"worker": 0}], "unknown point None"),
+        ([{"worker": 0, "point": ["apply"]}], "unknown point"),
+        ([{"worker": 0, "point": "apply", "action": "die"}], "unknown action 'die'.*kill, raise, stop"),
+        ([{"point": "apply"}], "'worker' must be an integer, at least 0"),
+        ([{"worker": "1", "point": "apply"}], "'worker' must be an integer"),
+        ([{"worker": True, "point": "apply"}], "'worker' must be an integer"),
         ([{"worker": 0, "point": "apply", "occurrence": 0}], "'occurrence' must be .* at least 1"),
         ([{"worker": 0, "point": "apply", "attempt": -1}], "'attempt' must be .* at least 0"),
-        ([{"worker": 0, "point": "apply", "step": 1}], "no field 'step'. Its fields are worker, point"),
+        ([{"worker": 0, "point": "apply", "step": 1}], "no field 'step'. The fields are worker, point"),
     ],
 )
 def test_a_plan_that_cannot_be_meant_is_refused(plan: object, expected: str) -> None:

@@ -103,7 +103,7 @@ def test_the_change_is_measured_against_the_live_value(make: Made, norm: float, 
             error = refusal(guard(found / 2), make)
             assert error.variable in LIVE
             assert error.expected == f"at most {found / 2:g} ({parameter})"
-            assert error.received == f"{found:.6g}, 2 times as much"
+            assert error.received == f"{found:.6g}, 2 times the bound"
 
 
 def test_any_change_of_zeros_is_relatively_too_large_and_no_change_is_none() -> None:

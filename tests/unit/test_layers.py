@@ -18,7 +18,7 @@ LAYERS = [
     {"testing"},
     {"groups", "fence", "validate", "anyjournal", "journal", "inbox", "runfiles", "auditfiles", "checkpoint"},
     {"coordination"},
-    {"transport", "lifetime"},
+    {"transport", "lifetime", "turns"},
     {"strategy"},
     {"protocol", "supervisor"},
     {"replicas"},

@@ -39,7 +39,7 @@ def test_a_full_name_or_an_end_that_only_one_has_is_found(asked: str, found: str
 
 def test_an_end_that_several_have_is_refused_with_all_of_them() -> None:
     schema = Schema([variable("a/bias"), variable("b/bias")])
-    with pytest.raises(UpdateRefused, match="fits 2 variables") as raised:
+    with pytest.raises(UpdateRefused, match="matches 2 variables") as raised:
         schema.resolve("bias")
     assert raised.value.expected == "one of a/bias, b/bias"
 

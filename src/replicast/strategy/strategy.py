@@ -121,7 +121,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             self._rank,
             self._size,
             self._coordination,
-            meet=self._lifetime.meet if self._size > 1 else _alone,
+            meet=self._lifetime.turns.meet if self._size > 1 else _alone,
             check_job=self.check_job,
             next_name=self.next_name,
             seeds=Seeds(self._coordination, self._rank),
@@ -132,7 +132,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             self._lifetime.begin()
             extended.compiles = self._writing.guard
             extended.loops_without_run = self._guard_models
-            extended.next_turn = self._lifetime.turn
+            extended.next_turn = self._lifetime.turns.take
 
     @property
     def rank(self) -> int:
@@ -175,7 +175,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         if self._size > 1:
             self._lifetime.before_leaving(act)
-            self._lifetime.at_the_end(always)
+            self._lifetime.at_exit(always)
         else:
             atexit.register(always)
             atexit.register(act)  # the last one registered is the first one called

@@ -150,7 +150,7 @@ class Writing:
         put = self._coordination.put(key, value)
         if put:
             with self._keeping:
-                self._put.append((self._lifetime.position(), key))
+                self._put.append((self._lifetime.turns.position(), key))
         return put
 
     def wait_for_key(self, key: str, worker: int, what: str) -> str:
@@ -191,7 +191,7 @@ class Writing:
         return time.monotonic()
 
     def _where(self) -> str:
-        position = self._lifetime.position()
+        position = self._lifetime.turns.position()
         if position != self._position:
             self._position = position
             self._counts.clear()
@@ -210,7 +210,7 @@ class Writing:
     def _write(self, claim: Claim, path: str, write: Callable[[], Any]) -> Any:
         self._thread.writes = True
         try:
-            with self._lifetime.alone(f"writing {path}"):
+            with self._lifetime.turns.alone(f"writing {path}"):
                 result = write()
         except BaseException as error:  # also Ctrl-C: the others must not wait for this file
             self.put_key(f"{claim.key}/done", json.dumps(_described(error)))

@@ -52,7 +52,7 @@ def test_what_a_function_returns_is_measured_against_the_values_of_its_boundary(
             for id_, f in kernel.items()
         }
         job.train(12)
-        assert refusal(tickets["double"]).received == "1, 2 times as much"
+        assert refusal(tickets["double"]).received == "1, 2 times the bound"
         assert tickets["slightly"].result(DEADLINE_SECS).stage == "verified"
         assert job.values()[0] == job.values()[1]
 

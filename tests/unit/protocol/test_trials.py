@@ -674,19 +674,19 @@ def test_a_worker_that_has_measured_nothing_is_no_part_of_the_mean() -> None:
 @pytest.mark.parametrize(
     ("trial", "during", "measured", "said"),
     [
-        (Trial(5, max_increase=0.5), 0.25, 5, "and 0.25 in the trial; at most 0.3 was asked for"),
+        (Trial(5, max_increase=0.5), 0.25, 5, "and 0.25 in the trial; the limit was at most 0.3"),
         (
             Trial(5, max_increase=0.5),
             0.5,
             3,
-            "and 0.5 in the trial (3 of its 5 steps); at most 0.3 was asked for",
+            "and 0.5 in the trial (3 of its 5 steps); the limit was at most 0.3",
         ),
-        (Trial(5, "loss", 0.5, "max"), 0.5, 8, "and 0.5 in the trial; at least 0.1 was asked for"),
+        (Trial(5, "loss", 0.5, "max"), 0.5, 8, "and 0.5 in the trial; the limit was at least 0.1"),
     ],
 )
 def test_the_reason_says_what_decided(trial: Trial, during: float, measured: int, said: str) -> None:
     outcome = judged(trial, 1, 9, 0.2, during, measured)
-    assert outcome.reason == f"loss was 0.2 before the update, {said}"
+    assert outcome.reason == f"loss was 0.2 before the update {said}"
 
 
 @pytest.mark.parametrize(
@@ -743,7 +743,7 @@ def test_a_trial_that_makes_no_sense_is_a_mistake(options: dict[str, Any]) -> No
 
 
 def test_the_journal_keeps_how_a_trial_ended(tmp_path: Any) -> None:
-    outcome = TrialOutcome(42, "reverted", 1250, "loss", 0.5, None, "loss was no finite number in the trial")
+    outcome = TrialOutcome(42, "reverted", 1250, "loss", 0.5, None, "loss was not finite in the trial")
     Journal(tmp_path, Fence(tmp_path, attempt=0)).write_outcome(outcome)
     assert Journal(tmp_path).outcomes() == {42: outcome}
     (path,) = tmp_path.glob("groups/000001/000001.trial.json")
