@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from replicast.supervisor.bars import torn, with_its_loss, with_shorter_bar
+from replicast.supervisor.bars import split_bar, with_its_loss, with_shorter_bar
 from replicast.supervisor.lines import LineAssembler, as_shown, without_colours
 from replicast.supervisor.screen import Screen
 
@@ -62,18 +62,18 @@ def test_a_line_with_room_and_a_line_without_a_bar_stay_as_they_are() -> None:
 @pytest.mark.parametrize("padding", ["", "   "])
 def test_what_is_written_behind_a_bar_is_told_from_the_bar(text: str, metrics: str, padding: str) -> None:
     bar = drawn(37, metrics)
-    assert torn(bar + padding + text) == (bar, text)
-    assert torn(bar + padding) is None
+    assert split_bar(bar + padding + text) == (bar, text)
+    assert split_bar(bar + padding) is None
 
 
 def test_a_bar_without_a_known_end_is_a_bar_too() -> None:
     bar = f"{37:7}/Unknown \x1b[1m1:02\x1b[0m 8ms/step{SHORT}"
-    assert torn(bar + "text") == (bar, "text")
+    assert split_bar(bar + "text") == (bar, "text")
 
 
 def test_text_that_only_looks_like_a_bar_is_left_alone() -> None:
     for line in ("3/4 of it done", "━━━━ heading ━━━━", "1/2 ━━ of something"):
-        assert torn(line) is None
+        assert split_bar(line) is None
 
 
 def keras_draws(bar: str, before: str = "") -> bytes:

@@ -64,7 +64,7 @@ def test_what_a_stalled_reader_did_not_take_comes_later_in_order(pipe: StalledPi
 
 
 def test_more_than_there_is_room_for_is_left_out_and_counted_in_its_place(pipe: StalledPipe) -> None:
-    outlet = Outlet(pipe.stream, room=100)
+    outlet = Outlet(pipe.stream, capacity=100)
     for number in range(1000):
         outlet.put([f"line {number}"])
     outlet.put(["the launcher's own word"], must_appear=True)

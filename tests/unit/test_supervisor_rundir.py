@@ -106,7 +106,7 @@ def test_the_lock_is_not_taken_through_a_link_or_a_pipe(tmp_path: Path) -> None:
     assert precious.read_text() == "all of it"
     lock.unlink()
     os.mkfifo(lock)
-    with pytest.raises(LaunchRefused, match="no plain file"), locked(tmp_path, 0):
+    with pytest.raises(LaunchRefused, match="Not a regular file"), locked(tmp_path, 0):
         pass
 
 
@@ -160,25 +160,25 @@ def test_the_report_names_worker_cause_duration_and_log() -> None:
     )
     others = (ended(3, 1), ended(2, 0), failed, ended(0, -15, stopped=True))
     assert others_line(GroupEnd(others, failed, None)) == (
-        "replicast: worker 0 was stopped, worker 2 had ended well, worker 3 failed after it (exit code 1)."
+        "replicast: worker 0 was stopped, worker 2 had finished, worker 3 failed after it (exit code 1)."
     )
 
 
 def test_a_group_that_was_told_to_end_is_not_called_a_failure() -> None:
     first = ended(1, 143)
     assert told_to_end_line(first) == (
-        "replicast: the group was told to end (SIGTERM); worker 1 left first, with 143, after 2.0 s. "
+        "replicast: the group was told to stop (SIGTERM); worker 1 exited first, with 143, after 2.0 s. "
         "Log: /logs/x.log"
     )
-    assert others_line(GroupEnd((first, ended(0, 143)), first, None)) == "replicast: worker 0 left too."
+    assert others_line(GroupEnd((first, ended(0, 143)), first, None)) == "replicast: worker 0 exited too."
 
 
 def test_faults_that_are_planned_are_announced() -> None:
     plan = [{"worker": number, "point": "apply", "action": "stop"} for number in range(7)]
     line = faults_line(planned_faults({FAULTS: json.dumps(plan)}))
     assert line == (
-        "replicast: warning: REPLICAST_FAULTS is set, workers fail on purpose: stop worker 0 at apply, stop "
-        "worker 1 at apply, stop worker 2 at apply, stop worker 3 at apply, stop worker 4 at apply, 2 more"
+        "replicast: warning: REPLICAST_FAULTS is set: workers will fail on purpose: stop worker 0 at apply, "
+        "stop worker 1 at apply, stop worker 2 at apply, stop worker 3 at apply, stop worker 4 at apply, 2 more"
     )
     assert planned_faults({}) == ()
 
@@ -191,7 +191,7 @@ def test_a_launcher_announces_the_faults_that_it_hands_on(
     command = ["run", "--run-dir", str(tmp_path / "run"), str(tmp_path / "nothing.py")]
     result = subprocess.run([sys.executable, "-m", "replicast", *command], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert "REPLICAST_FAULTS is set, workers fail on purpose: kill worker 0 at apply" in result.stderr
+    assert "REPLICAST_FAULTS is set: workers will fail on purpose: kill worker 0 at apply" in result.stderr
 
 
 def test_a_fault_for_a_worker_that_is_not_there_is_named() -> None:
@@ -205,7 +205,7 @@ def test_a_fault_for_a_worker_that_is_not_there_is_named() -> None:
         "replicast: warning: REPLICAST_FAULTS plans a fault for workers 2, 7, but the job has workers 0 to 1"
         ": it will not fire"
     )
-    assert "for worker 1, but the job has worker 0 alone" in absent_line((1,), 1)
+    assert "for worker 1, but the job has only worker 0" in absent_line((1,), 1)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from replicast.cli.program import module_argv, program_name, script_argv
 from replicast.config import read_cluster
 from replicast.supervisor import (
     Job,
-    Patience,
     Settings,
+    Timeouts,
     check_job,
     hold_ports,
     make_run_dir,
@@ -64,7 +64,7 @@ from replicast.supervisor.plan import DEFAULT_PORT
 @click.option(
     "--grace",
     type=click.FloatRange(min=0),
-    default=Patience().stop_secs,
+    default=Timeouts().stop_secs,
     metavar="SECS",
     show_default=True,
     help="How long workers may take to end when told to, before they are killed.",
@@ -132,6 +132,6 @@ def run(
         log_dir=log_dir.absolute() if log_dir is not None else directory / "logs",
         tee=shown,
         max_restarts=max_restarts,
-        patience=Patience(stop_secs=grace),
+        timeouts=Timeouts(stop_secs=grace),
     )
     sys.exit(supervise(job, settings, os.environ))
