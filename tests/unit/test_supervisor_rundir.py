@@ -178,7 +178,8 @@ def test_faults_that_are_planned_are_announced() -> None:
     line = faults_line(planned_faults({FAULTS: json.dumps(plan)}))
     assert line == (
         "replicast: warning: REPLICAST_FAULTS is set: workers will fail on purpose: stop worker 0 at apply, "
-        "stop worker 1 at apply, stop worker 2 at apply, stop worker 3 at apply, stop worker 4 at apply, 2 more"
+        "stop worker 1 at apply, stop worker 2 at apply, stop worker 3 at apply, stop worker 4 at apply, "
+        "2 more"
     )
     assert planned_faults({}) == ()
 

@@ -21,7 +21,7 @@ from tests.pool import Pool
 from tests.workers.recipes import arrays, perceptron
 from tests.workers.test_resuming import ARRAY, BATCHES, Remembers, Reshuffled, recovery, rows
 
-UNCERTAIN = "This data cannot be positioned for certain"
+UNCERTAIN = "This data cannot be positioned reliably"
 
 
 def given(kind: str) -> Any:

@@ -22,7 +22,7 @@ from replicast.replicas.position import Fit, Position
 from replicast.replicas.restoring import Restored, restore
 from replicast.replicas.saving import Keeping, Saver, Saving, WhenBusy
 from replicast.strategy import KerasState
-from replicast.strategy.passes import Batches, length_of, rest_of, what_is_not_certain
+from replicast.strategy.passes import Batches, length_of, position_problem, rest_of
 
 logger = logging.getLogger("replicast")
 
@@ -210,7 +210,7 @@ class Recovery:
 
     def resume(self, dataset: Batches) -> Batches:
         """A pass over the data begins; after a restore, the rest of the one that was interrupted."""
-        problem = what_is_not_certain(dataset)
+        problem = position_problem(dataset)
         if problem and not self._complained and self._member.channel.rank == 0:
             logger.warning(problem)
         self._complained = self._complained or bool(problem)
