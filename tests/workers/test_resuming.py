@@ -231,7 +231,7 @@ def test_fit_goes_on_with_the_next_batch_after_any_step(pool1: Pool, kind: str) 
 
 
 CANNOT: dict[str, tuple[Callable[[], dict[str, Any]], Position, str]] = {
-    "foreign": (lambda: {"x": rows().batch(2)}, Position(0, 3), "Give fit a tf.data.Dataset"),
+    "foreign": (lambda: {"x": rows().batch(2)}, Position(0, 3), "Pass a tf.data.Dataset"),
     "generator": (lambda: {"x": generated(4)}, Position(0, 9), "a generator must be a new one"),
     "dataset": (lambda: {"x": rows().batch(2)}, Position(0, 9), "9 batches done of an epoch that has 5"),
     "threads": (lambda: {"x": Reshuffled(workers=2)}, Position(1, 2), "Keras reads it ahead"),
@@ -268,7 +268,7 @@ def recovery() -> Recovery:
     return Recovery(mock.MagicMock(), mock.MagicMock(), None, 0, None)
 
 
-def own_loop(life: Recovery, stop_after: int, saved: dict[int, Position]) -> list[int]:
+def custom_loop(life: Recovery, stop_after: int, saved: dict[int, Position]) -> list[int]:
     """Four of five batches a pass, whose length is not known; two for each step."""
     data, used = tf.data.Dataset.range(5).shuffle(5, seed=7).filter(lambda number: True).take(4), []
     while len(used) < stop_after:
@@ -280,9 +280,9 @@ def own_loop(life: Recovery, stop_after: int, saved: dict[int, Position]) -> lis
     return used
 
 
-def test_an_own_loop_of_short_passes_and_two_batches_a_step_goes_on_in_its_pass() -> None:
+def test_a_custom_loop_of_short_passes_and_two_batches_a_step_goes_on_in_its_pass() -> None:
     saved: dict[int, Position] = {}
-    whole = own_loop(recovery(), 12, saved)
+    whole = custom_loop(recovery(), 12, saved)
     assert saved == {2: Position(0, 2), 4: Position(0, 4), 6: Position(1, 2), 8: Position(1, 4)} | {
         10: Position(2, 2),
         12: Position(2, 4),
@@ -290,7 +290,7 @@ def test_an_own_loop_of_short_passes_and_two_batches_a_step_goes_on_in_its_pass(
     for done in (2, 6, 10):
         life = recovery()
         life._fits.restored(saved[done])
-        assert own_loop(life, 12 - done, {}) == whole[done:]
+        assert custom_loop(life, 12 - done, {}) == whole[done:]
 
 
 def test_steps_before_the_first_pass_are_not_of_it() -> None:

@@ -35,7 +35,7 @@ def given(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["dataset", "list", "generator", "iterable"])
-def test_an_own_loop_goes_on_in_any_kind_of_data_and_warns_once_in_every_life_of_what_is_uncertain(
+def test_a_custom_loop_goes_on_in_any_kind_of_data_and_warns_once_in_every_life_of_what_is_uncertain(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for start, expected in [
