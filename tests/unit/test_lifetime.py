@@ -89,7 +89,7 @@ def test_of_two_failures_the_first_is_named(workers: list[Worker]) -> None:
     assert workers[0].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
 
 
-def test_who_waited_in_vain_blames_the_one_it_waited_for(workers: list[Worker]) -> None:
+def test_a_worker_that_waited_in_vain_blames_the_worker_it_waited_for(workers: list[Worker]) -> None:
     workers[0].lifetime.failed(JobFailed("worker 1 did not come", worker=1))
     eventually(lambda: raises(workers[1].lifetime.check))
     leave_all(workers)
@@ -97,7 +97,7 @@ def test_who_waited_in_vain_blames_the_one_it_waited_for(workers: list[Worker]) 
     assert workers[1].exit_codes == []  # whatever it ends with stays
 
 
-def test_who_has_left_is_known_and_keys_of_turns_do_not_pile_up(workers: list[Worker]) -> None:
+def test_workers_know_who_has_left_and_keys_of_turns_are_deleted(workers: list[Worker]) -> None:
     for _ in range(3 * TURNS_KEPT):
         for worker in workers:
             worker.lifetime.turns.take()
@@ -114,7 +114,7 @@ def test_who_has_left_is_known_and_keys_of_turns_do_not_pile_up(workers: list[Wo
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_of_three_workers_it_is_known_which_have_gone_on_and_which_have_left(
+def test_a_worker_knows_which_of_two_others_have_gone_on_and_left(
     monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     monkeypatch.setattr("replicast.turns.POLL_SECS", 0.02)
@@ -244,7 +244,7 @@ def test_a_worker_that_does_not_stop_by_itself_is_ended(
     assert workers[0].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
 
 
-def test_after_ctrl_c_nobody_is_waited_for(workers: list[Worker]) -> None:
+def test_after_ctrl_c_a_worker_does_not_wait_for_the_others(workers: list[Worker]) -> None:
     workers[0].lifetime.failed(KeyboardInterrupt())
     workers[0].lifetime.leave()  # worker 1 has not left
     assert workers[0].exit_codes == []
@@ -275,7 +275,7 @@ def test_a_turn_of_a_worker_that_writes_alone_is_refused(workers: list[Worker]) 
     assert workers[0].lifetime.turns.take() == 1
 
 
-def test_a_save_in_another_thread_does_not_end_the_watch_over_the_main_thread(workers: list[Worker]) -> None:
+def test_a_save_in_another_thread_does_not_unprotect_the_main_thread(workers: list[Worker]) -> None:
     def save() -> None:
         with workers[0].lifetime.turns.alone("writing another.keras"):
             pass
@@ -288,7 +288,7 @@ def test_a_save_in_another_thread_does_not_end_the_watch_over_the_main_thread(wo
             workers[0].lifetime.turns.take()
 
 
-def test_a_worker_that_came_to_its_next_turn_has_gone_on(workers: list[Worker]) -> None:
+def test_a_worker_that_took_its_next_turn_has_gone_on(workers: list[Worker]) -> None:
     assert not workers[1].lifetime.has_gone_on(0)
     workers[0].lifetime.turns.take()
     assert workers[1].lifetime.has_gone_on(0)
@@ -303,7 +303,7 @@ def freeze_the_service(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(worker.coordination, call, lambda *_: threading.Event().wait())
 
 
-def test_a_worker_ends_when_the_service_gives_no_answer(
+def test_a_worker_exits_when_the_service_does_not_answer(
     workers: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replicast.lifetime.SILENT_SECS", 0.2)
@@ -320,7 +320,7 @@ def test_a_worker_ends_when_the_service_gives_no_answer(
     workers[0].lifetime.leave()
 
 
-def test_a_worker_ends_when_the_service_has_lost_another(
+def test_a_worker_exits_when_the_service_has_lost_another(
     workers: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replicast.lifetime.GRACE_SECS", 0.2)
@@ -334,7 +334,7 @@ def test_a_worker_ends_when_the_service_has_lost_another(
     assert workers[0].coordination.aborted == ["worker 1 was lost"]
 
 
-def test_who_is_lost_is_read_from_the_error_of_tensorflow(workers: list[Worker]) -> None:
+def test_the_lost_worker_is_read_from_the_error_of_tensorflow(workers: list[Worker]) -> None:
     said = (
         "Collective ops is aborted by: Error reported from /job:worker/task:1: The following tasks are "
         "unhealthy (stopped sending heartbeats):\n/job:worker/replica:0/task:1\nThe tasks have crashed."

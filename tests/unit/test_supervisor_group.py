@@ -48,7 +48,7 @@ def test_a_worker_that_cannot_be_watched_is_not_left_behind(
     assert not any(Path(f"/proc/{process}").exists() for process in started)
 
 
-def test_all_workers_of_a_group_are_closed_within_one_time(
+def test_all_workers_of_a_group_are_closed_within_one_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[float] = []
