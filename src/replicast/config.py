@@ -24,7 +24,7 @@ SHM_DIR = "REPLICAST_SHM_DIR"
 FAULTS = "REPLICAST_FAULTS"
 LAUNCHED = "REPLICAST_LAUNCHED"
 """Set by `replicast run` for its workers: a launcher on the same host watches their exit codes."""
-FAILED_BECAUSE_OF_ANOTHER = 75
+PEER_FAILED = 75
 """The exit code of a worker that exits only because another one failed. It may exit first, while the failed
 worker still tells the others: from the exit code the launcher knows which worker to blame."""
 

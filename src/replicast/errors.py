@@ -266,9 +266,9 @@ def refusal_of(error: Exception) -> UpdateRefused:
     """Turns any error that an update caused into a refusal of that update."""
     if isinstance(error, UpdateRefused):
         return error
-    said = str(error)[:500]
+    message = str(error)[:500]
     refusal = UpdateRefused(
-        f"Handling the update caused an unexpected error ({type(error).__name__}: {said})",
+        f"Handling the update caused an unexpected error ({type(error).__name__}: {message})",
         remedy="See the log of worker 0 for details",
     )
     refusal.__cause__ = error

@@ -120,7 +120,7 @@ class Guard:
             )
 
     def _check_change(self, name: str, edits: list[Edit], read: Read) -> None:
-        live = _Live(name, read)
+        live = _CurrentValue(name, read)
         change = _norm_of_change(edits, live)
         if self.max_norm is not None and not change <= self.max_norm:  # also refuses NaN
             raise _too_much(name, "norm", "max_norm", self.max_norm, change)
@@ -146,7 +146,7 @@ def checked_guard(guard: Guard | None) -> Guard | None:
     return guard
 
 
-class _Live:
+class _CurrentValue:
     """The current value of a variable, read when it is first needed."""
 
     def __init__(self, name: str, read: Read) -> None:
@@ -172,10 +172,10 @@ def _checked_bound(name: str, bound: float | None) -> float | None:
 
 
 def _checked_patterns(name: str, patterns: Sequence[str]) -> tuple[str, ...]:
-    made = None if isinstance(patterns, str) else tuple(patterns)
-    if made is None or not all(isinstance(pattern, str) and pattern for pattern in made):
+    checked = None if isinstance(patterns, str) else tuple(patterns)
+    if checked is None or not all(isinstance(pattern, str) and pattern for pattern in checked):
         raise ValueError(f'{name} must be a list of patterns, such as ["*/bias"]. Received: {patterns!r}')
-    return made
+    return checked
 
 
 def _too_much(name: str, what: str, parameter: str, bound: float, found: float) -> UpdateRefused:
@@ -214,7 +214,7 @@ def _touched_rows(edits: list[Edit]) -> Array | None:
     return np.unique(np.concatenate([edit.arrays["indices"] for edit in edits]))
 
 
-def _norm_of_change(edits: list[Edit], live: _Live) -> float:
+def _norm_of_change(edits: list[Edit], live: _CurrentValue) -> float:
     with np.errstate(all="ignore"):  # infinity and NaN exceed every bound
         if len(edits) > 1:
             return math.sqrt(_squares_together(edits, live))
@@ -242,7 +242,7 @@ def _norm_of_change(edits: list[Edit], live: _Live) -> float:
         return math.sqrt(squares)
 
 
-def _squares_together(edits: list[Edit], live: _Live) -> float:
+def _squares_together(edits: list[Edit], live: _CurrentValue) -> float:
     """The squared norm of several edits of one variable together: one may undo another."""
     rows = _touched_rows(edits)
     before = live.rows(rows)

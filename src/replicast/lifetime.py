@@ -28,7 +28,7 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
-from replicast.config import FAILED_BECAUSE_OF_ANOTHER
+from replicast.config import PEER_FAILED
 from replicast.coordination import Coordination, lost_worker
 from replicast.errors import JobFailed
 from replicast.silence import on_silence
@@ -157,13 +157,13 @@ class Lifetime:
             return
         if self.failure is None:
             lines = traceback.format_exception_only(error)
-            said, blamed = lines[-1].strip() if lines else type(error).__name__, self._rank
+            message, blamed = lines[-1].strip() if lines else type(error).__name__, self._rank
             if isinstance(error, JobFailed) and error.worker is not None:  # it waited for that one in vain
-                said, blamed = str(error), error.worker
+                message, blamed = str(error), error.worker
             elif (lost := lost_worker(str(error))) is not None:
-                said, blamed = f"worker {lost} was lost: it sent no heartbeats", lost
-            self._keys.put("failed", {"worker": blamed, "said": said})
-            self.failure = self._first_failure() or _first(blamed, said)
+                message, blamed = f"worker {lost} was lost: it sent no heartbeats", lost
+            self._keys.put("failed", {"worker": blamed, "message": message})
+            self.failure = self._first_failure() or _first(blamed, message)
         if self.failure.worker != self._rank:
             sys.stderr.write(f"replicast: {self.failure}\n")
 
@@ -172,7 +172,7 @@ class Lifetime:
             failed = self._keys.get("failed")
         except JobFailed:
             return None
-        return None if failed is None else _first(failed["worker"], failed["said"])
+        return None if failed is None else _first(failed["worker"], failed["message"])
 
     def leave(self) -> None:
         """Ends this worker's part in the job once all workers have reached the end of their scripts.
@@ -209,7 +209,7 @@ class Lifetime:
         if self.failure is not None and self.failure.worker != self._rank:
             sys.stderr.flush()
             sys.stdout.flush()
-            self._end_process(FAILED_BECAUSE_OF_ANOTHER)
+            self._end_process(PEER_FAILED)
 
     def _wait_for_the_others(self) -> None:
         waited = 0.0
@@ -261,16 +261,16 @@ class Lifetime:
             self._blamed = True
             self._stop.wait(POLL_SECS)
             return None
-        return _first(failed["worker"], failed["said"])
+        return _first(failed["worker"], failed["message"])
 
     def _no_answers(self) -> None:
         if not self.watching():  # nobody has asked, and the next turn raises
             return
-        said = (
+        message = (
             f"worker 0, which hosts the coordination service, has not answered worker {self._rank} for "
             f"{SILENT_SECS:.0f} s: it is stopped (SIGSTOP), or its host is unreachable"
         )
-        self._end(JobFailed(said, worker=0))
+        self._end(JobFailed(message, worker=0))
 
     def _end(self, failure: JobFailed) -> None:
         """Makes the training thread raise, and ends the process if it has not exited after `GRACE_SECS`.
@@ -285,15 +285,15 @@ class Lifetime:
         ).start()
         self._coordination.abort(str(failure))
         blamed = self._rank if failure.worker is None else failure.worker
-        self._keys.put("failed", {"worker": blamed, "said": str(failure)})
+        self._keys.put("failed", {"worker": blamed, "message": str(failure)})
 
     def _end_after_grace(self, failure: JobFailed) -> None:
         if not self._stop.wait(GRACE_SECS):
             sys.stderr.write(f"replicast: {failure}. Worker {self._rank} did not stop by itself\n")
             sys.stderr.flush()
-            self._end_process(FAILED_BECAUSE_OF_ANOTHER)
+            self._end_process(PEER_FAILED)
 
 
-def _first(worker: int, said: str) -> JobFailed:
-    named = said if said.startswith(f"worker {worker} ") else f"worker {worker} failed first: {said}"
+def _first(worker: int, message: str) -> JobFailed:
+    named = message if message.startswith(f"worker {worker} ") else f"worker {worker} failed first: {message}"
     return JobFailed(named, worker=worker)

@@ -64,7 +64,7 @@ class Variable:
             ValueError: The fields do not describe a variable.
         """
         try:
-            made = cls(
+            variable = cls(
                 name=str(fields["name"]),
                 shape=tuple(fields["shape"]),
                 dtype=str(fields["dtype"]),
@@ -74,15 +74,15 @@ class Variable:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"Invalid variable ({error!r}). Received: {str(fields)[:200]}") from error
         if (
-            made.dtype not in DTYPES
-            or made.kind not in get_args(Kind)
-            or len(made.shape) > MAX_DIMENSIONS
-            or any(type(size) is not int or size < 0 for size in made.shape)  # `type`: True is an int
+            variable.dtype not in DTYPES
+            or variable.kind not in get_args(Kind)
+            or len(variable.shape) > MAX_DIMENSIONS
+            or any(type(size) is not int or size < 0 for size in variable.shape)  # `type`: True is an int
             # Zeros count as 1: numpy multiplies the other dimensions too, and they may overflow.
-            or math.prod(max(size, 1) for size in made.shape) >= MAX_ELEMENTS
+            or math.prod(max(size, 1) for size in variable.shape) >= MAX_ELEMENTS
         ):
             raise ValueError(f"Invalid dtype, kind or shape of a variable. Received: {str(fields)[:200]}")
-        return made
+        return variable
 
 
 class Schema:

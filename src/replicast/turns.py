@@ -94,7 +94,7 @@ class Turns:
         self.count = 0
         """The number of turns that this worker has taken."""
 
-    def take(self, said: str = "") -> int:
+    def take(self, message: str = "") -> int:
         """Takes the next turn and returns its number.
 
         All workers must call this in the same order, between steps. Does not block.
@@ -107,23 +107,23 @@ class Turns:
         transfers = self._transfers_started()
         self.count += 1
         self._keys.put(f"turn/{self.count}", {"worker": self._rank, "transfers": transfers})
-        self._keys.put(f"turn/{self.count}/{self._rank}", {"said": said})
+        self._keys.put(f"turn/{self.count}/{self._rank}", {"message": message})
         return self.count
 
-    def meet(self, said: str = "") -> dict[int, str]:
+    def meet(self, message: str = "") -> dict[int, str]:
         """Takes a turn and waits there for all other workers.
 
         Blocks while the others run, and logs every 30 s which worker it waits for. If another worker never
         comes because it waits for a transfer of this worker, that worker's `mismatch` notices.
 
         Args:
-            said: A message for the other workers.
+            message: Passed to the other workers.
 
         Returns:
             Each worker's message, by rank.
         """
-        turn = self.take(said)
-        heard = {self._rank: said}
+        turn = self.take(message)
+        messages = {self._rank: message}
         waited = 0.0
         for worker in (w for w in range(self._size) if w != self._rank):
             while (found := self._keys.get(f"turn/{turn}/{worker}", 1.0)) is None:
@@ -131,8 +131,8 @@ class Turns:
                 waited += 1.0
                 if waited % REMIND_SECS == 0:
                     logger.warning("worker %d waits for worker %d to open its data", self._rank, worker)
-            heard[worker] = str(found["said"])
-        return heard
+            messages[worker] = str(found["message"])
+        return messages
 
     def position(self) -> tuple[int, int]:
         """This worker's position in the script, in transfers and turns: equal on all workers at one line."""

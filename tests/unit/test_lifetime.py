@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from replicast.config import FAILED_BECAUSE_OF_ANOTHER
+from replicast.config import PEER_FAILED
 from replicast.coordination import MemoryCoordination
 from replicast.errors import JobFailed
 from replicast.lifetime import GRACE_SECS, Lifetime
@@ -76,7 +76,7 @@ def test_a_failure_reaches_the_others_with_its_first_line(workers: list[Worker])
     eventually(lambda: workers[0].coordination.aborted)
     assert workers[0].coordination.aborted == ["worker 1 failed first: ValueError: no such column"]
     leave_all(workers)
-    assert workers[0].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
+    assert workers[0].exit_codes == [PEER_FAILED]
     assert workers[1].exit_codes == []  # Python's own exit code 1 stays
 
 
@@ -86,14 +86,14 @@ def test_of_two_failures_the_first_is_named(workers: list[Worker]) -> None:
     assert workers[0].lifetime.failure is not None
     assert "worker 1 failed first: ValueError: the cause" in str(workers[0].lifetime.failure)
     leave_all(workers)
-    assert workers[0].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
+    assert workers[0].exit_codes == [PEER_FAILED]
 
 
 def test_a_worker_that_waited_in_vain_blames_the_worker_it_waited_for(workers: list[Worker]) -> None:
     workers[0].lifetime.failed(JobFailed("worker 1 did not come", worker=1))
     eventually(lambda: raises(workers[1].lifetime.check))
     leave_all(workers)
-    assert workers[0].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
+    assert workers[0].exit_codes == [PEER_FAILED]
     assert workers[1].exit_codes == []  # whatever it ends with stays
 
 
@@ -241,7 +241,7 @@ def test_a_worker_that_does_not_stop_by_itself_is_ended(
     assert GRACE_SECS > 1
     workers[1].lifetime.failed(ValueError("x"))
     eventually(lambda: workers[0].exit_codes)
-    assert workers[0].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
+    assert workers[0].exit_codes == [PEER_FAILED]
 
 
 def test_after_ctrl_c_a_worker_does_not_wait_for_the_others(workers: list[Worker]) -> None:
@@ -312,7 +312,7 @@ def test_a_worker_exits_when_the_service_does_not_answer(
     script = threading.Thread(target=workers[1].lifetime.failed, args=(ValueError("x"),), daemon=True)
     script.start()  # its end calls the service too
     eventually(lambda: workers[1].exit_codes)
-    assert workers[1].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
+    assert workers[1].exit_codes == [PEER_FAILED]
     assert workers[1].lifetime.failure is not None
     assert workers[1].lifetime.failure.worker == 0
     assert workers[1].coordination.aborted == [str(workers[1].lifetime.failure)]
@@ -330,7 +330,7 @@ def test_a_worker_exits_when_the_service_has_lost_another(
 
     monkeypatch.setattr(workers[0].coordination, "get", lost)
     eventually(lambda: workers[0].exit_codes)
-    assert workers[0].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
+    assert workers[0].exit_codes == [PEER_FAILED]
     assert workers[0].coordination.aborted == ["worker 1 was lost"]
 
 
@@ -344,4 +344,4 @@ def test_the_lost_worker_is_read_from_the_error_of_tensorflow(workers: list[Work
     assert workers[0].lifetime.failure.worker == 1
     workers[1].lifetime.failed(KeyboardInterrupt())
     leave_all(workers)
-    assert workers[0].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
+    assert workers[0].exit_codes == [PEER_FAILED]

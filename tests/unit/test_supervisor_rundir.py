@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from replicast.cli import main
-from replicast.config import FAILED_BECAUSE_OF_ANOTHER, FAULTS
+from replicast.config import FAULTS, PEER_FAILED
 from replicast.errors import LaunchRefused
 from replicast.supervisor.group import GroupEnd, first_failure
 from replicast.supervisor.plan import Job, absent_workers, planned_faults
@@ -21,7 +21,7 @@ from replicast.supervisor.report import (
     failure_line,
     faults_line,
     others_line,
-    told_to_end_line,
+    sigterm_line,
 )
 from replicast.supervisor.rundir import locked, make_attempt_dir, make_run_dir, next_attempt
 from replicast.supervisor.supervisor import exit_code
@@ -128,10 +128,10 @@ def test_a_full_disk_releases_the_lock(tmp_path: Path, monkeypatch: pytest.Monke
         ([ended(0, 0), ended(1, 0)], None),
         ([ended(0, 0), ended(1, 3)], 1),
         ([ended(1, 3), ended(0, 4)], 1),
-        ([ended(1, FAILED_BECAUSE_OF_ANOTHER), ended(0, 4)], 0),
-        ([ended(1, FAILED_BECAUSE_OF_ANOTHER), ended(0, -15, stopped=True)], 1),
+        ([ended(1, PEER_FAILED), ended(0, 4)], 0),
+        ([ended(1, PEER_FAILED), ended(0, -15, stopped=True)], 1),
         ([ended(1, -15, stopped=True), ended(0, 1)], 0),
-        ([ended(1, FAILED_BECAUSE_OF_ANOTHER), frozen(0)], 0),
+        ([ended(1, PEER_FAILED), frozen(0)], 0),
         ([ended(1, 3), frozen(0)], 1),
         ([ended(1, 0), frozen(0)], None),
     ],
@@ -166,7 +166,7 @@ def test_the_report_names_worker_cause_duration_and_log() -> None:
 
 def test_a_group_that_was_told_to_stop_is_not_reported_as_a_failure() -> None:
     first = ended(1, 143)
-    assert told_to_end_line(first) == (
+    assert sigterm_line(first) == (
         "replicast: the group was told to stop (SIGTERM); worker 1 exited first, with 143, after 2.0 s. "
         "Log: /logs/x.log"
     )

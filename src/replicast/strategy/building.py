@@ -82,7 +82,7 @@ def is_built(model: Any) -> bool:
     return all(part is None or part.built for part in parts)
 
 
-def rehearse(step: Callable[..., Any], args: Any) -> None:
+def trace_once(step: Callable[..., Any], args: Any) -> None:
     """Traces a step once and discards the graph, so that the variables it creates exist.
 
     The real trace needs to know the metrics and statistics before it starts. Nothing is computed here. A step

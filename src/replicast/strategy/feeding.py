@@ -42,7 +42,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DataPosition:
     """The position of a training in its data, in terms of Keras' iterators.
 
     Attributes:
@@ -144,12 +144,12 @@ class Share(tf.data.Dataset):
         share, self._first_share = self._first_share, self._share
         return self._pass_over(share)
 
-    def at(self, place: Place) -> Iterator[Any]:
+    def at(self, position: DataPosition) -> Iterator[Any]:
         """The rest of a pass. Skipped batches are read and discarded; skipped passes draw their shuffles."""
         self._opened()
-        for _ in range(place.passes):
+        for _ in range(position.passes):
             iter(self._share)  # draws the order of its pass
-        return self._pass_over(self._share.skip(place.batches) if place.batches else self._share)
+        return self._pass_over(self._share.skip(position.batches) if position.batches else self._share)
 
     def _pass_over(self, share: tf.data.Dataset) -> Iterator[Any]:
         return iter(share) if self._shapes is None else Pass(share, self._shapes)
@@ -221,11 +221,11 @@ class ArrayShare:
             return iter(self._pipeline(itertools.islice(shares, start.batch, None)))
         return iter(self._pipeline(shares)) if self._ahead else map(self._gather, shares)
 
-    def at(self, place: Place) -> Iterator[Any]:
+    def at(self, position: DataPosition) -> Iterator[Any]:
         """The rest of a pass."""
         self._opened()
-        self._epoch += place.passes + 1
-        rest = itertools.islice(self._shares(place.epoch), place.batches, None)
+        self._epoch += position.passes + 1
+        rest = itertools.islice(self._shares(position.epoch), position.batches, None)
         return iter(self._pipeline(rest)) if self._ahead else map(self._gather, rest)
 
     def _shares(self, epoch: int) -> Iterator[np.ndarray[Any, Any]]:

@@ -23,7 +23,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from replicast.strategy.feeding import ArrayShare, Place, Share
+from replicast.strategy.feeding import ArrayShare, DataPosition, Share
 
 POSITIONED = (ArrayDataAdapter, GeneratorDataAdapter, PyDatasetAdapter, TFDatasetAdapter)
 
@@ -154,7 +154,7 @@ def skip_fit(model: keras.Model, ended: int, warn: Callable[[str], None]) -> Non
         _use_up(iterator, epochs, lengths)
 
 
-def place_of(epochs: int, batch: int, lengths: Lengths) -> Place:
+def data_position(epochs: int, batch: int, lengths: Lengths) -> DataPosition:
     """The position in the data after a number of epochs and some batches of the next one.
 
     With `steps_per_epoch`, Keras keeps the same iterator from epoch to epoch. When it runs out, the epoch
@@ -163,16 +163,16 @@ def place_of(epochs: int, batch: int, lengths: Lengths) -> Place:
     """
     if lengths.epoch is None:
         per_epoch = 2 if lengths.data is not None else 1
-        return Place(per_epoch * epochs, batch, epoch=epochs)
+        return DataPosition(per_epoch * epochs, batch, epoch=epochs)
     whole = _up_to_executions(lengths.epoch, lengths.execution)
     if lengths.data is None:
-        return Place(0, epochs * whole + batch, epoch=0)
+        return DataPosition(0, epochs * whole + batch, epoch=0)
     passes = used = opened = 0
     for epoch in range(epochs):
         used += min(whole, _up_to_executions(lengths.data - used, lengths.execution))
         if used >= lengths.data:
             passes, used, opened = passes + 1, 0, epoch
-    return Place(passes, used + batch, epoch=opened)
+    return DataPosition(passes, used + batch, epoch=opened)
 
 
 def read_to(
@@ -227,7 +227,7 @@ def _position(
             f"Received: {batch} batches done of an epoch that has {of_epoch}"
         )
         batch = of_epoch - 1
-    place = place_of(epochs, batch, lengths)
+    position = data_position(epochs, batch, lengths)
     uncounted = _repeat_epochs(adapter, epochs, lengths) if isinstance(adapter, PyDatasetAdapter) else 0
     if _must_be_read(iterator):
         whole = None if steps is None else _up_to_executions(steps, lengths.execution)
@@ -239,8 +239,8 @@ def _position(
                 f"Received: {used} batches of data, {batch} batches done of the epoch"
             )
     else:
-        opened = replace(place, epoch=first_epoch + place.epoch)
-        current, used = _opened_at(data, opened), place.batches
+        opened = replace(position, epoch=first_epoch + position.epoch)
+        current, used = _opened_at(data, opened), position.batches
     iterator._current_iterator = current
     iterator._steps_seen = used
     # While steps_per_epoch is set, Keras uses the current iterator, and that many batches of it.
@@ -254,7 +254,7 @@ def _use_up(iterator: EpochIterator, epochs: int, lengths: Lengths) -> None:
     if _must_be_read(iterator):
         read_to(lambda: iter(data), epochs, 0, _up_to_executions(lengths.epoch or 0, lengths.execution))
         return
-    created = place_of(epochs, 0, lengths).passes
+    created = data_position(epochs, 0, lengths).passes
     if epochs and lengths.epoch is not None:
         created += 1  # the current one
     for _ in range(created):
@@ -287,13 +287,13 @@ def _is_infinite(data: Any) -> bool:
     return isinstance(data, Share) and data.is_infinite()
 
 
-def _opened_at(data: Any, place: Place) -> Iterator[Any]:
+def _opened_at(data: Any, position: DataPosition) -> Iterator[Any]:
     if isinstance(data, Share | ArrayShare):
-        return data.at(place)
-    for _ in range(place.passes):  # data distributed by TensorFlow: there is no other way to skip
+        return data.at(position)
+    for _ in range(position.passes):  # data distributed by TensorFlow: there is no other way to skip
         iter(data)
     current: Iterator[Any] = iter(data)
-    _take(current, place.batches)
+    _take(current, position.batches)
     return current
 
 
@@ -306,7 +306,7 @@ def _repeat_epochs(adapter: PyDatasetAdapter, epochs: int, lengths: Lengths) -> 
     Returns:
         How many epochs the adapter must still count, once the resumed pass has its order.
     """
-    begins = [place_of(epoch, 0, lengths).batches == 0 for epoch in range(epochs + 1)]
+    begins = [data_position(epoch, 0, lengths).batches == 0 for epoch in range(epochs + 1)]
     orders = sum(begins) - 1  # the resumed pass draws its own when it is read
     for begins_pass in begins[:-1]:
         adapter.py_dataset.on_epoch_begin()

@@ -19,7 +19,7 @@ from replicast.coordination import Coordination, MemoryCoordination, ServiceCoor
 from replicast.errors import ClusterError, NotSupported
 from replicast.lifetime import Lifetime
 from replicast.strategy import feeding
-from replicast.strategy.building import creating_in_scope, is_built, may_fail, rehearse
+from replicast.strategy.building import creating_in_scope, is_built, may_fail, trace_once
 from replicast.strategy.callbacks import Callbacks
 from replicast.strategy.caller import (
     KerasCall,
@@ -240,7 +240,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         if self._size == 1:
             return super().run(creating_in_scope(self, waiting_for_data(fn)), args, kwargs, options)
         if not is_built(model):
-            rehearse(functools.partial(super().run, creating_in_scope(self, fn)), (args,))
+            trace_once(functools.partial(super().run, creating_in_scope(self, fn)), (args,))
         keras_step = KerasStep(self.extended, model, fn, self.statistics == "mean")
         outputs = super().run(creating_in_scope(self, keras_step), args, kwargs, options)
         return keras.tree.map_structure(Agreed, outputs)
@@ -332,5 +332,5 @@ def _models() -> list[keras.Model]:
     return [thing for thing in gc.get_objects() if issubclass(type(thing), keras.Model)]
 
 
-def _meet_alone(said: str) -> dict[int, str]:
-    return {0: said}
+def _meet_alone(message: str) -> dict[int, str]:
+    return {0: message}

@@ -246,19 +246,19 @@ def _described(error: BaseException) -> dict[str, Any]:
     """An error as JSON values: its nearest built-in type and its message."""
     kind = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
     number = error.errno if isinstance(error, OSError) else None
-    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return {"kind": kind.__name__, "name": type(error).__name__, "errno": number, "said": said}
+    message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return {"kind": kind.__name__, "name": type(error).__name__, "errno": number, "message": message}
 
 
 def _failed_write(problem: dict[str, Any], worker: int, path: str) -> Exception:
     """The error of another worker's write, with the same built-in type, so that scripts can catch it."""
     kind = getattr(builtins, problem["kind"])
-    said = f"worker {worker} could not write {path}: {problem['name']}: {problem['said']}"
+    message = f"worker {worker} could not write {path}: {problem['name']}: {problem['message']}"
     if not issubclass(kind, Exception):  # that worker was interrupted
-        return JobFailed(said, worker=worker)
+        return JobFailed(message, worker=worker)
     if issubclass(kind, OSError) and problem["errno"] is not None:
-        return OSError(problem["errno"], said, path)  # Python picks the subclass
+        return OSError(problem["errno"], message, path)  # Python picks the subclass
     try:
-        return ReplicastError(said) if kind is Exception else kind(said)
+        return ReplicastError(message) if kind is Exception else kind(message)
     except TypeError:  # the type needs more than a message
-        return ReplicastError(said)
+        return ReplicastError(message)

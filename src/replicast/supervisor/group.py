@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from replicast.config import FAILED_BECAUSE_OF_ANOTHER, TOLD_TO_END
+from replicast.config import PEER_FAILED, TOLD_TO_END
 from replicast.supervisor.chatter import wants_chatter
 from replicast.supervisor.interruptions import STOP_SIGNALS, Interruptions
 from replicast.supervisor.output import Output
@@ -82,7 +82,7 @@ def first_failure(exits: Sequence[WorkerExit]) -> WorkerExit | None:
         exits: How the workers exited, in order.
     """
     failed = [ended for ended in exits if ended.code != 0 and not ended.stopped]
-    by_itself = [ended for ended in failed if ended.code != FAILED_BECAUSE_OF_ANOTHER]
+    by_itself = [ended for ended in failed if ended.code != PEER_FAILED]
     frozen = [ended for ended in exits if ended.frozen] if failed else []
     return next(iter(by_itself or frozen or failed), None)
 
@@ -180,7 +180,7 @@ class Group:
         frozen = [worker for worker in rest if worker.check_frozen()]
         if len(frozen) == len(rest):  # None of them will exit by itself.
             return timeouts.settle_killed_secs
-        if ended.code == FAILED_BECAUSE_OF_ANOTHER:
+        if ended.code == PEER_FAILED:
             return timeouts.settle_blamed_secs
         if ended.code == TOLD_TO_END:  # The others are exiting too; one may still write the checkpoint.
             return max(timeouts.settle_secs, timeouts.stop_secs)

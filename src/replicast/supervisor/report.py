@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from replicast.config import FAILED_BECAUSE_OF_ANOTHER, FAULTS, TOLD_TO_END
+from replicast.config import FAULTS, PEER_FAILED, TOLD_TO_END
 from replicast.faults import Fault
 from replicast.supervisor.group import GroupEnd
 from replicast.supervisor.lines import cropped
@@ -21,7 +21,7 @@ _BOX_COLUMNS = 1000
 def failure_line(failure: WorkerExit) -> str:
     """One line: which worker failed, how, after how long, and where its log is."""
     how = f"failed first: {failure.how}"
-    if failure.code == FAILED_BECAUSE_OF_ANOTHER:  # the other exited with 0, is on another host, or hangs
+    if failure.code == PEER_FAILED:  # the other exited with 0, is on another host, or hangs
         how = f"exited because of another worker, which its log names ({failure.how})"
     return (
         f"replicast: worker {failure.rank} {how} after {duration(failure.ran_secs)}. "
@@ -29,7 +29,7 @@ def failure_line(failure: WorkerExit) -> str:
     )
 
 
-def told_to_end_line(first: WorkerExit) -> str:
+def sigterm_line(first: WorkerExit) -> str:
     """One line: the group exited because of SIGTERM, without a failure."""
     return (
         f"replicast: the group was told to stop (SIGTERM); worker {first.rank} exited first, with "

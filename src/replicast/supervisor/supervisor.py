@@ -31,8 +31,8 @@ from replicast.supervisor.report import (
     others_line,
     restart_line,
     short_path,
+    sigterm_line,
     tail_box,
-    told_to_end_line,
 )
 from replicast.supervisor.rundir import locked, make_attempt_dir, next_attempt
 from replicast.supervisor.screen import Screen, make_screen
@@ -172,7 +172,7 @@ def _last_step(run_dir: Path, attempt: int) -> int | None:
 def _report(end: GroupEnd, screen: Screen) -> None:
     if end.first_failure is not None:
         if end.first_failure.code == TOLD_TO_END:
-            screen.tell(told_to_end_line(end.first_failure))
+            screen.tell(sigterm_line(end.first_failure))
         else:
             screen.tell(tail_box(end.first_failure, sys.stderr))
             screen.tell(failure_line(end.first_failure))
