@@ -1,8 +1,8 @@
-"""A training that outlives its processes: kill a worker with -9, and it still ends with the same weights.
+"""A training that survives crashes: kill a worker with -9, and it still ends with the same weights.
 
 replicast run -n 2 --max-restarts 3 --run-dir runs/restart examples/restart.py
 
-The launcher starts all workers again when one dies. The same command goes on with a run that was stopped.
+The launcher restarts all workers when one dies. The same command resumes a run that was stopped.
 """
 
 import keras
@@ -13,7 +13,7 @@ import replicast
 from replicast.digest import digest_state
 
 keras.utils.set_random_seed(1)
-tf.config.experimental.enable_op_determinism()  # So that steps that are repeated come to the same bits.
+tf.config.experimental.enable_op_determinism()  # So that repeated steps give the same bits.
 strategy = replicast.Strategy()
 
 digits = load_digits()
@@ -32,12 +32,12 @@ with strategy.scope():
     model.compile("adam", "sparse_categorical_crossentropy")
 
 replicas = replicast.Replicas(model)
-restored = replicas.restore()  # The last checkpoint of the run directory; None at the very beginning.
+restored = replicas.restore()  # The last checkpoint of the run directory; None if there is none yet.
 if restored is not None:
-    print(f"goes on after step {restored.step}")
+    print(f"resumes after step {restored.step}")
 saving = replicas.callback(save_every=20)  # Steps; or a datetime.timedelta, or "epoch".
 
-# `fit` goes on at the batch after the checkpoint's, in the middle of an epoch too.
+# `fit` resumes at the batch after the checkpoint, also in the middle of an epoch.
 model.fit(images, labels, batch_size=64, epochs=10, callbacks=[saving], verbose=2)
 
 print(f"trained {replicas.step} steps")

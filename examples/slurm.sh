@@ -8,9 +8,9 @@
 #SBATCH --time=00:30:00
 set -euo pipefail
 
-# The same list, in the same order, on every machine; SLURM_NODEID is the machine's place in it.
+# The same list, in the same order, on every machine; SLURM_NODEID is the machine's index in it.
 HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
-# Two jobs may share a machine: take ports that depend on the job.
+# Two jobs may share a machine: use ports that depend on the job.
 PORT=$((20000 + SLURM_JOB_ID % 10000))
 export HOSTS PORT
 

@@ -1,4 +1,4 @@
-"""Train a small classifier of handwritten digits: stock Keras 3, and one line that is special.
+"""Train a small classifier of handwritten digits: stock Keras 3 and one extra line.
 
 python examples/train.py                     one process
 replicast run -n 2 examples/train.py         two workers on this machine
@@ -11,7 +11,7 @@ import replicast
 from replicast.digest import digest_state
 
 keras.utils.set_random_seed(1)
-strategy = replicast.Strategy()  # The special line. Without TF_CONFIG it is a job of one.
+strategy = replicast.Strategy()  # The extra line. Without TF_CONFIG, a job with one worker.
 
 digits = load_digits()
 images, labels = digits.images.astype("float32") / 16.0, digits.target
@@ -28,11 +28,11 @@ with strategy.scope():
     )
     model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
 
-# batch_size is that of the whole job: each worker takes its share of every batch.
+# batch_size is the global batch size: each worker takes its share of every batch.
 model.fit(images[train], labels[train], batch_size=64, epochs=5, validation_data=(images[test], labels[test]))
 
 loss, accuracy = model.evaluate(images[test], labels[test], verbose=0)
-print(f"accuracy on digits it has not seen: {accuracy:.3f}")
+print(f"accuracy on unseen digits: {accuracy:.3f}")
 
-# Not needed for training: it shows that every worker ends with the same weights, bit for bit.
+# Not needed for training: shows that every worker ends with the same weights, bit for bit.
 print("digest of the weights:", digest_state({weight.path: weight.numpy() for weight in model.weights}))

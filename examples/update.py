@@ -1,4 +1,4 @@
-"""Two changes of all replicas in the middle of training, each started by one worker.
+"""Two updates of all replicas during training, each proposed by one worker.
 
 python examples/update.py                    one process
 replicast run -n 2 examples/update.py        two workers on this machine
@@ -28,23 +28,23 @@ with strategy.scope():
     model.compile("adam", "sparse_categorical_crossentropy")
 
 replicas = replicast.Replicas(model)
-corrector = min(1, replicas.size - 1)  # Worker 1; alone, there is only worker 0.
+corrector = min(1, replicas.size - 1)  # Worker 1, or worker 0 in a job with one worker.
 last = replicas.size - 1
 tickets = []
 
 
 def centred_bias(values):
-    """Runs on one worker, between two steps, on the weights of that moment; what it returns reaches all."""
+    """Runs on one worker, between two steps, on the current weights. All workers apply what it returns."""
     bias = values["digits/bias"]
     print(f"worker {replicas.rank}: the bias has drifted by {bias.mean():+.5f} on average")
     return replicast.Update(note="centre the drifted bias").assign("digits/bias", bias - bias.mean())
 
 
 class Changes(keras.callbacks.Callback):
-    """Proposes while training goes on: no worker waits here."""
+    """Proposes updates during training; no worker waits here."""
 
     def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 2:  # All workers propose it, so that each has a ticket; it runs on one of them.
+        if epoch == 2:  # All workers propose the function, so that each has a ticket; one of them runs it.
             tickets.append(replicas.propose(centred_bias, source=corrector))
         if epoch == 3 and replicas.rank == last:
             slower = replicast.Update(note="slower from here").scale("optimizer/learning_rate", 0.5)
@@ -53,12 +53,12 @@ class Changes(keras.callbacks.Callback):
 
 model.fit(images, labels, batch_size=64, epochs=5, callbacks=[replicas.callback(), Changes()])
 
-# The end of `fit` has settled what was proposed: result() gives the receipt, or raises why there is none.
+# All proposals are settled when `fit` returns: result() returns the receipt, or raises the error.
 for ticket in tickets:
     print(f"worker {replicas.rank} has the receipt of {ticket.id}: step {ticket.result(timeout=30).step}")
-for receipt in replicas.history:  # The same on every worker, whoever proposed.
+for receipt in replicas.history:  # The same on every worker, no matter which one proposed.
     by_worker = ", ".join(f"worker {worker}: {digest[:8]}" for worker, digest in receipt.digests.items())
-    print(f"update {receipt.sequence} at step {receipt.step}, what it touched: {by_worker}")
+    print(f"update {receipt.sequence} at step {receipt.step}, digests: {by_worker}")
 
 print(f"learning rate: {float(model.optimizer.learning_rate.numpy()):g}")
 print("digest of the weights:", digest_state({weight.path: weight.numpy() for weight in model.weights}))

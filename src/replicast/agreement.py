@@ -1,4 +1,4 @@
-"""Who agrees with whom about a variable, and whose value of it counts. Pure planning."""
+"""Which workers agree on a variable, and which worker's value is the reference. Pure functions."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 Rule: TypeAlias = Literal["majority", "checkpoint and journal", "coordinator"]
-"""Why one worker's value is the one that counts."""
+"""Why a worker's value is the reference."""
 Groups: TypeAlias = dict[str, tuple[int, ...]]
-"""The workers that have each digest of one variable."""
+"""For one variable: the workers that have each digest."""
 
 
 def groups_of(digests: Mapping[int, Sequence[str]], names: Iterable[str]) -> dict[str, Groups]:
-    """Who agrees with whom, for each variable on which not all workers agree.
+    """Groups the workers by digest, for each variable on which not all workers agree.
 
     Args:
-        digests: What each worker reported, by rank: one digest for each name, in their order.
+        digests: What each worker reported, by rank: one digest per name, in the same order.
         names: The variables.
 
     Returns:
         By variable: the workers that have each digest, the largest group first, then the lowest ranks.
 
     Raises:
-        ValueError: A worker reported another number of digests.
+        ValueError: A worker reported a different number of digests.
     """
     names = list(names)
     for rank, reported in digests.items():
@@ -43,18 +43,18 @@ def groups_of(digests: Mapping[int, Sequence[str]], names: Iterable[str]) -> dic
 
 
 def reference_of(groups: Groups, expected: Callable[[], str | None] = lambda: None) -> tuple[int, Rule]:
-    """Whose value of a variable counts, and why.
+    """Chooses the worker whose value of a variable is the reference, and says why.
 
-    The strict majority's. Without one, that of whoever has the digest that is expected; else the
-    coordinator's, which is worker 0 and always among them.
+    The value of the strict majority. Without a majority, the value with the expected digest; otherwise that
+    of the coordinator, worker 0, which is always among the workers.
 
     Args:
         groups: The workers that have each digest.
-        expected: The digest that checkpoint and journal give, if they do. Asked for only if there is no
-            majority, since it takes long.
+        expected: Returns the digest that follows from checkpoint and journal, or None. Called only if there
+            is no majority, because it is slow.
 
     Returns:
-        The lowest rank of the group whose value counts, and the rule that chose it.
+        The lowest rank of the reference group, and the rule that chose it.
     """
     workers = sum(len(ranks) for ranks in groups.values())
     for ranks in groups.values():
@@ -67,5 +67,5 @@ def reference_of(groups: Groups, expected: Callable[[], str | None] = lambda: No
 
 
 def reference_first(groups: Groups, reference: int) -> tuple[tuple[int, ...], ...]:
-    """The groups of a `Difference`: the one that the reference is in, then the others as they were."""
+    """The groups of a `Difference`: the reference's group first, then the others in the same order."""
     return tuple(sorted(groups.values(), key=lambda ranks: reference not in ranks))

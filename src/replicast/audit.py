@@ -1,7 +1,7 @@
-"""What an audit found: which replicas hold other bits than the rest, where, by how much, and since when.
+"""Audit reports: which replicas differ, in which variables, by how much, and since when.
 
 An audit compares the digests of every variable of the state between all workers, at one boundary. This module
-is data, and how it reads; `replicast.agreement` and `replicast.distances` find it out.
+holds the data and its text form; `replicast.agreement` and `replicast.distances` compute it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ __all__ = [
 ]
 
 Policy: TypeAlias = Literal["raise", "heal", "warn"]
-"""What becomes of replicas that differ."""
+"""What to do when replicas differ."""
 Outcome: TypeAlias = Literal["equal", "warned", "raised", "healed"]
-"""What an audit ended with."""
+"""How an audit ended."""
 OUTCOMES: Mapping[Policy, Outcome] = MappingProxyType({"raise": "raised", "heal": "healed", "warn": "warned"})
-"""What an audit that finds a difference ends with, by its policy."""
+"""The outcome of an audit that found a difference, by its policy."""
 
 
 def checked_policy(policy: str) -> Policy:
-    """The policy, if it is one.
+    """Returns the policy after checking it.
 
     Raises:
-        ValueError: It is none.
+        ValueError: There is no such policy.
     """
     if policy not in get_args(Policy):
         raise ValueError(f'on_divergence must be "raise", "heal" or "warn". Received: {policy!r}')
@@ -60,8 +60,8 @@ class Difference:
     Attributes:
         variable: Its full name.
         groups: The workers with equal bits, the reference's group first.
-        reference: The worker whose value counts.
-        rule: Why its value does.
+        reference: The worker whose value is the reference.
+        rule: Why it is.
         differing: How far each worker outside the reference's group is from it, by rank.
     """
 
@@ -73,12 +73,12 @@ class Difference:
 
     @property
     def minority(self) -> tuple[int, ...]:
-        """The workers whose value does not count: all outside the reference's group."""
+        """The workers outside the reference's group."""
         return tuple(sorted(rank for group in self.groups[1:] for rank in group))
 
     @property
     def why(self) -> str:
-        """Why the reference's value counts, in words. Without a majority nobody is known to be wrong."""
+        """Why the reference was chosen, in words. Without a majority no worker is known to be wrong."""
         if self.rule == "coordinator":
             return f"no majority: worker {self.reference}'s value counts"
         return self.rule
@@ -89,7 +89,7 @@ class Difference:
         return f"{self.variable}: {workers_text(self.minority)} {differ} from {rest} ({self.why})"
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values; ranks that name something become text, as JSON's names are."""
+        """The fields as JSON values; ranks that are keys become strings, as JSON requires."""
         return {
             "variable": self.variable,
             "groups": [list(group) for group in self.groups],
@@ -100,10 +100,10 @@ class Difference:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Difference:
-        """What `to_json` described.
+        """Reads what `to_json` wrote.
 
         Raises:
-            ValueError: It is none.
+            ValueError: The fields do not describe a difference.
         """
         with reading("difference", fields):
             return cls(
@@ -119,7 +119,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A variable that was declared to be allowed to differ between workers.
+    """A variable that is declared as allowed to differ between workers.
 
     Attributes:
         variable: Its full name.
@@ -135,22 +135,22 @@ class AuditReport:
     """What one audit found and did. The same on every worker.
 
     Attributes:
-        number: Which audit of this life of the job it is, from 1.
+        number: The number of the audit in this attempt, from 1.
         step: The boundary at which the replicas were compared.
         time: When, in seconds since 1970.
-        workers: How many workers there are.
-        variables: How many variables were compared.
+        workers: The number of workers.
+        variables: The number of variables compared.
         nbytes: Their size on one worker.
-        found_at: The step at which it was first seen that replicas differ; `step` when they are equal.
-        last_equal: The step of the last audit before that one that found them equal, if there was one.
-        differences: What differs and must not.
-        declared: What may differ, and whether it does.
-        outcome: What was done about it.
+        found_at: The step at which the replicas were first seen to differ; `step` if they are equal.
+        last_equal: The step of the last earlier audit that found them equal, if any.
+        differences: The variables that differ and must not.
+        declared: The variables that may differ, and whether they do.
+        outcome: What was done.
         healed: The sequence numbers of the updates that made the replicas equal again.
         digest_secs: How long the slowest worker took to digest its state.
-        requests: The ids of those who asked for it from outside of the job.
-        attempt: Which start of the job it belongs to: numbers begin again with each. Known of what was
-            written to a run directory.
+        requests: The ids of the requests for this audit from outside of the job.
+        attempt: The attempt in which it ran; numbers start again with each. Set for reports from a run
+            directory.
     """
 
     number: int
@@ -176,23 +176,23 @@ class AuditReport:
 
     @property
     def alike(self) -> int:
-        """How many variables were the same on all workers: not those that may differ and do."""
+        """The number of variables that were equal on all workers, without those that may differ and do."""
         return self.variables - len(self.differences) - sum(one.differs for one in self.declared)
 
     @property
     def diverged(self) -> bool:
-        """Whether replicas differ still: they were not equal, and were not made so."""
+        """Whether the replicas still differ: they were not equal and were not healed."""
         return not self.equal and self.outcome != "healed"
 
     @property
     def since(self) -> str:
-        """Since when replicas differ, in words; empty when they do not."""
+        """Since when the replicas differ, in words; empty if they do not."""
         if self.equal:
             return ""
         if self.last_equal is None:
             return f"step {self.found_at} or before"
         if self.last_equal >= self.found_at:  # two audits at one boundary, and a change between them
-            return f"step {self.found_at}, after the audit before"
+            return f"step {self.found_at}, after the previous audit"
         first = self.last_equal + 1
         return f"step {first}" if first == self.found_at else f"some step from {first} to {self.found_at}"
 
@@ -219,7 +219,7 @@ class AuditReport:
         return f"{head}: {count} since {self.since} ({first}{more}); {self.done}"
 
     def lines(self) -> list[str]:
-        """The report for people: the one line, then one for every variable and worker that differs."""
+        """The report as text: one summary line, then one for every variable and worker that differs."""
         lines = [str(self)]
         for difference in self.differences:
             lines.append(f"  {difference}")
@@ -230,7 +230,7 @@ class AuditReport:
         return lines
 
     def table(self) -> str:
-        """What differs, as a table in plain text; the one line when nothing does."""
+        """The differences as a table in plain text; the summary line if there are none."""
         if self.equal:
             return str(self)
         rows = [("variable", "worker", "elements", "first", "largest difference", "whose value counts")]
@@ -267,14 +267,14 @@ class AuditReport:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> AuditReport:
-        """What `to_json` described.
+        """Reads what `to_json` wrote.
 
         Raises:
-            ValueError: It is no report.
+            ValueError: The fields do not describe a report.
         """
         with reading("audit", fields):
             if fields["outcome"] not in get_args(Outcome):
-                raise ValueError(f"no outcome: {fields['outcome']!r}")
+                raise ValueError(f"unknown outcome: {fields['outcome']!r}")
             last_equal, attempt = fields["last_equal"], fields.get("attempt")
             return cls(
                 number=int(fields["number"]),
@@ -298,11 +298,11 @@ class AuditReport:
 
 
 def what_follows(policy: Policy) -> str:
-    """What to expect, or to do, after a difference that was seen outside of an audit."""
+    """What happens next, or what to do, after a difference that was found outside of an audit."""
     if policy == "heal":
-        return "An audit follows, which says what differs and makes them equal"
+        return "An audit follows, which reports what differs and makes them equal"
     if policy == "warn":
-        return "An audit follows, which says what differs; replicas.sync(source=0) makes them equal"
+        return "An audit follows, which reports what differs; replicas.sync(source=0) makes them equal"
     return "replicas.sync(source=0) makes them equal"
 
 

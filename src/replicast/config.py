@@ -1,7 +1,7 @@
-"""The environment, read and checked in one place: who the workers are and what the launcher told us.
+"""Environment variables, read and checked in one place: the cluster, and what the launcher sets.
 
 `TF_CONFIG` is TensorFlow's own description of a cluster. Kubeflow, Vertex AI, Ray Train and Slurm scripts
-set it, and so does `replicast run`; TensorFlow itself hardly checks it, so we do.
+set it, and so does `replicast run`. TensorFlow itself hardly checks it, so this module does.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ HOST_ID = "REPLICAST_HOST_ID"
 SHM_DIR = "REPLICAST_SHM_DIR"
 FAULTS = "REPLICAST_FAULTS"
 LAUNCHED = "REPLICAST_LAUNCHED"
-"""Set by `replicast run` for its workers: their exit codes are watched by a launcher on the same host."""
-FAILED_BECAUSE_OF_ANOTHER = 75
-"""The exit code of a worker that ends only because another one failed. Such a worker may well end first,
-while the one that failed still tells the others; the launcher then knows whom to name."""
+"""Set by `replicast run` for its workers: a launcher on the same host watches their exit codes."""
+PEER_FAILED = 75
+"""The exit code of a worker that exits only because another one failed. It may exit first, while the failed
+worker still tells the others: from the exit code the launcher knows which worker to blame."""
 
 TOLD_TO_END = 143
-"""The exit code of a worker that got SIGTERM, saved its state with all others, and left."""
+"""The exit code of a worker that received SIGTERM, saved its state together with all others, and exited."""
 
 _EXAMPLE = (
-    'Expected something like {"cluster": {"worker": ["host1:2222", "host2:2222"]}, '
+    'For example {"cluster": {"worker": ["host1:2222", "host2:2222"]}, '
     '"task": {"type": "worker", "index": 0}}'
 )
-_FAULTS_EXAMPLE = 'Expected something like [{"worker": 1, "point": "apply", "action": "kill"}]'
+_FAULTS_EXAMPLE = 'For example [{"worker": 1, "point": "apply", "action": "kill"}]'
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Who takes part in the job.
+    """The workers of the job, and which of them this process is.
 
     Attributes:
-        addresses: One `host:port` per worker, in the order of the ranks.
-        rank: Which of them this process is.
+        addresses: One `host:port` per worker, in rank order.
+        rank: The rank of this process.
         task_type: The name of this process's job in `TF_CONFIG`: "worker" or "chief".
         task_index: Its index in that job.
     """
@@ -60,7 +60,7 @@ class Cluster:
         return len(self.addresses)
 
     def tf_config(self) -> str:
-        """The value of `TF_CONFIG` for this worker, when all are of type "worker"."""
+        """The value of `TF_CONFIG` for this worker, if all tasks are of type "worker"."""
         return json.dumps(
             {
                 "cluster": {"worker": list(self.addresses)},
@@ -71,11 +71,11 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What `replicast run` told this worker.
+    """What `replicast run` passes to a worker.
 
     Attributes:
         run_dir: The run directory, if there is one.
-        attempt: How often the group was started before.
+        attempt: The number of the attempt, from 0: how often the group was started before.
         launched: Whether a launcher watches this process.
     """
 
@@ -85,7 +85,7 @@ class Launch:
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
-    """Reads what the launcher set."""
+    """Reads the variables that the launcher sets."""
     run_dir = environ.get(RUN_DIR)
     attempt = environ.get(ATTEMPT, "0")
     if not attempt.isdigit():
@@ -98,10 +98,10 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
 
 
 def read_faults(environ: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Reads the faults that `REPLICAST_FAULTS` asks for; `faults.Fault` checks what each of them says.
+    """Reads the fault plan in `REPLICAST_FAULTS`; `faults.Fault` checks the fields of each fault.
 
     Raises:
-        ClusterError: It is there and is no list of JSON objects.
+        ClusterError: The value is not a list of JSON objects.
     """
     text = environ.get(FAULTS, "").strip()
     if not text:
@@ -123,7 +123,7 @@ def shared_memory_directory(environ: Mapping[str, str]) -> Path:
     """Where workers of one host share memory: `REPLICAST_SHM_DIR`, else /dev/shm, else a temporary directory.
 
     Raises:
-        ClusterError: `REPLICAST_SHM_DIR` is no directory that this process may write to.
+        ClusterError: `REPLICAST_SHM_DIR` is not a writable directory.
     """
     chosen = environ.get(SHM_DIR)
     if chosen:
@@ -131,7 +131,7 @@ def shared_memory_directory(environ: Mapping[str, str]) -> Path:
             raise ClusterError(
                 f"{SHM_DIR} must be a directory that this process may write to",
                 received=repr(chosen),
-                remedy="Make it, or leave the variable unset for /dev/shm",
+                remedy="Create it, or unset the variable to use /dev/shm",
             )
         return Path(chosen).resolve()
     usual = Path("/dev/shm")
@@ -139,11 +139,11 @@ def shared_memory_directory(environ: Mapping[str, str]) -> Path:
 
 
 def host_id(environ: Mapping[str, str]) -> str:
-    """Which host this process is on; two processes with the same answer can share memory.
+    """An identifier of this host: two processes with the same one can share memory.
 
-    `REPLICAST_HOST_ID` if it is set, so that one machine can play several. Else the host's name, its boot and
-    the identity of the directory for shared memory: containers on one machine that have one each cannot
-    share, although they may share everything else.
+    `REPLICAST_HOST_ID` if it is set, so that tests can use one machine as several hosts. Otherwise the host
+    name, the boot id and the identity of the shared-memory directory: containers on one machine with separate
+    directories cannot share memory, even if they share everything else.
     """
     chosen = environ.get(HOST_ID)
     if chosen:
@@ -160,10 +160,10 @@ def read_cluster(environ: Mapping[str, str]) -> Cluster | None:
     """Reads and checks `TF_CONFIG`.
 
     Returns:
-        The cluster, or None when there is no `TF_CONFIG`: a job of one.
+        The cluster, or None if `TF_CONFIG` is not set: a job with one worker.
 
     Raises:
-        ClusterError: It is there and cannot be used; the message says which part and what was expected.
+        ClusterError: `TF_CONFIG` is invalid; the message says which part, and what was expected.
     """
     text = environ.get("TF_CONFIG", "").strip()
     if not text:
@@ -215,11 +215,11 @@ def _place(described: dict[str, Any], jobs: dict[str, list[str]]) -> Cluster:
         raise ClusterError(
             "TF_CONFIG: two workers have the same address",
             received=", ".join(duplicates),
-            remedy="Every worker needs a host:port of its own",
+            remedy="Give every worker a different host:port",
         )
     task = described.get("task")
     if not isinstance(task, dict) or "type" not in task or "index" not in task:
-        raise ClusterError('TF_CONFIG: "task" must say who this process is', received=task, remedy=_EXAMPLE)
+        raise ClusterError('TF_CONFIG: "task" needs "type" and "index"', received=task, remedy=_EXAMPLE)
     job, index = task["type"], task["index"]
     if job not in jobs:
         raise ClusterError(

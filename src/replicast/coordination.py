@@ -1,7 +1,7 @@
-"""Words between workers: a small key-value store that every worker of the job sees.
+"""A small key-value store that all workers of the job share.
 
 MultiWorkerMirroredStrategy already runs such a service, in worker 0; `ServiceCoordination` is the only place
-that calls it. `MemoryCoordination` is its twin for N threads that play N workers.
+that calls it. `MemoryCoordination` is its in-memory twin, for tests in which threads act as workers.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from typing import Any
 
 from replicast.errors import JobFailed
 
-GIVEN_UP_AT_MOST = 20
-"""So many questions for one key that were given up are kept by the service for each worker, then answered."""
-TIDY_SECS = 30.0
-"""Longer than a worker may be silent before TensorFlow takes it for dead."""
-_NOTHING = "replicast: nothing"
-_AGAIN_SECS = 0.005
+MAX_TIMED_OUT_WAITS = 20
+"""After this many timed-out waits of a worker for one key, the service is made to release them."""
+CLEANUP_SECS = 30.0
+"""Longer than a worker may be silent before TensorFlow considers it dead."""
+_NO_VALUE = "replicast: nothing"
+_RETRY_SECS = 0.005
 _KEYS_COUNTED = 100
 
 
 _LOST = re.compile(r"stopped sending heartbeats\)?:?\s+/job:\w+/(?:replica:\d+/)?task:(\d+)")
 
 
-def lost_worker(said: str) -> int | None:
-    """The worker whose heartbeats are missing, if that is what an error of TensorFlow says.
+def lost_worker(message: str) -> int | None:
+    """Returns the worker whose heartbeats are missing, if an error message of TensorFlow names one.
 
-    TensorFlow tells it in words only. `tests/faults/test_frozen.py` notices when they change.
+    TensorFlow reports it only in the text of the message. `tests/long/test_frozen.py` notices when that
+    changes.
     """
-    found = _LOST.search(said)
+    found = _LOST.search(message)
     return None if found is None else int(found[1])
 
 
@@ -41,19 +42,19 @@ class Coordination(abc.ABC):
 
     @abc.abstractmethod
     def put(self, key: str, value: str) -> bool:
-        """Writes `value` unless the key is there already; says whether it was written."""
+        """Writes `value` unless the key exists; returns whether it was written."""
 
     @abc.abstractmethod
     def get(self, key: str, timeout_secs: float) -> str | None:
-        """Blocks until the key is there, at most `timeout_secs`; None when the time is up."""
+        """Blocks until the key exists, at most `timeout_secs`; returns None on timeout."""
 
     @abc.abstractmethod
     def delete(self, key: str) -> None:
-        """Removes a key; one that is not there is no error."""
+        """Deletes a key; no-op if it does not exist."""
 
     @abc.abstractmethod
     def abort(self, message: str) -> None:
-        """Makes every transfer that is under way on this worker, or starts later, fail with `message`."""
+        """Makes every current and later transfer of this worker fail with `message`."""
 
 
 class ServiceCoordination(Coordination):
@@ -63,17 +64,17 @@ class ServiceCoordination(Coordination):
     TensorFlow's own PreemptionCheckpointHandler uses the same calls. `tests/workers/test_private_apis.py`
     notices when they change.
 
-    The service keeps every question that was given up until its key is there, some 15 kB each, in worker 0:
-    threads that wait for a word by asking once a second would fill its memory within days. So after some such
-    questions a key is written and removed again, which answers all of them; whoever meets that value, asking
-    or writing, knows that it is none.
+    Timed-out waits do not leak memory on worker 0. The service keeps every timed-out wait until its key
+    exists, about 15 kB each, so threads that poll a key once a second would fill its memory within days.
+    After `MAX_TIMED_OUT_WAITS` of them, the key is written with a placeholder value and deleted at once,
+    which releases all waits. A worker that reads the placeholder, or finds it when it writes, ignores it.
 
     Args:
-        context: TensorFlow's, unless given.
-        tidy_secs: After so long, whoever should have removed that value must be dead.
+        context: TensorFlow's eager context; for tests.
+        cleanup_secs: A placeholder that is this old was left behind by a worker that died.
     """
 
-    def __init__(self, context: Any = None, tidy_secs: float = TIDY_SECS) -> None:
+    def __init__(self, context: Any = None, cleanup_secs: float = CLEANUP_SECS) -> None:
         import tensorflow as tf
 
         if context is None:
@@ -82,28 +83,29 @@ class ServiceCoordination(Coordination):
             context = eager.context()
         self._errors = tf.errors
         self._context = context
-        self._tidy_secs = tidy_secs
-        self._given_up: OrderedDict[str, int] = OrderedDict()
-        self._counting = threading.Lock()
+        self._cleanup_secs = cleanup_secs
+        self._timed_out: OrderedDict[str, int] = OrderedDict()
+        self._lock = threading.Lock()
 
     def put(self, key: str, value: str) -> bool:  # noqa: D102
-        ends = time.monotonic() + self._tidy_secs
+        deadline = time.monotonic() + self._cleanup_secs
         while not self._insert(key, value):
-            there = self._ask(key, _AGAIN_SECS)
-            if there is not None and there != _NOTHING:
+            existing = self._wait_for(key, _RETRY_SECS)
+            if existing is not None and existing != _NO_VALUE:
                 return False
-            if there == _NOTHING and time.monotonic() > ends:
-                self.delete(key)  # whoever wrote it has died since
+            if existing == _NO_VALUE and time.monotonic() > deadline:
+                self.delete(key)  # the worker that wrote it has died
         return True
 
     def get(self, key: str, timeout_secs: float) -> str | None:  # noqa: D102
-        ends = time.monotonic() + timeout_secs
-        value = self._ask(key, timeout_secs)
-        while value == _NOTHING:  # another worker has answered all, and removes it at once
-            self._count(key, given_up=False)
-            time.sleep(_AGAIN_SECS)
-            value = self._ask(key, ends - time.monotonic()) if time.monotonic() < ends else None
-        if self._count(key, given_up=value is None) and self._insert(key, _NOTHING):
+        deadline = time.monotonic() + timeout_secs
+        value = self._wait_for(key, timeout_secs)
+        while value == _NO_VALUE:  # another worker is releasing all waits, and deletes it at once
+            self._count(key, timed_out=False)
+            time.sleep(_RETRY_SECS)
+            left_secs = deadline - time.monotonic()
+            value = self._wait_for(key, left_secs) if left_secs > 0 else None
+        if self._count(key, timed_out=value is None) and self._insert(key, _NO_VALUE):
             self.delete(key)
         return value
 
@@ -115,15 +117,15 @@ class ServiceCoordination(Coordination):
         except self._errors.OpError as error:
             raise self._service_gone(error) from error
 
-    def _count(self, key: str, *, given_up: bool) -> bool:
-        """Counts the questions for a key that were given up in a row; says whether it is one too many."""
-        with self._counting:
-            count = self._given_up.pop(key, 0) + 1
-            if given_up and count <= GIVEN_UP_AT_MOST:
-                self._given_up[key] = count
-            if len(self._given_up) > _KEYS_COUNTED:
-                self._given_up.popitem(last=False)  # nobody asks for it any more
-            return given_up and count > GIVEN_UP_AT_MOST
+    def _count(self, key: str, *, timed_out: bool) -> bool:
+        """Counts consecutive timed-out waits for a key; returns whether there are too many."""
+        with self._lock:
+            count = self._timed_out.pop(key, 0) + 1
+            if timed_out and count <= MAX_TIMED_OUT_WAITS:
+                self._timed_out[key] = count
+            if len(self._timed_out) > _KEYS_COUNTED:
+                self._timed_out.popitem(last=False)  # nobody waits for the oldest key any more
+            return timed_out and count > MAX_TIMED_OUT_WAITS
 
     def _insert(self, key: str, value: str) -> bool:
         try:
@@ -134,8 +136,8 @@ class ServiceCoordination(Coordination):
             raise self._service_gone(error) from error
         return True
 
-    def _ask(self, key: str, timeout_secs: float) -> str | None:
-        milliseconds = max(1, int(timeout_secs * 1000))  # 0 would mean: for ever
+    def _wait_for(self, key: str, timeout_secs: float) -> str | None:
+        milliseconds = max(1, int(timeout_secs * 1000))  # 0 would wait without a timeout
         try:
             return str(self._context.get_config_key_value(key, timeout_in_ms=milliseconds))
         except self._errors.DeadlineExceededError:
@@ -152,7 +154,7 @@ class ServiceCoordination(Coordination):
         if lost is not None:
             return JobFailed(
                 f"worker {lost} was lost: it sent no heartbeats. It has crashed, is stopped (SIGSTOP), or "
-                "its host cannot be reached. Look for the first error in its log.",
+                "its host is unreachable. Look for the first error in its log.",
                 worker=lost,
             )
         return JobFailed(
@@ -163,10 +165,10 @@ class ServiceCoordination(Coordination):
 
 
 class MemoryCoordination(Coordination):
-    """The same in one process: share one `Store` among the threads that play the workers."""
+    """The same within one process: share one `Store` among the threads that act as workers."""
 
     class Store:
-        """What the twins of one job have in common."""
+        """The keys that all workers of one job share."""
 
         def __init__(self) -> None:
             self.values: dict[str, str] = {}

@@ -1,8 +1,8 @@
-"""Digests of arrays as bits: two digests are equal when every bit of the arrays is.
+"""Digests of the bits of arrays: two digests are equal if every bit of the arrays is.
 
-`-0.0` and `0.0` differ, and so do two NaNs with other payloads: this compares what is stored, not what it
-means. A digest is xxh3_128 as 32 hexadecimal digits, over the dtype's name, the shape, and the elements in
-row-major order. It is quick, and no protection against somebody who wants two arrays to look equal.
+`-0.0` and `0.0` differ, and so do two NaNs with different payloads: digests compare the stored bits, not
+their meaning. A digest is xxh3_128 as 32 hexadecimal digits, over the dtype's name, the shape, and the
+elements in row-major order. It is fast, but not cryptographic: it does not protect against a forged array.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import xxhash
 
 
 def digest_array(array: npt.NDArray[Any]) -> str:
-    """The digest of one array. Reads a row-major array in place; any other layout is copied first.
+    """Digests one array. Reads a row-major array in place; copies any other layout first.
 
     Raises:
         TypeError: The elements are Python objects or records.
@@ -28,23 +28,23 @@ def digest_array(array: npt.NDArray[Any]) -> str:
 
 
 def begun_digest(dtype: np.dtype[Any], shape: Sequence[int]) -> xxhash.xxh3_128:
-    """The digest of an array before its first element.
+    """A hasher for an array of this dtype and shape, ready for its elements.
 
     Raises:
         TypeError: The elements are Python objects or records.
     """
     name = dtype.name
     if dtype.hasobject or name.startswith("void"):  # Addresses, or bytes of unknown meaning.
-        raise TypeError(f"Only arrays of plain elements have a digest. Received: dtype {dtype}")
+        raise TypeError(f"Only arrays of plain numbers have a digest. Received: dtype {dtype}")
     return xxhash.xxh3_128(f"{name}{list(shape)}".encode())
 
 
 def digest_state(state: Mapping[str, npt.NDArray[Any]]) -> str:
-    """The digest of named arrays, whatever the order of the names."""
+    """Digests named arrays, independent of their order."""
     hasher = xxhash.xxh3_128()
     for name in sorted(state):
         encoded = name.encode()
-        # With its length, a name cannot run into what follows it.
+        # The length separates a name from what follows it.
         hasher.update(len(encoded).to_bytes(8, "little") + encoded)
         hasher.update(bytes.fromhex(digest_array(state[name])))
     return hasher.hexdigest()

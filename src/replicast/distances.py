@@ -1,4 +1,4 @@
-"""How far two arrays are apart: as bits, and as numbers."""
+"""The distance between two arrays: in bits, and in numbers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from replicast.edits import FLOAT_DTYPES, Array
 from replicast.parts import factor_to_json
 from replicast.strictjson import reading
 
-_PIECE_BYTES = 2**20  # In float64 and with what is computed of it, a piece takes up to forty times its size.
+_PIECE_BYTES = 2**20  # In float64 and with temporary arrays, a piece takes up to forty times its size.
 
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far two arrays of one shape and dtype are apart.
+    """The distance between two arrays of the same shape and dtype.
 
     Attributes:
-        differing: How many elements differ in their bits.
-        first: The place of the first of them, in row-major order; None when every bit is equal.
-        one_is_nan: How many are NaN in one array only.
-        absolute: The largest absolute difference of elements that are no NaN.
-        relative: The largest difference in relation to the larger of the two.
+        differing: The number of elements whose bits differ.
+        first: The flat index of the first of them, in row-major order; None if every bit is equal.
+        one_is_nan: The number of elements that are NaN in one array only.
+        absolute: The largest absolute difference, without NaNs.
+        relative: The largest difference relative to the larger of the two elements.
     """
 
     differing: int = 0
@@ -33,13 +33,13 @@ class Distance:
     absolute: float = 0.0
     relative: float = 0.0
 
-    def then(self, other: Distance, place: int) -> Distance:
-        """This piece of two arrays and the next one, which begins at `place`, as one."""
+    def then(self, other: Distance, start: int) -> Distance:
+        """Combines the distance so far with that of the next piece, which starts at index `start`."""
         if other.first is None:
             return self
         return Distance(
             self.differing + other.differing,
-            place + other.first if self.first is None else self.first,
+            start + other.first if self.first is None else self.first,
             self.one_is_nan + other.one_is_nan,
             max(self.absolute, other.absolute),
             max(self.relative, other.relative),
@@ -48,15 +48,15 @@ class Distance:
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How far one worker's value of a variable is from the reference's.
+    """How far one worker's value of a variable is from the reference worker's.
 
     Attributes:
-        count: How many elements differ in their bits.
-        of: How many there are.
-        largest_absolute: The largest difference of elements that are no NaN; infinite if one of them is.
-        largest_relative: The largest difference in relation to the larger of the two.
-        first_index: Where the first differing element is, an index for each dimension; None if none differs.
-        one_is_nan: How many elements are NaN on one side only.
+        count: The number of elements whose bits differ.
+        of: The number of elements.
+        largest_absolute: The largest difference, without NaNs; infinite if an element is infinite.
+        largest_relative: The largest difference relative to the larger of the two elements.
+        first_index: The index of the first differing element; None if none differs.
+        one_is_nan: The number of elements that are NaN on one side only.
     """
 
     count: int
@@ -73,23 +73,23 @@ class Deviation:
 
     @property
     def place(self) -> str:
-        """Where the first differing element is; empty when there is nothing to choose from."""
+        """The index of the first differing element; empty for a scalar."""
         return str(list(self.first_index)) if self.first_index else ""
 
     @property
     def largest(self) -> str:
         """The largest difference, in words."""
         nans = f"{self.one_is_nan} NaN on one side only" if self.one_is_nan else ""
-        if self.largest_absolute == 0:  # zeros of another sign, other NaNs
-            return nans or "same values, other bits"
+        if self.largest_absolute == 0:  # zeros of opposite sign, NaNs with different payloads
+            return nans or "equal values, different bits"
         numbers = f"{self.largest_absolute:.4g} ({self.largest_relative:.4g} relative)"
         return f"{numbers}, {nans}" if nans else numbers
 
     def __str__(self) -> str:
-        elements = f"{self.share} elements" if self.of != 1 else "its one number"
+        elements = f"{self.share} elements" if self.of != 1 else "its only element"
         where = f", first at {self.place}" if self.place else ""
         if self.largest_absolute == 0 and not self.one_is_nan and self.count:
-            return f"{elements}{where}; the values are the same, the bits are not"
+            return f"{elements}{where}; the values are equal, the bits differ"
         return f"{elements}{where}, {'by at most ' if self.largest_absolute else ''}{self.largest}"
 
     def to_json(self) -> dict[str, Any]:
@@ -105,10 +105,10 @@ class Deviation:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Deviation:
-        """What `to_json` described.
+        """Reads what `to_json` wrote.
 
         Raises:
-            ValueError: It is none.
+            ValueError: The fields do not describe a deviation.
         """
         with reading("deviation", fields):
             index = fields["first_index"]
@@ -133,10 +133,10 @@ def distance(left: Array, right: Array) -> Distance:
 
 
 def deviation(mine: Array, reference: Array) -> Deviation:
-    """How far a value is from the reference's, as bits and as numbers. Any dtype.
+    """Compares a value of any dtype with the reference, in bits and in numbers.
 
     Raises:
-        ValueError: They have not the same shape and dtype.
+        ValueError: Their shapes or dtypes differ.
     """
     if (mine.shape, mine.dtype) != (reference.shape, reference.dtype):
         raise ValueError(
@@ -160,7 +160,7 @@ def _of_piece(left: Array, right: Array) -> Distance:
 
 
 def _largest(left: Array, right: Array) -> tuple[int, float, float]:
-    """How many are NaN on one side only, and the largest absolute and relative difference of the others."""
+    """The number of elements that are NaN on one side only; the largest absolute and relative difference."""
     one_is_nan = 0
     with np.errstate(all="ignore"):
         if left.dtype.name in FLOAT_DTYPES:
@@ -170,7 +170,7 @@ def _largest(left: Array, right: Array) -> tuple[int, float, float]:
             left, right = left[numbers], right[numbers]
             absolute = np.abs(left - right)
         else:
-            # Wrapped around, the difference of integers is right as an unsigned one.
+            # The difference of integers may wrap around; as an unsigned integer it is right.
             unsigned = np.dtype(f"u{left.dtype.itemsize}")
             forth, back = (
                 pair[0].view(unsigned) - pair[1].view(unsigned) for pair in ((left, right), (right, left))

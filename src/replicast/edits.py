@@ -1,12 +1,13 @@
-"""What one edit means: an operation on one variable, defined to the last bit in numpy.
+"""Edits: operations on one variable, defined in numpy to the last bit.
 
-TensorFlow applies edits on the workers; this module says what must come out. `apply_edit` does the same
-elementwise operations in the same order, each rounded to the variable's dtype, so that the bits are those of
-TensorFlow on a CPU and no matrix library has a say in them. That includes a habit of TensorFlow's: its
-arithmetic takes denormal numbers as zero and returns none, except in float16, where it keeps them.
+TensorFlow applies edits on the workers; this module defines the result. `apply_edit` does the same
+elementwise operations in the same order, each rounded to the variable's dtype. So the result has the bits of
+TensorFlow on a CPU and does not depend on a matrix library. This includes TensorFlow's treatment of denormal
+numbers: its arithmetic reads them as zero and never returns them, except in float16, where it keeps them.
 
-One thing is left open: sign and payload of a NaN that arithmetic in bfloat16 or float16 produces. TensorFlow
-itself gives one answer in the part of an array that it computes eight at a time and another in the rest.
+One thing is undefined: the sign and payload of a NaN that arithmetic in bfloat16 or float16 produces.
+TensorFlow itself returns one NaN in the vectorized part of an array, eight elements at a time, and another in
+the rest.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class Operation(StrEnum):
     ASSIGN = "assign"  # value, bit for bit
     SCALE = "scale"  # variable * factor
     BLEND = "blend"  # variable + (value - variable) * weight
-    ADD_ROWS = "add_rows"  # variable[indices] + rows, the other rows untouched
-    ASSIGN_ROWS = "assign_rows"  # rows at indices, bit for bit, the other rows untouched
+    ADD_ROWS = "add_rows"  # variable[indices] + rows; the other rows do not change
+    ASSIGN_ROWS = "assign_rows"  # rows at indices, bit for bit; the other rows do not change
     ADD_LOW_RANK = "add_low_rank"  # variable + a @ b, one rank after the other
-    RESET = "reset"  # every element becomes the factor; made from reset_slots by validation, never by hand
-    RESET_ROWS = "reset_rows"  # the same for the rows at indices, the other rows untouched
+    RESET = "reset"  # every element becomes the factor; created by validation from reset_slots, not by users
+    RESET_ROWS = "reset_rows"  # the same for the rows at indices; the other rows do not change
 
 
 # The arrays of each operation, in the order in which they are written, sent and digested.
@@ -69,10 +70,10 @@ class Edit:
 
     Attributes:
         operation: What to do.
-        variable: The variable's name, as the author wrote it, or in full once validated.
+        variable: The variable's name: as the author wrote it, or the full name once validated.
         arrays: The values, by the names in `ARRAY_NAMES`.
-        factor: The factor of a scale, the weight of a blend, the fill of a reset.
-        loose: The values were Python numbers or lists: their dtype follows the variable.
+        factor: The factor of a scale, the weight of a blend, or the fill value of a reset.
+        loose: The values were Python numbers or lists, and take the variable's dtype.
     """
 
     operation: Operation
@@ -86,29 +87,29 @@ class Edit:
 
     @property
     def nbytes(self) -> int:
-        """The size of the arrays."""
+        """The size of the arrays in bytes."""
         return sum(array.nbytes for array in self.arrays.values())
 
 
 def touched(edit: Edit) -> npt.NDArray[np.int64] | None:
-    """The rows that the edit writes, or None when it writes all of the variable."""
+    """The rows that the edit writes, or None if it writes the whole variable."""
     if edit.operation not in ROWS:
         return None
     return edit.arrays["indices"].astype(np.int64)
 
 
 def factor_as(factor: float, dtype: npt.DTypeLike) -> Array:
-    """A factor, weight or fill in the variable's dtype, as an array without dimensions."""
+    """A factor, weight or fill value in the variable's dtype, as a scalar array."""
     with np.errstate(all="ignore"):
         return np.asarray(np.asarray(factor, np.float64).astype(dtype))
 
 
 def apply_edit(edit: Edit, current: Array) -> Array:
-    """What the variable holds after the edit.
+    """Returns the variable's value after the edit.
 
     Args:
-        edit: A validated edit: shapes fit, indices are unique and in range, dtypes are the variable's.
-        current: What the variable holds before; left as it is.
+        edit: A validated edit: shapes and dtypes match the variable, indices are unique and in range.
+        current: The value before; not changed.
 
     Returns:
         A new array of the same shape and dtype.
@@ -122,8 +123,8 @@ def apply_edit(edit: Edit, current: Array) -> Array:
         case Operation.SCALE:
             return _multiply(current, factor_as(_factor(edit), current.dtype))
         case Operation.BLEND:
-            way = _subtract(arrays["value"], current)
-            return _add(current, _multiply(way, factor_as(_factor(edit), current.dtype)))
+            difference = _subtract(arrays["value"], current)
+            return _add(current, _multiply(difference, factor_as(_factor(edit), current.dtype)))
         case Operation.ADD_ROWS:
             return _with_rows(current, arrays["indices"], _add(current[arrays["indices"]], arrays["rows"]))
         case Operation.ASSIGN_ROWS:
@@ -165,11 +166,11 @@ def _multiply(left: Array, right: Array) -> Array:
 
 
 def _calculate(operation: np.ufunc, left: Array, right: Array) -> Array:
-    """One elementwise operation as TensorFlow does it: rounded to the dtype, denormals taken as zero."""
+    """One elementwise operation as TensorFlow does it: rounded to the dtype, denormals flushed to zero."""
     dtype = left.dtype
-    with np.errstate(all="ignore"):  # Integers wrap, floats overflow to infinity: that is the definition.
+    with np.errstate(all="ignore"):  # By definition, integers wrap around and floats overflow to infinity.
         if dtype == BFLOAT16:
-            # By way of float32, where a denormal bfloat16 is denormal too and is flushed there.
+            # In float32, where a denormal bfloat16 is denormal too, and so is flushed.
             wide = _calculate(operation, left.astype(np.float32), right.astype(np.float32))
             return np.asarray(wide.astype(BFLOAT16))
         if dtype not in (np.float32, np.float64):
@@ -182,17 +183,17 @@ def _calculate(operation: np.ufunc, left: Array, right: Array) -> Array:
 
 
 def _flushed(array: Array) -> Array:
-    """The array with zeros of the same sign for denormal numbers."""
+    """The array with each denormal number replaced by a zero of the same sign."""
     return np.where(
         np.abs(array) < np.finfo(array.dtype).tiny, np.copysign(array.dtype.type(0), array), array
     )
 
 
 def _without_rounded_up(product: Array, left: Array, right: Array) -> Array:
-    """Zeros where a product is the smallest normal number only because it was rounded as a denormal.
+    """Flushes each product that is the smallest normal number only because it was rounded as a denormal.
 
-    A processor that flushes denormals rounds as if the exponent had no end, and looks at the size after that:
-    with one more bit of precision, such a product stays below the smallest normal number.
+    A processor that flushes denormals first rounds as if the exponent were unbounded, and checks the size
+    afterwards: with one more bit of precision, such a product stays below the smallest normal number.
     """
     tiny = np.finfo(product.dtype).tiny
     borderline = np.abs(product) == tiny

@@ -1,18 +1,18 @@
-"""Every error that replicast raises on purpose.
+"""The exceptions of replicast.
 
 ReplicastError
-├── ClusterError        the job's description is wrong: TF_CONFIG, ports, number of workers
-├── LaunchRefused       `replicast run` starts nothing: no such script, the run directory is in use
-├── NotSupported        what was asked for cannot work on several workers; the message says what can
-├── JobFailed           another worker failed, left early or did not arrive in time
+├── ClusterError        the cluster description is invalid: TF_CONFIG, ports, number of workers
+├── LaunchRefused       `replicast run` cannot start: no such script, the run directory is in use
+├── NotSupported        this cannot work on several workers; the message says what can
+├── JobFailed           another worker failed, exited early or did not arrive in time
 ├── UpdateRefused       an update was not accepted; nothing was changed anywhere
-├── UpdateFailed        an update was committed, or may have been, and did not end well
+├── UpdateFailed        an update was committed, or may have been, and then failed
 │   └── ReplicasDiverged    the workers' digests differ
-├── UpdatePending       an update is still on its way; waiting for it cannot end here
-├── CheckpointError     a checkpoint is not there, not complete, or of another model
-└── FileDamaged         a file of the run directory cannot be trusted
+├── UpdatePending       an update is not applied yet, and waiting longer here cannot help
+├── CheckpointError     a checkpoint is missing, incomplete, or of another model
+└── FileDamaged         a file of the run directory is damaged
 
-Each carries what it is about as fields, so that code need not read the message.
+Each has its details as fields, so that code does not have to parse the message.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any
 
 
 class ReplicastError(Exception):
-    """The base of all errors of this package."""
+    """The base class of all errors of this package."""
 
 
 class ClusterError(ReplicastError):
-    """The description of the job cannot be used.
+    """The description of the cluster is invalid.
 
     Attributes:
         received: What was found.
@@ -46,7 +46,7 @@ class ClusterError(ReplicastError):
 
 
 class LaunchRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise LaunchRefused
-    """The launcher starts nothing, because it could not go well.
+    """The launcher started nothing, because the job could not succeed.
 
     Attributes:
         remedy: What to do about it.
@@ -58,11 +58,11 @@ class LaunchRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise 
 
 
 class NotSupported(ReplicastError):  # noqa: N818 - reads as a sentence: raise NotSupported
-    """This cannot work on several workers, and would fail or hang later if it were let through.
+    """This cannot work on several workers; it would fail or hang later.
 
     Attributes:
-        what: What was asked for.
-        remedy: The way round.
+        what: What was requested.
+        remedy: What to do instead.
     """
 
     def __init__(self, what: str, *, reason: str, remedy: str) -> None:
@@ -72,7 +72,7 @@ class NotSupported(ReplicastError):  # noqa: N818 - reads as a sentence: raise N
 
 
 class JobFailed(ReplicastError):  # noqa: N818 - the job failed, not this process
-    """Another worker ended the job.
+    """The job failed on another worker.
 
     Attributes:
         worker: The rank of the worker that failed first, if known.
@@ -88,10 +88,10 @@ class UpdateRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise 
 
     Attributes:
         problem: What is wrong, in one sentence.
-        variable: The variable it is about, if it is about one.
+        variable: The variable concerned, if any.
         expected: What would have been accepted.
         received: What was found instead.
-        worker: The rank of the worker that refused, if it was one of them.
+        worker: The rank of the worker that refused, if it was a worker.
         remedy: What to do about it.
     """
 
@@ -118,7 +118,7 @@ class UpdateRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise 
         self.remedy = remedy
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values: a refusal reaches its author in another process."""
+        """The fields as JSON values, for an author in another process."""
         return {
             "problem": self.problem,
             "variable": self.variable,
@@ -130,7 +130,7 @@ class UpdateRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise 
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> UpdateRefused:
-        """The refusal that `to_json` described. Fields of later versions are ignored."""
+        """Reads what `to_json` wrote. Ignores the fields of later versions."""
 
         def text(name: str) -> str | None:
             value = fields.get(name)
@@ -148,12 +148,12 @@ class UpdateRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise 
 
 
 class UpdateFailed(ReplicastError):  # noqa: N818 - the update failed
-    """An update was committed, or may have been, and did not end well.
+    """An update was committed, or may have been, and then failed.
 
     Attributes:
         update_id: The id of the update.
-        worker: The rank of the worker it failed on, if known.
-        step: The step it was to be applied at, if known.
+        worker: The rank of the worker that it failed on, if known.
+        step: The step at which it was to be applied, if known.
     """
 
     def __init__(
@@ -171,10 +171,10 @@ class UpdateFailed(ReplicastError):  # noqa: N818 - the update failed
 
 
 class ReplicasDiverged(UpdateFailed):
-    """The workers hold different bits where they must be equal.
+    """The replicas differ where they must be equal bit for bit.
 
     Attributes:
-        digests: What each worker reported, by rank.
+        digests: The digest that each worker reported, by rank.
     """
 
     def __init__(
@@ -190,12 +190,12 @@ class ReplicasDiverged(UpdateFailed):
         self.digests = dict(digests) if digests is not None else {}
 
 
-class UpdatePending(ReplicastError):  # noqa: N818 - the update is pending, which is no failure
-    """An update is neither through nor refused yet, and waiting here cannot change that.
+class UpdatePending(ReplicastError):  # noqa: N818 - the update is pending, which is not a failure
+    """An update is neither applied nor refused yet, and waiting longer here cannot change that.
 
     Attributes:
         update_id: The id of the update.
-        stage: How far it has come.
+        stage: Its current stage.
     """
 
     def __init__(self, message: str, *, stage: str | None = None, update_id: str | None = None) -> None:
@@ -205,14 +205,14 @@ class UpdatePending(ReplicastError):  # noqa: N818 - the update is pending, whic
 
 
 class CheckpointError(ReplicastError):
-    """A checkpoint is not there, was never completed, or does not fit what it is to be used for.
+    """A checkpoint is missing, incomplete, or does not match the model.
 
     Attributes:
         problem: What is wrong, in one sentence.
-        path: The checkpoint's directory, if it is about one.
-        step: The step it was asked for, if by step.
-        variable: The variable it is about, if it is about one.
-        expected: What would have been right.
+        path: The checkpoint's directory, if it concerns one.
+        step: The requested step, if a step was requested.
+        variable: The variable concerned, if any.
+        expected: What would have been accepted.
         received: What was found instead.
         remedy: What to do about it.
     """
@@ -249,7 +249,7 @@ class CheckpointError(ReplicastError):
 
 
 class FileDamaged(ReplicastError):  # noqa: N818 - reads as a sentence: raise FileDamaged
-    """A file of the run directory is not what was written, or it cannot be known whether it is.
+    """A file of the run directory is damaged, or cannot be verified.
 
     Attributes:
         path: The file.
@@ -257,19 +257,19 @@ class FileDamaged(ReplicastError):  # noqa: N818 - reads as a sentence: raise Fi
     """
 
     def __init__(self, path: Path | str, problem: str = "") -> None:
-        super().__init__(f"{path} cannot be trusted: {_sentence(problem)}" if problem else str(path))
+        super().__init__(f"{path} is damaged: {_sentence(problem)}" if problem else str(path))
         self.path = Path(path)
         self.problem = problem
 
 
 def refusal_of(error: Exception) -> UpdateRefused:
-    """The refusal of an update that has caused an error which nobody foresaw."""
+    """Turns any error that an update caused into a refusal of that update."""
     if isinstance(error, UpdateRefused):
         return error
-    said = str(error)[:500]
+    message = str(error)[:500]
     refusal = UpdateRefused(
-        f"Handling the update caused an unexpected error ({type(error).__name__}: {said})",
-        remedy="The log of worker 0 has the details",
+        f"Handling the update caused an unexpected error ({type(error).__name__}: {message})",
+        remedy="See the log of worker 0 for details",
     )
     refusal.__cause__ = error
     return refusal

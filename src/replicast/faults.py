@@ -1,12 +1,12 @@
-"""Named places in the way of an update and of a checkpoint at which a process can be made to fail.
+"""Fault injection: named points in the handling of updates and checkpoints at which a process can fail.
 
-A plan says which worker fails where, how often it must have come there before, and how. It is read from the
-environment of a worker that `replicast run` has started, or set by a test:
+A plan says which worker fails at which point, on which occurrence, and how. It is read from the environment
+of a worker that `replicast run` has started, or set by a test:
 
     REPLICAST_FAULTS='[{"worker": 1, "point": "apply", "occurrence": 2, "action": "kill"}]'
 
-A fault that fires is written to `faults.jsonl` in the run directory first, so that a test can tell a job that
-survived from one to which nothing happened. Without a plan a point is one comparison with None.
+A fault is written to `faults.jsonl` in the run directory before it fires, so that a test can distinguish a
+job that survived from one to which nothing happened. Without a plan a point is one comparison with None.
 """
 
 from __future__ import annotations
@@ -30,49 +30,49 @@ from replicast.errors import ClusterError
 logger = logging.getLogger("replicast")
 
 FIRED = "faults.jsonl"
-"""Where in the run directory the faults that fired are written down."""
+"""The file in the run directory that lists the faults that fired."""
 
 
 class Point(enum.StrEnum):
-    """Where a process can fail. The comments say between what and what."""
+    """Where a process can fail. The comments name what has happened | what happens next."""
 
     PROPOSE = "propose"  # The author's bytes can be fetched | the proposal is posted.
     STAGE = "stage"  # A worker is told to stage | it fetches the bytes.
-    READY = "ready"  # A worker has fetched and checked the bytes | it says so.
+    READY = "ready"  # A worker has fetched and checked the bytes | it acknowledges them.
     JOURNAL = "journal"  # Worker 0: the payload has its final name | the record is written.
-    COMMIT = "commit"  # Worker 0: the record is durable | the workers are told to go.
-    APPLY = "apply"  # A worker stands at the boundary | its state changes.
+    COMMIT = "commit"  # Worker 0: the record is durable | the workers are told to apply the update.
+    APPLY = "apply"  # A worker has stopped at the boundary | its state changes.
     ACK = "ack"  # A worker's state has changed | it reports the digest.
-    VERIFY = "verify"  # Worker 0: all digests are there | the receipt is written.
-    DECIDE = "decide"  # Worker 0: what a trial has measured is there | its outcome is written.
-    SETTLE = "settle"  # A worker is told how a trial ended | its state goes back, or stays.
+    VERIFY = "verify"  # Worker 0: all digests have arrived | the receipt is written.
+    DECIDE = "decide"  # Worker 0: the trial's measurements have arrived | its outcome is written.
+    SETTLE = "settle"  # A worker is told how a trial ended | its state is kept or reverted.
     SNAPSHOT = "snapshot"  # A checkpoint is due | worker 0 copies the state, the others digest theirs.
     WRITE = "write"  # A file's bytes are written under a temporary name | they are fsynced.
-    RENAME = "rename"  # A file or checkpoint is whole under a temporary name | it gets its final one.
+    RENAME = "rename"  # A file or checkpoint is complete under a temporary name | it gets its final one.
 
 
 class Action(enum.StrEnum):
     """How a process fails."""
 
-    KILL = "kill"  # As by kill -9: nothing is cleaned up.
-    RAISE = "raise"  # As by a mistake in the code: `FaultInjected`, in whatever thread it is.
-    STOP = "stop"  # As by SIGSTOP: silent, and perhaps continued long after the others gave up on it.
+    KILL = "kill"  # As with kill -9: nothing is cleaned up.
+    RAISE = "raise"  # As with a bug in the code: raises `FaultInjected` in the thread that is there.
+    STOP = "stop"  # As with SIGSTOP: silent, and perhaps continued long after the others gave up on it.
 
 
 class FaultInjected(RuntimeError):  # noqa: N818 - reads as a sentence: raise FaultInjected
-    """A plan asked for this error. No `ReplicastError`: nothing that handles foreseen errors may catch it."""
+    """An error that a fault plan asked for. Not a `ReplicastError`: no handler of those may catch it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One failure.
+    """One planned failure.
 
     Attributes:
         worker: The rank of the worker that fails.
-        point: Where.
-        occurrence: At the how-manieth time that its process comes there, counted from 1.
-        action: How.
-        attempt: In which life of the job: one that is started again does not fail again.
+        point: Where it fails.
+        occurrence: On which occurrence the fault fires, counted from 1.
+        action: How it fails.
+        attempt: In which attempt: a restarted job does not fail again.
     """
 
     worker: int
@@ -86,18 +86,18 @@ class Fault:
         """Reads one entry of a plan.
 
         Raises:
-            ClusterError: A field is missing, unknown or not what it must be; it is named.
+            ClusterError: A field is missing, unknown or invalid; the message names it.
         """
         unknown = sorted(set(described) - set(cls.__slots__))
         if unknown:
             problem = f"{FAULTS}: a fault has no field {unknown[0]!r}"
             raise ClusterError(
-                problem, remedy=f"Its fields are {', '.join(cls.__slots__)}", received=described
+                problem, remedy=f"The fields are {', '.join(cls.__slots__)}", received=described
             )
         for name, least, default in (("worker", 0, None), ("occurrence", 1, 1), ("attempt", 0, 0)):
             number = described.get(name, default)
             if type(number) is not int or number < least:  # `type`, since True is an int to isinstance
-                problem = f"{FAULTS}: {name!r} must be a whole number, at least {least}"
+                problem = f"{FAULTS}: {name!r} must be an integer, at least {least}"
                 raise ClusterError(problem, received=described)
         point = _one_of(Point, described, "point", None)
         action = _one_of(Action, described, "action", Action.KILL)
@@ -105,44 +105,44 @@ class Fault:
         return cls(point=Point(point), action=Action(action), **numbers)
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in a plan."""
+        """The entry of a plan."""
         return asdict(self)
 
 
 class Plan:
-    """The faults that are meant for this process, and how often it came to which point. For any thread.
+    """The faults planned for this process, and how often it has reached each point. Thread-safe.
 
     Args:
-        faults: Those of all workers and all lives of the job.
+        faults: The faults of all workers and attempts.
         worker: The rank of this process.
-        attempt: Which life of the job this is.
-        run_dir: Where what fired is written down; nowhere if None.
+        attempt: The current attempt.
+        run_dir: Where fired faults are recorded; None to record nothing.
     """
 
     def __init__(
         self, faults: Sequence[Fault], *, worker: int, attempt: int = 0, run_dir: Path | None = None
     ) -> None:
-        self._waiting = [fault for fault in faults if (fault.worker, fault.attempt) == (worker, attempt)]
+        self._planned = [fault for fault in faults if (fault.worker, fault.attempt) == (worker, attempt)]
         self._run_dir = run_dir
-        self._seen: Counter[Point] = Counter()
+        self._reached: Counter[Point] = Counter()
         self._lock = threading.Lock()
         self.fired: list[Fault] = []
-        """Those that have acted, in order."""
+        """The faults that have fired, in order."""
 
     def reach(self, name: str) -> None:
-        """A thread has come to a point: counts it, and fails if that is the plan."""
+        """Counts that a thread has reached a point, and fails there if the plan says so."""
         here = Point(name)
         with self._lock:
-            self._seen[here] += 1
-            meant = (here, self._seen[here])
-            due = [fault for fault in self._waiting if (fault.point, fault.occurrence) == meant]
+            self._reached[here] += 1
+            occurrence = (here, self._reached[here])
+            due = [fault for fault in self._planned if (fault.point, fault.occurrence) == occurrence]
             self.fired += due
             for fault in due:
-                self._write_down(fault)
+                self._record(fault)
         for fault in due:  # outside of the lock: a process that is stopped may be continued
             _act(fault)
 
-    def _write_down(self, fault: Fault) -> None:
+    def _record(self, fault: Fault) -> None:
         if self._run_dir is None:
             return
         line = json.dumps({**fault.to_json(), "pid": os.getpid(), "time": time.time()}) + "\n"
@@ -157,7 +157,7 @@ class Plan:
 
 
 def point(name: str) -> None:
-    """A place where this process fails if a plan says so. Costs next to nothing when there is none.
+    """Marks a point at which this process fails if the plan says so. Almost free without a plan.
 
     Args:
         name: One of `Point`.
@@ -169,13 +169,13 @@ def point(name: str) -> None:
 def set_plan(
     faults: Sequence[Fault], *, worker: int = 0, attempt: int = 0, run_dir: Path | None = None
 ) -> Plan | None:
-    """Sets this process's plan in place of the one it has; for tests.
+    """Replaces this process's plan; for tests.
 
     Args:
-        faults: Those of all workers and lives. None at all: points are inert again.
+        faults: The faults of all workers and attempts; empty to remove the plan.
         worker: The rank of this process.
-        attempt: Which life of the job this is.
-        run_dir: Where what fires is written down.
+        attempt: The current attempt.
+        run_dir: Where fired faults are recorded.
     """
     global _plan
     _plan = Plan(faults, worker=worker, attempt=attempt, run_dir=run_dir) if faults else None
@@ -183,12 +183,12 @@ def set_plan(
 
 
 def read_plan(environ: Mapping[str, str]) -> Plan | None:
-    """The plan in the environment of a worker of `replicast run`.
+    """Reads the plan from the environment of a worker of `replicast run`.
 
-    The launcher and the other commands have the same environment, and must not fail of it.
+    The launcher and the other commands share that environment, and ignore the plan.
 
     Raises:
-        ClusterError: It is no plan; the message says which part and what was expected.
+        ClusterError: The plan is invalid; the message says which part, and what was expected.
     """
     launch = read_launch(environ)
     faults = [Fault.from_json(described) for described in read_faults(environ)] if launch.launched else []
@@ -198,12 +198,12 @@ def read_plan(environ: Mapping[str, str]) -> Plan | None:
     worker = 0 if cluster is None else cluster.rank
     for fault in faults:
         if (fault.worker, fault.attempt) == (worker, launch.attempt):
-            logger.warning("%s is set, this worker fails on purpose: %s", FAULTS, fault.to_json())
+            logger.warning("%s is set: this worker will fail on purpose: %s", FAULTS, fault.to_json())
     return Plan(faults, worker=worker, attempt=launch.attempt, run_dir=launch.run_dir)
 
 
 def read_fired(run_dir: Path) -> list[dict[str, Any]]:
-    """What is written down of the faults that fired in a run, in order: their fields, `pid` and `time`."""
+    """Returns the faults that fired in a run, in order: their fields, `pid` and `time`."""
     path = run_dir / FIRED
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -217,7 +217,7 @@ def _act(fault: Fault) -> None:
         case Action.RAISE:
             raise FaultInjected(
                 f"The fault plan asked for an error at the point {fault.point}. Unset {FAULTS} to run "
-                f"without. Received: {fault.to_json()}"
+                f"without faults. Received: {fault.to_json()}"
             )
 
 
@@ -226,7 +226,7 @@ def _one_of(kind: type[enum.StrEnum], described: Mapping[str, Any], name: str, d
     allowed = [str(member) for member in kind]
     if value not in allowed:
         raise ClusterError(
-            f"{FAULTS}: there is no {name} {value!r}",
+            f"{FAULTS}: unknown {name} {value!r}",
             remedy=f"Use one of {', '.join(allowed)}",
             received=described,
         )

@@ -1,4 +1,4 @@
-"""A guard on updates: how much one may change, and what it may touch."""
+"""Guards: limits on how much an update may change, and on which variables."""
 
 from __future__ import annotations
 
@@ -17,33 +17,32 @@ from replicast.schema import Schema
 Read = Callable[[Iterable[str]], Mapping[str, Array]]
 _CHUNK = 2**16  # Elements. In float64 they stay in the processor's cache.
 _ROWS = (Operation.ADD_ROWS, Operation.ASSIGN_ROWS)
-_REMEDY = "Make the change smaller, or give the job's Replicas another guard"
-_OTHER_VARIABLE = "Leave this variable out of the update, or give the job's Replicas another guard"
+_REMEDY = "Make the change smaller, or pass another guard to the job's Replicas"
+_OTHER_VARIABLE = "Leave this variable out of the update, or pass another guard to the job's Replicas"
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Refuses updates that change too much, or what they must not touch. Give it to `Replicas`.
+    """Refuses updates that change too much, or change protected variables. Pass it to `Replicas`.
 
-    Each worker checks what is proposed on it, and worker 0 what is pushed from outside, before anything is
-    sent to the others: give the same guard on all workers. What `sync`, `import_weights`, a heal and a replay
-    of the journal bring is not checked, since it is no change that somebody has made up.
+    Each worker checks the updates proposed on it, and worker 0 checks those pushed from outside, before
+    anything is sent to the others: pass the same guard on all workers. `sync`, `import_weights`, heals and
+    journal replays are not checked, because they bring back existing values and no proposed change.
 
-    The bounds are for each variable, against the value that it has when the update is proposed. One that is
-    to be applied at a later step is measured against today's value too. The resets of `reset_slots=True` only
-    bring back what the optimizer began with: they are matched with the patterns, but not measured.
+    The bounds apply to each variable, relative to its value when the update is proposed, even if the update
+    is to be applied at a later step. The resets of `reset_slots=True` only restore the optimizer's initial
+    values: they are matched against the patterns, but not measured.
 
     Example:
         replicast.Replicas(model, guard=replicast.Guard(max_relative_change=0.1, deny=["optimizer/*"]))
 
     Attributes:
-        max_norm: The largest change: the square root of the sum of the squares of what is added, all in all,
-            to the elements of the variable.
-        max_relative_change: The largest norm of the change in relation to that of the value, of the touched
-            rows if it is only rows. Any change of what is all zeros is too large.
-        allow: Patterns as in a shell (`*/bias`) of the full names that may be touched. Empty: all.
-        deny: Patterns of those that may not, even if they are allowed.
-        require_finite: Refuse NaN and infinity even of an update that has `allow_nonfinite=True`.
+        max_norm: The maximum L2 norm of the change of a variable.
+        max_relative_change: The maximum norm of the change divided by the norm of the value; for row edits,
+            of the touched rows. Any change to an all-zero value is too large.
+        allow: Shell patterns (`*/bias`) of the full names that may be changed. Empty: all.
+        deny: Patterns of names that may not be changed, even if they are allowed.
+        require_finite: Refuse NaN and infinity even in an update with `allow_nonfinite=True`.
     """
 
     max_norm: float | None = None
@@ -61,10 +60,10 @@ class Guard:
             raise ValueError(f"require_finite must be True or False. Received: {self.require_finite!r}")
 
     def check_patterns(self, schema: Schema) -> None:
-        """Looks for patterns that match nothing: a mistyped `deny` would guard nothing, and say nothing.
+        """Checks that every pattern matches a variable: a mistyped `deny` would silently protect nothing.
 
         Raises:
-            ValueError: One matches no variable.
+            ValueError: A pattern matches no variable.
         """
         names = [variable.name for variable in schema]
         for which, patterns in (("allow", self.allow), ("deny", self.deny)):
@@ -80,13 +79,13 @@ class Guard:
         """Checks what an update would change.
 
         Args:
-            edits: Those of an update that was checked against the schema.
+            edits: The edits of a validated update.
             schema: The state's variables.
-            read: Gives the values that variables have now. Asked for one at a time, and only for those
-                without whose value the change cannot be known.
+            read: Returns the current values of variables. Called for one variable at a time, and only if its
+                value is needed to compute the change.
 
         Raises:
-            UpdateRefused: A bound is exceeded; the first that was found.
+            UpdateRefused: A bound is exceeded; reports the first one found.
         """
         by_variable: dict[str, list[Edit]] = {}
         for edit in edits:
@@ -105,7 +104,7 @@ class Guard:
         denied = next((pattern for pattern in self.deny if fnmatchcase(name, pattern)), None)
         if denied is not None:
             raise UpdateRefused(
-                "The guard denies changes of this variable",
+                "The guard denies changes to this variable",
                 variable=name,
                 expected=f"none that matches {denied!r} (deny)",
                 received=name,
@@ -113,7 +112,7 @@ class Guard:
             )
         if self.allow and not any(fnmatchcase(name, pattern) for pattern in self.allow):
             raise UpdateRefused(
-                "The guard does not allow changes of this variable",
+                "The guard does not allow changes to this variable",
                 variable=name,
                 expected=f"one that matches {' or '.join(map(repr, self.allow))} (allow)",
                 received=name,
@@ -121,9 +120,9 @@ class Guard:
             )
 
     def _check_change(self, name: str, edits: list[Edit], read: Read) -> None:
-        live = _Live(name, read)
+        live = _CurrentValue(name, read)
         change = _norm_of_change(edits, live)
-        if self.max_norm is not None and not change <= self.max_norm:  # NaN is too much too
+        if self.max_norm is not None and not change <= self.max_norm:  # also refuses NaN
             raise _too_much(name, "norm", "max_norm", self.max_norm, change)
         if self.max_relative_change is not None:
             size = math.sqrt(sum(_squares(live.rows(_touched_rows(edits)))))
@@ -134,10 +133,10 @@ class Guard:
 
 
 def checked_guard(guard: Guard | None) -> Guard | None:
-    """The guard, if it is one.
+    """Returns the guard after checking its type.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: It is neither a `Guard` nor None.
     """
     if guard is not None and not isinstance(guard, Guard):
         raise ValueError(
@@ -147,8 +146,8 @@ def checked_guard(guard: Guard | None) -> Guard | None:
     return guard
 
 
-class _Live:
-    """The value that a variable has now, read when it is first needed."""
+class _CurrentValue:
+    """The current value of a variable, read when it is first needed."""
 
     def __init__(self, name: str, read: Read) -> None:
         self._name, self._read = name, read
@@ -173,14 +172,14 @@ def _checked_bound(name: str, bound: float | None) -> float | None:
 
 
 def _checked_patterns(name: str, patterns: Sequence[str]) -> tuple[str, ...]:
-    made = None if isinstance(patterns, str) else tuple(patterns)
-    if made is None or not all(isinstance(pattern, str) and pattern for pattern in made):
+    checked = None if isinstance(patterns, str) else tuple(patterns)
+    if checked is None or not all(isinstance(pattern, str) and pattern for pattern in checked):
         raise ValueError(f'{name} must be a list of patterns, such as ["*/bias"]. Received: {patterns!r}')
-    return made
+    return checked
 
 
 def _too_much(name: str, what: str, parameter: str, bound: float, found: float) -> UpdateRefused:
-    times = f", {found / bound:.4g} times as much" if math.isfinite(found) else ""
+    times = f", {found / bound:.4g} times the bound" if math.isfinite(found) else ""
     return UpdateRefused(
         f"The {what} of this update is larger than the guard allows",
         variable=name,
@@ -202,21 +201,21 @@ def _check_finite(name: str, edit: Edit, dtype: str) -> None:
             raise UpdateRefused(
                 f"{found} of {array.size} numbers of the {key} are not finite, which the guard refuses",
                 variable=name,
-                expected="finite numbers (require_finite), whatever allow_nonfinite says",
+                expected="finite numbers (require_finite), even with allow_nonfinite=True",
                 received=f"{array.reshape(-1)[np.argmin(np.isfinite(array.reshape(-1)))]}",
-                remedy="Make them finite, or give the job's Replicas a guard with require_finite=False",
+                remedy="Make them finite, or pass a guard with require_finite=False to the job's Replicas",
             )
 
 
 def _touched_rows(edits: list[Edit]) -> Array | None:
-    """The rows that these edits change, each once and in order; None when one changes all of the variable."""
+    """The rows that these edits change, unique and sorted; None if one changes the whole variable."""
     if any(edit.operation not in _ROWS for edit in edits):
         return None
     return np.unique(np.concatenate([edit.arrays["indices"] for edit in edits]))
 
 
-def _norm_of_change(edits: list[Edit], live: _Live) -> float:
-    with np.errstate(all="ignore"):  # what overflows or is NaN is too much
+def _norm_of_change(edits: list[Edit], live: _CurrentValue) -> float:
+    with np.errstate(all="ignore"):  # infinity and NaN exceed every bound
         if len(edits) > 1:
             return math.sqrt(_squares_together(edits, live))
         (edit,) = edits
@@ -235,7 +234,7 @@ def _norm_of_change(edits: list[Edit], live: _Live) -> float:
             case Operation.ASSIGN_ROWS:
                 squares = sum(_squares(arrays["rows"], live.rows(arrays["indices"])))
             case Operation.ADD_LOW_RANK:
-                # The squares of a @ b, without the product: the sum of (aᵀa) ∘ (b bᵀ).
+                # The squared norm of a @ b without computing the product: the sum of (aᵀa) ∘ (b bᵀ).
                 a, b = arrays["a"].astype(np.float64), arrays["b"].astype(np.float64)
                 squares = max(0.0, float(np.sum((a.T @ a) * (b @ b.T)))) if a.size and b.size else 0.0
             case Operation.RESET | Operation.RESET_ROWS:
@@ -243,8 +242,8 @@ def _norm_of_change(edits: list[Edit], live: _Live) -> float:
         return math.sqrt(squares)
 
 
-def _squares_together(edits: list[Edit], live: _Live) -> float:
-    """What several edits of one variable change together: one may undo what another does."""
+def _squares_together(edits: list[Edit], live: _CurrentValue) -> float:
+    """The squared norm of several edits of one variable together: one may undo another."""
     rows = _touched_rows(edits)
     before = live.rows(rows)
     after = before
@@ -261,7 +260,7 @@ def _factor(edit: Edit, value: Array) -> float:
 
 
 def _squares(array: Array, subtracted: Array | None = None) -> Iterator[float]:
-    """The sum of the squares of an array, or of the difference of two, chunk by chunk in float64."""
+    """The sums of squares of an array, or of the difference of two, for each chunk, in float64."""
     others = None if subtracted is None else _chunks(subtracted)
     for chunk in _chunks(array):
         wide = chunk.astype(np.float64)

@@ -1,65 +1,60 @@
-"""The end of a job: together when all is well, at once when a worker fails.
+"""How a job ends: all workers together on success, all at once when one fails.
 
-TensorFlow gives a job no end of its own. When worker 0 leaves first, it takes the coordination service with
-it and the others abort; when a worker raises, the others wait in a transfer until a heartbeat is missed; when
-one worker's loop ends a step early, the others wait for ever. So every worker has one thread that watches
-three keys of the coordination service:
+TensorFlow does not end a job cleanly. When worker 0 exits first, the coordination service goes with it and
+the other workers abort. When a worker raises, the others wait in a transfer until a heartbeat is missed. When
+one worker's loop ends a step early, the others wait for ever. So every worker has a thread that polls keys of
+the coordination service: those of `replicast.turns`, and
 
-    failed      a worker raised: what and where
-    left        a worker reached the end of its script, and after how many transfers
-    turn/K      a worker came to its K-th turn, and after how many transfers
+    failed      by the first worker that raised: which worker, and its error
+    end/RANK    by each worker at the end of its script
+    left/RANK   by each worker when it has nothing left to do for the job
 
-Each is put by the first worker only. For itself a worker puts `turn/K/RANK` and `end/RANK`: whether a given
-worker has gone on is one lookup.
+When another worker has failed, or can never join the current transfer, the thread aborts that transfer, and
+the training thread raises.
 
-A turn is what all workers do between steps, in the same order: meet before a pass over the data, exchange
-something outside of a step. Transfers inside steps are counted by every worker alike. A worker that has
-started more of them than another one had at its next turn waits for something that will never come: that is
-certain, no time limit has to be guessed. In each case the thread aborts the transfer under way: the training
-thread raises.
-
-A call into the service has no time limit when worker 0, which hosts it, is stopped (SIGSTOP) or its host is
-gone: also a question with a timeout blocks. So a second thread, which calls nothing, notices when the first
-one gets no answers, and a third ends the process if it does not end by itself.
+A call to the service can block for ever, even with a timeout, when worker 0, which hosts it, is stopped
+(SIGSTOP) or its host is gone. So a second thread, which calls nothing, notices when the first one gets no
+answers, and a third one ends the process if it does not exit by itself.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import json
 import logging
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
-from replicast.config import FAILED_BECAUSE_OF_ANOTHER
+from replicast.config import PEER_FAILED
 from replicast.coordination import Coordination, lost_worker
 from replicast.errors import JobFailed
 from replicast.silence import on_silence
+from replicast.turns import POLL_SECS, REMIND_SECS, JobKeys, Turns
 
 logger = logging.getLogger("replicast")
 
-PREFIX = "replicast/lifetime"
-LOOK_SECS = 0.3
 GRACE_SECS = 10.0
 """How long a worker that was told to stop may take before its process is ended."""
 SILENT_SECS = 15.0
-"""How long the coordination service may give no answer. TensorFlow takes a worker for dead after 10 s."""
-REMIND_SECS = 30.0
-PASSED_TURNS = 100
-"""The keys of a turn are removed when so many others have been taken."""
+"""How long the coordination service may not answer. TensorFlow considers a worker dead after 10 s."""
 
 
 class Lifetime:
-    """Watches over one worker's part in the job.
+    """Watches one worker's part in the job.
 
-    Its threads are started by `begin`, stopped by `leave`, and are daemons. Should the watching thread die,
-    the next turn raises.
+    `begin` starts its threads, which are daemons, and `leave` stops them. If the watching thread dies, the
+    next turn raises.
+
+    Args:
+        coordination: The keys that all workers share.
+        rank: This worker.
+        size: The number of workers.
+        transfers_started: Returns how many transfers this worker has started.
+        end_process: Ends this process with an exit code.
+        trained_alone: Whether this process trained a model outside the strategy.
     """
 
     def __init__(
@@ -72,29 +67,35 @@ class Lifetime:
         trained_alone: Callable[[], bool] = lambda: False,
     ) -> None:
         self._coordination = coordination
+        self._keys = JobKeys(coordination)
         self._rank = rank
         self._size = size
-        self._transfers_started = transfers_started
         self._end_process = end_process
         self._trained_alone = trained_alone
-        self._turn = 0
-        self._forgotten = 0
-        self._alone: tuple[str, int] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="replicast-lifetime", daemon=True)
         self._only_once = threading.Lock()
         self._leaves = False
         self._interrupted = False
         self._before_leaving: list[Callable[[], None]] = []
-        self._at_the_end: list[Callable[[], None]] = []
+        self._at_exit: list[Callable[[], None]] = []
         self._blamed = False
-        self.looks = 0
-        """How often the thread has looked at all keys."""
+        self.turns = Turns(
+            self._keys,
+            rank,
+            size,
+            transfers_started=transfers_started,
+            check=self.check,
+            is_watched=self.watching,
+        )
+        """This worker's position in the script."""
+        self.polls = 0
+        """How often the thread has polled all keys."""
         self.failure: JobFailed | None = None
-        """Why the job ended, once it has."""
+        """Why the job failed; None while it has not."""
 
     def begin(self) -> None:
-        """Starts watching, and makes the process tell the others when it raises or ends."""
+        """Starts watching, and tells the other workers when this process raises or exits."""
         self.watch()
         previous = sys.excepthook
 
@@ -108,173 +109,117 @@ class Lifetime:
     def watch(self) -> None:
         """Starts the threads."""
         self._thread.start()
-        on_silence(lambda: self.looks, SILENT_SECS, self._no_answers, until=self._stop)
+        on_silence(lambda: self.polls, SILENT_SECS, self._no_answers, until=self._stop)
 
     def watching(self) -> bool:
         """Whether the watching thread is alive."""
         return self._thread.is_alive()
 
-    def turn(self) -> int:
-        """To be called by all workers in the same order, between steps; gives the number of the turn."""
-        return self._take_turn("")
-
-    def _take_turn(self, said: str) -> int:
-        self.check()
-        if not self.watching():
-            raise JobFailed("The thread that watches over the job has died; its error is above in the log.")
-        if self._alone is not None:
-            raise self._nobody_joins(self._alone[0])
-        transfers = self._transfers_started()
-        self._turn += 1
-        self._put(f"turn/{self._turn}", {"worker": self._rank, "transfers": transfers})
-        self._put(f"turn/{self._turn}/{self._rank}", {"said": said})
-        return self._turn
-
-    def meet(self, said: str = "") -> dict[int, str]:
-        """A turn at which all workers wait for each other, so that none goes on while another is elsewhere.
-
-        Blocks as long as the others run, and says every 30 s who is waited for. One that will never come,
-        because it waits for a transfer of this worker's, is noticed by its own watching thread.
-
-        Args:
-            said: What this worker tells the others.
-
-        Returns:
-            By worker: what it said.
-        """
-        turn = self._take_turn(said)
-        heard = {self._rank: said}
-        waited = 0.0
-        for worker in (w for w in range(self._size) if w != self._rank):
-            while (text := self._coordination.get(f"{PREFIX}/turn/{turn}/{worker}", 1.0)) is None:
-                self.check()
-                waited += 1.0
-                if waited % REMIND_SECS == 0:
-                    logger.warning("worker %d waits for worker %d to open its data", self._rank, worker)
-            heard[worker] = str(json.loads(text)["said"])
-        return heard
-
-    def position(self) -> tuple[int, int]:
-        """Where in the script this worker is, in transfers and turns: the same on all workers at one line."""
-        return self._transfers_started(), self._turn
-
     def has_gone_on(self, worker: int) -> bool:
-        """Whether it is known that another worker has passed this worker's position in the script."""
-        return self._get(f"turn/{self._turn + 1}/{worker}") is not None or self.has_left(worker)
-
-    @contextlib.contextmanager
-    def alone(self, doing: str) -> Iterator[None]:
-        """Inside, this worker does what the others do not: a transfer fails, since nobody would join it.
-
-        Only in the main thread: while another thread saves, the main thread may train.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        self._alone = (doing, self._transfers_started())
-        try:
-            yield
-        finally:
-            self._alone = None
+        """Whether another worker is known to have passed this worker's position in the script."""
+        return self.turns.has_taken_next(worker) or self.has_left(worker)
 
     def before_leaving(self, act: Callable[[], None]) -> None:
-        """Has `act` called at the end of the script, unless the job has failed; the last given comes first.
+        """Registers a function to call at the end of the script, unless the job failed; last in, first out.
 
-        The others have been told by then that this worker left: should they still train, they fail, and
+        The other workers have been told by then that this worker left. If they still train, they fail, and
         `check` raises here.
         """
         self._before_leaving.insert(0, act)
 
-    def at_the_end(self, act: Callable[[], None]) -> None:
-        """Has `act` called at the end of the process in any case, after those of `before_leaving`.
+    def at_exit(self, act: Callable[[], None]) -> None:
+        """Registers a function to call when the process exits, in any case, after those of `before_leaving`.
 
-        It must wait for nobody.
+        It must not wait for another worker.
         """
-        self._at_the_end.insert(0, act)
+        self._at_exit.insert(0, act)
 
     def check(self) -> None:
-        """Raises when the job has failed, so that waiting for another worker is in vain."""
+        """Raises `JobFailed` if the job has failed; call it while waiting for another worker."""
         if self.failure is not None:
             raise self.failure
         if self._blamed:
             raise JobFailed(f"worker {self._rank} failed, or left before the others", worker=self._rank)
 
     def has_left(self, worker: int) -> bool:
-        """Whether a worker has reached the end of its script: it waits for the others there.
+        """Whether a worker has reached the end of its script, where it waits for the others.
 
         Raises:
             JobFailed: The job has failed.
         """
         self.check()
-        return self._get(f"end/{worker}") is not None
+        return self._keys.get(f"end/{worker}") is not None
 
     def failed(self, error: BaseException) -> None:
-        """To be called when this worker's script raised: tells the others, the first one to fail wins."""
+        """Tells the others that this worker's script raised; the first failure of the job counts."""
         if isinstance(error, KeyboardInterrupt) and self.failure is None:
             self._interrupted = True
             return
         if self.failure is None:
             lines = traceback.format_exception_only(error)
-            said, blamed = lines[-1].strip() if lines else type(error).__name__, self._rank
+            message, blamed = lines[-1].strip() if lines else type(error).__name__, self._rank
             if isinstance(error, JobFailed) and error.worker is not None:  # it waited for that one in vain
-                said, blamed = str(error), error.worker
+                message, blamed = str(error), error.worker
             elif (lost := lost_worker(str(error))) is not None:
-                said, blamed = f"worker {lost} was lost: it sent no heartbeats", lost
-            self._put("failed", {"worker": blamed, "said": said})
-            self.failure = self._first_failure() or _first(blamed, said)
+                message, blamed = f"worker {lost} was lost: it sent no heartbeats", lost
+            self._keys.put("failed", {"worker": blamed, "message": message})
+            self.failure = self._first_failure() or _first(blamed, message)
         if self.failure.worker != self._rank:
             sys.stderr.write(f"replicast: {self.failure}\n")
 
     def _first_failure(self) -> JobFailed | None:
         try:
-            failed = self._get("failed")
+            failed = self._keys.get("failed")
         except JobFailed:
             return None
-        return None if failed is None else _first(failed["worker"], failed["said"])
+        return None if failed is None else _first(failed["worker"], failed["message"])
 
     def leave(self) -> None:
-        """Ends this worker's part when all have come to their end.
+        """Ends this worker's part in the job once all workers have reached the end of their scripts.
 
-        Waits for the others as long as they run and TensorFlow's heartbeats say that they are alive; worker 0
-        says every 30 s for whom. A worker that went first would be reported as crashed after 10 s. After a
+        Waits for the others as long as they run and send TensorFlow's heartbeats; worker 0 prints every 30 s
+        which worker it waits for. A worker that exited first would be reported as crashed after 10 s. After a
         failure only worker 0, which hosts the coordination service, waits, and at most 10 s.
         """
-        position = self._position_or_none()
-        if position is not None and self.failure is None:
-            self._put("left", {"worker": self._rank, "transfers": position, "turn": self._turn})
-            self._put(f"end/{self._rank}", {})
+        transfers = self.turns.leave() if self.failure is None else None
+        if transfers is not None:
+            self._keys.put(f"end/{self._rank}", {})
         if not self._interrupted and self.failure is None:
             for act in self._before_leaving:
                 act()
-        for act in self._at_the_end:
+        for act in self._at_exit:
             act()
         self._leaves = True
-        self._put(f"left/{self._rank}", {})
+        self._keys.put(f"left/{self._rank}", {})
         if not self._interrupted and (self._rank == 0 or self.failure is None):
             self._wait_for_the_others()
         self._stop.set()
-        self._thread.join(timeout=3 * LOOK_SECS + 1.0)
-        if self.failure is None and not self._interrupted and position == 0 and self._turn == 0:
+        self._thread.join(timeout=3 * POLL_SECS + 1.0)
+        self._exit_on_failure(transfers)
+
+    def _exit_on_failure(self, transfers: int | None) -> None:
+        """Ends the process if it trained by itself, or if another worker failed; else it exits normally."""
+        if self.failure is None and not self._interrupted and transfers == 0 and self.turns.count == 0:
             sys.stderr.write(
                 f"replicast: worker {self._rank} exchanged nothing with the other workers: if it trained, it "
-                "trained for itself. Build and compile the model inside 'with strategy.scope():'\n"
+                "trained by itself. Build and compile the model inside 'with strategy.scope():'\n"
             )
             if self._trained_alone():
                 self._end_process(1)
         if self.failure is not None and self.failure.worker != self._rank:
             sys.stderr.flush()
             sys.stdout.flush()
-            self._end_process(FAILED_BECAUSE_OF_ANOTHER)
+            self._end_process(PEER_FAILED)
 
     def _wait_for_the_others(self) -> None:
         waited = 0.0
         for worker in (w for w in range(self._size) if w != self._rank):
             while True:
                 try:
-                    if self._coordination.get(f"{PREFIX}/left/{worker}", 1.0) is not None:
+                    if self._keys.get(f"left/{worker}", 1.0) is not None:
                         break
                 except JobFailed as error:
-                    self._lost(worker, error)
+                    self._service_lost(worker, error)
                     return
                 waited += 1.0
                 if self.failure is not None and (self._rank != 0 or waited >= GRACE_SECS):
@@ -282,8 +227,11 @@ class Lifetime:
                 if self._rank == 0 and waited % REMIND_SECS == 0:
                     sys.stderr.write(f"replicast: worker 0 waits for worker {worker} to finish\n")
 
-    def _lost(self, worker: int, error: JobFailed) -> None:
-        """The service is gone while we wait. It goes with worker 0, which goes when all have left."""
+    def _service_lost(self, worker: int, error: JobFailed) -> None:
+        """Handles the loss of the service while waiting: normal unless this is worker 0, which hosts it.
+
+        Worker 0 exits, and ends the service, when all workers have left.
+        """
         if self._rank == 0:
             self.failure = self.failure or JobFailed(
                 f"worker {worker} was lost while worker 0 waited for it to finish: {error}", worker=worker
@@ -293,81 +241,41 @@ class Lifetime:
     def _watch(self) -> None:
         try:
             while not self._stop.is_set():
-                failure = self._look()
-                self._forget_turns()
-                self.looks += 1
+                failure = self._poll()
+                self.turns.delete_old_keys()
+                self.polls += 1
                 if failure is not None:
                     self._end(failure)
                     return
         except JobFailed as error:
-            if not self._leaves:  # else worker 0 may have left, and taken the service with it
+            if not self._leaves:  # else worker 0 may have exited, and the service with it
                 self._end(error)
         except Exception:
-            logger.exception("The thread that watches over the job died")
+            logger.exception("The thread that watches the job died")
+
+    def _poll(self) -> JobFailed | None:
+        failed = self._keys.get("failed")
+        if failed is None:
+            return self.turns.mismatch()
+        if failed["worker"] == self._rank:
+            self._blamed = True
+            self._stop.wait(POLL_SECS)
+            return None
+        return _first(failed["worker"], failed["message"])
 
     def _no_answers(self) -> None:
-        if not self.watching():  # then nobody has asked, and the next turn raises
+        if not self.watching():  # nobody has asked, and the next turn raises
             return
-        said = (
-            f"worker 0, which hosts the coordination service, has given worker {self._rank} no answer for "
-            f"{SILENT_SECS:.0f} s: it is stopped (SIGSTOP), or its host cannot be reached"
+        message = (
+            f"worker 0, which hosts the coordination service, has not answered worker {self._rank} for "
+            f"{SILENT_SECS:.0f} s: it is stopped (SIGSTOP), or its host is unreachable"
         )
-        self._end(JobFailed(said, worker=0))
-
-    def _forget_turns(self) -> None:
-        """Removes the keys of turns that all have taken: nobody is more than one behind, all wait at each."""
-        while self._forgotten < self._turn - PASSED_TURNS:
-            self._forgotten += 1
-            if self._rank == 0:
-                self._coordination.delete(f"{PREFIX}/turn/{self._forgotten}")
-            self._coordination.delete(f"{PREFIX}/turn/{self._forgotten}/{self._rank}")
-
-    def _look(self) -> JobFailed | None:
-        failed = self._get("failed")
-        if failed is not None:
-            if failed["worker"] == self._rank:
-                self._blamed = True
-                self._stop.wait(LOOK_SECS)
-                return None
-            return _first(failed["worker"], failed["said"])
-        alone = self._alone
-        if alone is not None and (self._position_or_none() or 0) > alone[1] and self._alone is alone:
-            return self._nobody_joins(alone[0])
-        turn = self._turn
-        ahead = self._get(f"turn/{turn + 1}")
-        if ahead is not None and self._waits_for_nothing(ahead) and self._turn == turn:
-            return JobFailed(
-                f"worker {ahead['worker']} came to the end of its data, or left its loop, while worker "
-                f"{self._rank} went on to another step. Every worker must be given the same number of "
-                "batches, and a callback must stop all workers or none",
-                worker=ahead["worker"],
-            )
-        left = self._get("left")
-        if left is None or left["worker"] == self._rank:
-            return None
-        if self._turn > left["turn"] or self._waits_for_nothing(left):
-            return JobFailed(
-                f"worker {left['worker']} reached the end of its script while worker {self._rank} "
-                "still trains",
-                worker=left["worker"],
-            )
-        return None
-
-    def _nobody_joins(self, doing: str) -> JobFailed:
-        return JobFailed(
-            f"worker {self._rank} started a transfer to all workers while it alone was {doing}. Nothing that "
-            "a save calls may create variables in strategy.scope(), train, evaluate or reduce",
-            worker=self._rank,
-        )
-
-    def _waits_for_nothing(self, other: dict[str, Any]) -> bool:
-        position = self._position_or_none()
-        return position is not None and position > int(other["transfers"])
+        self._end(JobFailed(message, worker=0))
 
     def _end(self, failure: JobFailed) -> None:
-        """Makes the training thread raise; if it does not within the grace period, ends the process.
+        """Makes the training thread raise, and ends the process if it has not exited after `GRACE_SECS`.
 
-        That is prepared first: what follows calls the service, which may never return.
+        The timer starts first, because the calls to the service that follow may never return.
         """
         if not self._only_once.acquire(blocking=False):
             return
@@ -377,32 +285,15 @@ class Lifetime:
         ).start()
         self._coordination.abort(str(failure))
         blamed = self._rank if failure.worker is None else failure.worker
-        self._put("failed", {"worker": blamed, "said": str(failure)})
+        self._keys.put("failed", {"worker": blamed, "message": str(failure)})
 
     def _end_after_grace(self, failure: JobFailed) -> None:
         if not self._stop.wait(GRACE_SECS):
             sys.stderr.write(f"replicast: {failure}. Worker {self._rank} did not stop by itself\n")
             sys.stderr.flush()
-            self._end_process(FAILED_BECAUSE_OF_ANOTHER)
-
-    def _position_or_none(self) -> int | None:
-        try:
-            return self._transfers_started()
-        except Exception:  # TensorFlow is being taken down: there is nothing left to compare
-            logger.debug("the number of transfers cannot be read", exc_info=True)
-            return None
-
-    def _put(self, key: str, value: dict[str, Any]) -> None:
-        try:
-            self._coordination.put(f"{PREFIX}/{key}", json.dumps(value))
-        except JobFailed:
-            logger.debug("could not publish %s", key, exc_info=True)
-
-    def _get(self, key: str) -> dict[str, Any] | None:
-        text = self._coordination.get(f"{PREFIX}/{key}", LOOK_SECS)
-        return None if text is None else dict(json.loads(text))
+            self._end_process(PEER_FAILED)
 
 
-def _first(worker: int, said: str) -> JobFailed:
-    named = said if said.startswith(f"worker {worker} ") else f"worker {worker} failed first: {said}"
+def _first(worker: int, message: str) -> JobFailed:
+    named = message if message.startswith(f"worker {worker} ") else f"worker {worker} failed first: {message}"
     return JobFailed(named, worker=worker)

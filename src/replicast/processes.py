@@ -1,4 +1,4 @@
-"""Which process it was: a number alone is given to another one when it is free again."""
+"""Identifies processes by pid, host and start time: the kernel reuses a pid once it is free."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 
 def this_process() -> dict[str, Any]:
-    """This process, as others can find it again: JSON values."""
+    """Identifies this process to others, as JSON values."""
     pid = os.getpid()
     return {"pid": pid, "host": socket.gethostname(), "started": _started(pid)}
 
 
 def is_on_this_host(process: Mapping[str, Any]) -> bool:
-    """Whether a process runs, or ran, on this host."""
+    """Whether a process is, or was, on this host."""
     return process.get("host") == socket.gethostname()
 
 
 def is_alive(process: Mapping[str, Any]) -> bool | None:
-    """Whether a process of this host is there.
+    """Whether a process of this host is alive.
 
     Returns:
-        None when its number is taken, and nothing says whether by itself.
+        None if its pid is in use, but it is unknown whether by the same process.
     """
     pid, started = process.get("pid"), process.get("started")
     if type(pid) is not int or pid <= 0:
@@ -35,7 +35,7 @@ def is_alive(process: Mapping[str, Any]) -> bool | None:
         return False
     except (PermissionError, OverflowError):
         pass
-    if _state(pid) in (b"Z", b"X"):  # It has ended, and its parent has not asked how.
+    if _state(pid) in (b"Z", b"X"):  # A zombie: it has exited, and its parent has not reaped it.
         return False
     now = _started(pid)
     return None if started is None or now is None else started == now
@@ -47,7 +47,7 @@ def is_frozen(pid: int) -> bool:
 
 
 def _started(pid: int) -> int | None:
-    """When a process was started, in ticks since the host was; None where that cannot be known."""
+    """When a process was started, in clock ticks since boot; None if unknown."""
     try:
         return int(_stat(pid)[19])
     except (ValueError, IndexError):
@@ -59,7 +59,7 @@ def _state(pid: int) -> bytes:
 
 
 def _stat(pid: int) -> list[bytes]:
-    """What the kernel says about a process, from its state on: behind the name, which may hold anything."""
+    """The fields of /proc/PID/stat from the state on: those after the name, which may contain anything."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

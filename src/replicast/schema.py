@@ -1,4 +1,4 @@
-"""The names, shapes and dtypes of the state: what an update is checked against."""
+"""The schema of the state: names, shapes and dtypes, against which updates are checked."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from replicast.errors import UpdateRefused
 Kind: TypeAlias = Literal["trainable", "non_trainable", "optimizer"]
 MAX_DIMENSIONS = 32
 MAX_ELEMENTS = 2**48
-"""More than any array has; numpy raises at what it cannot count."""
-_MOST_NAMES = 5
+"""More than any array has; numpy raises on sizes that overflow."""
+_MAX_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class Variable:
     """One variable of the state.
 
     Attributes:
-        name: Its full name, which no other has.
+        name: Its unique full name.
         shape: Its dimensions.
         dtype: The name of its dtype.
-        kind: What it is to the model.
-        slots: The optimizer's variables that belong to it, each with the value it is reset to.
+        kind: Its role in the model.
+        slots: The optimizer variables that belong to it, each with the value it is reset to.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Variable:
 
     @property
     def nbytes(self) -> int:
-        """The size of its value."""
+        """The size of its value in bytes."""
         bits = "".join(character for character in self.dtype if character.isdigit())
         return math.prod(self.shape) * (int(bits) // 8 if bits else 1)
 
@@ -58,13 +58,13 @@ class Variable:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Variable:
-        """What `to_json` described.
+        """Reads what `to_json` wrote.
 
         Raises:
-            ValueError: It is no variable.
+            ValueError: The fields do not describe a variable.
         """
         try:
-            made = cls(
+            variable = cls(
                 name=str(fields["name"]),
                 shape=tuple(fields["shape"]),
                 dtype=str(fields["dtype"]),
@@ -72,19 +72,17 @@ class Variable:
                 slots=tuple((str(name), float(value)) for name, value in fields["slots"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"This describes no variable ({error!r}). Received: {str(fields)[:200]}"
-            ) from error
+            raise ValueError(f"Invalid variable ({error!r}). Received: {str(fields)[:200]}") from error
         if (
-            made.dtype not in DTYPES
-            or made.kind not in get_args(Kind)
-            or len(made.shape) > MAX_DIMENSIONS
-            or any(type(size) is not int or size < 0 for size in made.shape)  # `type`: True is an int
-            # Without zeros: numpy multiplies the others too.
-            or math.prod(max(size, 1) for size in made.shape) >= MAX_ELEMENTS
+            variable.dtype not in DTYPES
+            or variable.kind not in get_args(Kind)
+            or len(variable.shape) > MAX_DIMENSIONS
+            or any(type(size) is not int or size < 0 for size in variable.shape)  # `type`: True is an int
+            # Zeros count as 1: numpy multiplies the other dimensions too, and they may overflow.
+            or math.prod(max(size, 1) for size in variable.shape) >= MAX_ELEMENTS
         ):
-            raise ValueError(f"This describes no variable that can be. Received: {str(fields)[:200]}")
-        return made
+            raise ValueError(f"Invalid dtype, kind or shape of a variable. Received: {str(fields)[:200]}")
+        return variable
 
 
 class Schema:
@@ -92,10 +90,10 @@ class Schema:
 
     Args:
         variables: The variables, in the order of the state.
-        hints: Sentences about names that are not there although one would look for them.
+        hints: Explanations for names that users may expect to exist, but that do not.
 
     Raises:
-        ValueError: Two variables have the same name, or a slot is no variable.
+        ValueError: Two variables have the same name, or a slot is not a variable.
     """
 
     def __init__(
@@ -104,12 +102,12 @@ class Schema:
         self._variables: dict[str, Variable] = {}
         for variable in variables:
             if variable.name in self._variables:
-                raise ValueError(f"Every variable needs a name of its own. Received twice: {variable.name}")
+                raise ValueError(f"Variable names must be unique. Received twice: {variable.name}")
             self._variables[variable.name] = variable
         for variable in self._variables.values():
             missing = [slot for slot, _ in variable.slots if slot not in self._variables]
             if missing:
-                raise ValueError(f"A slot of {variable.name} is no variable. Received: {missing[0]}")
+                raise ValueError(f"A slot of {variable.name} is not a variable. Received: {missing[0]}")
         self._hints = dict(hints)
         self._by_suffix: dict[str, list[str]] = {}
         for name in self._variables:
@@ -126,10 +124,10 @@ class Schema:
         return name in self._variables
 
     def resolve(self, name: str) -> Variable:
-        """The variable of this name: the full one, or an end of it, from a "/" on, that only one has.
+        """Finds a variable by its full name, or by any unique suffix of it that starts after a "/".
 
         Raises:
-            UpdateRefused: None has it, and here are near ones; or several have it, and here they are.
+            UpdateRefused: No variable matches, or several do; the message lists similar or matching names.
         """
         if name in self._variables:
             return self._variables[name]
@@ -138,7 +136,7 @@ class Schema:
             return self._variables[matches[0]]
         if matches:
             raise UpdateRefused(
-                f"The name fits {len(matches)} variables",
+                f"The name matches {len(matches)} variables",
                 variable=name,
                 expected=f"one of {_listed(matches, 20)}",
                 received=name,
@@ -146,7 +144,7 @@ class Schema:
         hint = self._hint(name)
         near = self._near(name)
         raise UpdateRefused(
-            f"There is no variable of this name: {hint}" if hint else "There is no variable of this name",
+            f"There is no variable with this name: {hint}" if hint else "There is no variable with this name",
             variable=name,
             expected=f"perhaps {_listed(near)}" if near else f"one of {_listed(list(self._variables))}",
             received=name,
@@ -158,21 +156,21 @@ class Schema:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Schema:
-        """What `to_json` described.
+        """Reads what `to_json` wrote.
 
         Raises:
-            ValueError: It is no schema.
+            ValueError: The fields do not describe a schema.
         """
         variables, hints = fields.get("variables"), fields.get("hints", {})
         if not isinstance(variables, list) or not isinstance(hints, dict):
-            raise ValueError(f"This describes no schema. Received: {str(fields)[:200]}")
+            raise ValueError(f"Invalid schema. Received: {str(fields)[:200]}")
         return cls(
             [Variable.from_json(variable) for variable in variables],
             {str(name): str(hint) for name, hint in hints.items()},
         )
 
     def digest(self) -> str:
-        """Equal for two workers whose states have the same variables in the same order."""
+        """A digest that is equal on two workers if they have the same variables in the same order."""
         described = [variable.to_json() for variable in self]
         return xxhash.xxh3_128(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
@@ -183,17 +181,17 @@ class Schema:
         return matches[0] if len(matches) == 1 else None
 
     def _near(self, name: str) -> list[str]:
-        """Full names that look like this one, or whose end does."""
-        near = difflib.get_close_matches(name, list(self._by_suffix), n=4 * _MOST_NAMES, cutoff=0.6)
-        return list(dict.fromkeys(full for suffix in near for full in self._by_suffix[suffix]))[:_MOST_NAMES]
+        """Full names that are similar to this one, or have a suffix that is."""
+        near = difflib.get_close_matches(name, list(self._by_suffix), n=4 * _MAX_NAMES, cutoff=0.6)
+        return list(dict.fromkeys(full for suffix in near for full in self._by_suffix[suffix]))[:_MAX_NAMES]
 
 
 def _suffixes(name: str) -> list[str]:
-    """Every end of a name that begins after a "/", the whole name first."""
+    """Every suffix of a name that starts after a "/", the full name first."""
     parts = name.split("/")
     return ["/".join(parts[start:]) for start in range(len(parts))]
 
 
-def _listed(names: list[str], most: int = _MOST_NAMES) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+def _listed(names: list[str], limit: int = _MAX_NAMES) -> str:
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -1,6 +1,6 @@
-"""The safetensors format: tensors by name, written without a copy of the data and read with suspicion.
+"""The safetensors format: tensors by name, written without copying the data, and read defensively.
 
-Every claim of a header is checked against the size of the file before memory is taken for it.
+Everything a header claims is checked against the size of the file before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """What a safetensors file holds.
+    """The content of a safetensors file.
 
     Attributes:
-        metadata: Text by name.
-        tensors: Read-only arrays by name, in the order of their bytes.
+        metadata: Strings by name.
+        tensors: Read-only arrays by name, in file order.
     """
 
     metadata: Mapping[str, str]
@@ -52,9 +52,9 @@ class TensorFile:
 
 
 def tensor_chunks(tensors: Mapping[str, Array], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, piece by piece, without a copy of the arrays.
+    """Yields the bytes of a safetensors file piece by piece, without copying the arrays.
 
-    Wide elements come first, so that every tensor starts at a multiple of its element's size.
+    Wide dtypes come first, so that every tensor is aligned to its element size.
     """
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     header: dict[str, Any] = {_METADATA: dict(metadata)}
@@ -74,15 +74,15 @@ def tensor_chunks(tensors: Mapping[str, Array], metadata: Mapping[str, str]) -> 
 
 
 def parse_tensors(content: memoryview, source: str, *, max_tensors: int) -> TensorFile:
-    """The tensors in the bytes of a safetensors file, in place.
+    """Parses the bytes of a safetensors file; the tensors are views of these bytes.
 
     Args:
         content: All bytes of the file.
-        source: How to call it in errors.
-        max_tensors: The most tensors it may have.
+        source: The name of the file in errors.
+        max_tensors: The maximum number of tensors.
 
     Raises:
-        UpdateRefused: It is no safetensors file, or its header and its bytes do not agree.
+        UpdateRefused: It is not a safetensors file, or its header and its bytes do not match.
     """
     header, first = _header_of(content, len(content), source, max_tensors)
     metadata, spans = _layout_of(header, len(content) - first, source)
@@ -95,76 +95,76 @@ def parse_tensors(content: memoryview, source: str, *, max_tensors: int) -> Tens
 
 
 def header_bytes(first: bytes) -> int:
-    """How many bytes the beginning of a safetensors file has, as its first eight say; at most what it may."""
+    """The length of the header of a safetensors file according to its first eight bytes, limited."""
     return 8 + min(int.from_bytes(first[:8], "little"), MAX_HEADER_BYTES)
 
 
 def check_header(begin: bytes, nbytes: int, source: str, *, max_tensors: int) -> None:
-    """Checks what the beginning of a safetensors file announces, before the rest is read.
+    """Checks the header of a safetensors file before the rest is read.
 
     Args:
         begin: Its first `header_bytes`.
         nbytes: The size of the file.
-        source: How to call it in errors.
-        max_tensors: The most tensors it may have.
+        source: The name of the file in errors.
+        max_tensors: The maximum number of tensors.
 
     Raises:
-        UpdateRefused: It is no safetensors file, or header and size do not agree.
+        UpdateRefused: It is not a safetensors file, or the header and the size do not match.
     """
     header, first = _header_of(memoryview(begin), nbytes, source, max_tensors)
     _layout_of(header, nbytes - first, source)
 
 
 def loads_strictly(text: str | bytes, what: str) -> Any:
-    """JSON of an update, read as `parse_json` does.
+    """Parses JSON of an update with `parse_json`.
 
     Raises:
-        UpdateRefused: It is no such JSON.
+        UpdateRefused: It is not valid JSON.
     """
     try:
         return parse_json(text)
     except ValueError as error:
-        raise UpdateRefused(f"{what} is no valid JSON ({str(error)[:200]})") from error
+        raise UpdateRefused(f"{what} is not valid JSON ({str(error)[:200]})") from error
 
 
 def _header_of(content: memoryview, nbytes: int, source: str, max_tensors: int) -> tuple[dict[str, Any], int]:
-    """The header at the beginning of a file of so many bytes, and where the data begins."""
+    """The header of a file of `nbytes` bytes, and the offset of the data."""
     length = int.from_bytes(content[:8], "little")
     if nbytes < 8 or length > min(nbytes - 8, MAX_HEADER_BYTES):
         raise UpdateRefused(
-            f"{source} is no safetensors file, or a truncated one",
+            f"{source} is not a safetensors file, or is truncated",
             expected=f"a header of at most {MAX_HEADER_BYTES} bytes within the file",
             received=f"{nbytes} bytes that announce a header of {length}"
             if nbytes >= 8
             else f"{nbytes} bytes",
         )
     text = bytes(content[8 : 8 + length])
-    # Parsed, an empty list takes twenty times its bytes: count before parsing. A tensor has three brackets,
-    # its edit in the metadata as many; names and notes may have some too.
+    # Count before parsing: a parsed empty list takes twenty times the memory of its text. A tensor has three
+    # brackets, and so has its edit in the metadata; names and notes may have some too.
     if text.count(b"[") + text.count(b"{") > 6 * max_tensors + 20_000:
         raise UpdateRefused(f"{source} has too many tensors", expected=f"at most {max_tensors}")
     header = loads_strictly(text, f"{source}: the header")
     if not isinstance(header, dict):
-        raise UpdateRefused(f"{source} is no safetensors file: its header is no JSON object")
+        raise UpdateRefused(f"{source} is not a safetensors file: its header is not a JSON object")
     return header, 8 + length
 
 
 def _layout_of(
     header: dict[str, Any], nbytes: int, source: str
 ) -> tuple[dict[str, str], list[tuple[tuple[int, int], str]]]:
-    """The metadata, which leaves the header, and where each tensor lies in so many bytes, in order."""
+    """Removes the metadata from the header; returns it, and the byte range of each tensor, in order."""
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise UpdateRefused(f"{source} has metadata that is not text by name")
+        raise UpdateRefused(f"{source} has metadata that is not a mapping of strings")
     spans = sorted((_span(name, entry, source), name) for name, entry in header.items())
     end = 0
     for (start, stop), name in spans:
         if start != end:
-            raise UpdateRefused(f"{source}: the bytes of {name!r} overlap others or leave a hole")
+            raise UpdateRefused(f"{source}: the bytes of {name!r} overlap others or leave a gap")
         end = stop
     if end != nbytes:
         raise UpdateRefused(
-            f"{source} does not have the size that its header says",
+            f"{source} does not have the size given in its header",
             expected=f"{end} bytes of data",
             received=f"{nbytes}",
             remedy="The file may be truncated: write it again",
@@ -173,9 +173,9 @@ def _layout_of(
 
 
 def _span(name: str, entry: Any, source: str) -> tuple[int, int]:
-    """Where a tensor's bytes lie, once its entry in the header is what it must be."""
+    """The byte range of a tensor, after checking its entry in the header."""
     problem = UpdateRefused(
-        f"{source}: the header's entry of {name!r} is wrong",
+        f"{source}: invalid header entry of {name!r}",
         expected=f"a dtype of {', '.join(_DTYPES)}, a shape, and data_offsets of that size",
         received=str(entry)[:200],
     )
@@ -199,15 +199,15 @@ def _sizes(value: Any) -> list[int] | None:
 def _tensor(data: memoryview, entry: Mapping[str, Any], what: str) -> Array:
     dtype = _DTYPES[entry["dtype"]]
     if len(data) != math.prod(entry["shape"]) * dtype.itemsize:
-        raise UpdateRefused(f"{what} lies beyond the end of the file", remedy="The file may be truncated")
+        raise UpdateRefused(f"{what} extends beyond the end of the file", remedy="The file may be truncated")
     flat = np.frombuffer(data, np.uint8)
     if dtype == np.bool_ and flat.size and flat.max() > 1:
-        raise UpdateRefused(f"{what} has bytes that are no bool", expected="0 or 1", received=str(flat.max()))
+        raise UpdateRefused(f"{what} has invalid bools", expected="0 or 1", received=str(flat.max()))
     if flat.size and flat.ctypes.data % dtype.itemsize:
-        flat = flat.copy()  # Other writers need not care where a tensor starts.
+        flat = flat.copy()  # Other writers may not align tensors.
     try:
         array: Array = flat.view(dtype).reshape(entry["shape"])
     except ValueError as error:
-        raise UpdateRefused(f"{what} has a shape that no array can have ({error})") from error
+        raise UpdateRefused(f"{what} has an impossible shape ({error})") from error
     array.flags.writeable = False
     return array

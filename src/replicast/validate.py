@@ -1,4 +1,4 @@
-"""Checks an update against the schema of the state, before anything moves."""
+"""Validates an update against the schema of the state, before anything is sent."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Limits:
     """How large an update may be.
 
     Attributes:
-        max_bytes: The size of all arrays together.
-        max_edits: The number of edits, resets of slots included.
+        max_bytes: The maximum size of all arrays together.
+        max_edits: The maximum number of edits, including resets of slots.
     """
 
     max_bytes: int = MAX_BYTES
@@ -37,22 +37,22 @@ def planned(
     *,
     look_at: Callable[[int], bool] = lambda place: True,
 ) -> Update:
-    """The update as every worker will apply it: full names, the variables' dtypes, resets spelled out.
+    """Returns the update as every worker will apply it: full names, the variables' dtypes, explicit resets.
 
-    Planning what was planned already changes nothing.
+    Idempotent: planning a planned update changes nothing.
 
     Args:
-        update: What an author proposed.
-        schema: The state it is to change.
+        update: The proposed update.
+        schema: The state that it changes.
         limits: How large it may be.
-        look_at: Whose arrays to search for NaN and infinity, by the edit's place: the one check that takes
-            long, so that workers who have the same bytes can share it. A factor is always looked at.
+        look_at: Whether to search the arrays of the edit at this index for NaN and infinity. This is the one
+            slow check, so workers that share the same bytes divide it. Factors are always checked.
 
     Returns:
         An update with the same id, author and note.
 
     Raises:
-        UpdateRefused: Something about it is wrong; the first thing that was found.
+        UpdateRefused: The update is invalid; reports the first problem found.
     """
     if not update.edits:
         raise UpdateRefused("The update has no edits", expected="at least one", received="none")
@@ -83,7 +83,7 @@ def _check_size(update: Update, limits: Limits) -> None:
             "The update is too large",
             expected=f"at most {limits.max_bytes} bytes",
             received=f"{update.nbytes} bytes",
-            remedy="Split it, or send rows or a low rank instead of whole variables",
+            remedy="Split it, or send rows or low-rank factors instead of whole variables",
         )
 
 
@@ -97,9 +97,9 @@ def _too_many(number: int, limits: Limits) -> UpdateRefused:
 
 
 def _resets(touched: dict[str, Variable], edits: list[Edit], schema: Schema) -> Iterator[Edit]:
-    """One reset for each slot of a touched variable, unless the update resets it already.
+    """One reset for each slot of a touched variable, unless the update already resets it.
 
-    Of a variable of which only rows are touched, the same rows of those slots that have its shape.
+    If only rows of a variable are touched, only these rows are reset in slots that have its shape.
     """
     done = {edit.variable for edit in edits if edit.operation in RESETS}
     of_each: dict[str, list[Edit]] = {}
@@ -118,7 +118,7 @@ def _resets(touched: dict[str, Variable], edits: list[Edit], schema: Schema) -> 
 
 
 def _touched_rows(edits: list[Edit]) -> Array | None:
-    """The rows that the planned edits of a variable touch; None for all of it."""
+    """The rows that the planned edits of a variable touch; None for the whole variable."""
     if any(edit.operation not in ROWS for edit in edits):
         return None
     indices = [edit.arrays["indices"] for edit in edits]
@@ -130,11 +130,11 @@ def _touched_rows(edits: list[Edit]) -> Array | None:
 
 
 def _planned_reset(edit: Edit, variable: Variable, touched: dict[str, Variable]) -> Edit:
-    """A reset that planning made before: of a slot of a touched variable, to the slot's own value."""
+    """Checks a reset that planning created before: of a slot of a touched variable, to its reset value."""
     slots = dict(slot for owner in touched.values() for slot in owner.slots)
     if edit.factor is None or slots.get(variable.name) != edit.factor:
         raise UpdateRefused(
-            "A reset cannot be asked for by itself",
+            "A reset cannot be proposed as an edit",
             variable=variable.name,
             remedy="Use reset_slots=True, or assign the values",
         )
@@ -159,10 +159,11 @@ def _planned_edit(edit: Edit, variable: Variable, *, allow_nonfinite: bool, look
             array = arrays[key] = cast_loose(name, array, dtype)
         if array.dtype != dtype:
             raise UpdateRefused(
-                "The dtype is not the variable's",
+                "Wrong dtype",
                 variable=name,
                 expected=dtype.name,
                 received=array.dtype.name,
+                remedy=f'Use .astype("{dtype.name}")',
             )
         if look:
             _check_finite(array, variable)
@@ -176,7 +177,7 @@ def _check_operation(operation: Operation, variable: Variable) -> None:
     if variable.dtype == "bool" or operation not in whole:
         possible = "assign or assign_rows" if variable.dtype == "bool" else "add or assign"
         raise UpdateRefused(
-            f"A variable of dtype {variable.dtype} cannot take {operation}",
+            f"A variable of dtype {variable.dtype} does not support {operation}",
             variable=variable.name,
             expected=f"{possible}, which keep its dtype",
             received=str(operation),
@@ -184,7 +185,7 @@ def _check_operation(operation: Operation, variable: Variable) -> None:
 
 
 def _factor_name(operation: Operation) -> str:
-    """What its author calls it."""
+    """The name of the parameter that the author set."""
     return "weight" if operation is Operation.BLEND else "factor"
 
 
@@ -197,7 +198,7 @@ def _check_factor(factor: float, operation: Operation, variable: Variable, *, al
             f"The {_factor_name(operation)} is not finite"
             + (f" in {variable.dtype}" if math.isfinite(factor) else ""),
             variable=variable.name,
-            expected=f"a number that {variable.dtype} can hold, or allow_nonfinite=True",
+            expected=f"a number in the range of {variable.dtype}, or allow_nonfinite=True",
             received=str(factor),
         )
 
@@ -213,7 +214,7 @@ def _check_shapes(operation: Operation, arrays: dict[str, Array], variable: Vari
                 else "a variable with 2 dimensions"
             )
             raise UpdateRefused(
-                "The low rank does not fit the variable",
+                "The low-rank factors do not match the variable",
                 variable=variable.name,
                 expected=f"{matrix}",
                 received=f"{a} and {b} for shape {shape}",
@@ -225,7 +226,7 @@ def _check_shapes(operation: Operation, arrays: dict[str, Array], variable: Vari
         key, expected = "value", shape
     if key in arrays and arrays[key].shape != expected:
         raise UpdateRefused(
-            f"The shape of the {key} does not fit the variable",
+            f"Wrong shape of {key}",
             variable=variable.name,
             expected=str(expected),
             received=str(arrays[key].shape),
@@ -233,18 +234,18 @@ def _check_shapes(operation: Operation, arrays: dict[str, Array], variable: Vari
 
 
 def _checked_indices(indices: Array, variable: Variable) -> Array:
-    """The indices as int64: one dimension, in range, none twice."""
+    """The indices as int64, after checking that they are one-dimensional, in range and unique."""
     if not variable.shape:
         raise UpdateRefused(
-            "A variable without dimensions has no rows",
+            "A scalar variable has no rows",
             variable=variable.name,
             expected="at least one dimension",
         )
     if indices.ndim != 1 or indices.dtype.kind not in "iu":
         raise UpdateRefused(
-            "The indices are wrong",
+            "Wrong dtype or shape of indices",
             variable=variable.name,
-            expected="integers in one dimension",
+            expected="a one-dimensional array of integers",
             received=f"{indices.dtype.name} of shape {indices.shape}",
         )
     count = variable.shape[0]
@@ -252,9 +253,9 @@ def _checked_indices(indices: Array, variable: Variable) -> Array:
     if wrong.any():
         position = int(np.argmax(wrong))
         raise UpdateRefused(
-            "A row is out of range",
+            "A row index is out of range",
             variable=variable.name,
-            expected=f"0 to {count - 1}" if count else "no row, since there are none",
+            expected=f"0 to {count - 1}" if count else "no index: the variable has no rows",
             received=f"{indices[position]} at position {position}",
         )
     ascending = np.sort(indices)

@@ -26,7 +26,7 @@ def test_an_interrupt_ends_the_demo_and_its_workers_without_a_traceback(tmp_path
         demo.send_signal(signal.SIGINT)
         shown, errors = demo.communicate(timeout=DEADLINE_SECS)
     assert demo.returncode == 130
-    assert shown.endswith("stopped by Ctrl-C; no worker is left\n")
+    assert shown.endswith("stopped by Ctrl-C; all workers have exited\n")
     assert errors == ""
 
 

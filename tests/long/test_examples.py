@@ -15,7 +15,7 @@ STOCK_LINE = "import tensorflow as tf; strategy = tf.distribute.get_strategy()"
 
 
 def accuracy(printed: str) -> float:
-    found = re.search(r"accuracy on digits it has not seen: (\S+)", printed)
+    found = re.search(r"accuracy on unseen digits: (\S+)", printed)
     assert found is not None, printed
     return float(found[1])
 
@@ -50,7 +50,7 @@ def test_the_training_script_ends_with_equal_weights_on_two_workers(tmp_path: Pa
 
 
 def test_a_loop_of_its_own_ends_with_equal_weights_on_two_workers(tmp_path: Path) -> None:
-    assert len(set(digests_of_workers(EXAMPLES / "own_loop.py", 2, tmp_path))) == 1
+    assert len(set(digests_of_workers(EXAMPLES / "custom_loop.py", 2, tmp_path))) == 1
 
 
 def test_the_training_script_ends_with_equal_weights_on_three_workers(tmp_path: Path) -> None:
@@ -87,5 +87,5 @@ def test_a_script_whose_worker_is_killed_ends_with_the_weights_of_an_undisturbed
     assert undisturbed == recovered
     assert len({*undisturbed, *recovered}) == 1
     log = (tmp_path / "killed" / "logs" / "attempt-1" / "worker-1.log").read_text()
-    assert re.search(r"^goes on after step (20|40|60|80)$", log, re.MULTILINE)
+    assert re.search(r"^resumes after step (20|40|60|80)$", log, re.MULTILINE)
     assert "trained 290 steps" in log

@@ -283,7 +283,7 @@ def test_sigterm_to_one_worker_saves_at_one_boundary_and_a_later_start_goes_on_t
     left = job("one-worker")
     code, said = left.run("dataset", "terminate,10,1")
     assert code == 143, said
-    assert "was told to end (SIGTERM)" in said
+    assert "was told to stop (SIGTERM)" in said
     assert "failed" not in said
     assert left.orphans() == []
     assert steps_in(left.run_dir) == [4, 8, 11], said

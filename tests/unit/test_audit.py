@@ -59,13 +59,13 @@ def report(**fields: Any) -> AuditReport:
     return AuditReport(**(made | fields))
 
 
-def test_a_report_is_the_same_after_a_way_through_json() -> None:
+def test_a_report_survives_json() -> None:
     for one in (report(), report(differences=(), outcome="equal", healed=(), last_equal=None)):
         assert AuditReport.from_json(json.loads(json.dumps(one.to_json(), allow_nan=False))) == one
 
 
 @pytest.mark.parametrize("damage", [{"outcome": "fine"}, {"differences": [1]}, {"step": None}])
-def test_what_is_no_report_is_refused_with_what_was_received(damage: dict[str, Any]) -> None:
+def test_an_invalid_report_is_refused_with_what_was_received(damage: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="Received:"):
         AuditReport.from_json(report().to_json() | damage)
 
@@ -87,8 +87,8 @@ def test_a_first_audit_cannot_say_since_when_replicas_differ() -> None:
 
 def test_two_audits_at_one_step_say_that_the_change_came_between_them() -> None:
     one = report(found_at=20, last_equal=20)
-    assert one.since == "step 20, after the audit before"
-    assert "since step 20, after the audit before" in str(one)
+    assert one.since == "step 20, after the previous audit"
+    assert "since step 20, after the previous audit" in str(one)
 
 
 def test_what_may_differ_and_does_is_not_counted_among_the_equal() -> None:
@@ -99,7 +99,7 @@ def test_what_may_differ_and_does_is_not_counted_among_the_equal() -> None:
     assert report(declared=declared).alike == 5
 
 
-def test_without_a_majority_nobody_is_accused() -> None:
+def test_without_a_majority_no_worker_is_blamed() -> None:
     one = Difference("bias", ((0,), (1,)), 0, "coordinator", {1: Deviation(1, 2, 0.5, 0.25, (1,))})
     said = "bias: worker 1 differs from worker 0 (no majority: worker 0's value counts)"
     assert str(one) == said
@@ -124,7 +124,7 @@ def test_the_table_has_a_row_for_each_variable_and_worker_that_differs() -> None
     assert equal.table() == str(equal)
 
 
-def test_a_report_of_before_there_were_attempts_is_read() -> None:
+def test_a_report_without_an_attempt_is_read() -> None:
     old = report(attempt=2).to_json()
     assert old["attempt"] == 2
     assert AuditReport.from_json(old).attempt == 2
@@ -133,7 +133,7 @@ def test_a_report_of_before_there_were_attempts_is_read() -> None:
     assert "attempt" not in "\n".join(report(attempt=2).lines())
 
 
-def test_where_audits_heal_nobody_is_told_to_make_replicas_equal() -> None:
+def test_with_the_heal_policy_no_manual_sync_is_suggested() -> None:
     assert "An audit follows" in what_follows("heal")
     assert "sync" not in what_follows("heal")
     assert "An audit follows" in what_follows("warn")
@@ -148,7 +148,7 @@ def test_the_lines_say_where_and_by_how_much_and_list_what_may_differ() -> None:
     assert equal.lines() == [str(equal)] == ["audit 3 at step 300: 8 variables are equal on 3 workers"]
 
 
-def test_only_a_policy_is_a_policy() -> None:
+def test_an_unknown_policy_is_refused() -> None:
     assert checked_policy("heal") == "heal"
     with pytest.raises(ValueError, match="Received: 'ignore'"):
         checked_policy("ignore")
@@ -193,7 +193,7 @@ def test_the_majority_counts_then_what_is_expected_then_worker_0(
     assert reference[0] in reference_first(groups, reference[0])[0]
 
 
-def test_nobody_computes_what_is_expected_when_there_is_a_majority() -> None:
+def test_the_expected_digest_is_not_computed_if_there_is_a_majority() -> None:
     def expected() -> str:
         raise AssertionError("asked")
 
@@ -214,7 +214,7 @@ def test_one_flipped_bit_is_found_and_located_in_every_dtype(name: str) -> None:
         assert found.largest_absolute > 0
 
 
-def test_equal_bits_do_not_deviate_nans_included() -> None:
+def test_equal_bits_do_not_deviate_even_if_nan() -> None:
     value = np.array([np.nan, -0.0, np.inf])
     assert deviation(value, value.copy()) == Deviation(0, 3, 0.0, 0.0, None)
 
@@ -223,14 +223,14 @@ def test_zeros_of_another_sign_and_other_nans_deviate_without_a_distance() -> No
     other_nan = np.array([0x7FF8000000000001], np.uint64).view(np.float64)[0]
     found = deviation(np.array([0.0, np.nan]), np.array([-0.0, other_nan]))
     assert found == Deviation(2, 2, 0.0, 0.0, (0,))
-    assert str(found) == "2 of 2 elements, first at [0]; the values are the same, the bits are not"
-    assert found.largest == "same values, other bits"
+    assert str(found) == "2 of 2 elements, first at [0]; the values are equal, the bits differ"
+    assert found.largest == "equal values, different bits"
 
 
 def test_one_number_has_no_first_place_and_what_is_nan_on_one_side_has_no_distance() -> None:
-    assert str(deviation(np.array(2), np.array(4))) == "its one number, by at most 2 (0.5 relative)"
+    assert str(deviation(np.array(2), np.array(4))) == "its only element, by at most 2 (0.5 relative)"
     minus_zero = deviation(np.array(0.0), np.array(-0.0))
-    assert str(minus_zero) == "its one number; the values are the same, the bits are not"
+    assert str(minus_zero) == "its only element; the values are equal, the bits differ"
     one_side = deviation(np.array([1.0, np.nan]), np.array([1.0, 2.0]))
     assert str(one_side) == "1 of 2 elements, first at [1], 1 NaN on one side only"
 

@@ -60,7 +60,7 @@ def test_a_damaged_last_one_is_not_skipped_without_a_word(run: Path) -> None:
     flip(at(run, 200) / "manifest.json", 5)
     result = invoke("checkpoint", "show", str(run))
     assert result.exit_code == 0
-    assert f"Skipped: {at(run, 200) / 'manifest.json'} cannot be trusted" in result.stderr
+    assert f"Skipped: {at(run, 200) / 'manifest.json'} is damaged" in result.stderr
     assert "00000100" in result.stdout
 
 

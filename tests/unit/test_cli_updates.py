@@ -213,7 +213,7 @@ def test_a_dry_run_shows_what_would_be_done_and_pushes_nothing(run: Path) -> Non
     assert "Nothing is wrong with it" in good.output
     bad = invoke("push", run, "--scale", "dense/kernl=0.5", "--dry-run")
     assert bad.exit_code == 1
-    assert "no variable of this name" in bad.output
+    assert "no variable with this name" in bad.output
     assert inbox.waiting(run) == []
 
 

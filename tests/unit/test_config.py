@@ -19,7 +19,7 @@ def worker(index: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("environ", [{}, {"TF_CONFIG": ""}, {"TF_CONFIG": "  "}, {"TF_CONFIG": "{}"}])
-def test_no_cluster_is_a_job_of_one(environ: dict[str, str]) -> None:
+def test_without_a_cluster_the_job_has_one_worker(environ: dict[str, str]) -> None:
     assert read_cluster(environ) is None
 
 
@@ -44,7 +44,7 @@ def test_a_chief_is_worker_0(task: object, rank: int) -> None:
     assert (cluster.addresses, cluster.rank) == (("c:3", "a:1", "b:2"), rank)
 
 
-def test_what_a_cluster_writes_it_can_read() -> None:
+def test_a_cluster_survives_a_round_trip() -> None:
     cluster = Cluster(addresses=("a:1", "b:2"), rank=1, task_index=1)
     assert read_cluster({"TF_CONFIG": cluster.tf_config()}) == cluster
 
@@ -64,8 +64,8 @@ def test_what_a_cluster_writes_it_can_read() -> None:
         (described({"worker": ["a:x"]}, worker(0)), "host:port"),
         (described({"worker": [":5"]}, worker(0)), "host:port"),
         (described({"worker": ["a:1", "a:1"]}, worker(0)), "same address"),
-        (described({"worker": TWO}), "who this process is"),
-        (described({"worker": TWO}, {"type": "worker"}), "who this process is"),
+        (described({"worker": TWO}), 'needs "type" and "index"'),
+        (described({"worker": TWO}, {"type": "worker"}), 'needs "type" and "index"'),
         (described({"worker": TWO}, {"type": "evaluator", "index": 0}), "'evaluator' is not in"),
         (described({"worker": TWO}, worker(2)), "from 0 to 1"),
         (described({"worker": TWO}, worker(-1)), "from 0 to 1"),
@@ -86,7 +86,7 @@ def test_a_long_broken_tf_config_is_shortened_in_the_message() -> None:
     assert len(str(caught.value)) < 600
 
 
-def test_what_the_launcher_set_is_read() -> None:
+def test_the_variables_of_the_launcher_are_read() -> None:
     launch = read_launch({"REPLICAST_RUN_DIR": "/r", "REPLICAST_ATTEMPT": "3", "REPLICAST_LAUNCHED": "1"})
     assert (launch.run_dir, launch.attempt, launch.launched) == (Path("/r"), 3, True)
 
@@ -96,6 +96,6 @@ def test_without_a_launcher_there_is_no_run_directory() -> None:
     assert (launch.run_dir, launch.attempt, launch.launched) == (None, 0, False)
 
 
-def test_an_attempt_that_is_no_number_is_refused() -> None:
+def test_an_attempt_that_is_not_a_number_is_refused() -> None:
     with pytest.raises(ClusterError, match="REPLICAST_ATTEMPT"):
         read_launch({"REPLICAST_ATTEMPT": "first"})

@@ -59,7 +59,7 @@ def fires(plan: Plan | None, point: str = "apply") -> bool:
 # The points.
 
 
-def test_every_point_lies_somewhere_and_every_call_names_a_point() -> None:
+def test_every_point_is_called_somewhere_and_every_call_names_a_point() -> None:
     called = {
         name
         for path in PACKAGE.rglob("*.py")
@@ -68,7 +68,7 @@ def test_every_point_lies_somewhere_and_every_call_names_a_point() -> None:
     assert called == set(Point)
 
 
-def test_the_points_are_those_that_people_know() -> None:
+def test_the_names_of_the_points_are_stable() -> None:
     known = "propose journal stage ready commit ack apply verify decide settle snapshot write rename"
     assert sorted(Point) == sorted(known.split())
 
@@ -78,7 +78,7 @@ def test_without_a_plan_nothing_happens() -> None:
         faults.point(name)
 
 
-def test_a_name_that_is_no_point_is_a_mistake_once_there_is_a_plan() -> None:
+def test_an_unknown_point_raises_if_there_is_a_plan() -> None:
     faults.set_plan([raising()])
     with pytest.raises(ValueError, match="aply"):
         faults.point("aply")
@@ -94,7 +94,7 @@ def test_a_fault_fires_at_its_occurrence_and_never_again() -> None:
     assert plan.fired == [raising(occurrence=3)]
 
 
-def test_points_are_counted_apart() -> None:
+def test_points_are_counted_separately() -> None:
     plan = faults.set_plan([raising("apply", occurrence=2)])
     assert not fires(plan, "stage")
     assert not fires(plan, "apply")
@@ -107,7 +107,7 @@ def test_two_faults_at_one_point_each_have_their_occurrence() -> None:
 
 
 @pytest.mark.parametrize("meant", [raising(worker=1), raising(attempt=1)])
-def test_a_fault_of_another_worker_or_another_life_does_not_fire(meant: Fault) -> None:
+def test_a_fault_of_another_worker_or_another_attempt_does_not_fire(meant: Fault) -> None:
     assert not fires(faults.set_plan([meant], worker=0, attempt=0))
     assert fires(faults.set_plan([meant], worker=meant.worker, attempt=meant.attempt))
 
@@ -132,7 +132,7 @@ def test_occurrences_are_counted_over_all_threads() -> None:
     assert fired.count(True) == 1
 
 
-def test_an_injected_error_is_caught_by_nothing_that_handles_foreseen_errors(tmp_path: Path) -> None:
+def test_an_injected_error_is_not_caught_by_handlers_of_replicast_errors(tmp_path: Path) -> None:
     faults.set_plan([raising("rename")])
     with pytest.raises(FaultInjected, match=r"asked for an error at the point rename.*Received: ") as caught:
         write_durably(tmp_path / "file", [b"content"])
@@ -140,7 +140,7 @@ def test_an_injected_error_is_caught_by_nothing_that_handles_foreseen_errors(tmp
     assert not list(tmp_path.iterdir()), "a file was left behind"
 
 
-def test_what_fires_is_written_down_before_it_acts(tmp_path: Path) -> None:
+def test_a_fault_is_recorded_before_it_fires(tmp_path: Path) -> None:
     faults.set_plan([raising(), raising("stage")], run_dir=tmp_path)
     for name in ("apply", "stage"):
         with pytest.raises(FaultInjected):
@@ -151,7 +151,7 @@ def test_what_fires_is_written_down_before_it_acts(tmp_path: Path) -> None:
     assert {"worker", "occurrence", "attempt", "pid", "time"} <= set(first)
 
 
-def test_a_run_in_which_nothing_fired_has_nothing_written_down(tmp_path: Path) -> None:
+def test_a_run_in_which_nothing_fired_has_no_record(tmp_path: Path) -> None:
     faults.set_plan([raising()], run_dir=tmp_path)
     faults.point("stage")
     assert faults.read_fired(tmp_path) == []
@@ -187,7 +187,7 @@ def test_a_process_that_is_killed_leaves_the_line_and_its_temporary_file(tmp_pat
     assert len(list(tmp_path.glob(".tmp-*"))) == 1
 
 
-def test_a_process_that_is_stopped_goes_on_when_it_is_continued(tmp_path: Path) -> None:
+def test_a_stopped_process_continues_after_sigcont(tmp_path: Path) -> None:
     with doomed(tmp_path, "stop") as process:
         _, status = os.waitpid(process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
@@ -197,7 +197,7 @@ def test_a_process_that_is_stopped_goes_on_when_it_is_continued(tmp_path: Path) 
     assert (process.returncode, said) == (0, "it went on\n")
 
 
-def test_the_launcher_and_other_commands_do_not_fail_of_the_plan_for_workers(tmp_path: Path) -> None:
+def test_the_launcher_and_other_commands_ignore_the_fault_plan(tmp_path: Path) -> None:
     with doomed(tmp_path, "kill", REPLICAST_LAUNCHED="") as process:
         said, _ = process.communicate(timeout=60)
     assert (process.returncode, said) == (0, "it went on\n")
@@ -213,7 +213,7 @@ def test_a_plan_is_read_from_the_environment_of_a_worker() -> None:
     assert [fires(plan) for _ in range(3)] == [False, True, False]
 
 
-def test_what_is_left_out_is_the_first_time_in_the_first_life_by_kill() -> None:
+def test_the_defaults_of_a_fault_are_first_occurrence_first_attempt_and_kill() -> None:
     assert Fault.from_json({"worker": 1, "point": "ack"}) == Fault(1, Point.ACK, 1, Action.KILL, 0)
 
 
@@ -224,20 +224,20 @@ def test_a_restarted_job_does_not_fail_again() -> None:
 
 
 @pytest.mark.parametrize("plan", ["", "  ", "[]"])
-def test_no_faults_are_no_plan(plan: str) -> None:
+def test_without_faults_there_is_no_plan(plan: str) -> None:
     assert faults.read_plan(environ_of(plan)) is None
 
 
-def test_what_a_fault_writes_it_can_read() -> None:
+def test_a_fault_survives_a_round_trip() -> None:
     fault = Fault(2, Point.RENAME, 7, Action.STOP, 4)
     assert Fault.from_json(json.loads(json.dumps(fault.to_json()))) == fault
 
 
-def test_a_worker_that_is_to_fail_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_with_a_fault_logs_it(caplog: pytest.LogCaptureFixture) -> None:
     faults.read_plan(environ_of([{"worker": 5, "point": "apply"}]))
     assert caplog.text == ""
     faults.read_plan(environ_of([{"worker": 0, "point": "apply"}]))
-    assert "REPLICAST_FAULTS is set, this worker fails on purpose" in caplog.text
+    assert "REPLICAST_FAULTS is set: this worker will fail on purpose" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -246,19 +246,19 @@ def test_a_worker_that_is_to_fail_says_so(caplog: pytest.LogCaptureFixture) -> N
         ("[{", "is not JSON"),
         ('{"worker": 0}', "is not a list of JSON objects"),
         ("[1]", "is not a list of JSON objects"),
-        ([{"worker": 0, "point": "aply"}], "there is no point 'aply'. Use one of propose, .*rename"),
-        ([{"worker": 0}], "there is no point None"),
-        ([{"worker": 0, "point": ["apply"]}], "there is no point"),
-        ([{"worker": 0, "point": "apply", "action": "die"}], "there is no action 'die'.*kill, raise, stop"),
-        ([{"point": "apply"}], "'worker' must be a whole number, at least 0"),
-        ([{"worker": "1", "point": "apply"}], "'worker' must be a whole number"),
-        ([{"worker": True, "point": "apply"}], "'worker' must be a whole number"),
+        ([{"worker": 0, "point": "aply"}], "unknown point 'aply'. Use one of propose, .*rename"),
+        ([{"worker": 0}], "unknown point None"),
+        ([{"worker": 0, "point": ["apply"]}], "unknown point"),
+        ([{"worker": 0, "point": "apply", "action": "die"}], "unknown action 'die'.*kill, raise, stop"),
+        ([{"point": "apply"}], "'worker' must be an integer, at least 0"),
+        ([{"worker": "1", "point": "apply"}], "'worker' must be an integer"),
+        ([{"worker": True, "point": "apply"}], "'worker' must be an integer"),
         ([{"worker": 0, "point": "apply", "occurrence": 0}], "'occurrence' must be .* at least 1"),
         ([{"worker": 0, "point": "apply", "attempt": -1}], "'attempt' must be .* at least 0"),
-        ([{"worker": 0, "point": "apply", "step": 1}], "no field 'step'. Its fields are worker, point"),
+        ([{"worker": 0, "point": "apply", "step": 1}], "no field 'step'. The fields are worker, point"),
     ],
 )
-def test_a_plan_that_cannot_be_meant_is_refused(plan: object, expected: str) -> None:
+def test_an_invalid_plan_is_refused(plan: object, expected: str) -> None:
     with pytest.raises(ClusterError, match=expected) as caught:
         faults.read_plan(environ_of(plan))
     assert "Received: " in str(caught.value)

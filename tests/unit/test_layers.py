@@ -17,7 +17,7 @@ LAYERS = [
     {"core"},
     {"groups", "fence", "validate", "storage", "inbox", "runfiles", "auditfiles", "checkpoint"},
     {"coordination"},
-    {"transport", "lifetime"},
+    {"transport", "lifetime", "turns"},
     {"strategy"},
     {"runtime", "supervisor"},
     {"testing"},

@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from replicast.config import FAILED_BECAUSE_OF_ANOTHER
+from replicast.config import PEER_FAILED
 from replicast.coordination import MemoryCoordination
 from replicast.errors import JobFailed
-from replicast.lifetime import GRACE_SECS, PASSED_TURNS, Lifetime
+from replicast.lifetime import GRACE_SECS, Lifetime
+from replicast.turns import TURNS_KEPT
 
 DEADLINE_SECS = 20.0
 
@@ -31,7 +32,7 @@ class Worker:
 
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
-    monkeypatch.setattr("replicast.lifetime.LOOK_SECS", 0.02)
+    monkeypatch.setattr("replicast.turns.POLL_SECS", 0.02)
     store = MemoryCoordination.Store()
     return [Worker(store, rank) for rank in range(2)]
 
@@ -75,7 +76,7 @@ def test_a_failure_reaches_the_others_with_its_first_line(workers: list[Worker])
     eventually(lambda: workers[0].coordination.aborted)
     assert workers[0].coordination.aborted == ["worker 1 failed first: ValueError: no such column"]
     leave_all(workers)
-    assert workers[0].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
+    assert workers[0].exit_codes == [PEER_FAILED]
     assert workers[1].exit_codes == []  # Python's own exit code 1 stays
 
 
@@ -85,24 +86,24 @@ def test_of_two_failures_the_first_is_named(workers: list[Worker]) -> None:
     assert workers[0].lifetime.failure is not None
     assert "worker 1 failed first: ValueError: the cause" in str(workers[0].lifetime.failure)
     leave_all(workers)
-    assert workers[0].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
+    assert workers[0].exit_codes == [PEER_FAILED]
 
 
-def test_who_waited_in_vain_blames_the_one_it_waited_for(workers: list[Worker]) -> None:
+def test_a_worker_that_waited_in_vain_blames_the_worker_it_waited_for(workers: list[Worker]) -> None:
     workers[0].lifetime.failed(JobFailed("worker 1 did not come", worker=1))
     eventually(lambda: raises(workers[1].lifetime.check))
     leave_all(workers)
-    assert workers[0].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
+    assert workers[0].exit_codes == [PEER_FAILED]
     assert workers[1].exit_codes == []  # whatever it ends with stays
 
 
-def test_who_has_left_is_known_and_keys_of_turns_do_not_pile_up(workers: list[Worker]) -> None:
-    for _ in range(3 * PASSED_TURNS):
+def test_workers_know_who_has_left_and_keys_of_turns_are_deleted(workers: list[Worker]) -> None:
+    for _ in range(3 * TURNS_KEPT):
         for worker in workers:
-            worker.lifetime.turn()
+            worker.lifetime.turns.take()
     kept = workers[0].coordination._store.values
     # Of each turn that is kept: the key of the first worker there, and one of each worker.
-    eventually(lambda: len([key for key in list(kept) if "/turn/" in key]) <= 3 * PASSED_TURNS)
+    eventually(lambda: len([key for key in list(kept) if "/turn/" in key]) <= 3 * TURNS_KEPT)
     assert not workers[0].lifetime.has_left(1)
     leaving = threading.Thread(target=workers[1].lifetime.leave)
     leaving.start()
@@ -113,18 +114,18 @@ def test_who_has_left_is_known_and_keys_of_turns_do_not_pile_up(workers: list[Wo
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_of_three_workers_it_is_known_which_have_gone_on_and_which_have_left(
+def test_a_worker_knows_which_of_two_others_have_gone_on_and_left(
     monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
-    monkeypatch.setattr("replicast.lifetime.LOOK_SECS", 0.02)
+    monkeypatch.setattr("replicast.turns.POLL_SECS", 0.02)
     store = MemoryCoordination.Store()
     workers = [Worker(store, rank, size=3) for rank in range(3)]
     second, last = (first + 1) % 3, workers[first - 1].lifetime
     for worker in (first, second):
         assert not last.has_gone_on(worker)
-        workers[worker].lifetime.turn()
+        workers[worker].lifetime.turns.take()
         assert last.has_gone_on(worker)
-    last.turn()
+    last.turns.take()
     leaving = [threading.Thread(target=workers[worker].lifetime.leave) for worker in (first, second)]
     for worker, thread in zip((first, second), leaving, strict=True):
         assert not last.has_left(worker)
@@ -153,9 +154,9 @@ def test_workers_that_exchanged_nothing_are_told_why(
 
 def test_a_worker_whose_data_ends_early_is_noticed_by_the_one_that_waits(workers: list[Worker]) -> None:
     for worker in workers:
-        worker.lifetime.turn()
+        worker.lifetime.turns.take()
         worker.transfers = 10
-    workers[1].lifetime.turn()  # its data ended after 10 transfers
+    workers[1].lifetime.turns.take()  # its data ended after 10 transfers
     workers[0].transfers = 11  # and this one has started the next step
     eventually(lambda: workers[0].coordination.aborted)
     assert "worker 1 came to the end of its data" in workers[0].coordination.aborted[0]
@@ -164,11 +165,11 @@ def test_a_worker_whose_data_ends_early_is_noticed_by_the_one_that_waits(workers
 
 
 def test_workers_open_their_data_together(workers: list[Worker]) -> None:
-    first = threading.Thread(target=workers[0].lifetime.meet)
+    first = threading.Thread(target=workers[0].lifetime.turns.meet)
     first.start()
     first.join(0.5)
     assert first.is_alive()
-    workers[1].lifetime.meet()
+    workers[1].lifetime.turns.meet()
     first.join(DEADLINE_SECS)
     assert not first.is_alive()
 
@@ -178,7 +179,7 @@ def test_a_worker_that_waits_for_one_that_failed_is_told(workers: list[Worker]) 
 
     def meet() -> None:
         with pytest.raises(JobFailed) as failure:
-            workers[0].lifetime.meet()
+            workers[0].lifetime.turns.meet()
         told.append(failure.value)
 
     first = threading.Thread(target=meet)
@@ -190,7 +191,7 @@ def test_a_worker_that_waits_for_one_that_failed_is_told(workers: list[Worker]) 
 
 def test_a_worker_that_others_wait_for_in_vain_does_not_wait_for_them(workers: list[Worker]) -> None:
     told: list[bool] = []
-    waits = threading.Thread(target=lambda: told.append(raises(workers[1].lifetime.meet)))
+    waits = threading.Thread(target=lambda: told.append(raises(workers[1].lifetime.turns.meet)))
     waits.start()
     eventually(lambda: workers[0].lifetime.has_gone_on(1))
     workers[0].lifetime.failed(JobFailed("worker 1 did not come", worker=1))
@@ -201,13 +202,13 @@ def test_a_worker_that_others_wait_for_in_vain_does_not_wait_for_them(workers: l
 
 def test_a_worker_that_is_only_slower_is_left_alone(workers: list[Worker]) -> None:
     for worker in workers:
-        worker.lifetime.turn()
+        worker.lifetime.turns.take()
         worker.transfers = 10
-    workers[1].lifetime.turn()
-    looked = workers[0].lifetime.looks
-    eventually(lambda: workers[0].lifetime.looks >= looked + 2)
+    workers[1].lifetime.turns.take()
+    polled = workers[0].lifetime.polls
+    eventually(lambda: workers[0].lifetime.polls >= polled + 2)
     assert workers[0].coordination.aborted == []
-    workers[0].lifetime.turn()
+    workers[0].lifetime.turns.take()
     leave_all(workers)
     assert [worker.exit_codes for worker in workers] == [[], []]
 
@@ -226,7 +227,7 @@ def test_a_worker_that_leaves_while_another_trains_is_noticed(workers: list[Work
 def test_a_worker_that_leaves_while_another_exchanges_metrics_is_noticed(workers: list[Worker]) -> None:
     first = threading.Thread(target=workers[1].lifetime.leave)
     first.start()
-    workers[0].lifetime.turn()
+    workers[0].lifetime.turns.take()
     eventually(lambda: workers[0].coordination.aborted)
     assert "worker 1 reached the end of its script" in workers[0].coordination.aborted[0]
     workers[0].lifetime.leave()
@@ -240,10 +241,10 @@ def test_a_worker_that_does_not_stop_by_itself_is_ended(
     assert GRACE_SECS > 1
     workers[1].lifetime.failed(ValueError("x"))
     eventually(lambda: workers[0].exit_codes)
-    assert workers[0].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
+    assert workers[0].exit_codes == [PEER_FAILED]
 
 
-def test_after_ctrl_c_nobody_is_waited_for(workers: list[Worker]) -> None:
+def test_after_ctrl_c_a_worker_does_not_wait_for_the_others(workers: list[Worker]) -> None:
     workers[0].lifetime.failed(KeyboardInterrupt())
     workers[0].lifetime.leave()  # worker 1 has not left
     assert workers[0].exit_codes == []
@@ -252,12 +253,12 @@ def test_after_ctrl_c_nobody_is_waited_for(workers: list[Worker]) -> None:
 def test_a_dead_watching_thread_is_noticed_at_the_next_pass(workers: list[Worker]) -> None:
     workers[0].coordination.get = lambda *_: 1 / 0  # type: ignore[method-assign,assignment]
     eventually(lambda: not workers[0].lifetime.watching())
-    with pytest.raises(JobFailed, match="thread that watches over the job has died"):
-        workers[0].lifetime.turn()
+    with pytest.raises(JobFailed, match="thread that watches the job has died"):
+        workers[0].lifetime.turns.take()
 
 
 def test_a_transfer_of_a_worker_that_writes_alone_ends_the_job_and_says_why(workers: list[Worker]) -> None:
-    with workers[0].lifetime.alone("writing model.keras"):
+    with workers[0].lifetime.turns.alone("writing model.keras"):
         workers[0].transfers += 1
         eventually(lambda: workers[0].coordination.aborted and workers[1].coordination.aborted)
     for worker in workers:
@@ -267,32 +268,32 @@ def test_a_transfer_of_a_worker_that_writes_alone_ends_the_job_and_says_why(work
 
 def test_a_turn_of_a_worker_that_writes_alone_is_refused(workers: list[Worker]) -> None:
     with (
-        workers[0].lifetime.alone("writing model.keras"),
+        workers[0].lifetime.turns.alone("writing model.keras"),
         pytest.raises(JobFailed, match="alone was writing"),
     ):
-        workers[0].lifetime.turn()
-    assert workers[0].lifetime.turn() == 1
+        workers[0].lifetime.turns.take()
+    assert workers[0].lifetime.turns.take() == 1
 
 
-def test_a_save_in_another_thread_does_not_end_the_watch_over_the_main_thread(workers: list[Worker]) -> None:
+def test_a_save_in_another_thread_does_not_unprotect_the_main_thread(workers: list[Worker]) -> None:
     def save() -> None:
-        with workers[0].lifetime.alone("writing another.keras"):
+        with workers[0].lifetime.turns.alone("writing another.keras"):
             pass
 
-    with workers[0].lifetime.alone("writing model.keras"):
+    with workers[0].lifetime.turns.alone("writing model.keras"):
         other = threading.Thread(target=save)
         other.start()
         other.join(DEADLINE_SECS)
         with pytest.raises(JobFailed, match="alone was writing model"):
-            workers[0].lifetime.turn()
+            workers[0].lifetime.turns.take()
 
 
-def test_a_worker_that_came_to_its_next_turn_has_gone_on(workers: list[Worker]) -> None:
+def test_a_worker_that_took_its_next_turn_has_gone_on(workers: list[Worker]) -> None:
     assert not workers[1].lifetime.has_gone_on(0)
-    workers[0].lifetime.turn()
+    workers[0].lifetime.turns.take()
     assert workers[1].lifetime.has_gone_on(0)
     assert not workers[0].lifetime.has_gone_on(1)
-    workers[1].lifetime.turn()
+    workers[1].lifetime.turns.take()
     assert not workers[1].lifetime.has_gone_on(0)
 
 
@@ -302,7 +303,7 @@ def freeze_the_service(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(worker.coordination, call, lambda *_: threading.Event().wait())
 
 
-def test_a_worker_ends_when_the_service_gives_no_answer(
+def test_a_worker_exits_when_the_service_does_not_answer(
     workers: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replicast.lifetime.SILENT_SECS", 0.2)
@@ -311,7 +312,7 @@ def test_a_worker_ends_when_the_service_gives_no_answer(
     script = threading.Thread(target=workers[1].lifetime.failed, args=(ValueError("x"),), daemon=True)
     script.start()  # its end calls the service too
     eventually(lambda: workers[1].exit_codes)
-    assert workers[1].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
+    assert workers[1].exit_codes == [PEER_FAILED]
     assert workers[1].lifetime.failure is not None
     assert workers[1].lifetime.failure.worker == 0
     assert workers[1].coordination.aborted == [str(workers[1].lifetime.failure)]
@@ -319,7 +320,7 @@ def test_a_worker_ends_when_the_service_gives_no_answer(
     workers[0].lifetime.leave()
 
 
-def test_a_worker_ends_when_the_service_has_lost_another(
+def test_a_worker_exits_when_the_service_has_lost_another(
     workers: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replicast.lifetime.GRACE_SECS", 0.2)
@@ -329,11 +330,11 @@ def test_a_worker_ends_when_the_service_has_lost_another(
 
     monkeypatch.setattr(workers[0].coordination, "get", lost)
     eventually(lambda: workers[0].exit_codes)
-    assert workers[0].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
+    assert workers[0].exit_codes == [PEER_FAILED]
     assert workers[0].coordination.aborted == ["worker 1 was lost"]
 
 
-def test_who_is_lost_is_read_from_the_error_of_tensorflow(workers: list[Worker]) -> None:
+def test_the_lost_worker_is_read_from_the_error_of_tensorflow(workers: list[Worker]) -> None:
     said = (
         "Collective ops is aborted by: Error reported from /job:worker/task:1: The following tasks are "
         "unhealthy (stopped sending heartbeats):\n/job:worker/replica:0/task:1\nThe tasks have crashed."
@@ -343,4 +344,4 @@ def test_who_is_lost_is_read_from_the_error_of_tensorflow(workers: list[Worker])
     assert workers[0].lifetime.failure.worker == 1
     workers[1].lifetime.failed(KeyboardInterrupt())
     leave_all(workers)
-    assert workers[0].exit_codes == [FAILED_BECAUSE_OF_ANOTHER]
+    assert workers[0].exit_codes == [PEER_FAILED]

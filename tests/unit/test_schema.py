@@ -33,19 +33,19 @@ SCHEMA = Schema(
         ("bias", "bias"),
     ],
 )
-def test_a_full_name_or_an_end_that_only_one_has_is_found(asked: str, found: str) -> None:
+def test_a_full_name_or_a_unique_suffix_is_found(asked: str, found: str) -> None:
     assert SCHEMA.resolve(asked).name == found
 
 
-def test_an_end_that_several_have_is_refused_with_all_of_them() -> None:
+def test_an_ambiguous_suffix_is_refused_with_all_matches() -> None:
     schema = Schema([variable("a/bias"), variable("b/bias")])
-    with pytest.raises(UpdateRefused, match="fits 2 variables") as raised:
+    with pytest.raises(UpdateRefused, match="matches 2 variables") as raised:
         schema.resolve("bias")
     assert raised.value.expected == "one of a/bias, b/bias"
 
 
 @pytest.mark.parametrize("asked", ["dense/kernal", "kernle", "model/dense/kernels"])
-def test_an_unknown_name_is_refused_with_near_ones(asked: str) -> None:
+def test_an_unknown_name_is_refused_with_similar_names(asked: str) -> None:
     with pytest.raises(UpdateRefused) as raised:
         SCHEMA.resolve(asked)
     assert raised.value.variable == asked
@@ -54,12 +54,12 @@ def test_an_unknown_name_is_refused_with_near_ones(asked: str) -> None:
 
 
 @pytest.mark.parametrize("asked", ["", "/", "ernel", "nse/kernel", "model", "model/dense/kernel/"])
-def test_a_piece_that_is_no_end_at_a_border_is_refused(asked: str) -> None:
+def test_a_part_of_a_name_that_is_not_a_suffix_is_refused(asked: str) -> None:
     with pytest.raises(UpdateRefused):
         SCHEMA.resolve(asked)
 
 
-def test_at_most_five_near_names_are_told() -> None:
+def test_at_most_five_similar_names_are_listed() -> None:
     schema = Schema([variable(f"layer_{n}/kernel") for n in range(50)])
     with pytest.raises(UpdateRefused) as raised:
         schema.resolve("layer/kernel")
@@ -68,7 +68,7 @@ def test_at_most_five_near_names_are_told() -> None:
 
 
 @pytest.mark.parametrize("asked", ["optimizer/learning_rate", "learning_rate"])
-def test_a_name_that_is_missing_for_a_reason_says_so(asked: str) -> None:
+def test_a_name_with_a_hint_is_refused_with_the_hint(asked: str) -> None:
     with pytest.raises(UpdateRefused, match="computed by a schedule"):
         SCHEMA.resolve(asked)
 
@@ -117,6 +117,6 @@ def test_the_digest_tells_order_shape_dtype_and_slots_apart() -> None:
         {"variables": [], "hints": []},
     ],
 )
-def test_json_that_is_no_schema_is_a_value_error(fields: dict) -> None:
+def test_json_that_is_not_a_schema_is_a_value_error(fields: dict) -> None:
     with pytest.raises(ValueError, match="Received"):
         Schema.from_json(fields)

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from replicast.supervisor.bars import torn, with_its_loss, with_shorter_bar
+from replicast.supervisor.bars import split_bar, with_its_loss, with_shorter_bar
 from replicast.supervisor.lines import LineAssembler, as_shown, without_colours
 from replicast.supervisor.screen import Screen
 
@@ -60,20 +60,20 @@ def test_a_line_with_room_and_a_line_without_a_bar_stay_as_they_are() -> None:
 @pytest.mark.parametrize("text", BEHIND)
 @pytest.mark.parametrize("metrics", ["", SHORT, " - loss: 9.1234e-05", " - loss: nan", " - a b: -inf"])
 @pytest.mark.parametrize("padding", ["", "   "])
-def test_what_is_written_behind_a_bar_is_told_from_the_bar(text: str, metrics: str, padding: str) -> None:
+def test_text_written_after_a_bar_is_split_from_the_bar(text: str, metrics: str, padding: str) -> None:
     bar = drawn(37, metrics)
-    assert torn(bar + padding + text) == (bar, text)
-    assert torn(bar + padding) is None
+    assert split_bar(bar + padding + text) == (bar, text)
+    assert split_bar(bar + padding) is None
 
 
 def test_a_bar_without_a_known_end_is_a_bar_too() -> None:
     bar = f"{37:7}/Unknown \x1b[1m1:02\x1b[0m 8ms/step{SHORT}"
-    assert torn(bar + "text") == (bar, "text")
+    assert split_bar(bar + "text") == (bar, "text")
 
 
-def test_text_that_only_looks_like_a_bar_is_left_alone() -> None:
+def test_text_that_only_looks_like_a_bar_is_not_split() -> None:
     for line in ("3/4 of it done", "━━━━ heading ━━━━", "1/2 ━━ of something"):
-        assert torn(line) is None
+        assert split_bar(line) is None
 
 
 def keras_draws(bar: str, before: str = "") -> bytes:
@@ -81,7 +81,7 @@ def keras_draws(bar: str, before: str = "") -> bytes:
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-def test_log_lines_stand_above_the_bar_and_the_bar_goes_on(size: int) -> None:
+def test_log_lines_appear_above_the_bar_and_the_bar_continues(size: int) -> None:
     first, second, last = drawn(37, SHORT), drawn(38, SHORT), drawn(938, SHORT)
     written = (
         b"Epoch 1/2\n"
@@ -112,7 +112,7 @@ def test_while_a_log_line_is_written_the_bar_stays_whole() -> None:
     assert assembler.partial == bar
 
 
-def test_a_worker_that_ends_at_a_bar_leaves_bar_and_last_words_as_lines() -> None:
+def test_a_worker_that_exits_at_a_bar_leaves_the_bar_and_its_last_text_as_lines() -> None:
     assembler = LineAssembler()
     bar = drawn(37, SHORT)
     assembler.feed(keras_draws(bar) + b"killed")
@@ -132,7 +132,7 @@ def test_a_finished_bar_is_shown_whole_with_a_shorter_bar(monkeypatch: pytest.Mo
     assert out.getvalue() == f"[worker 0] 938/938 ━━━━━ 12s 123ms/step{LONG}\n"
 
 
-def test_elsewhere_than_on_a_terminal_a_finished_bar_is_as_keras_drew_it(
+def test_without_a_terminal_a_finished_bar_is_as_keras_drew_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")

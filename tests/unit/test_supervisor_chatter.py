@@ -39,12 +39,12 @@ SHOWN = [
 
 
 @pytest.mark.parametrize("line", CHATTER)
-def test_information_of_tensorflow_is_chatter(line: str) -> None:
+def test_info_lines_of_tensorflow_are_chatter(line: str) -> None:
     assert is_chatter(line)
 
 
 @pytest.mark.parametrize("line", SHOWN)
-def test_warnings_errors_and_the_output_of_the_script_are_not(line: str) -> None:
+def test_warnings_errors_and_the_output_of_the_script_are_not_chatter(line: str) -> None:
     assert not is_chatter(line)
 
 
@@ -59,14 +59,14 @@ def written(log: Path, *, chatter: bool) -> tuple[str, list[str]]:
     return out.getvalue(), list(output.tail)
 
 
-def test_the_log_has_every_line_and_the_screen_and_the_tail_leave_chatter_out(tmp_path: Path) -> None:
+def test_the_log_has_every_line_and_the_screen_and_the_tail_omit_chatter(tmp_path: Path) -> None:
     shown, tail = written(tmp_path / "log", chatter=False)
     assert (tmp_path / "log").read_text().splitlines() == [*CHATTER, *SHOWN]
     assert shown == "".join(f"[worker 0] {line}\n" for line in SHOWN)
     assert tail == SHOWN
 
 
-def test_all_is_shown_to_those_who_want_it(tmp_path: Path) -> None:
+def test_chatter_is_shown_on_request(tmp_path: Path) -> None:
     shown, tail = written(tmp_path / "log", chatter=True)
     assert shown.splitlines() == [f"[worker 0] {line}" for line in [*CHATTER, *SHOWN]]
     assert tail == [*CHATTER, *SHOWN]
@@ -86,5 +86,5 @@ def test_chatter_is_not_drawn_while_it_is_being_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("environ", "wants"), [({}, False), ({"TF_CPP_MIN_LOG_LEVEL": "0"}, True)])
-def test_whoever_sets_the_log_level_has_what_tensorflow_says(environ: dict[str, str], wants: bool) -> None:
+def test_setting_the_log_level_shows_everything(environ: dict[str, str], wants: bool) -> None:
     assert wants_chatter(environ) is wants

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from replicast.supervisor.group import Group, GroupEnd, Patience
+from replicast.supervisor.group import Group, GroupEnd, Timeouts
 from replicast.supervisor.interruptions import Interruptions
 from replicast.supervisor.plan import WorkerPlan
 from replicast.supervisor.report import tail_box
@@ -25,7 +25,7 @@ def run_group(directory: Path, program: str, workers: int) -> GroupEnd:
     ]
     screen = Screen(io.StringIO(), io.StringIO(), live_rank=None, colour=False)
     with Interruptions() as interruptions:
-        group = Group(plans, screen=screen, tee=frozenset(), patience=Patience(), interruptions=interruptions)
+        group = Group(plans, screen=screen, tee=frozenset(), timeouts=Timeouts(), interruptions=interruptions)
         return group.run(os.environ)
 
 
@@ -48,7 +48,7 @@ def test_a_worker_that_cannot_be_watched_is_not_left_behind(
     assert not any(Path(f"/proc/{process}").exists() for process in started)
 
 
-def test_all_workers_of_a_group_are_closed_within_one_time(
+def test_all_workers_of_a_group_are_closed_within_one_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[float] = []

@@ -53,7 +53,7 @@ def pipe() -> Iterator[StalledPipe]:
     os.close(pipe.reading)
 
 
-def test_what_a_stalled_reader_did_not_take_comes_later_in_order(pipe: StalledPipe) -> None:
+def test_a_stalled_reader_gets_everything_later_in_order(pipe: StalledPipe) -> None:
     outlet = Outlet(pipe.stream)
     for number in range(1000):
         outlet.put([f"line {number}"])
@@ -63,8 +63,8 @@ def test_what_a_stalled_reader_did_not_take_comes_later_in_order(pipe: StalledPi
     assert pipe.read().splitlines() == [f"line {number}" for number in range(1000)]
 
 
-def test_more_than_there_is_room_for_is_left_out_and_counted_in_its_place(pipe: StalledPipe) -> None:
-    outlet = Outlet(pipe.stream, room=100)
+def test_lines_beyond_the_capacity_are_omitted_and_counted(pipe: StalledPipe) -> None:
+    outlet = Outlet(pipe.stream, capacity=100)
     for number in range(1000):
         outlet.put([f"line {number}"])
     outlet.put(["the launcher's own word"], must_appear=True)
@@ -85,7 +85,7 @@ def test_more_than_there_is_room_for_is_left_out_and_counted_in_its_place(pipe: 
     assert following == 1000
 
 
-def test_of_a_bar_that_moved_unseen_only_the_newest_is_drawn(pipe: StalledPipe) -> None:
+def test_only_the_newest_state_of_a_bar_is_drawn(pipe: StalledPipe) -> None:
     outlet = Outlet(pipe.stream)
     for percent in range(1, 101):
         outlet.put([], f"{percent}%")
@@ -106,7 +106,7 @@ def test_closing_gives_up_on_a_reader_that_takes_nothing(pipe: StalledPipe) -> N
     assert pipe.read() == "nobody reads this\n"
 
 
-def test_a_file_that_somebody_made_non_blocking_gets_everything(pipe: StalledPipe) -> None:
+def test_a_non_blocking_file_gets_everything(pipe: StalledPipe) -> None:
     os.set_blocking(pipe.stream.fileno(), False)
     outlet = Outlet(pipe.stream)
     outlet.put(["first", "second"])
@@ -115,7 +115,7 @@ def test_a_file_that_somebody_made_non_blocking_gets_everything(pipe: StalledPip
     assert pipe.read() == "first\nsecond\n"
 
 
-def test_messages_appear_although_nobody_reads_the_workers_lines(pipe: StalledPipe) -> None:
+def test_messages_appear_even_if_nobody_reads_the_workers_lines(pipe: StalledPipe) -> None:
     reading, writing = os.pipe()
     with os.fdopen(reading) as read, os.fdopen(writing, "w") as messages:
         screen = Screen(pipe.stream, messages, live_rank=None, colour=False)

@@ -31,11 +31,11 @@ BAR = "\x1b[1m 1/10\x1b[0m \x1b[32m━━\x1b[0m"
         ("bell\x07 tab\tend\x00", "bell tab\tend"),
     ],
 )
-def test_a_line_is_what_the_terminal_shows_in_the_end(line: str, expected: str) -> None:
+def test_a_line_is_its_final_state_on_a_terminal(line: str, expected: str) -> None:
     assert as_shown(line) == expected
 
 
-def test_lines_are_put_together_from_any_pieces() -> None:
+def test_lines_are_assembled_from_any_pieces() -> None:
     whole = f"first\nö {BAR}\r{BAR}\b\b\n\nlast".encode()
     expected = ["first", BAR, ""]
     for size in (1, 2, 3, 7, len(whole)):
@@ -56,7 +56,7 @@ def test_bytes_that_are_not_utf8_are_replaced() -> None:
     assert assembler.finish() == ["half �"]
 
 
-def test_a_line_that_never_ends_does_not_fill_the_memory() -> None:
+def test_a_line_without_an_end_does_not_fill_memory() -> None:
     assembler = LineAssembler()
     for _ in range(20):
         assembler.feed(b"x" * 10_000)
@@ -87,7 +87,7 @@ def plain_screen() -> tuple[Screen, io.StringIO]:
     return Screen(out, out, live_rank=None, colour=False), out
 
 
-def test_elsewhere_than_on_a_terminal_only_whole_plain_lines_appear() -> None:
+def test_without_a_terminal_only_complete_plain_lines_appear() -> None:
     screen, out = plain_screen()
     screen.show(0, [], "half")
     screen.show(1, ["\x1b[31mred\x1b[0m", "two"], "")
@@ -164,7 +164,7 @@ def test_the_log_holds_every_byte_and_the_tail_what_was_shown(tmp_path: Path) ->
     assert out.getvalue() == "[worker 3] 3%\n[worker 3] �\n[worker 3] end\n"
 
 
-def test_a_worker_on_a_terminal_knows_its_width_and_newlines_stay_as_they_are(tmp_path: Path) -> None:
+def test_a_worker_on_a_terminal_knows_its_width_and_newlines_are_unchanged(tmp_path: Path) -> None:
     output = Output(0, tmp_path / "log", screen=None, columns=57)
     assert os.isatty(output.writing_end)
     assert os.get_terminal_size(output.writing_end).columns == 57
@@ -182,7 +182,9 @@ def test_a_full_disk_does_not_stop_the_reading() -> None:
     assert list(output.tail) == ["still here"]
 
 
-def test_what_outlives_a_worker_and_writes_for_ever_does_not_keep_the_launcher(tmp_path: Path) -> None:
+def test_a_child_that_outlives_a_worker_and_writes_for_ever_does_not_block_the_launcher(
+    tmp_path: Path,
+) -> None:
     output = Output(0, tmp_path / "log", screen=None, columns=None)
     os.close(output.reading_end)
     output.reading_end = os.open("/dev/zero", os.O_RDONLY)
@@ -191,7 +193,7 @@ def test_what_outlives_a_worker_and_writes_for_ever_does_not_keep_the_launcher(t
 
 
 @pytest.mark.parametrize("columns", [None, 80])
-def test_all_that_a_worker_left_unread_is_taken_in(tmp_path: Path, columns: int | None) -> None:
+def test_everything_that_a_worker_wrote_before_it_exited_is_read(tmp_path: Path, columns: int | None) -> None:
     output = Output(0, tmp_path / "log", screen=None, columns=columns)
     os.set_blocking(output.writing_end, False)
     written = 0

@@ -25,7 +25,7 @@ def planned(job: Job = JOB, **changes: object) -> tuple[WorkerPlan, ...]:
     return plan_workers(job, **{**known, **changes})  # type: ignore[arg-type]
 
 
-def test_each_local_worker_learns_who_it_is() -> None:
+def test_each_local_worker_gets_its_rank() -> None:
     first, second = planned()
     assert (first.rank, second.rank) == (0, 1)
     assert first.argv == second.argv == JOB.argv
@@ -38,7 +38,7 @@ def test_each_local_worker_learns_who_it_is() -> None:
     assert second.env["PYTHONUNBUFFERED"] == "1"
 
 
-def test_each_worker_learns_run_directory_and_attempt_and_has_its_own_log() -> None:
+def test_each_worker_gets_run_directory_and_attempt_and_its_own_log() -> None:
     plan = planned(attempt=3)[1]
     assert plan.env["REPLICAST_RUN_DIR"] == "/run"
     assert plan.env["REPLICAST_ATTEMPT"] == "3"
@@ -46,7 +46,7 @@ def test_each_worker_learns_run_directory_and_attempt_and_has_its_own_log() -> N
     assert plan.log == Path("/run/logs/attempt-3/worker-1.log")
 
 
-def test_ranks_go_on_from_one_host_to_the_next() -> None:
+def test_ranks_continue_from_one_host_to_the_next() -> None:
     job = replace(JOB, hosts=("h1", "h2", "h3"), node_rank=1, port=4000)
     plans = planned(job, ports=job.fixed_ports)
     assert [plan.env["RANK"] for plan in plans] == ["2", "3"]
@@ -58,7 +58,7 @@ def test_ranks_go_on_from_one_host_to_the_next() -> None:
     }
 
 
-def test_a_given_tf_config_is_left_as_it_is() -> None:
+def test_an_existing_tf_config_is_not_changed() -> None:
     (plan,) = planned(replace(JOB, workers=1, given=GIVEN), environ={"LOCAL_RANK": "1"})
     assert "TF_CONFIG" not in plan.env
     assert "LOCAL_RANK" not in plan.env
@@ -104,7 +104,7 @@ def test_workers_share_the_cores(cores: int, workers: int, intra: str | None, in
     assert settings.get("TF_NUM_INTEROP_THREADS") == inter
 
 
-def test_thread_counts_that_the_user_set_stay() -> None:
+def test_thread_counts_set_by_the_user_are_kept() -> None:
     assert "OMP_NUM_THREADS" not in planned(environ={"OMP_NUM_THREADS": "3"})[0].env
 
 

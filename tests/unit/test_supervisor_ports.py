@@ -19,7 +19,7 @@ def listening(port: int = 0) -> socket.socket:
     return server
 
 
-def test_a_held_port_is_given_to_nobody_who_asks_for_any() -> None:
+def test_the_kernel_never_gives_out_a_held_port() -> None:
     with hold_free_ports(200) as first, hold_free_ports(200) as second:
         assert len({*first.numbers, *second.numbers}) == 400
 
@@ -34,12 +34,12 @@ def test_a_worker_can_listen_on_a_held_port() -> None:
         accepted.close()
 
 
-def test_a_stranger_without_reuse_cannot_take_a_held_port() -> None:
+def test_another_process_without_reuse_cannot_bind_a_held_port() -> None:
     with hold_free_ports(1) as ports, socket.socket() as stranger, pytest.raises(OSError, match="in use"):
         stranger.bind(("127.0.0.1", ports.numbers[0]))
 
 
-def test_a_port_on_which_somebody_listens_is_refused_with_a_remedy() -> None:
+def test_a_port_in_use_is_refused_with_a_remedy() -> None:
     with listening() as server:
         port = server.getsockname()[1]
         with pytest.raises(ClusterError, match=f"Port {port} is in use.*choose another port"):

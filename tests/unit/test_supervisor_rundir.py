@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from replicast.cli import main
-from replicast.config import FAILED_BECAUSE_OF_ANOTHER, FAULTS
+from replicast.config import FAULTS, PEER_FAILED
 from replicast.errors import LaunchRefused
 from replicast.supervisor.group import GroupEnd, first_failure
 from replicast.supervisor.plan import Job, absent_workers, planned_faults
@@ -21,7 +21,7 @@ from replicast.supervisor.report import (
     failure_line,
     faults_line,
     others_line,
-    told_to_end_line,
+    sigterm_line,
 )
 from replicast.supervisor.rundir import locked, make_attempt_dir, make_run_dir, next_attempt
 from replicast.supervisor.supervisor import exit_code
@@ -39,7 +39,7 @@ def frozen(rank: int) -> WorkerExit:
     return replace(ended(rank, -9, stopped=True), frozen=True)
 
 
-def test_the_default_run_directory_says_when_and_what(
+def test_the_default_run_directory_names_time_and_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -59,13 +59,13 @@ def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
         make_run_dir(tmp_path / "file", program="train", now=NOON)
 
 
-def test_a_log_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_a_log_directory_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(LaunchRefused, match="--log-dir"):
         make_attempt_dir(tmp_path / "file", 0)
 
 
-def test_a_continued_run_never_writes_over_older_logs(tmp_path: Path) -> None:
+def test_a_continued_run_never_overwrites_older_logs(tmp_path: Path) -> None:
     assert next_attempt(tmp_path, range(2)) == 0
     for attempt in range(2):
         (make_attempt_dir(tmp_path, attempt) / "worker-1.log").touch()
@@ -84,7 +84,7 @@ def test_a_second_launcher_is_refused_until_the_first_has_ended(tmp_path: Path) 
         pass
 
 
-def test_a_run_directory_in_which_nothing_can_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_run_directory_that_is_not_writable_is_refused(tmp_path: Path) -> None:
     (tmp_path / "launcher-0.lock").mkdir()
     refused = pytest.raises(LaunchRefused, match=r"cannot be used .*Is a directory.* with --run-dir")
     with refused, locked(tmp_path, 0):
@@ -106,11 +106,11 @@ def test_the_lock_is_not_taken_through_a_link_or_a_pipe(tmp_path: Path) -> None:
     assert precious.read_text() == "all of it"
     lock.unlink()
     os.mkfifo(lock)
-    with pytest.raises(LaunchRefused, match="no plain file"), locked(tmp_path, 0):
+    with pytest.raises(LaunchRefused, match="Not a regular file"), locked(tmp_path, 0):
         pass
 
 
-def test_a_full_disk_lets_go_of_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_releases_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -128,10 +128,10 @@ def test_a_full_disk_lets_go_of_the_lock(tmp_path: Path, monkeypatch: pytest.Mon
         ([ended(0, 0), ended(1, 0)], None),
         ([ended(0, 0), ended(1, 3)], 1),
         ([ended(1, 3), ended(0, 4)], 1),
-        ([ended(1, FAILED_BECAUSE_OF_ANOTHER), ended(0, 4)], 0),
-        ([ended(1, FAILED_BECAUSE_OF_ANOTHER), ended(0, -15, stopped=True)], 1),
+        ([ended(1, PEER_FAILED), ended(0, 4)], 0),
+        ([ended(1, PEER_FAILED), ended(0, -15, stopped=True)], 1),
         ([ended(1, -15, stopped=True), ended(0, 1)], 0),
-        ([ended(1, FAILED_BECAUSE_OF_ANOTHER), frozen(0)], 0),
+        ([ended(1, PEER_FAILED), frozen(0)], 0),
         ([ended(1, 3), frozen(0)], 1),
         ([ended(1, 0), frozen(0)], None),
     ],
@@ -144,12 +144,12 @@ def test_the_worker_to_blame_is_the_first_to_fail_by_itself(
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 3), (-9, 137), (-6, 134)])
-def test_the_exit_code_is_that_of_the_first_failure_as_shells_count(code: int, expected: int) -> None:
+def test_the_exit_code_is_that_of_the_first_failure_as_in_a_shell(code: int, expected: int) -> None:
     exits = (ended(0, code),)
     assert exit_code(GroupEnd(exits, first_failure(exits), None)) == expected
 
 
-def test_a_worker_that_could_not_be_killed_is_no_success() -> None:
+def test_a_worker_that_could_not_be_killed_is_not_a_success() -> None:
     assert exit_code(GroupEnd((), None, None, left_behind=(1,))) == 1
 
 
@@ -160,41 +160,40 @@ def test_the_report_names_worker_cause_duration_and_log() -> None:
     )
     others = (ended(3, 1), ended(2, 0), failed, ended(0, -15, stopped=True))
     assert others_line(GroupEnd(others, failed, None)) == (
-        "replicast: worker 0 was stopped, worker 2 had ended well, worker 3 failed after it (exit code 1)."
+        "replicast: worker 0 was stopped, worker 2 had finished, worker 3 failed after it (exit code 1)."
     )
 
 
-def test_a_group_that_was_told_to_end_is_not_called_a_failure() -> None:
+def test_a_group_that_was_told_to_stop_is_not_reported_as_a_failure() -> None:
     first = ended(1, 143)
-    assert told_to_end_line(first) == (
-        "replicast: the group was told to end (SIGTERM); worker 1 left first, with 143, after 2.0 s. "
+    assert sigterm_line(first) == (
+        "replicast: the group was told to stop (SIGTERM); worker 1 exited first, with 143, after 2.0 s. "
         "Log: /logs/x.log"
     )
-    assert others_line(GroupEnd((first, ended(0, 143)), first, None)) == "replicast: worker 0 left too."
+    assert others_line(GroupEnd((first, ended(0, 143)), first, None)) == "replicast: worker 0 exited too."
 
 
-def test_faults_that_are_planned_are_announced() -> None:
+def test_planned_faults_are_announced() -> None:
     plan = [{"worker": number, "point": "apply", "action": "stop"} for number in range(7)]
     line = faults_line(planned_faults({FAULTS: json.dumps(plan)}))
     assert line == (
-        "replicast: warning: REPLICAST_FAULTS is set, workers fail on purpose: stop worker 0 at apply, stop "
-        "worker 1 at apply, stop worker 2 at apply, stop worker 3 at apply, stop worker 4 at apply, 2 more"
+        "replicast: warning: REPLICAST_FAULTS is set: workers will fail on purpose: stop worker 0 at apply, "
+        "stop worker 1 at apply, stop worker 2 at apply, stop worker 3 at apply, stop worker 4 at apply, "
+        "2 more"
     )
     assert planned_faults({}) == ()
 
 
-def test_a_launcher_announces_the_faults_that_it_hands_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_launcher_announces_planned_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FAULTS, '[{"worker": 0, "point": "apply"}]')
     (tmp_path / "nothing.py").touch()
     command = ["run", "--run-dir", str(tmp_path / "run"), str(tmp_path / "nothing.py")]
     result = subprocess.run([sys.executable, "-m", "replicast", *command], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert "REPLICAST_FAULTS is set, workers fail on purpose: kill worker 0 at apply" in result.stderr
+    assert "REPLICAST_FAULTS is set: workers will fail on purpose: kill worker 0 at apply" in result.stderr
 
 
-def test_a_fault_for_a_worker_that_is_not_there_is_named() -> None:
+def test_a_fault_for_a_missing_worker_is_reported() -> None:
     def absent(workers: int, *planned: int) -> tuple[int, ...]:
         plan = json.dumps([{"worker": worker, "point": "apply"} for worker in planned])
         return absent_workers(Job(argv=("x",), workers=workers), {FAULTS: plan})
@@ -205,11 +204,11 @@ def test_a_fault_for_a_worker_that_is_not_there_is_named() -> None:
         "replicast: warning: REPLICAST_FAULTS plans a fault for workers 2, 7, but the job has workers 0 to 1"
         ": it will not fire"
     )
-    assert "for worker 1, but the job has worker 0 alone" in absent_line((1,), 1)
+    assert "for worker 1, but the job has only worker 0" in absent_line((1,), 1)
 
 
 @pytest.mark.parametrize(
     ("secs", "expected"), [(0.04, "0.0 s"), (59.0, "59.0 s"), (61.2, "1 min 1 s"), (7260.0, "2 h 1 min")]
 )
-def test_durations_read_as_people_say_them(secs: float, expected: str) -> None:
+def test_durations_are_readable(secs: float, expected: str) -> None:
     assert duration(secs) == expected

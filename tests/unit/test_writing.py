@@ -34,7 +34,7 @@ def store() -> MemoryCoordination.Store:
 
 @pytest.fixture
 def workers(store: MemoryCoordination.Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Worker]]:
-    monkeypatch.setattr("replicast.lifetime.LOOK_SECS", 0.02)
+    monkeypatch.setattr("replicast.turns.POLL_SECS", 0.02)
     workers = [Worker(store, rank) for rank in range(2)]
     yield workers
     for worker in workers:

@@ -1,4 +1,4 @@
-"""The words between workers, on TensorFlow's service and on one that is played: nothing piles up in it."""
+"""The key-value store of the job, on TensorFlow's service and on a fake one: waits do not leak memory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from replicast.coordination import _NOTHING, GIVEN_UP_AT_MOST, ServiceCoordination
+from replicast.coordination import _NO_VALUE, MAX_TIMED_OUT_WAITS, ServiceCoordination
 from tests.pool import Pool
 
 QUESTIONS = 4000
 
 
 class PlayedService:
-    """What TensorFlow's offers; keeps a question that was given up until its key is there."""
+    """Offers what TensorFlow's does; keeps a timed-out wait until its key exists."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -41,62 +41,60 @@ class PlayedService:
 
 
 class RemovedLater(PlayedService):
-    """Another worker has just written that there is nothing, and removes it after the second look."""
+    """Another worker has just written the placeholder, and deletes it before the second wait."""
 
     def __init__(self, then: str | None) -> None:
         super().__init__()
-        self.values["word"] = _NOTHING
+        self.values["key"] = _NO_VALUE
         self.then = then
         self.looks = 0
 
     def get_config_key_value(self, key: str, timeout_in_ms: int) -> str:
         self.looks += 1
         if self.looks == 2:
-            del self.values["word"]
+            del self.values["key"]
             if self.then is not None:
-                self.values["word"] = self.then
+                self.values["key"] = self.then
         return super().get_config_key_value(key, timeout_in_ms)
 
 
-def test_questions_that_were_given_up_do_not_pile_up() -> None:
+def test_timed_out_waits_do_not_leak_memory_in_the_service() -> None:
     service = PlayedService()
     coordination = ServiceCoordination(service)
     for _ in range(QUESTIONS):
-        assert coordination.get("word", 0.0) is None
-    assert service.most_kept == GIVEN_UP_AT_MOST + 1
+        assert coordination.get("key", 0.0) is None
+    assert service.most_kept == MAX_TIMED_OUT_WAITS + 1
     assert not service.values
-    assert coordination.put("word", "here")
-    assert coordination.get("word", 0.0) == "here"
+    assert coordination.put("key", "here")
+    assert coordination.get("key", 0.0) == "here"
 
 
-def test_keys_that_nobody_asks_for_any_more_are_not_counted_for_ever() -> None:
+def test_keys_that_nobody_waits_for_any_more_are_not_counted_for_ever() -> None:
     coordination = ServiceCoordination(PlayedService())
     for number in range(1000):
         assert coordination.get(f"word/{number}", 0.0) is None
-    assert len(coordination._given_up) <= 100
+    assert len(coordination._timed_out) <= 100
 
 
 @pytest.mark.parametrize(("then", "written", "heard"), [(None, True, "mine"), ("theirs", False, "theirs")])
-def test_who_writes_waits_until_it_is_known_whether_there_is_something(
-    then: str | None, written: bool, heard: str
-) -> None:
+def test_a_writer_waits_until_the_placeholder_is_gone(then: str | None, written: bool, heard: str) -> None:
     coordination = ServiceCoordination(RemovedLater(then))
-    assert coordination.put("word", "mine") == written
-    assert coordination.get("word", 1.0) == heard
+    assert coordination.put("key", "mine") == written
+    assert coordination.get("key", 1.0) == heard
 
 
-def test_who_asks_is_not_told_that_nothing_is_something() -> None:
-    assert ServiceCoordination(RemovedLater("theirs")).get("word", 60.0) == "theirs"
+def test_the_placeholder_is_never_returned_as_a_value() -> None:
+    assert ServiceCoordination(RemovedLater("theirs")).get("key", 60.0) == "theirs"
     stuck = PlayedService()
-    stuck.values["word"] = _NOTHING
-    assert ServiceCoordination(stuck).get("word", 0.02) is None
+    stuck.values["key"] = _NO_VALUE
+    assert ServiceCoordination(stuck).get("key", 0.02) is None
 
 
-def test_what_a_dead_worker_should_have_removed_is_removed() -> None:
+def test_the_placeholder_of_a_worker_that_died_is_deleted() -> None:
     stuck = PlayedService()
-    stuck.values["word"] = _NOTHING
-    assert ServiceCoordination(stuck, tidy_secs=0.0).put("word", "mine")
-    assert stuck.values["word"] == "mine"
+    stuck.values["key"] = _NO_VALUE
+    assert ServiceCoordination(stuck, cleanup_secs=0.0).put("key", "mine")
+    assert stuck.values["key"] == "mine"
 
 
 def kilobytes() -> int:

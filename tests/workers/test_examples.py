@@ -40,7 +40,7 @@ def digests_in_logs(logs: Path, workers: int) -> list[str]:
     return [digests[0] for digests in found]
 
 
-UPDATED = re.compile(r"^update (\d+) at step (\d+), what it touched: (.+)$", re.MULTILINE)
+UPDATED = re.compile(r"^update (\d+) at step (\d+), digests: (.+)$", re.MULTILINE)
 
 
 def test_the_slurm_script_is_valid_shell() -> None:

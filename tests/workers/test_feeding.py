@@ -162,7 +162,7 @@ def test_a_dataset_that_the_user_sharded_is_left_to_tensorflow(kind: str, pool2:
     assert_equal_on_all(pool2.run(left_to_tensorflow, kind))
 
 
-def own_loop(strategy: Any) -> dict[str, Any]:
+def custom_loop(strategy: Any) -> dict[str, Any]:
     with strategy.scope():
         model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(4)])
         optimizer = keras.optimizers.Adam(0.01)
@@ -185,10 +185,10 @@ def own_loop(strategy: Any) -> dict[str, Any]:
     return {"losses": losses, "weights": [w.numpy() for w in model.weights]}
 
 
-def test_an_own_loop_gives_the_numbers_of_one_process(pool2: Pool, pool1: Pool) -> None:
-    results = pool2.run(own_loop)
+def test_a_custom_loop_gives_the_numbers_of_one_process(pool2: Pool, pool1: Pool) -> None:
+    results = pool2.run(custom_loop)
     assert_equal_on_all(results)
-    alone = pool1.run(own_loop)[0]
+    alone = pool1.run(custom_loop)[0]
     np.testing.assert_allclose(results[0]["losses"], alone["losses"], rtol=1e-5)
     for found, expected in zip(results[0]["weights"], alone["weights"], strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)

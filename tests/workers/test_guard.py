@@ -79,6 +79,6 @@ def test_too_much_is_refused_with_its_bound_and_training_is_unaffected(pool2: Po
     assert [result["history"] for result in results] == [0, 0]
     for id_, (_, bound) in too_much().items():
         assert bound in results[1]["refusals"][id_], id_
-    assert "Received: 2, 4 times as much" in results[1]["refusals"]["function"]
+    assert "Received: 2, 4 times the bound" in results[1]["refusals"]["function"]
     pushed = inbox.refusals(tmp_path / "run")["pushed"]
-    assert (pushed.expected, pushed.received) == ("at most 0.5 (max_relative_change)", "3, 6 times as much")
+    assert (pushed.expected, pushed.received) == ("at most 0.5 (max_relative_change)", "3, 6 times the bound")

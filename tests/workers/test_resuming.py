@@ -17,8 +17,8 @@ from replicast.replicas.recovery import Recovery
 from replicast.replicas.callback import BoundaryCallback
 from replicast.replicas.position import Position
 from replicast.strategy import resuming
-from replicast.strategy.feeding import Place
-from replicast.strategy.resuming import Lengths, place_of, read_to
+from replicast.strategy.feeding import DataPosition
+from replicast.strategy.resuming import Lengths, data_position, read_to
 from tests.pool import Pool
 
 BATCHES, EPOCHS = 5, 3
@@ -27,23 +27,23 @@ BATCHES, EPOCHS = 5, 3
 @pytest.mark.parametrize(
     ("epochs", "batch", "lengths", "expected"),
     [
-        (0, 3, Lengths(5, None), Place(0, 3, epoch=0)),
-        (2, 3, Lengths(5, None), Place(4, 3, epoch=2)),
-        (2, 3, Lengths(None, None), Place(2, 3, epoch=2)),
-        (2, 3, Lengths(None, 4), Place(0, 11, epoch=0)),
-        (2, 1, Lengths(15, 5), Place(0, 11, epoch=0)),
-        (3, 1, Lengths(15, 5), Place(1, 1, epoch=2)),
-        (2, 0, Lengths(5, 5), Place(2, 0, epoch=1)),
-        (1, 1, Lengths(5, 4), Place(0, 5, epoch=0)),
-        (2, 3, Lengths(5, 4), Place(1, 3, epoch=1)),  # the second epoch has a single batch
-        (2, 0, Lengths(None, 3, execution=2), Place(0, 8, epoch=0)),
-        (2, 2, Lengths(7, 4, execution=2), Place(1, 2, epoch=1)),
+        (0, 3, Lengths(5, None), DataPosition(0, 3, epoch=0)),
+        (2, 3, Lengths(5, None), DataPosition(4, 3, epoch=2)),
+        (2, 3, Lengths(None, None), DataPosition(2, 3, epoch=2)),
+        (2, 3, Lengths(None, 4), DataPosition(0, 11, epoch=0)),
+        (2, 1, Lengths(15, 5), DataPosition(0, 11, epoch=0)),
+        (3, 1, Lengths(15, 5), DataPosition(1, 1, epoch=2)),
+        (2, 0, Lengths(5, 5), DataPosition(2, 0, epoch=1)),
+        (1, 1, Lengths(5, 4), DataPosition(0, 5, epoch=0)),
+        (2, 3, Lengths(5, 4), DataPosition(1, 3, epoch=1)),  # the second epoch has a single batch
+        (2, 0, Lengths(None, 3, execution=2), DataPosition(0, 8, epoch=0)),
+        (2, 2, Lengths(7, 4, execution=2), DataPosition(1, 2, epoch=1)),
     ],
 )
 def test_the_place_in_the_data_follows_from_epochs_and_batches(
-    epochs: int, batch: int, lengths: Lengths, expected: Place
+    epochs: int, batch: int, lengths: Lengths, expected: DataPosition
 ) -> None:
-    assert place_of(epochs, batch, lengths) == expected
+    assert data_position(epochs, batch, lengths) == expected
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_fit_goes_on_with_the_next_batch_after_any_step(pool1: Pool, kind: str) 
 
 
 CANNOT: dict[str, tuple[Callable[[], dict[str, Any]], Position, str]] = {
-    "foreign": (lambda: {"x": rows().batch(2)}, Position(0, 3), "Give fit a tf.data.Dataset"),
+    "foreign": (lambda: {"x": rows().batch(2)}, Position(0, 3), "Pass a tf.data.Dataset"),
     "generator": (lambda: {"x": generated(4)}, Position(0, 9), "a generator must be a new one"),
     "dataset": (lambda: {"x": rows().batch(2)}, Position(0, 9), "9 batches done of an epoch that has 5"),
     "threads": (lambda: {"x": Reshuffled(workers=2)}, Position(1, 2), "Keras reads it ahead"),
@@ -268,7 +268,7 @@ def recovery() -> Recovery:
     return Recovery(mock.MagicMock(), mock.MagicMock(), None, 0, None)
 
 
-def own_loop(life: Recovery, stop_after: int, saved: dict[int, Position]) -> list[int]:
+def custom_loop(life: Recovery, stop_after: int, saved: dict[int, Position]) -> list[int]:
     """Four of five batches a pass, whose length is not known; two for each step."""
     data, used = tf.data.Dataset.range(5).shuffle(5, seed=7).filter(lambda number: True).take(4), []
     while len(used) < stop_after:
@@ -280,9 +280,9 @@ def own_loop(life: Recovery, stop_after: int, saved: dict[int, Position]) -> lis
     return used
 
 
-def test_an_own_loop_of_short_passes_and_two_batches_a_step_goes_on_in_its_pass() -> None:
+def test_a_custom_loop_of_short_passes_and_two_batches_a_step_goes_on_in_its_pass() -> None:
     saved: dict[int, Position] = {}
-    whole = own_loop(recovery(), 12, saved)
+    whole = custom_loop(recovery(), 12, saved)
     assert saved == {2: Position(0, 2), 4: Position(0, 4), 6: Position(1, 2), 8: Position(1, 4)} | {
         10: Position(2, 2),
         12: Position(2, 4),
@@ -290,7 +290,7 @@ def test_an_own_loop_of_short_passes_and_two_batches_a_step_goes_on_in_its_pass(
     for done in (2, 6, 10):
         life = recovery()
         life._fits.restored(saved[done])
-        assert own_loop(life, 12 - done, {}) == whole[done:]
+        assert custom_loop(life, 12 - done, {}) == whole[done:]
 
 
 def test_steps_before_the_first_pass_are_not_of_it() -> None:

@@ -21,7 +21,7 @@ from tests.pool import Pool
 from tests.workers.recipes import arrays, perceptron
 from tests.workers.test_resuming import ARRAY, BATCHES, Remembers, Reshuffled, recovery, rows
 
-UNCERTAIN = "This data cannot be positioned for certain"
+UNCERTAIN = "This data cannot be positioned reliably"
 
 
 def given(kind: str) -> Any:
@@ -35,7 +35,7 @@ def given(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["dataset", "list", "generator", "iterable"])
-def test_an_own_loop_goes_on_in_any_kind_of_data_and_warns_once_in_every_life_of_what_is_uncertain(
+def test_a_custom_loop_goes_on_in_any_kind_of_data_and_warns_once_in_every_life_of_what_is_uncertain(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for start, expected in [

@@ -563,8 +563,8 @@ def bad_updates() -> dict[str, Any]:
 
 
 EXPECTED = {
-    "unknown": ("no variable of this name", "sequential/dense/bias"),
-    "ambiguous": ("fits 2 variables", "sequential/dense/bias"),
+    "unknown": ("no variable with this name", "sequential/dense/bias"),
+    "ambiguous": ("matches 2 variables", "sequential/dense/bias"),
     "shape": ("shape", "(16,)"),
     "dtype": ("dtype", "float32"),
     "out of range": ("out of range", "0 to 15"),
@@ -577,7 +577,7 @@ EXPECTED = {
     "other content": ("other content", "id of its own"),
     "raises": ("KeyError", "no such column"),
     "returns nothing": ("must return an Update", "NoneType"),
-    "returns a stranger": ("no variable of this name", "sequential/dense/bias"),
+    "returns a stranger": ("no variable with this name", "sequential/dense/bias"),
 }
 
 
@@ -749,13 +749,15 @@ def idle(strategy: Any, directory: Path) -> dict[str, Any]:
 
     def watched_boundary(**given: Any) -> None:
         transfers = strategy.extended.transfers_started()
-        turns = strategy._lifetime._turn
+        turns = strategy._lifetime.turns.count
         WATCHED["thread"] = threading.get_ident()
         try:
             boundary(**given)
         finally:
             WATCHED["thread"] = None
-        moved.append(strategy.extended.transfers_started() - transfers + strategy._lifetime._turn - turns)
+        moved.append(
+            strategy.extended.transfers_started() - transfers + strategy._lifetime.turns.count - turns
+        )
 
     moved: list[int] = []
     WATCHED["events"].clear()

@@ -15,8 +15,8 @@ from replicast.config import read_cluster
 from replicast.errors import LaunchRefused
 from replicast.supervisor import (
     Job,
-    Patience,
     Settings,
+    Timeouts,
     check_job,
     hold_ports,
     make_run_dir,
@@ -42,7 +42,7 @@ _DIR, _COUNT, _SECS = click.Path(path_type=Path), click.IntRange(min=0), click.F
 @click.option(
     "--grace",
     type=_SECS,
-    default=Patience().stop_secs,
+    default=Timeouts().stop_secs,
     metavar="SECS",
     help="Time to end before workers are killed.",
 )
@@ -104,7 +104,7 @@ def run(
         log_dir=log_dir.absolute() if log_dir is not None else directory / "logs",
         tee=shown,
         max_restarts=max_restarts,
-        patience=Patience(stop_secs=grace),
+        timeouts=Timeouts(stop_secs=grace),
     )
     sys.exit(supervise(job, settings, os.environ))
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from replicast.demo.acts import WORKERS, Act, total_steps
 from replicast.demo.audience import Audience
 from replicast.demo.screen import print_heading, print_text, progress_bar
-from replicast.supervisor import Job, Patience, Settings, supervise
+from replicast.supervisor import Job, Settings, Timeouts, supervise
 from replicast.supervisor.interruptions import STOP_SIGNALS
 
 QUIET = {
@@ -26,7 +26,7 @@ QUIET = {
 RESTARTS = 1
 """As many as workers will be killed: one that fails by itself leaves none for that, and the demo fails."""
 _STOPPED = tuple(128 + signum for signum in STOP_SIGNALS)
-_PATIENCE = Patience(settle_secs=3.0, settle_killed_secs=0.3, stop_secs=3.0, stop_failed_secs=1.0)
+_TIMEOUTS = Timeouts(settle_secs=3.0, settle_killed_secs=0.3, stop_secs=3.0, stop_failed_secs=1.0)
 
 
 def run_demo(acts: Sequence[Act], run_dir: Path, console: Console, environ: Mapping[str, str]) -> int:
@@ -82,7 +82,7 @@ def _settings(run_dir: Path) -> Settings:
         log_dir=run_dir / "logs",
         tee=frozenset(),
         max_restarts=RESTARTS,
-        patience=_PATIENCE,
+        timeouts=_TIMEOUTS,
     )
 
 

@@ -12,7 +12,7 @@ from replicast.errors import NotSupported
 from replicast.replicas.position import Fit, Position
 from replicast.strategy import start_at_epoch
 from replicast.strategy.progress import count_done_batches
-from replicast.strategy.resuming import ResumedEpoch, callbacks_of, go_on, pass_over
+from replicast.strategy.resuming import ResumedEpoch, callbacks_of, resume_fit, skip_fit
 
 if TYPE_CHECKING:
     from replicast.replicas.auditing import AuditPlan
@@ -86,12 +86,12 @@ class BoundaryCallback(keras.callbacks.Callback):
         fit = Fit(called_with.get("epochs", 1), called_with.get("steps"))
         self._resumed = self._replicas.training.begin_fit(fit)
         if self._is_over():
-            pass_over(self.model, self._resumed.epoch, self._warn)
+            skip_fit(self.model, self._resumed.epoch, self._warn)
             return
         self._replicas.training.plan_saves(self._saves)
         self._replicas.auditing.plan(self._audits)
         if self._resumed.epoch >= fit.epochs or self._resumed.inside == "stopped":  # Keras ends it as it does
-            pass_over(self.model, self._resumed.epoch, self._warn)
+            skip_fit(self.model, self._resumed.epoch, self._warn)
             return
         others = callbacks_of(self.model)
         if others is not None:
@@ -99,7 +99,7 @@ class BoundaryCallback(keras.callbacks.Callback):
                 self._all_began, self._epoch_began, self._batch_ended, self._epoch_ended
             )
             others.append(self._last_of_all)
-        self._resumed_epoch = go_on(self.model, self._resumed.epoch, self._resumed.batch, self._warn)
+        self._resumed_epoch = resume_fit(self.model, self._resumed.epoch, self._resumed.batch, self._warn)
         if others is not None and self._resumed_epoch.done:
             count_done_batches(others, called_with, self._resumed.epoch, self._resumed_epoch.done)
 

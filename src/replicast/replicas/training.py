@@ -15,7 +15,7 @@ from replicast.replicas.position import Fit, Position
 from replicast.replicas.restoring import Restored
 from replicast.runtime import Session
 from replicast.state import State
-from replicast.strategy.passes import Batches, length_of, rest_of, what_is_not_certain
+from replicast.strategy.passes import Batches, length_of, rest_of, position_problem
 
 logger = logging.getLogger("replicast")
 
@@ -128,7 +128,7 @@ class Training:
 
     def resume(self, dataset: Batches) -> Batches:
         """A pass over the data begins; after a restore, the rest of the one that was interrupted."""
-        problem = what_is_not_certain(dataset)
+        problem = position_problem(dataset)
         if problem and not self._warned and self._session.rank == 0:
             logger.warning(problem)
         self._warned = self._warned or bool(problem)

@@ -1,26 +1,31 @@
 """MultiWorkerMirroredStrategy that Keras 3 can train on.
 
 This package and `replicast.coordination` are the only places that use private TensorFlow or Keras APIs. Each
-use says why in a comment, and `tests/workers/test_private_apis.py` fails on the day one of them changes.
+use says why in a comment, and `tests/workers/test_private_apis.py` fails when one of them changes.
 
-    strategy     the class people use; what Keras asks of a strategy, answered for several workers
-    collectives  how the workers exchange tensors: keys that work inside loops
-    step         one training step of a Keras model: weighted gradients, exact metrics, equal statistics
-    slices       row-sparse gradients summed to the slices of one process
-    results      which of the values that a step returns are results of metrics
-    rows         how many rows a share has, and a stand-in where there are none
-    writes       which variables a step writes
-    building     variables that a model creates while its step is traced
-    outside      what was made outside the scope: taken over, or refused
-    optimizers   the optimizers of a model and of its layers
-    replicated   the variables of a job, which read as those of one process
-    caller       which model is asking, and with which callbacks
-    feeding      each worker's share of every batch, without a transfer per step
-    writing      files that one worker writes for all
-    callbacks    callbacks that write, and who runs them
-    variables    the state of a model: its variables by name, and how edits change them
-    resuming     the epoch at which `fit` goes on
-    seeds        the same shuffle on every worker
+    strategy       the public class; implements for several workers what Keras asks of a strategy
+    collectives    tensor exchange between workers, with keys that work inside loops
+    step           one training step of a Keras model: weighted gradients, exact metrics, equal statistics
+    slices         row-sparse gradients summed to the slices of one process
+    results        which of the values that a step returns are results of metrics
+    rows           the number of rows of a share, and a placeholder row if there are none
+    writes         which variables a step writes
+    building       variables that a model creates while its step is traced
+    outside        variables created outside the scope: moved into it, or refused
+    optimizers     the optimizers of a model and of its layers
+    replicated     the variables of a job, which read like those of one process
+    caller         which Keras call is running, on which model, with which callbacks
+    inputs         how the data of a Keras call is divided, by the kind of data
+    feeding        each worker's share of every batch, without a transfer per step
+    samples        comparison of the workers' data
+    writing        files that one worker writes for all
+    callbacks      callbacks that write files
+    variables      the state of a model: its variables by name, and how edits change them
+    device_digest  digests of variables computed on an accelerator
+    resuming       where `fit` continues after a restore
+    passes         where a custom training loop continues after a restore
+    progress       the progress bar of a resumed epoch
+    seeds          the same shuffle on every worker
 """
 
 from replicast.strategy.resuming import start_at_epoch

@@ -1,9 +1,9 @@
 """Variables that a model creates while its step is traced.
 
 Under a strategy, Keras builds a model by calling it on a symbolic batch. That fails for a model without
-`call`, and for one whose `train_step` calls it on something other than the data. Plain Keras does not try:
-the first step creates what is missing. Here, Keras' attempt may fail, and what the first step then creates
-becomes a variable of the job, as if the script had created it in `strategy.scope()`.
+`call`, and for one whose `train_step` calls it on something other than the data. Without a strategy, Keras
+does not try: the first step creates what is missing. Here, Keras' attempt may fail, and variables that the
+first step then creates become variables of the job, as if they had been created in `strategy.scope()`.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _ARGUMENTS = ("trainable", "name", "dtype", "constraint", "synchronization", "ag
 
 @contextlib.contextmanager
 def may_fail(scope: Any) -> Iterator[None]:
-    """The scope in which Keras tries to build a model; what fails there is left to the step.
+    """Wraps the scope in which Keras tries to build a model; if that fails, the first step builds it.
 
-    A mistake in the model or the data is raised again when the step is traced, as in plain Keras. Warnings of
-    an attempt that fails say nothing about the model.
+    A mistake in the model or the data is raised again when the step is traced, as in plain Keras. Warnings
+    from a failed attempt say nothing about the model, and are dropped.
     """
     try:
-        with scope, warnings.catch_warnings(record=True) as held_back:
+        with scope, warnings.catch_warnings(record=True) as recorded:
             yield
     except (ReplicastError, tf.errors.OpError):
         raise  # the job has failed, not the attempt
     except Exception as error:
-        logger.debug("The model is built by its first step: %s", error)
+        logger.debug("The first step will build the model: %s", error)
         return
-    for one in held_back:
-        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    for warning in recorded:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def creator_in_scope(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
-    """For `tf.variable_creator_scope`: variables are created in the strategy's scope, also during a trace."""
+    """A variable creator that creates variables in the strategy's scope, also while tracing."""
 
     def create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         if tf.executing_eagerly() and tf.distribute.has_strategy():
@@ -62,7 +62,7 @@ def creator_in_scope(strategy: tf.distribute.Strategy) -> Callable[..., Any]:
 
 
 def creating_in_scope(strategy: tf.distribute.Strategy, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of a replica, with variables that it creates created in the strategy's scope."""
+    """Wraps a replica function so that it creates variables in the strategy's scope."""
 
     def creating(*args: Any, **kwargs: Any) -> Any:
         with tf.variable_creator_scope(creator_in_scope(strategy)):
@@ -72,20 +72,20 @@ def creating_in_scope(strategy: tf.distribute.Strategy, function: Callable[..., 
 
 
 def is_built(model: Any) -> bool:
-    """Whether all variables of the model and of its metrics exist, as far as can be told.
+    """Whether all variables of the model and its metrics exist, as far as can be told.
 
-    A model without `call` is never built itself, only its layers are.
+    A model without `call` is never built itself; only its layers are.
     """
-    # Private: Keras looks at the same three before it builds a model.
+    # Private: Keras checks the same three before it builds a model.
     own = type(model).call not in (keras.layers.Layer.call, keras.Model.call)
     parts = [*model._flatten_layers(include_self=own), model._compile_metrics, model._compile_loss]
     return all(part is None or part.built for part in parts)
 
 
-def rehearse(step: Callable[..., Any], args: Any) -> None:
-    """Traces a step once and throws the graph away: what it creates exists from then on.
+def trace_once(step: Callable[..., Any], args: Any) -> None:
+    """Traces a step once and discards the graph, so that the variables it creates exist.
 
-    The real trace needs to know the metrics and statistics before it begins. Nothing is computed here. A step
+    The real trace needs to know the metrics and statistics before it starts. Nothing is computed here. A step
     that runs eagerly may not be traceable; it then creates its variables when it runs.
     """
     try:
@@ -93,4 +93,4 @@ def rehearse(step: Callable[..., Any], args: Any) -> None:
     except Exception as error:
         if not tf.executing_eagerly():
             raise
-        logger.debug("The step creates its variables when it runs: %s", error)
+        logger.debug("The step will create its variables when it runs: %s", error)

@@ -1,11 +1,11 @@
-"""Keras' callbacks that write: one worker's files, every worker's decisions.
+"""Keras callbacks that write files: one worker writes, all workers decide.
 
-All callbacks run on all workers and keep all of their state, so that what they decide is the same everywhere.
-Only the place differs: a log that worker 0 writes goes on the others to a place that nobody reads. What a
-callback saves through the model is written as `writing.py` says.
+All callbacks run on all workers and keep all of their state, so that they decide the same everywhere. Only
+the output path differs: a log that worker 0 writes goes to the null device or a temporary directory on the
+others. `writing.py` decides who writes what a callback saves through the model.
 
-A callback is the user's object: what is set on it for a call of `fit` is restored when the call ends. It can
-then be copied, pickled, given another path and used again.
+A callback belongs to the user: attributes that are replaced for a call of `fit` are restored when the call
+ends. The callback can then be copied, pickled, given another path and used again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ENDS = {
     "evaluate": "on_test_end",
     "predict": "on_predict_end",
 }
-"""By method of a model: what Keras calls last on its callbacks."""
+"""By method of a model: the last method that Keras calls on its callbacks."""
 
 
 class Callbacks:
@@ -43,22 +43,22 @@ class Callbacks:
         self._rank = rank
         self._size = size
         self._writing = writing
-        # By callback and attribute: its value before, and what was set if that is a path.
+        # By callback and attribute: the value before, and the new value if it is a path.
         self._changes: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, str | None]]]
         self._changes = weakref.WeakKeyDictionary()
         self._scratch: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     def prepare(self, callbacks: Any, method: str) -> None:
-        """Has each file that these callbacks write written by one worker.
+        """Makes one worker write each file that these callbacks write.
 
         Args:
-            callbacks: As `fit` takes them: one, a list, a `CallbackList` or None.
-            method: What was called: "fit", "evaluate" or "predict"; "validation" for the validation of a fit,
-                whose callbacks are prepared already.
+            callbacks: As passed to `fit`: one, a list, a `CallbackList` or None.
+            method: The method called: "fit", "evaluate" or "predict"; "validation" for the validation of a
+                fit, whose callbacks are already prepared.
         """
         for callback in filter(_writes, _each(callbacks)):
             if method != "validation":
-                self._restore(callback)  # if its last call raised, that call did not end it
+                self._restore(callback)  # the previous call may have raised before it restored it
             if callback not in self._changes:
                 self._changes[callback] = {}
                 self._prepare(callback, _ENDS[method])
@@ -72,32 +72,31 @@ class Callbacks:
             case keras.callbacks.TensorBoard():
                 if self._is_written_elsewhere(callback, callback.log_dir, end):
                     self._set(callback, "log_dir", self._scratch_directory(callback))
-                    # Private: nobody reads the profile of this worker, and TensorFlow's export of a profile
-                    # can crash the process.
+                    # Private: nobody reads this worker's profile, and exporting it can crash the process.
                     self._set(callback, "_should_trace", False)
-                    if callback.model is not None:  # of a CallbackList, which has told it already
+                    if callback.model is not None:  # a CallbackList has already set it
                         callback.set_model(callback.model)
             case keras.callbacks.RemoteMonitor():
                 if self._is_written_elsewhere(callback, callback.root + callback.path, end):
                     self._replace(callback, "on_epoch_end", _nothing)
             case keras.callbacks.BackupAndRestore():
                 self._replace(callback, "on_train_begin", self._resume_together)
-                # Private: it writes other files beside the weights, and nothing public is around all of it.
+                # Private: it writes other files beside the weights, and no public method covers all of them.
                 self._replace(callback, "_save_model", self._back_up_once)
                 self._replace(callback, "on_train_end", self._delete_together)
                 self._restore_at(callback, end)
             case keras.callbacks.ModelCheckpoint():
-                # Private: Keras looks whether the directory is there and makes it if not; two at once fail.
+                # Private: Keras checks for the directory and then creates it; two workers at once fail.
                 self._replace(callback, "_get_file_path", _path_in_a_directory)
                 self._restore_at(callback, end)
             case _:  # OrbaxCheckpoint
                 if self._is_written_elsewhere(callback, callback.directory, end):
-                    # Private: which state it saves, and how, is in this method; the decisions are around it.
+                    # Private: this method only saves; the decision when to save is outside of it.
                     self._replace(callback, "_save_checkpoint", _nothing)
 
     def _is_written_elsewhere(self, callback: Any, path: Any, end: str) -> bool:
-        """Whether another worker writes this log; then the call ends on this one when it is complete."""
-        # Every worker calls `fit`, and worker 0 says when it has no more logs: no time has to be guessed.
+        """Whether another worker writes this log; the call then ends here once that log is complete."""
+        # Every worker calls `fit`, and worker 0 tells when it has no more logs, so no timeout is needed.
         claim = self._writing.claim(path, "log", arrive_secs=WRITE_SECS)
         self._restore_at(callback, end, functools.partial(self._complete, claim, path))
         return claim.worker != self._rank
@@ -109,7 +108,7 @@ class Callbacks:
             self._writing.wait_for_key(f"{claim.key}/complete", claim.worker, f"complete {path}")
 
     def _restore_at(self, callback: Any, end: str, last: Callable[[], None] = lambda: None) -> None:
-        """Restores the callback when Keras has called its method `end`, and `last` was called."""
+        """Restores the callback after Keras has called its method `end`; calls `last` before that."""
         own = getattr(callback, end)
 
         def ended(callback: Any, logs: Any = None) -> None:
@@ -120,7 +119,7 @@ class Callbacks:
         self._replace(callback, end, ended)
 
     def _replace(self, callback: Any, name: str, function: Callable[..., Any]) -> None:
-        # On this one object, never on its class: Keras has no hook for who may write.
+        # On this object, never on its class: Keras has no hook to choose who writes.
         self._set(callback, name, types.MethodType(function, callback))
 
     def _set(self, callback: Any, name: str, value: Any) -> None:
@@ -138,7 +137,7 @@ class Callbacks:
                 setattr(callback, name, before)
 
     def _scratch_directory(self, callback: Any) -> str:
-        """A directory that is removed with the callback."""
+        """A temporary directory that is removed with the callback."""
         if callback not in self._scratch:
             directory = tempfile.TemporaryDirectory(prefix="replicast-log-", ignore_cleanup_errors=True)
             weakref.finalize(callback, directory.cleanup)
@@ -146,12 +145,12 @@ class Callbacks:
         return self._scratch[callback]
 
     def _resume_together(self, callback: Any, logs: Any = None) -> None:
-        """Refuses to resume from a backup that not all workers see: they would go on at different epochs."""
+        """Refuses to resume from a backup that not all workers see: they would resume at different epochs."""
         key = self._writing.next_key("backup-begins")
-        # Private: where the callback notes the epoch; it must be compared before the callback acts on it.
+        # Private: where the callback stores the epoch; it must be compared before the callback uses it.
         path = callback._training_metadata_path
         seen = ""
-        if self._rank != 0:  # whatever worker 0 wrote before is complete when it comes here
+        if self._rank != 0:  # when worker 0 gets here, everything it wrote before is complete
             seen = self._writing.wait_for_key(key, 0, "begin its fit")
         mine = tf.io.gfile.GFile(path).read() if tf.io.gfile.exists(path) else _NO_BACKUP
         if self._rank == 0:
@@ -175,7 +174,7 @@ class Callbacks:
         key = self._writing.next_key("backup-ends")
         if self._rank != 0:
             self._writing.put_key(f"{key}/{self._rank}", "")
-        else:  # the others may still read: a fit that had nothing left to do ends at once
+        else:  # the others may still be reading: a fit that has nothing left to do ends at once
             for worker in range(1, self._size):
                 self._writing.wait_for_key(f"{key}/{worker}", worker, "read its backup")
         end = functools.partial(type(callback).on_train_end, callback, logs)

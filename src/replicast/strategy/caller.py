@@ -1,10 +1,10 @@
-"""Which call of Keras we are in: which model is asking for its data, with which callbacks, or being compiled.
+"""Finds the Keras call that is running: the model, its callbacks and its data.
 
-Keras hands a strategy a dataset and nothing else: not the model that will train on it, not the callbacks,
-not the arrays behind it. All of these lie in the two frames that called us, and we need them before training
-starts: to refuse what cannot work, to shuffle alike on every worker, to let one worker write the files. So
-this module looks there. It is the one place that does, and it finds nothing (and the caller falls back to
-TensorFlow's own way) when Keras is not the one who calls.
+Keras passes a strategy only a dataset: not the model that will train on it, not the callbacks, not the arrays
+behind it. All of these are in the two calling frames, and they are needed before training starts: to refuse
+what cannot work, to shuffle alike on every worker, to let one worker write the files. So this module inspects
+these frames; no other module does. If the caller is not Keras, it finds nothing, and the strategy behaves as
+TensorFlow's does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import keras
 # Private: the module of the class that has `fit`, whose name differs between versions of Keras.
 from keras.src.backend.tensorflow import trainer
 
-# Private: the module, and the class whose constructor calls `experimental_distribute_dataset`, to recognise
+# Private: the module, and the class whose constructor calls `experimental_distribute_dataset`, to recognize
 # their frames.
 from keras.src.saving import saving_lib
 from keras.src.trainers.epoch_iterator import EpochIterator
@@ -26,7 +26,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 Trainer = next(kind for kind in keras.Model.__mro__ if kind.__module__ == trainer.__name__)
 """The class that has `fit`: keras.Model is one of its subclasses."""
 FRAMES_OF_A_VARIABLE = 40
-"""How many frames may lie between a call in Keras and the variable that is created on its behalf."""
+"""The maximum number of frames between a call in Keras and the variable creation that it causes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class KerasCall:
     """A call of `fit`, `evaluate` or `predict` that is about to start.
 
     Attributes:
-        model: The model it was called on; any trainer of Keras.
+        model: The model on which it was called; any trainer of Keras.
         method: "fit", "evaluate" or "predict"; "validation" for the validation data of `fit`.
-        adapter: Keras' view of the input: its type says what the user passed.
-        steps: How many batches an epoch takes from the data; None if it takes all.
+        adapter: Keras' adapter of the input; its type tells what the user passed.
+        steps: How many batches of the data an epoch uses; None for all.
         callbacks: The callbacks as the user passed them (a list, one callback or None).
     """
 
@@ -49,7 +49,7 @@ class KerasCall:
 
 
 def keras_call() -> KerasCall | None:
-    """The Keras call on whose behalf our caller was called, if it is one."""
+    """The Keras call that called the caller of this function; None if it is something else."""
     frame = sys._getframe(2)
     iterator = frame.f_locals.get("self")
     if frame.f_code.co_name != "__init__" or not isinstance(iterator, EpochIterator):
@@ -58,7 +58,7 @@ def keras_call() -> KerasCall | None:
     model = None if outer is None else outer.f_locals.get("self")
     if outer is None or not isinstance(model, Trainer):
         return None
-    # `fit` opens its validation data when it has opened its training data, and keeps that in this variable.
+    # `fit` opens its validation data after its training data, which this variable then holds.
     validates = outer.f_code.co_name == "fit" and "epoch_iterator" in outer.f_locals
     steps = iterator.steps_per_epoch
     return KerasCall(
@@ -73,24 +73,24 @@ def keras_call() -> KerasCall | None:
 
 
 def keras_predicts() -> bool:
-    """Whether our caller was called by `predict`, which gives a strategy a function and not a method."""
+    """Whether `predict` called the caller of this function. It passes a function, not a method."""
     return sys._getframe(2).f_code.co_name == "one_step_on_data_distributed"
 
 
 def model_to_build() -> Any:
-    """The model that Keras is about to build, if our caller was called for that; else None."""
+    """The model that Keras is about to build; None if the caller was called for something else."""
     frame = sys._getframe(2)
     return frame.f_locals.get("self") if frame.f_code.co_name == "_maybe_symbolic_build" else None
 
 
 def keras_scales_a_loss() -> bool:
-    """Whether a loss of Keras asks our caller for the number of replicas, to divide by it."""
+    """Whether a Keras loss asks for the number of replicas, to divide by it."""
     names = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
     return sys._getframe(2).f_code.co_name in names
 
 
 def optimizer_that_sums() -> keras.optimizers.Optimizer | None:
-    """The optimizer whose gradients are about to be summed, if that is why our caller was called."""
+    """The optimizer whose gradients are about to be summed; None if something else is summed."""
     frame: Any = sys._getframe(2)
     for _ in range(16):  # all_reduce, and what TensorFlow wraps around it
         if frame is None:
@@ -103,10 +103,10 @@ def optimizer_that_sums() -> keras.optimizers.Optimizer | None:
 
 
 def only_looks_at_shapes() -> bool:
-    """Whether Keras is about to take one batch just to build the model, and throw it away.
+    """Whether Keras is about to take one batch only to build the model, and discard it.
 
-    It does so before every `fit` and `evaluate` under a strategy. Taken from the real input, that batch, and
-    whatever was prefetched behind it, would be missing from a generator's data.
+    It does so before every `fit` and `evaluate` under a strategy. If the batch were taken from the real
+    input, it and the prefetched batches after it would be missing from a generator's data.
     """
     frame: Any = sys._getframe(2)
     for _ in range(4):  # __iter__ < _enumerate_iterator < __next__ < _maybe_symbolic_build
@@ -119,9 +119,9 @@ def only_looks_at_shapes() -> bool:
 
 
 def compiled_model() -> keras.Model | None:
-    """The model whose `compile` creates the variable that our caller was called for, if it is one.
+    """The model whose `compile` creates the current variable; None if something else creates it.
 
-    `compile` makes the metric that tracks the loss, so every model that is compiled in the scope is seen.
+    `compile` creates the metric that tracks the loss, so every model compiled in the scope is seen.
     """
     frame = _frame_of("compile")
     model = None if frame is None else frame.f_locals.get("self")
@@ -129,7 +129,7 @@ def compiled_model() -> keras.Model | None:
 
 
 def keras_looks_at_attributes() -> bool:
-    """Whether Keras makes an object only to see which attributes every object of its kind has.
+    """Whether Keras creates an object only to inspect its attributes.
 
     It does so for every optimizer that it saves or loads.
     """

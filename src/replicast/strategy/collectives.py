@@ -1,4 +1,4 @@
-"""How the workers exchange tensors: TensorFlow's collectives, with keys that work inside loops."""
+"""Tensor exchange between workers: TensorFlow's collectives, with keys that work inside loops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 # Private: the launcher that draws the keys, and the class behind MultiWorkerMirroredStrategy, which is the
-# only place to give it other launchers.
+# only place to replace its launchers.
 from tensorflow.python.distribute import cross_device_utils
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 
@@ -26,10 +26,10 @@ logger = logging.getLogger("replicast")
 
 FIRST_KEY = 500_000_000
 FIRST_KEY_BETWEEN_STEPS = 100_000_000
-"""Both are far above the keys that TensorFlow gives out while it creates variables, from 100 on.
+"""Both are far above the keys that TensorFlow uses to create variables, which start at 100.
 
-A transfer between steps has a key of another range than one inside a step: should one worker be still in its
-loop when another one has left it, the two wait for each other, which is noticed, and never mix their values.
+Transfers between steps and inside steps use separate key ranges. If one worker is still in its loop when
+another has left it, the two wait for each other, which is noticed, and never mix their values.
 """
 
 
@@ -41,18 +41,18 @@ CARRIERS = {
     tf.int16: tf.int32,
     tf.uint32: tf.int64,
 }
-"""Dtypes that TensorFlow's transfers do not know, and one that holds all of their values."""
+"""Dtypes that TensorFlow's collectives do not support, and a dtype that holds all of their values."""
 
 
 class CountingLauncher(cross_device_utils.CollectiveReplicaLauncher):
     """Draws each collective's key from a counter variable, in the graph.
 
     All workers must use the same key for the same collective. TensorFlow draws it in Python when a function
-    is called and feeds it in, which does not reach a function nested in control flow: `steps_per_execution`
-    fails. A key fixed while tracing reaches it, but cannot be used for gathers whose lengths change. A
-    counter that every worker advances in the same order serves both, and costs one local addition. Outside
-    of graphs, Python counts. A key is drawn when the tensor to transfer is there: a step that finds no data
-    left must not count as a transfer.
+    is called and passes it in, which does not reach a function nested in control flow: `steps_per_execution`
+    fails. A key fixed while tracing would reach it, but does not work for gathers whose lengths change. A
+    counter that every worker advances in the same order solves both, and costs one local addition. Outside
+    of graphs, a Python counter is used. A key is drawn only when the tensor to transfer exists: a step that
+    finds no data left must not count as a transfer.
     """
 
     def __init__(self, stock: Any, owner: ReplicatedExtended) -> None:
@@ -80,12 +80,12 @@ class CountingLauncher(cross_device_utils.CollectiveReplicaLauncher):
 
 
 class ReplicatedExtended(CollectiveAllReduceExtended):
-    """What MultiWorkerMirroredStrategy does behind its public methods, with a few changes.
+    """The implementation of MultiWorkerMirroredStrategy, with these changes.
 
     Collectives count their keys (`CountingLauncher`); an optimizer may run inside `tf.cond`
     (`_use_merge_call`, `_create_variable`); row-sparse gradients are summed to the slices of one process
-    (`slices.py`); gradients that were summed already are not summed twice (`summed_already`); outside of
-    `strategy.run`, an optimizer applies the mean of the workers' gradients (`update`).
+    (`slices.py`); gradients are not summed twice (`summed_already`); outside of `strategy.run`, an optimizer
+    applies the mean of the workers' gradients (`update`).
     """
 
     def __init__(self, container: tf.distribute.Strategy, cluster_resolver: Any, options: Any) -> None:
@@ -94,52 +94,52 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         self._warned = False
         self._creating = False
         self.alone = False
-        """Whether a step runs that is written as for one process: it sees one replica."""
+        """Whether a step runs that is written for one process, and must see one replica."""
         self.variables_created = 0
-        """How many variables were created in the scope."""
+        """The number of variables created in the scope."""
         super().__init__(container, cluster_resolver, options)
         if len(self.worker_devices) != 1:
             raise NotSupported(
                 f"A worker with {len(self.worker_devices)} devices",
                 reason="replicast runs one replica per worker",
-                remedy="Start one worker per device ('replicast run -n N' does it), or let each see one "
-                "with CUDA_VISIBLE_DEVICES",
+                remedy="Start one worker per device ('replicast run -n N' does this), or set "
+                "CUDA_VISIBLE_DEVICES to one device for each worker",
             )
         with tf.init_scope(), tf.device("CPU:0"):
             self.keys = tf.Variable(FIRST_KEY, dtype=tf.int32, trainable=False)
         self.next_turn: Callable[[], int] = itertools.count(1).__next__
-        """Called before each transfer outside of a graph; gives its number."""
+        """Called before each transfer outside of a graph; returns its number."""
         self.compiles: Callable[[keras.Model], None] = lambda model: None
-        """Called with each model that is compiled in the scope, at least once."""
+        """Called at least once with each model that is compiled in the scope."""
         self.loops_without_run: Callable[[], None] = lambda: None
-        """Called before a custom loop without `strategy.run` sums gradients."""
+        """Called before a custom training loop without `strategy.run` sums gradients."""
         for operations in (self._cross_device_ops, self._host_cross_device_ops):
             operations._launchers = [CountingLauncher(stock, self) for stock in operations._launchers]
 
     def transfers_started(self) -> int:
-        """How many transfers this worker has started inside steps and to create variables.
+        """How many transfers this worker has started, inside steps and to create variables.
 
         The same on all workers at the same line of the script.
         """
         return int(self.keys.numpy()) - FIRST_KEY + self.variables_created
 
     def _use_merge_call(self) -> bool:
-        # With one replica per worker there is nothing to merge, and merging is what makes gradient
-        # accumulation and EMA fail: it cannot be done inside tf.cond. TensorFlow's own tests turn it off.
+        # With one replica per worker there is nothing to merge. Merging cannot be done inside tf.cond, so it
+        # would make gradient accumulation and EMA fail. TensorFlow's own tests turn it off too.
         return False
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
-        # Two cases without a transfer: a variable that is created while another one is, and an optimizer that
-        # Keras makes just to look at its attributes, on the one worker that saves.
+        # No transfer in two cases: a variable created while another one is being created, and an optimizer
+        # that Keras creates only to inspect its attributes, on the one worker that saves.
         if self._creating or keras_looks_at_attributes():
             return next_creator(**kwargs)
         model = compiled_model()
         if model is not None:
             self.compiles(model)
         self.variables_created += 1  # each is a transfer, of worker 0's initial value
-        # "Only the first replica's value counts" is written with a merge even when the strategy has none;
-        # optimizers count their steps in such a variable, inside tf.cond when the loss is scaled. With one
-        # replica per worker every replica is the first.
+        # TensorFlow assigns ONLY_FIRST_REPLICA variables with a merge even if the strategy has none.
+        # Optimizers count their steps in such a variable, inside tf.cond when the loss is scaled. With one
+        # replica per worker every replica is the first, so no aggregation is needed.
         if kwargs.get("aggregation") == tf.VariableAggregation.ONLY_FIRST_REPLICA:
             kwargs["aggregation"] = tf.VariableAggregation.NONE
         self._creating = True
@@ -149,7 +149,7 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
             self._creating = False
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
-        """As in TensorFlow, and outside the scope too: there a custom loop may first use its optimizer."""
+        """As in TensorFlow, but also outside the scope, where a custom loop may first use its optimizer."""
         self._validate_colocate_with_variable(colocate_with_variable)
         # A worker has one device, so there is nothing to colocate.
         return tf.variable_creator_scope(creator_in_scope(self._container_strategy()))
@@ -157,7 +157,7 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
     ) -> Any:
-        # TensorFlow broadcasts worker 0's initial value, and cannot for every dtype that Keras uses.
+        # TensorFlow broadcasts worker 0's initial value, but not for every dtype that Keras uses.
         dtype = tf.as_dtype(kwargs["dtype"]) if kwargs.get("dtype") is not None else None
         if dtype not in CARRIERS:
             return super()._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
@@ -175,10 +175,10 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
 
     @contextlib.contextmanager
     def keras_step(self, *, alone: bool) -> Iterator[None]:
-        """Inside, a step of a Keras model runs, which combines the workers' gradients itself.
+        """Marks the run of a Keras step, which combines the workers' gradients itself.
 
         Args:
-            alone: Whether the strategy says that there is one replica.
+            alone: Whether the strategy reports one replica.
         """
         before = self.alone, self._in_keras_step
         self.alone, self._in_keras_step = alone, True
@@ -189,7 +189,7 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
 
     @contextlib.contextmanager
     def summed_already(self) -> Iterator[None]:
-        """Inside, a sum over replicas returns its argument: the optimizer's own sum would be the second."""
+        """Inside, a sum over replicas returns its argument: the optimizer must not sum a second time."""
         before, self._summed_already = self._summed_already, True
         try:
             yield
@@ -226,11 +226,11 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         """As in TensorFlow; an optimizer outside of `strategy.run` gets the mean of the workers' gradients.
 
         Inside `run` it sums them. Outside, TensorFlow applies each worker's own gradients, so the replicas
-        would silently diverge. The mean is right for both kinds of loop that get here: every worker computes
-        the whole batch, or each computes an equal share of it.
+        would silently diverge. The mean is correct for both kinds of loop that get here: every worker
+        computes the whole batch, or each computes an equal share of it.
         """
-        # By name, because this is a function inside a method of Keras' optimizers: there is no other way to
-        # tell an optimizer's step from an assignment.
+        # By name: this is a nested function in a method of Keras' optimizers, and there is no other way to
+        # distinguish an optimizer's step from an assignment.
         applied = getattr(fn, "__name__", "") == "apply_grad_to_update_var"
         if applied and self._num_workers > 1 and not self._in_run():
             self.loops_without_run()
@@ -253,8 +253,8 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
     def _warn_once(self) -> None:
         if not self._warned and self._task_id == 0:
             logger.warning(
-                "An optimizer is used outside of strategy.run(): each worker computes every batch that its "
-                "loop is given, and the mean of the workers' gradients is applied. To share the work, call "
-                "the step with strategy.run() in a tf.function and divide the loss by the global batch size."
+                "An optimizer is used outside of strategy.run(): each worker computes every batch of its "
+                "loop, and the mean of the workers' gradients is applied. To share the work, call the step "
+                "with strategy.run() in a tf.function and divide the loss by the global batch size."
             )
         self._warned = True

@@ -1,16 +1,16 @@
-"""Digests of variables on an accelerator, computed there: 16 bytes of each variable cross, not its value.
+"""Digests of variables computed on an accelerator: 16 bytes per variable are copied to the host.
 
-The bits of each element, as an integer w, and its place i in row-major order give two numbers of 64 bits:
+The bits of each element, as an integer w, and its index i in row-major order give two 64-bit numbers:
 
-    x = (w + offset) * (2 * i * step + odd)        every place has an odd multiplier of its own
+    x = (w + offset) * (2 * i * step + odd)        every index has a different odd multiplier
     x = (x ^ x >>> 32) * mixing; x = x ^ x >>> 29
 
-Each is a bijection of w, so a change of one element always changes the digest; of several, all but certainly.
-The numbers are summed with wrap-around, in any order: hardware need not sum twice in the same one. Name of
-the dtype and shape are mixed in as `replicast.digest` does. These digests are no xxh3: they are for workers
-of one job to compare with each other, not for files.
+Each is a bijection of w, so a change of one element always changes the digest, and a change of several almost
+certainly does. The numbers are summed with wrap-around, so the result does not depend on the order in which
+the hardware adds. The name of the dtype and the shape are mixed in as in `replicast.digest`. These digests
+are not xxh3: workers of one job compare them with each other; they are not for files.
 
-Large variables are taken in chunks, so that the integers never take more than some megabytes.
+Large variables are processed in chunks, so that the integers take only a few megabytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import tensorflow as tf
 import xxhash
 
 CHUNK = 2**20
-"""So many elements at a time."""
+"""The number of elements processed at a time."""
 STEP = 0x9E3779B97F4A7C15
 OFFSETS = (0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
 ODDS = (0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
@@ -33,10 +33,10 @@ _AS_INTEGERS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
 def device_digests(tensors: Mapping[str, tf.Tensor]) -> dict[str, str]:
-    """The digest of each of these tensors, computed where it is. Equal for equal bits on whatever device."""
+    """Digests each tensor on its device. Equal bits give equal digests on all devices."""
     lanes = {name: _lanes(tensor) for name, tensor in tensors.items()}
     found = dict.fromkeys(tensors, "")
-    # All are on their way before the first is waited for, and those of a device come in one transfer.
+    # All computations start before the first result is read, and each device copies its results at once.
     for device in sorted({each.device for each in lanes.values()}):
         names = [name for name, each in lanes.items() if each.device == device]
         with tf.device(device):
@@ -52,7 +52,7 @@ def _hexadecimal(tensor: tf.Tensor, sums: np.ndarray[Any, Any]) -> str:
 
 
 def _lanes(tensor: tf.Tensor) -> tf.Tensor:
-    """The two sums of a tensor, as one of shape [2] on the same device."""
+    """The two sums of a tensor, as a tensor of shape [2] on the same device."""
     with tf.device(tensor.device):
         flat = tf.reshape(tensor, [-1])
         length = int(flat.shape[0])
@@ -67,7 +67,7 @@ def _lanes(tensor: tf.Tensor) -> tf.Tensor:
 
 @cache
 def _places(device: str) -> tf.Tensor:
-    """What each place of a chunk adds to the multiplier. Made once: `tf.range` computes on the host."""
+    """What each index of a chunk adds to the multiplier. Cached, because `tf.range` computes on the host."""
     with np.errstate(over="ignore"):
         steps = np.arange(CHUNK, dtype=np.int64) * np.int64(_wrapped(2 * STEP))
     with tf.device(device):
@@ -75,7 +75,7 @@ def _places(device: str) -> tf.Tensor:
 
 
 def _integers(flat: tf.Tensor) -> tf.Tensor:
-    """The bits of each element as an integer, with its sign: accelerators lack operations for others."""
+    """The bits of each element as a signed integer: accelerators lack operations for unsigned ones."""
     bits = flat if flat.dtype == tf.bool else tf.bitcast(flat, _AS_INTEGERS[flat.dtype.size])
     return tf.cast(bits, tf.int64)
 
@@ -98,7 +98,7 @@ _lanes_of_chunk = tf.function(
 
 
 def _shifted(numbers: tf.Tensor, bits: int) -> tf.Tensor:
-    """Each number, xor itself shifted right; what a shift copies of the sign is cut off."""
+    """Each number xor itself shifted right, without the sign bits that an arithmetic shift copies."""
     shifted = tf.bitwise.right_shift(numbers, tf.constant(bits, tf.int64))
     return tf.bitwise.bitwise_xor(
         numbers, tf.bitwise.bitwise_and(shifted, tf.constant((1 << (64 - bits)) - 1, tf.int64))
@@ -106,6 +106,6 @@ def _shifted(numbers: tf.Tensor, bits: int) -> tf.Tensor:
 
 
 def _wrapped(number: int) -> int:
-    """A number as one of 64 bits with a sign."""
+    """A number as a signed 64-bit integer, wrapped around."""
     number &= 2**64 - 1
     return number - 2**64 if number >= 2**63 else number

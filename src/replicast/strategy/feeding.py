@@ -1,9 +1,9 @@
 """Each worker's share of every batch, without a transfer per step.
 
-TensorFlow's distributed iterator asks all workers before every step whether each still has data; that
-question costs more than a small model's whole step. Here every worker sees the same batches and takes its own
-rows of each: worker r of N gets rows B*r//N to B*(r+1)//N of a batch of B. So each example is used once,
-the last short batch included, and all workers run out at the same step without asking.
+TensorFlow's distributed iterator asks all workers before every step whether each still has data, which costs
+more than a whole step of a small model. Here every worker reads the same batches and takes its own rows of
+each: worker r of N gets rows B*r//N to B*(r+1)//N of a batch of B rows. So each example is used once, also in
+the last short batch, and all workers run out of data at the same step without communication.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-# Private: what `iter(dataset)` makes, and the only kind of iterator that Keras hands to its graphs.
+# Private: the class of `iter(dataset)`, the only kind of iterator that Keras passes to its graphs.
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
 from replicast.strategy.caller import only_looks_at_shapes
@@ -28,12 +28,12 @@ LARGE_SHARE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a pass over the data goes on.
+    """Where a pass over the data continues.
 
     Attributes:
-        epoch: The epoch that the pass is.
-        batch: How many of its batches are skipped.
-        batches: How many batches were used in all epochs, for data without end.
+        epoch: The epoch of the pass.
+        batch: How many of its batches to skip.
+        batches: How many batches were used in all epochs, for infinite data.
     """
 
     epoch: int
@@ -42,13 +42,13 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where in its data a training stands, as Keras uses it.
+class DataPosition:
+    """The position of a training in its data, in terms of Keras' iterators.
 
     Attributes:
-        passes: How many iterators were made before the one that is used.
-        batches: How many batches were taken from that one.
-        epoch: The epoch in which it was made.
+        passes: How many iterators were created before the current one.
+        batches: How many batches were taken from the current one.
+        epoch: The epoch in which the current one was created.
     """
 
     passes: int
@@ -57,7 +57,7 @@ class Place:
 
 
 def from_the_start() -> Start | None:
-    """The pass begins with its first batch."""
+    """The pass starts at its first batch."""
     return None
 
 
@@ -67,10 +67,10 @@ def rows_of_share(rows: Any, rank: int, size: int) -> tuple[Any, Any]:
 
 
 class Pass(OwnedIterator):
-    """An iterator over a dataset that Keras can look at without taking a batch from it.
+    """An iterator over a dataset whose shapes Keras can read without taking a batch from it.
 
-    Keras keeps the iterator of `validation_data` from epoch to epoch if there are `validation_steps`, and
-    takes a batch from it, just for the shapes, before it begins the next pass.
+    With `validation_steps`, Keras keeps the iterator of `validation_data` from epoch to epoch, and takes a
+    batch from it before the next pass, only for the shapes.
     """
 
     def __init__(self, share: tf.data.Dataset, shapes: Any) -> None:
@@ -84,19 +84,19 @@ class Pass(OwnedIterator):
 class Share(tf.data.Dataset):
     """One worker's rows of every batch of a dataset.
 
-    A dataset itself, so that it can be given to `fit` and is not divided a second time.
+    It is a dataset itself, so that it can be passed to `fit` and is not divided a second time.
 
     Args:
         batches: The batches of the whole job.
-        rank: Which worker this is.
-        size: Of how many.
+        rank: This worker.
+        size: The number of workers.
         opened: Called before each pass.
-        start: Where the next pass goes on.
-        first_batch: The first batch, if it is known, for Keras to build the model from.
+        start: Returns where the next pass continues.
+        first_batch: The first batch, if it is known, from which Keras builds the model.
         at_most: How many batches of a pass are used; None if Keras may use all.
-        ahead: Whether to read ahead. Only right in a pass that is used to its end: reading on draws the order
+        ahead: Whether to read ahead. Only correct if a pass is used to its end: reading on draws the order
             of the next repetition from a shuffled dataset, and takes batches away from a generator.
-        report: Given the first batch of the first pass.
+        report: Called with the first batch of the first pass.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Share(tf.data.Dataset):
         self._share = share_of(self._batches)
         self._first_share = self._share if report is None else share_of(sampled(self._batches, report))
         self._shapes = _shapes(self._share.element_spec) if first_batch is None else first_batch
-        # Private: a dataset is made of its variant tensor; there is no public way to wrap one.
+        # Private: a dataset is created from its variant tensor; there is no public way to wrap one.
         super().__init__(self._share._variant_tensor)
 
     def _inputs(self) -> list[Any]:
@@ -131,7 +131,7 @@ class Share(tf.data.Dataset):
 
     @property
     def element_spec(self) -> Any:
-        """The types of a share of a batch."""
+        """The types of this worker's part of a batch."""
         return self._share.element_spec
 
     def __iter__(self) -> Iterator[Any]:
@@ -144,38 +144,38 @@ class Share(tf.data.Dataset):
         share, self._first_share = self._first_share, self._share
         return self._pass_over(share)
 
-    def at(self, place: Place) -> Iterator[Any]:
-        """The rest of a pass. What is skipped is read and thrown away, each pass' shuffle drawn anew."""
+    def at(self, position: DataPosition) -> Iterator[Any]:
+        """The rest of a pass. Skipped batches are read and discarded; skipped passes draw their shuffles."""
         self._opened()
-        for _ in range(place.passes):
+        for _ in range(position.passes):
             iter(self._share)  # draws the order of its pass
-        return self._pass_over(self._share.skip(place.batches) if place.batches else self._share)
+        return self._pass_over(self._share.skip(position.batches) if position.batches else self._share)
 
     def _pass_over(self, share: tf.data.Dataset) -> Iterator[Any]:
         return iter(share) if self._shapes is None else Pass(share, self._shapes)
 
-    def is_without_end(self) -> bool:
-        """Whether the batches never run out."""
+    def is_infinite(self) -> bool:
+        """Whether the data is infinite."""
         return bool(self._share.cardinality() == tf.data.INFINITE_CARDINALITY)
 
     def _from(self, start: Start) -> tf.data.Dataset:
-        """The rest of the pass, for a `fit` without the callback, which begins with its first epoch."""
-        if self.is_without_end():
+        """The rest of the pass, for a `fit` without the callback, which starts with its first epoch."""
+        if self.is_infinite():
             return self._share.skip(start.batches)
-        # Keras makes two iterators an epoch where it knows the length, of which it uses the first.
-        made = 2 if self._share.cardinality() != tf.data.UNKNOWN_CARDINALITY else 1
-        for _ in range(made * start.epoch):
+        # If the length is known, Keras creates two iterators per epoch and uses the first.
+        per_epoch = 2 if self._share.cardinality() != tf.data.UNKNOWN_CARDINALITY else 1
+        for _ in range(per_epoch * start.epoch):
             iter(self._share)
         return self._share.skip(start.batch)
 
 
 class ArrayShare:
-    """One worker's rows of every batch of arrays that lie in memory, shuffled alike on every worker.
+    """One worker's rows of every batch of arrays in memory, shuffled alike on every worker.
 
-    Keras shuffles with an operation whose seed differs from worker to worker, so that some examples would be
-    used twice in an epoch and others never; and with a global seed set it repeats the same order in every
-    epoch. The order here depends on the seed, the call of `fit` and the epoch, and a worker gathers only its
-    own rows: small ones at once, which is cheaper than to hand them from thread to thread, large ones ahead.
+    Keras shuffles with an operation whose seed differs between workers, so some examples would be used twice
+    in an epoch and others never; and with a global seed it repeats the same order in every epoch. The order
+    here depends on the seed, the call of `fit` and the epoch. A worker gathers only its own rows: small ones
+    directly, which is cheaper than passing them between threads, and large ones ahead in a pipeline.
     """
 
     def __init__(
@@ -217,15 +217,15 @@ class ArrayShare:
         epoch = self._epoch if told is None else told
         self._epoch += 1
         shares = self._shares(epoch)
-        if start is not None:  # Keras takes an early end of a pass from TensorFlow only
+        if start is not None:  # Keras accepts an early end of a pass only from a TensorFlow iterator
             return iter(self._pipeline(itertools.islice(shares, start.batch, None)))
         return iter(self._pipeline(shares)) if self._ahead else map(self._gather, shares)
 
-    def at(self, place: Place) -> Iterator[Any]:
+    def at(self, position: DataPosition) -> Iterator[Any]:
         """The rest of a pass."""
         self._opened()
-        self._epoch += place.passes + 1
-        rest = itertools.islice(self._shares(place.epoch), place.batches, None)
+        self._epoch += position.passes + 1
+        rest = itertools.islice(self._shares(position.epoch), position.batches, None)
         return iter(self._pipeline(rest)) if self._ahead else map(self._gather, rest)
 
     def _shares(self, epoch: int) -> Iterator[np.ndarray[Any, Any]]:
@@ -244,8 +244,8 @@ class ArrayShare:
         if last is not None:
             indices = indices.concatenate(tf.data.Dataset.from_tensors(last))
         options = tf.data.Options()
-        options.experimental_optimization.apply_default_optimizations = False  # they would copy the arrays
-        options.autotune.enabled = False  # there is nothing to tune, and it costs a thread
+        options.experimental_optimization.apply_default_optimizations = False  # would copy the arrays
+        options.autotune.enabled = False  # nothing to tune, and it needs a thread
         options.threading.private_threadpool_size = 1
         return indices.map(self._gather).prefetch(PREFETCHED_BATCHES).with_options(options)
 
@@ -253,7 +253,7 @@ class ArrayShare:
 def epoch_order(
     rows: int, batch_size: int, shuffle: bool | str, seed: tuple[int, ...]
 ) -> np.ndarray[Any, Any]:
-    """The order in which one epoch uses the rows: the same on every worker that has the same seed."""
+    """The order in which one epoch uses the rows: the same on every worker with the same seed."""
     random = np.random.default_rng(seed)
     order = np.arange(rows, dtype=np.int64)
     if shuffle == "batch":
@@ -267,14 +267,14 @@ def epoch_order(
 def shares_of_order(
     order: np.ndarray[Any, Any], batch_size: int, rank: int, size: int
 ) -> Iterator[np.ndarray[Any, Any]]:
-    """The rows of one worker, batch after batch."""
+    """The rows of one worker, batch by batch."""
     for first in range(0, len(order), batch_size):
         batch = order[first : first + batch_size]
         yield batch[slice(*rows_of_share(len(batch), rank, size))]
 
 
 def can_gather(arrays: Any) -> bool:
-    """Whether `ArrayShare` can take these: dense arrays only, none left out."""
+    """Whether `ArrayShare` supports these: only dense arrays, no None."""
     leaves = tf.nest.flatten(arrays)
     return all(isinstance(leaf, (np.ndarray, tf.Tensor)) and leaf.ndim > 0 for leaf in leaves)
 
@@ -290,22 +290,21 @@ def _taker(rank: int, size: int, spec: Any) -> Callable[..., Any]:
             extent = tf.concat([[after - first], component.dense_shape[1:]], axis=0)
             return tf.sparse.slice(component, start, extent)
         if not isinstance(component, tf.Tensor) or component.shape.rank == 0:
-            return component  # an absent part of the batch, or a number that concerns all of it
+            return component  # an absent part of the batch, or a scalar for the whole batch
         known = component.shape[0] if component.shape.rank is not None else None
         first, after = rows_of_share(tf.shape(component)[0] if known is None else known, rank, size)
         return component[first:after]
 
     def take(*batch: Any) -> Any:
         share = tf.nest.map_structure(rows, batch)
-        return (
-            share if isinstance(spec, tuple) else share[0]
-        )  # a tuple of one stays one: its x may be a tuple
+        # A tuple with one element stays a tuple: its x may be a tuple itself.
+        return share if isinstance(spec, tuple) else share[0]
 
     return take
 
 
 def _shapes(spec: Any) -> Any:
-    """What Keras can build a model from: it needs shapes and dtypes only. None if a shape is not known."""
+    """Shapes and dtypes, from which Keras can build a model; None if a shape is unknown."""
     leaves = tf.nest.flatten(spec)
     if any(getattr(leaf, "shape", None) is None or leaf.shape.rank is None for leaf in leaves):
         return None

@@ -1,4 +1,4 @@
-"""Which share of its data a Keras call is given, by the kind of data."""
+"""Divides the data of a Keras call among the workers, by the kind of data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# Private: Keras' views of its inputs, to tell the kinds of data apart.
+# Private: Keras' adapters of its inputs, to distinguish the kinds of data.
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
@@ -35,18 +35,18 @@ logger = logging.getLogger("replicast")
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Divides the data of Keras calls among the workers, and has them compare it.
+    """Divides the data of Keras calls among the workers, and compares the workers' data.
 
     Attributes:
-        rank: Which worker this is.
-        size: Of how many.
-        coordination: Where the workers leave words for each other.
-        meet: Opens a pass together with the other workers, and gives what each said.
-        check_job: Raises when the job has failed.
-        next_name: Gives names that are the same on all workers at the same line of the script.
-        seeds: For shuffling arrays alike everywhere.
-        take_start: Where the data of a model's `fit` goes on, once.
-        epoch: The epoch that `fit` is in, if somebody knows.
+        rank: This worker.
+        size: The number of workers.
+        coordination: The keys that all workers share.
+        meet: Opens a pass together with the other workers; exchanges a message with them.
+        check_job: Raises if the job has failed.
+        next_name: Returns names that are the same on all workers at the same line of the script.
+        seeds: Seeds to shuffle arrays alike everywhere.
+        take_start: Returns once where the data of a model's `fit` continues.
+        epoch: Returns the current epoch of `fit`, if it is known.
     """
 
     rank: int
@@ -63,11 +63,11 @@ class Inputs:
     )
 
     def are_arrays(self, call: KerasCall) -> bool:
-        """Whether this call was given arrays that lie in memory, whose rows can be gathered."""
+        """Whether the data of this call is arrays in memory, whose rows can be gathered."""
         return isinstance(call.adapter, ArrayDataAdapter) and can_gather(call.adapter._inputs)
 
     def share_of_arrays(self, call: KerasCall) -> ArrayShare:
-        """This worker's rows of the arrays that a call was given."""
+        """This worker's rows of the arrays of a call."""
         adapter = call.adapter
         compared = self._comparison(call, sample_of_arrays(_what(call), adapter._inputs))
         return ArrayShare(
@@ -84,18 +84,18 @@ class Inputs:
         )
 
     def share_of_batches(self, dataset: tf.data.Dataset, call: KerasCall, *, divided: bool = False) -> Share:
-        """This worker's rows of every batch of a dataset that Keras made, or was given.
+        """This worker's rows of every batch of a dataset.
 
         Args:
-            dataset: The batches.
-            call: Whose data it is.
-            divided: The user divided the data by rank: each batch is this worker's own, and used whole.
+            dataset: The batches, as the user passed them or as Keras created them.
+            call: The call that uses them.
+            divided: The user divided the data by rank: this worker uses all rows of its batches.
         """
         first_batches = getattr(call.adapter, "_first_batches", None)
         at_most = None
-        # `fit` goes on with one pass from epoch to epoch; the others begin one each time they are called.
+        # `fit` continues one pass from epoch to epoch; the other methods start one each time.
         if isinstance(call.adapter, GeneratorDataAdapter) and call.method != "fit" and call.steps is not None:
-            # Private: Keras reads ahead of a generator, and what it has read when a pass ends is lost.
+            # Private: Keras reads a generator ahead, and loses what it has read ahead when a pass ends.
             (dataset,) = dataset._inputs()
             at_most = call.steps
         compared = self._comparison(call, _sample_of_pipeline(call, first_batches, divided=divided))
@@ -139,7 +139,7 @@ class Inputs:
 
 
 def _sample_of_pipeline(call: KerasCall, first_batches: Any, *, divided: bool) -> Sample:
-    """What is known before the first pass."""
+    """The sample that is known before the first pass."""
     what, adapter = _what(call), call.adapter
     if first_batches:
         return sample_of_batch(what, first_batches[0])

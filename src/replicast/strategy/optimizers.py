@@ -1,4 +1,4 @@
-"""The optimizers of a model: its own, and those that its layers, lists and dicts hold."""
+"""The optimizers of a model: its attributes, and those in its layers, lists and dicts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import keras
 
 _LONGEST = 1000
-"""A longer list or dict holds data, not optimizers. A step that uses one from there anyway is refused."""
+"""A longer list or dict holds data, not optimizers. A step that uses an optimizer in it is refused."""
 
 
 def held_optimizers(model: Any) -> dict[str, keras.optimizers.Optimizer]:
-    """The optimizers of a model and of all of its layers, each once, by where they are held.
+    """The optimizers of a model and of all of its layers, each once, by name.
 
-    The one that `compile` sets is "optimizer". Others are named after the attribute, with the name of the
+    The one that `compile` sets is "optimizer". Others are named after their attribute, with the name of the
     layer before it, and the index in a list or the key in a dict after it: "critic_optimizer",
-    "dense_1/optimizer", "optimizers/0". A name that occurs twice gets a number: "optimizer#2".
+    "dense_1/optimizer", "optimizers/0". A duplicate name gets a number: "optimizer#2".
     """
     found: dict[str, keras.optimizers.Optimizer] = {}
     ids: set[int] = set()
@@ -60,10 +60,10 @@ def _inside(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, 
     """The optimizers in a value.
 
     Args:
-        name: Of the value.
-        value: Anything.
-        seen: The lists and dicts that were looked into, by id: one may hold itself. Kept, because the id of
-            a list that is gone may be that of the next one.
+        name: The name of the value.
+        value: Any value.
+        seen: The lists and dicts visited so far, by id, because one may contain itself. Holds references,
+            because the id of a deleted list may be reused.
     """
     if isinstance(value, keras.optimizers.Optimizer):
         yield name, value

@@ -1,4 +1,4 @@
-"""Variables that were made outside `strategy.scope()`: taken over where that is safe, else refused."""
+"""Variables created outside `strategy.scope()`: moved into the job where that is safe, else refused."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from replicast.strategy.optimizers import optimizers_of
 
 
 def take_over(strategy: tf.distribute.Strategy, model: Any) -> None:
-    """Makes everything of a model that was built or compiled outside the scope part of the job.
+    """Moves all variables of a model that were created outside the scope into the job.
 
-    Before the first step nothing depends on which variables these are, so they can still become variables of
-    the job, with worker 0's values. All workers call this: each variable that is taken over is a transfer.
+    Before the first step nothing depends on the identity of these variables, so they can still become
+    variables of the job, with worker 0's values. All workers call this: each moved variable is a transfer.
 
     Raises:
-        NotSupported: An optimizer was built outside: it knows the variables of the model as they were.
+        NotSupported: An optimizer was built outside: it refers to the previous variables of the model.
     """
     for optimizer in optimizers_of(model):
         for one in (optimizer, getattr(optimizer, "inner_optimizer", optimizer)):
@@ -29,10 +29,10 @@ def take_over(strategy: tf.distribute.Strategy, model: Any) -> None:
                 raise NotSupported(
                     f"An optimizer ({type(one).__name__}) that was built outside strategy.scope()",
                     reason="it would not be the same on every worker",
-                    remedy="Build it inside 'with strategy.scope():', or leave that to fit",
+                    remedy="Build it inside 'with strategy.scope():', or let fit build it",
                 )
             _move(strategy, one.variables)
-            # Private: where an optimizer remembers the scope it was made in; there is no argument for it.
+            # Private: an optimizer stores the scope of its creation here; there is no argument for it.
             one._distribution_strategy = strategy
     _move(strategy, model.metrics_variables)
     _move(strategy, model.variables)
@@ -42,7 +42,7 @@ def _move(strategy: tf.distribute.Strategy, variables: Iterable[keras.Variable])
     for variable in variables:
         if not _is_distributed(variable):
             with tf.init_scope(), strategy.scope():
-                # Private: what Keras' constructor calls to make the variable of TensorFlow behind this one.
+                # Private: Keras' constructor calls this to create the TensorFlow variable behind this one.
                 variable._initialize(variable.numpy())
 
 

@@ -1,4 +1,4 @@
-"""Where an own loop goes on in whatever it takes its batches from."""
+"""Positions the data of a custom training loop after a restore."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import tensorflow as tf
 
 Batches = Any
-"""What a `for` loop can run over: best a `tf.data.Dataset`; a distributed one, a list, a generator."""
+"""Any iterable: preferably a `tf.data.Dataset`, but also a distributed dataset, a list or a generator."""
 
 
 class Rest(Iterable[Any]):
-    """A pass without its first batches, which are read and thrown away."""
+    """A pass without its first batches, which are read and discarded."""
 
     def __init__(self, batches: Iterable[Any], done: int) -> None:
         self._batches = batches
@@ -24,36 +24,36 @@ class Rest(Iterable[Any]):
 
 
 def length_of(batches: Batches) -> int:
-    """How many batches a pass has; below 0 if that is not known."""
+    """The number of batches of a pass; negative if it is unknown."""
     if isinstance(batches, tf.data.Dataset):
         return int(batches.cardinality())
     return len(batches) if isinstance(batches, Sequence) else -1
 
 
 def rest_of(batches: Batches, passes: int, done: int) -> Batches:
-    """What is left of a pass.
+    """The rest of a pass.
 
     Args:
         batches: The data.
-        passes: How many passes over it were begun before this one.
+        passes: How many passes were started before this one.
         done: How many batches of this one are done.
     """
     if not isinstance(batches, Sequence | Iterator):
         for _ in range(passes):
-            iter(batches)  # each pass draws its own order: those before have had theirs
+            iter(batches)  # each pass draws an order: skip those of the earlier passes
     if not done:
         return batches
     return batches.skip(done) if isinstance(batches, tf.data.Dataset) else Rest(batches, done)
 
 
-def what_is_not_certain(batches: Batches) -> str:
-    """Why this data may be elsewhere after a restart, and what to do; empty if it will be where it was."""
+def position_problem(batches: Batches) -> str:
+    """Why this data may be at another position after a restart, and what to do; empty if it will not."""
     if isinstance(batches, tf.data.Dataset | tf.distribute.DistributedDataset | Sequence):
         return ""
-    kind = "an iterator, which begins anew in every life" if isinstance(batches, Iterator) else "an object"
+    kind = "an iterator, which a restart starts again" if isinstance(batches, Iterator) else "an object"
     return (
-        "This data cannot be positioned for certain: after a restart, resume() reads as many batches of it "
-        "as were done of the pass, and throws them away. That is right only if the script makes it anew for "
-        "each pass, with the same batches in every life. Give resume() a tf.data.Dataset, or a list. "
+        "This data cannot be positioned reliably: after a restart, resume() reads and discards the batches "
+        "of the pass that are done. That is correct only if the script creates the data anew for each pass, "
+        "with the same batches after every restart. Pass a tf.data.Dataset or a list to resume(). "
         f"Received: {kind} ({type(batches).__name__})"
     )

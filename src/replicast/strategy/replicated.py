@@ -1,8 +1,8 @@
-"""The variables of a job: TensorFlow's, with the conversions that a variable of one process has.
+"""The variables of a job: TensorFlow's, with the conversions of a variable of one process.
 
-TensorFlow's distributed variables cannot be converted by `float()` or `int()` and have no handle between
-steps, because they may have several values in one process. Here each worker has one value, so each of these
-has an answer, and it is local: reading a variable never waits for another worker.
+TensorFlow's distributed variables do not support `float()` or `int()` and have no handle between steps,
+because they may have several values in one process. Here each worker has one value, so these operations are
+well defined. They are local: reading a variable never waits for another worker.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-# Private: the classes of the variables that a strategy makes, how one is saved, and whether a model without
-# them is being exported; there is no public way to derive from them or to ask.
+# Private: the classes of a strategy's variables, how one is saved, and whether a model without them is being
+# exported; there is no public way to subclass them or to ask.
 from tensorflow.python.distribute import values_util
 from tensorflow.python.distribute.values import MirroredVariable, SyncOnReadVariable, _SyncOnReadSaveable
 
-# Private: a variable that no creator sees; in a scope, `tf.Variable` would make one of the strategy.
+# Private: a variable that bypasses creators; in a scope, `tf.Variable` would create one of the strategy.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 
 class _Converted:
-    """The conversions to Python's and NumPy's types that TensorFlow gives to a variable of one process.
+    """The conversions to Python and NumPy types that TensorFlow's variables of one process have.
 
-    Except `bool()`, which TensorFlow itself applies to distributed variables in place of `is not None`.
+    Except `bool()`, which TensorFlow itself applies to distributed variables instead of `is not None`.
     """
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
@@ -53,18 +53,18 @@ class ReplicatedVariable(_Converted, MirroredVariable):
 
 
 class SummedVariable(_Converted, SyncOnReadVariable):
-    """A variable that each worker adds to for itself: the state of a metric.
+    """A variable to which each worker adds separately: the state of a metric.
 
-    It is either whole, each worker holding the total of all workers, or in parts, whose sum is the total. A
+    It is either whole (each worker holds the total of all workers) or in parts (whose sum is the total). A
     Keras step and an assignment between steps leave it whole, so reading it is local; a custom step leaves
-    parts, and reading it is a transfer. Which of the two it is, is a variable too: the graph of a step runs
-    many times after its trace, with other steps in between.
+    parts, and reading it is a transfer. Which of the two applies is stored in a variable too, because the
+    graph of a step runs many times after its trace, with other steps in between.
     """
 
     def __init__(self, strategy: Any, values: Any, aggregation: Any, var_policy: Any = None) -> None:
         super().__init__(strategy, values, aggregation, var_policy)
         self.in_keras_step = False
-        """Whether a Keras step is being traced or run that sums what the workers add to this variable."""
+        """Whether a Keras step, which sums what the workers add to this variable, is being traced or run."""
         with tf.init_scope(), tf.device(self._primary.device):
             self._whole = ResourceVariable(True, trainable=False, name="whole")
 
@@ -76,27 +76,27 @@ class SummedVariable(_Converted, SyncOnReadVariable):
         return super().assign(value, *args, **kwargs)
 
     def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in TensorFlow, which refuses it between steps; here it is added once to the total."""
+        """As in TensorFlow, which refuses it between steps; here the value is added to the total once."""
         if self._between_steps():
             return self._primary.assign_add(self._once(value), *args, **kwargs)
         return super().assign_add(value, *args, **kwargs)
 
     def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in TensorFlow, which refuses it between steps; here it is subtracted once from the total."""
+        """As in TensorFlow, which refuses it between steps; here it is subtracted from the total once."""
         if self._between_steps():
             return self._primary.assign_sub(self._once(value), *args, **kwargs)
         return super().assign_sub(value, *args, **kwargs)
 
     def mark_whole(self) -> None:
-        """Notes that each worker now holds the total."""
+        """Records that each worker now holds the total."""
         self._whole.assign(True, read_value=False)
 
     def zero_unless_whole(self, value: tf.Tensor) -> tf.Tensor:
-        """The value if each worker holds the total, zeros if each holds a part of it."""
+        """The value if each worker holds the total; zeros if each holds a part."""
         return tf.where(self._whole, value, tf.zeros_like(value))
 
     def total(self, sum_parts: Callable[[], Any]) -> Any:
-        """The value if it is whole; else the sum, which is a transfer."""
+        """The value if it is whole; else the sum of the parts, which is a transfer."""
         if tf.executing_eagerly() or values_util.is_saving_non_distributed():
             with tf.init_scope():
                 whole = bool(self._whole.numpy())
@@ -115,13 +115,13 @@ class SummedVariable(_Converted, SyncOnReadVariable):
         return several and self._in_step() and not self.in_keras_step
 
     def _once(self, value: Any) -> Any:
-        """The value; if the variable is in parts, then for worker 0 alone."""
+        """The value to add on this worker; if the variable is in parts, zeros except on worker 0."""
         if self.aggregation != tf.VariableAggregation.SUM or self._distribute_strategy.rank == 0:
             return value
         return self.zero_unless_whole(tf.convert_to_tensor(value, self.dtype))
 
     def _part(self) -> tf.Tensor:
-        """This worker's part, also of a total: an equal share as in TensorFlow, or all of it on worker 0."""
+        """This worker's part. A total is divided equally as in TensorFlow; integers go to worker 0."""
         value, strategy = self._primary.read_value(), self._distribute_strategy
         if self.aggregation != tf.VariableAggregation.SUM:
             return value
@@ -133,7 +133,7 @@ class SummedVariable(_Converted, SyncOnReadVariable):
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
         if self._in_custom_step():
-            # Not before the data is there: a step that finds none left must change nothing.
+            # Only once the data exists: a step that finds no data left must change nothing.
             with tf.control_dependencies([value] if tf.is_symbolic_tensor(value) else []):
                 self._primary.assign(self._part(), read_value=False)
                 self._whole.assign(False, read_value=False)
@@ -157,7 +157,7 @@ class SummedVariable(_Converted, SyncOnReadVariable):
 
 
 class _Total(_SyncOnReadSaveable):
-    """What is saved of a `SummedVariable`: its total. TensorFlow restores a part of it on each worker."""
+    """Saves and restores the total of a `SummedVariable`. TensorFlow would restore a part on each worker."""
 
     def __init__(self, variable: SummedVariable, name: str) -> None:
         super().__init__(variable, name)
@@ -169,7 +169,7 @@ class _Total(_SyncOnReadSaveable):
 
 @contextlib.contextmanager
 def added_by_keras_step(variables: Iterable[Any]) -> Iterator[None]:
-    """Inside, a Keras step adds to these variables; it sums what the workers added and marks them whole."""
+    """Marks these variables as updated by a Keras step, which sums the workers' parts itself."""
     summed = [variable for variable in variables if isinstance(variable, SummedVariable)]
     for variable in summed:
         variable.in_keras_step = True
@@ -181,7 +181,7 @@ def added_by_keras_step(variables: Iterable[Any]) -> Iterator[None]:
 
 
 def replicated(variable: Any) -> Any:
-    """The same variable of a strategy in our class; what is no variable of a strategy stays as it is."""
+    """Converts a variable of a strategy to our class; returns any other variable unchanged."""
     kinds = {MirroredVariable: ReplicatedVariable, SyncOnReadVariable: SummedVariable}
     kind = kinds.get(type(variable))
     if kind is None:

@@ -1,7 +1,7 @@
-"""Which of the values that a step returns are results of the model's metrics.
+"""Finds which of the values that a step returns are results of the model's metrics.
 
-A `train_step` returns the results of its metrics under any names. Each was computed from this worker's rows,
-and must be computed again when the metric has the state of the whole batch.
+A `train_step` may return the results of its metrics under any names. Each was computed from this worker's
+rows, and must be recomputed once the metric has the state of the whole batch.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import tensorflow as tf
 
 
 class MetricResults:
-    """Notes what the metrics' `result` returns inside its `with` block.
+    """Records what the metrics' `result` methods return inside its `with` block.
 
-    Keras has no hook for it, so each metric object, never its class, has a `result` that notes for that time.
+    Keras has no hook for this, so the method is replaced on each metric object, never on its class.
     """
 
     def __init__(self, metrics: Iterable[keras.metrics.Metric]) -> None:
         self._metrics = list({id(metric): metric for metric in metrics}.values())
         self._own = [vars(metric).get("result") for metric in self._metrics]
-        self._noted: dict[int, tuple[Any, keras.metrics.Metric, int]] = {}
+        self._recorded: dict[int, tuple[Any, keras.metrics.Metric, int]] = {}
 
     def __enter__(self) -> MetricResults:
         for metric in self._metrics:
-            object.__setattr__(metric, "result", self._noting(metric))
+            object.__setattr__(metric, "result", self._recording(metric))
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -37,21 +37,21 @@ class MetricResults:
                 object.__setattr__(metric, "result", own)
 
     def __contains__(self, value: Any) -> bool:
-        return id(value) in self._noted
+        return id(value) in self._recorded
 
-    def again(self, value: Any) -> Any:
-        """The same result, from the metric's present state."""
-        _, metric, place = self._noted[id(value)]
-        return tf.nest.flatten(metric.result())[place]
+    def recompute(self, value: Any) -> Any:
+        """The same result, from the metric's current state."""
+        _, metric, index = self._recorded[id(value)]
+        return tf.nest.flatten(metric.result())[index]
 
-    def _noting(self, metric: keras.metrics.Metric) -> Callable[[], Any]:
+    def _recording(self, metric: keras.metrics.Metric) -> Callable[[], Any]:
         result = metric.result
 
-        def noting() -> Any:
+        def recording() -> Any:
             returned = result()
-            for place, value in enumerate(tf.nest.flatten(returned)):
-                # With the value itself: as long as it is kept, no other one has its id.
-                self._noted[id(value)] = (value, metric, place)
+            for index, value in enumerate(tf.nest.flatten(returned)):
+                # Keeps the value alive: its id cannot be reused then.
+                self._recorded[id(value)] = (value, metric, index)
             return returned
 
-        return noting
+        return recording

@@ -1,9 +1,9 @@
-"""Where `fit` goes on after a restore: the epoch, and the place in its data.
+"""Resumes `fit` after a restore: sets the epoch, and the position in its data.
 
-Keras' epoch iterator carries state from epoch to epoch: which iterator over the data it uses, and how many
-batches it took from it. Both follow from how many epochs and batches are done, so they are not saved. They
-are computed here, or found by reading where the length of the data is not known, and given to Keras before
-its first epoch.
+Keras' epoch iterator keeps state from epoch to epoch: its current iterator over the data, and how many
+batches it has taken from it. Both follow from the number of epochs and batches done, so they are not saved.
+They are computed here, or found by reading if the length of the data is unknown, and set before Keras' first
+epoch.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Any
 
 import keras
 
-# Private: what `fit` iterates over; there is no public way to begin in the middle of it.
+# Private: what `fit` iterates over; there is no public way to start in the middle of it.
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 
-from replicast.strategy.feeding import ArrayShare, Place, Share
+from replicast.strategy.feeding import ArrayShare, DataPosition, Share
 
 POSITIONED = (ArrayDataAdapter, GeneratorDataAdapter, PyDatasetAdapter, TFDatasetAdapter)
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """What decides where an epoch ends.
+    """The lengths that determine where an epoch ends.
 
     Attributes:
-        data: How many batches a pass over the data has; None if that is not known, or there is no end.
+        data: The number of batches of a pass over the data; None if it is unknown or infinite.
         epoch: `steps_per_epoch`; None if an epoch is a pass.
         execution: `steps_per_execution`.
     """
@@ -44,10 +44,10 @@ class Lengths:
 
 
 class ResumedEpoch:
-    """The epoch that `fit` begins with: it has only the batches that are left of it.
+    """The first epoch of a resumed `fit`, which has only the remaining batches.
 
     Attributes:
-        done: How many batches of it are not done again.
+        done: How many batches of it are skipped.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class ResumedEpoch:
         self.done = done
 
     def ended(self) -> None:
-        """The epochs after it are whole again. To be called in `on_epoch_end`."""
+        """Makes the following epochs complete again. Call it in `on_epoch_end`."""
         if self._iterator is not None:
             self._iterator.steps_per_epoch = self._steps_per_epoch
-            if self._steps_per_epoch is None:  # what Keras counted is the rest of a pass, not a pass
+            if self._steps_per_epoch is None:  # Keras has counted the rest of a pass, not a whole pass
                 self._iterator._num_batches = self._iterator.data_adapter.num_batches
             if self._uncounted:
                 self._iterator.data_adapter._epoch += self._uncounted
@@ -74,23 +74,22 @@ class ResumedEpoch:
 
 
 def start_at_epoch(model: keras.Model, epoch: int) -> None:
-    """Has the `fit` that is about to begin start at this epoch. To be called in `on_train_begin`.
+    """Makes the starting `fit` begin at this epoch. Call it in `on_train_begin`.
 
-    Private: `fit` looks at this attribute after `on_train_begin`, because Keras' own BackupAndRestore
-    callback sets it there; there is no public way. `tests/workers/test_private_apis.py` notices when it
-    changes.
+    Private: `fit` reads this attribute after `on_train_begin`, because Keras' own BackupAndRestore callback
+    sets it there; there is no public way. `tests/workers/test_private_apis.py` notices when it changes.
     """
     model._initial_epoch = epoch
 
 
-def go_on(model: keras.Model, epoch: int, batch: int, warn: Callable[[str], None]) -> ResumedEpoch:
-    """Has the `fit` that is about to begin go on with this batch. To be called in `on_train_begin`.
+def resume_fit(model: keras.Model, epoch: int, batch: int, warn: Callable[[str], None]) -> ResumedEpoch:
+    """Makes the starting `fit` continue at this batch. Call it in `on_train_begin`.
 
     Args:
         model: The model that is fitted.
-        epoch: The epoch that training is in.
+        epoch: The current epoch of the training.
         batch: How many batches of it are done.
-        warn: Told what cannot be positioned, and what to do.
+        warn: Called with what cannot be positioned, and what to do.
     """
     start_at_epoch(model, epoch)
     model.distribute_strategy.take_start(model)  # for a `fit` without the callback
@@ -99,8 +98,8 @@ def go_on(model: keras.Model, epoch: int, batch: int, warn: Callable[[str], None
     found = _running_fit(model)
     if found is None:
         warn(
-            f"The data of this fit could not be found: it starts at its beginning, and not after {batch} "
-            f"batches of epoch {epoch}. Call model.fit itself; if you do, report the version of Keras. "
+            f"The data of this fit could not be found: it starts from the beginning, not after {batch} "
+            f"batches of epoch {epoch}. Call model.fit directly; if you do, report this version of Keras. "
             f"Received: Keras {keras.__version__}"
         )
         return ResumedEpoch()
@@ -109,30 +108,30 @@ def go_on(model: keras.Model, epoch: int, batch: int, warn: Callable[[str], None
     if not isinstance(adapter, POSITIONED):
         warn(
             "The order of this data is drawn outside of TensorFlow, Keras and Python: the batches that were "
-            "used are skipped, but in the order of this life. Give fit a tf.data.Dataset, a "
-            f"keras.utils.PyDataset or arrays. Received: {type(adapter).__name__}"
+            "used are skipped, but in the order after the restart. Pass a tf.data.Dataset, a "
+            f"keras.utils.PyDataset or arrays to fit. Received: {type(adapter).__name__}"
         )
     elif isinstance(adapter, PyDatasetAdapter) and _is_read_ahead_of_changes(
         adapter, iterator.steps_per_epoch
     ):
         warn(
-            "This PyDataset has another order in each epoch, and Keras reads it ahead, so which order a "
-            "batch had is not known: the data may not be where it was. Leave out steps_per_epoch and give it "
-            "workers=1, or pass shuffle=False and have it stay the same in every epoch. "
+            "This PyDataset has a different order in each epoch, and Keras reads it ahead, so the order of a "
+            "batch is unknown: the data may be at another position than before. Leave out steps_per_epoch "
+            "and use workers=1, or use shuffle=False and a dataset that does not change between epochs. "
             f"Received: {type(adapter.py_dataset).__name__}"
         )
     return _position(iterator, first_epoch, max(epoch - first_epoch, 0), batch, warn)
 
 
-def pass_over(model: keras.Model, ended: int, warn: Callable[[str], None]) -> None:
-    """Has the `fit` that is about to begin end at once. To be called in `on_train_begin`.
+def skip_fit(model: keras.Model, ended: int, warn: Callable[[str], None]) -> None:
+    """Makes the starting `fit` end at once. Call it in `on_train_begin`.
 
-    A later `fit` may be given the same data: its orders are drawn as if this one had used it.
+    A later `fit` may use the same data, so the data draws its orders as if this `fit` had used it.
 
     Args:
         model: The model that is fitted.
         ended: The epoch after its last one.
-        warn: Told what cannot be done, and what to do.
+        warn: Called with what cannot be done, and what to do.
     """
     start_at_epoch(model, sys.maxsize)
     model.distribute_strategy.take_start(model)
@@ -140,9 +139,9 @@ def pass_over(model: keras.Model, ended: int, warn: Callable[[str], None]) -> No
     adapter = None if found is None else found[0].data_adapter
     if found is None or isinstance(adapter, GeneratorDataAdapter):
         warn(
-            "This fit was done before the restore and is passed over, but its data cannot be moved to where "
-            "it was left: a later fit that goes on with the same data gets other batches than it would have. "
-            "Give each fit a generator of its own. "
+            "This fit was complete before the restore and is skipped, but its data cannot be moved to its "
+            "position after that fit: a later fit on the same data gets other batches than without a "
+            "restart. Pass a new generator to each fit. "
             f"Received: {'data that could not be found' if adapter is None else 'a generator'}"
         )
         return
@@ -155,40 +154,40 @@ def pass_over(model: keras.Model, ended: int, warn: Callable[[str], None]) -> No
         _use_up(iterator, epochs, lengths)
 
 
-def place_of(epochs: int, batch: int, lengths: Lengths) -> Place:
-    """Where the data stands when so many epochs, and so many batches of the next one, are done.
+def data_position(epochs: int, batch: int, lengths: Lengths) -> DataPosition:
+    """The position in the data after a number of epochs and some batches of the next one.
 
-    With `steps_per_epoch`, Keras goes on with the same iterator from epoch to epoch. An epoch in which it
-    runs out ends there, and the next one has a new iterator. Without, each epoch has a new iterator; and
-    where the length is known another one is made at its end, which is never used.
+    With `steps_per_epoch`, Keras keeps the same iterator from epoch to epoch. When it runs out, the epoch
+    ends there, and the next one creates a new iterator. Without `steps_per_epoch`, each epoch creates a new
+    iterator; if the length is known, Keras creates another one at the end of the epoch, which is never used.
     """
     if lengths.epoch is None:
-        made = 2 if lengths.data is not None else 1
-        return Place(made * epochs, batch, epoch=epochs)
+        per_epoch = 2 if lengths.data is not None else 1
+        return DataPosition(per_epoch * epochs, batch, epoch=epochs)
     whole = _up_to_executions(lengths.epoch, lengths.execution)
     if lengths.data is None:
-        return Place(0, epochs * whole + batch, epoch=0)
+        return DataPosition(0, epochs * whole + batch, epoch=0)
     passes = used = opened = 0
     for epoch in range(epochs):
         used += min(whole, _up_to_executions(lengths.data - used, lengths.execution))
         if used >= lengths.data:
             passes, used, opened = passes + 1, 0, epoch
-    return Place(passes, used + batch, epoch=opened)
+    return DataPosition(passes, used + batch, epoch=opened)
 
 
 def read_to(
     open_pass: Callable[[], Iterator[Any]], epochs: int, batch: int, steps: int | None
 ) -> tuple[Iterator[Any], int, bool]:
-    """Does what Keras did with data of unknown length: an epoch in which it runs out ends there.
+    """Reads data of unknown length as Keras did: an epoch in which it runs out ends there.
 
     Args:
-        open_pass: Makes a new iterator over the data.
+        open_pass: Creates a new iterator over the data.
         epochs: How many epochs are done.
-        batch: How many batches of the next one.
-        steps: How many batches an epoch has; None for all that there are.
+        batch: How many batches of the next one are done.
+        steps: The number of batches of an epoch; None for all.
 
     Returns:
-        The iterator, how many batches were taken from it, and whether all of `batch` were there.
+        The iterator, how many batches were taken from it, and whether it had all of `batch`.
     """
     current, used = open_pass(), 0
     for _ in range(epochs):
@@ -210,72 +209,72 @@ def _take(batches: Iterator[Any], count: int | None) -> int:
 
 
 def _up_to_executions(batches: int, execution: int) -> int:
-    """An execution is never cut short but by the end of the data."""
+    """Rounds up to whole executions: only the end of the data shortens one."""
     return -(-batches // execution) * execution
 
 
 def _position(
     iterator: EpochIterator, first_epoch: int, epochs: int, batch: int, warn: Callable[[str], None]
 ) -> ResumedEpoch:
-    """Gives Keras' iterator the state that it had: the iterator in use, and how much of it was used."""
+    """Restores the state of Keras' iterator: the current iterator, and how much of it was used."""
     steps, adapter, data = iterator.steps_per_epoch, iterator.data_adapter, iterator._distributed_dataset
     lengths = Lengths(iterator._num_batches, steps, iterator.steps_per_execution)
     of_epoch = steps if steps is not None else lengths.data
     if of_epoch is not None and batch >= _up_to_executions(of_epoch, lengths.execution):
         warn(
-            "The checkpoint was made with longer epochs than these, so the data is not where it was. Call "
-            "fit with the batch size and the steps_per_epoch of before. "
+            "The checkpoint was saved with longer epochs than these, so the data is at another position. "
+            "Call fit with the same batch size and steps_per_epoch as before. "
             f"Received: {batch} batches done of an epoch that has {of_epoch}"
         )
         batch = of_epoch - 1
-    place = place_of(epochs, batch, lengths)
+    position = data_position(epochs, batch, lengths)
     uncounted = _repeat_epochs(adapter, epochs, lengths) if isinstance(adapter, PyDatasetAdapter) else 0
     if _must_be_read(iterator):
         whole = None if steps is None else _up_to_executions(steps, lengths.execution)
         current, used, complete = read_to(lambda: iter(data), epochs, batch, whole)
         if not complete:
             warn(
-                "The data has fewer batches than were used before the restore: the epoch ends at once. Give "
-                "fit data that is the same in every life; a generator must be a new one. "
-                f"Received: the end after {used} batches, and {batch} done of the epoch"
+                "The data has fewer batches than were used before the restore: the epoch ends at once. Pass "
+                "the same data to fit after every restart; a generator must be a new one. "
+                f"Received: {used} batches of data, {batch} batches done of the epoch"
             )
     else:
-        opened = replace(place, epoch=first_epoch + place.epoch)
-        current, used = _opened_at(data, opened), place.batches
+        opened = replace(position, epoch=first_epoch + position.epoch)
+        current, used = _opened_at(data, opened), position.batches
     iterator._current_iterator = current
     iterator._steps_seen = used
-    # As long as steps_per_epoch is set, Keras uses the iterator that is there, and so many batches of it.
+    # While steps_per_epoch is set, Keras uses the current iterator, and that many batches of it.
     iterator.steps_per_epoch = sys.maxsize if of_epoch is None else of_epoch - batch
     return ResumedEpoch(iterator, steps, batch, uncounted)
 
 
 def _use_up(iterator: EpochIterator, epochs: int, lengths: Lengths) -> None:
-    """Makes as many iterators over the data as Keras made in so many epochs: each draws an order."""
+    """Creates as many iterators over the data as Keras did in these epochs: each draws an order."""
     data = iterator._distributed_dataset
     if _must_be_read(iterator):
         read_to(lambda: iter(data), epochs, 0, _up_to_executions(lengths.epoch or 0, lengths.execution))
         return
-    made = place_of(epochs, 0, lengths).passes
+    created = data_position(epochs, 0, lengths).passes
     if epochs and lengths.epoch is not None:
-        made += 1  # the one that is in use
-    for _ in range(made):
+        created += 1  # the current one
+    for _ in range(created):
         iter(data)
 
 
 def _must_be_read(iterator: EpochIterator) -> bool:
-    """Whether only reading tells where the data stands.
+    """Whether the position in the data can only be found by reading.
 
-    A generator's passes share one generator; and data of unknown length may have begun anew in between.
+    All passes of a generator share it; and data of unknown length may have started again in between.
     """
     if isinstance(iterator.data_adapter, GeneratorDataAdapter):
         return True
     if iterator.steps_per_epoch is None or not isinstance(iterator.data_adapter, TFDatasetAdapter):
         return False
-    return iterator._num_batches is None and not _without_end(iterator._distributed_dataset)
+    return iterator._num_batches is None and not _is_infinite(iterator._distributed_dataset)
 
 
 def _is_read_ahead_of_changes(adapter: PyDatasetAdapter, steps: int | None) -> bool:
-    """Whether batches are read before the epoch that uses them begins, and would be others after."""
+    """Whether batches are read before the start of the epoch that uses them, and change at that start."""
     kind = type(adapter.py_dataset)
     changes = kind.on_epoch_end is not keras.utils.PyDataset.on_epoch_end
     changes = changes or kind.on_epoch_begin is not keras.utils.PyDataset.on_epoch_begin
@@ -284,36 +283,36 @@ def _is_read_ahead_of_changes(adapter: PyDatasetAdapter, steps: int | None) -> b
     return changes and steps is not None and steps != adapter.num_batches
 
 
-def _without_end(data: Any) -> bool:
-    return isinstance(data, Share) and data.is_without_end()
+def _is_infinite(data: Any) -> bool:
+    return isinstance(data, Share) and data.is_infinite()
 
 
-def _opened_at(data: Any, place: Place) -> Iterator[Any]:
+def _opened_at(data: Any, position: DataPosition) -> Iterator[Any]:
     if isinstance(data, Share | ArrayShare):
-        return data.at(place)
-    for _ in range(place.passes):  # TensorFlow's own distribution: it has no other way to skip
+        return data.at(position)
+    for _ in range(position.passes):  # data distributed by TensorFlow: there is no other way to skip
         iter(data)
     current: Iterator[Any] = iter(data)
-    _take(current, place.batches)
+    _take(current, position.batches)
     return current
 
 
 def _repeat_epochs(adapter: PyDatasetAdapter, epochs: int, lengths: Lengths) -> int:
-    """Calls what Keras called in the epochs before, and draws the orders of batches that it drew.
+    """Repeats Keras' calls of the earlier epochs, and draws the same orders of batches.
 
-    Not the adapter's own methods, which would start threads that read ahead. Keras 3.16 draws an order from
-    the number of the epoch that first reads it, which the adapter counts.
+    Does not call the adapter's own methods, which would start threads that read ahead. Keras 3.16 derives an
+    order from the number of the epoch that first reads it, which the adapter counts.
 
     Returns:
-        How many epochs the adapter has still to count, once the pass that goes on has its order.
+        How many epochs the adapter must still count, once the resumed pass has its order.
     """
-    begins = [place_of(epoch, 0, lengths).batches == 0 for epoch in range(epochs + 1)]
-    orders = sum(begins) - 1  # the pass that goes on draws its own, when it is read
+    begins = [data_position(epoch, 0, lengths).batches == 0 for epoch in range(epochs + 1)]
+    orders = sum(begins) - 1  # the resumed pass draws its own when it is read
     for begins_pass in begins[:-1]:
         adapter.py_dataset.on_epoch_begin()
         if begins_pass and orders > 0 and adapter.shuffle and lengths.data is not None:
             orders -= 1
-            random.shuffle([*range(lengths.data)])  # what Keras 3.16 does not look at
+            random.shuffle([*range(lengths.data)])  # Keras 3.16 does not use Python's generator
         adapter.py_dataset.on_epoch_end()
     if not hasattr(adapter, "_epoch"):
         return 0
@@ -323,9 +322,9 @@ def _repeat_epochs(adapter: PyDatasetAdapter, epochs: int, lengths: Lengths) -> 
 
 
 def callbacks_of(model: keras.Model) -> list[keras.callbacks.Callback] | None:
-    """The callbacks of the `fit` that called our caller, in their order; who is added to them is called last.
+    """The list of callbacks of the running `fit`, in order; a callback appended to it is called last.
 
-    Private: `fit` keeps them in a local variable only.
+    Private: `fit` keeps them only in a local variable.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -339,9 +338,9 @@ def callbacks_of(model: keras.Model) -> list[keras.callbacks.Callback] | None:
 
 
 def _running_fit(model: keras.Model) -> tuple[EpochIterator, int] | None:
-    """The iterator of the `fit` that called our caller, and the epoch it was told to begin with.
+    """The iterator of the running `fit`, and its `initial_epoch`.
 
-    Private: `fit` keeps both in local variables only.
+    Private: `fit` keeps both only in local variables.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:

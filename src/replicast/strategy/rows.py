@@ -1,8 +1,8 @@
-"""The rows of a share: how many there are, and a stand-in where there are none.
+"""The rows of a share: their number, and a placeholder row if there are none.
 
-A batch with fewer rows than workers leaves some workers without any. They must take part in the step's
-transfer, but many layers fail on nothing (a convolution), or give NaN (a mean). So such a worker works on one
-row of zeros, which counts for nothing: its weight is 0, and what it adds to metrics is dropped.
+A batch with fewer rows than workers leaves some workers without rows. They must still take part in the step's
+transfer, but many layers fail on an empty batch (a convolution) or return NaN (a mean). So such a worker
+computes one row of zeros, which is ignored: its weight is 0, and what it adds to metrics is discarded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tensorflow as tf
 
 
 def rows_of(data: Any) -> tf.Tensor:
-    """The number of rows of a share: the length of its first part that has one."""
+    """The number of rows of a share: the length of its first component that has dimensions."""
     for leaf in tf.nest.flatten(data):
         shape = getattr(leaf, "shape", None)
         if shape is None or len(shape) == 0:
@@ -29,7 +29,7 @@ def rows_of(data: Any) -> tf.Tensor:
 
 
 def at_least_one_row(data: Any) -> Any:
-    """The same share, with a row of zeros where it has none."""
+    """The share, with a row of zeros if it has no rows."""
 
     def filled(leaf: Any) -> Any:
         if not isinstance(leaf, tf.Tensor) or leaf.shape.rank in (None, 0):
@@ -38,8 +38,8 @@ def at_least_one_row(data: Any) -> Any:
             return leaf
         shape = tf.shape(leaf)
         zeros = functools.partial(tf.zeros, tf.concat([[1], shape[1:]], axis=0), leaf.dtype)
-        # A conditional also where there are certainly no rows: `slices.py` must see rows of a batch here, as
-        # on the workers that have some.
+        # A conditional even if there are certainly no rows: `slices.py` must recognize rows of a batch here,
+        # as on the workers that have some.
         whole = tf.cond(shape[0] > 0, lambda: leaf, zeros)
         whole.set_shape([1 if leaf.shape[0] == 0 else None, *leaf.shape[1:]])
         return whole
@@ -48,7 +48,7 @@ def at_least_one_row(data: Any) -> Any:
 
 
 def predicting_all_rows(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The same prediction; of a share without rows, nothing in the right shape."""
+    """Wraps a prediction function; for a share without rows it returns empty tensors."""
 
     def predict(data: Any) -> Any:
         rows = rows_of(data)

@@ -1,14 +1,14 @@
-"""Whether all workers were given the same data: samples of it, compared at the first pass.
+"""Checks that all workers have the same data, by comparing samples at the first pass.
 
-Each worker takes its own rows of every batch, so all must be given the same batches; workers that were not
-would train on silently. What is compared:
+Each worker takes its own rows of every batch, so all must have the same batches; otherwise training would
+silently use wrong examples. What is compared:
 
-    arrays                      the number of rows, and 64 rows spread over them, first and last included
+    arrays                      the number of rows, and 64 rows spread over them, including the first and last
     generator                   its first batch
-    tf.data, PyDataset, others  the number of batches, if an epoch uses them all, and the first batch used
+    tf.data, PyDataset, others  the number of batches, if an epoch uses all of them, and the first batch used
 
-Lengths, arrays and generators are known before the pass, so their samples travel with the meeting of workers
-that opens it. The first batch of a pipeline is reported from the pipeline's own thread when it gets there.
+Lengths, arrays and generators are known before the pass, so their samples are exchanged when the workers meet
+to open it. The first batch of a pipeline is reported from the pipeline's own thread when it is read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger("replicast")
 
 ROWS_OF_ARRAYS = 64
 FIRST_BATCH_SECS = 60.0
-"""How long worker 0 waits for another worker's first batch; the step would wait for it anyway."""
+"""How long worker 0 waits for another worker's first batch. The step would wait for it anyway."""
 WHAT = {
     "fit": "training data",
     "validation": "validation data",
@@ -44,16 +44,16 @@ _PARTS = ("x", "y", "sample_weight")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one worker tells the others of its data.
+    """A description of one worker's data for the other workers.
 
     Attributes:
-        what: Which data it is.
-        length: The number of rows or batches; None if it is not known, or does not matter.
+        what: What the data is for.
+        length: The number of rows or batches; None if it is unknown or irrelevant.
         unit: "rows" or "batches".
-        order: Stands for the order in which batches are drawn: samples of another order are not compared.
-        digests: By part of a batch: the digest of its values.
+        order: Identifies the order in which batches are drawn; others are not compared.
+        digests: The digest of each part of a batch, by name.
         divided: Whether the user divided the data by rank.
-        labelled: Whether the targets tell examples apart, so that equal targets mean the same examples.
+        labelled: Whether the targets identify examples, so that equal targets mean the same examples.
     """
 
     what: str
@@ -75,17 +75,17 @@ class Sample:
 
 
 class Comparison:
-    """Compares what the workers were given for one `fit`, `evaluate` or `predict`.
+    """Compares the workers' data of one `fit`, `evaluate` or `predict`.
 
     Args:
         own: This worker's sample, as far as it is known before the first pass.
-        rank: Which worker this is.
-        size: Of how many.
-        meet: Opens a pass together with the other workers, and gives what each said.
-        coordination: Where first batches are reported.
-        key: Where in it.
-        check_job: Raises when the job has failed, so that waiting for another worker is in vain.
-        warn: Called on worker 0 when the data differs.
+        rank: This worker.
+        size: The number of workers.
+        meet: Opens a pass together with the other workers; exchanges a message with them.
+        coordination: The keys that all workers share, for reports of first batches.
+        key: The prefix of the keys of these reports.
+        check_job: Raises if the job has failed, so that nobody waits for a failed worker.
+        warn: Called on worker 0 if the data differs.
     """
 
     def __init__(
@@ -108,18 +108,18 @@ class Comparison:
         self._key = key
         self._check_job = check_job
         self._warn = warn
-        self._said = False
+        self._compared = False
 
     def open_pass(self) -> None:
-        """Waits for the others before a pass; before the first one, compares the samples.
+        """Waits for the other workers before a pass; before the first one, compares the samples.
 
         Raises:
-            NotSupported: The workers were given different numbers of rows or batches: on all of them.
+            NotSupported: The workers have different numbers of rows or batches. Raised on all of them.
         """
-        if self._said:
+        if self._compared:
             self._meet("")
             return
-        self._said = True
+        self._compared = True
         heard = self._meet(self._own.to_text())
         samples = {worker: Sample.from_text(text) for worker, text in sorted(heard.items()) if text}
         refuse_other_lengths(samples)
@@ -134,8 +134,8 @@ class Comparison:
                 self._compare({0: sample, **self._reported()}, "its first batch")
         except JobFailed:
             logger.debug("the first batch was not compared: the job has failed", exc_info=True)
-        except Exception:  # a value that cannot be digested: training goes on without the comparison
-            logger.warning("The first batch could not be compared with the other workers'", exc_info=True)
+        except Exception:  # a value that cannot be digested: training continues without the comparison
+            logger.warning("Could not compare the first batch with the other workers'", exc_info=True)
 
     def _reported(self) -> dict[int, Sample]:
         ends = time.monotonic() + FIRST_BATCH_SECS
@@ -151,8 +151,8 @@ class Comparison:
             text = self._coordination.get(f"{self._key}/{worker}", 1.0)
         if text is None:
             logger.warning(
-                "Worker %d has not read its first batch of %s within %.0f s: it is not compared with worker "
-                "0's",
+                "Worker %d did not read its first batch of %s within %.0f s: it is not compared with "
+                "worker 0's",
                 worker,
                 self._own.what,
                 FIRST_BATCH_SECS,
@@ -166,10 +166,10 @@ class Comparison:
 
 
 def differing_parts(samples: Mapping[int, Sample]) -> dict[int, list[str]]:
-    """By worker: the parts of its sample that differ from worker 0's, if that means different examples.
+    """The parts of each worker's sample that differ from worker 0's, if that means different examples.
 
-    Where only the inputs differ and the targets tell examples apart, these are the same examples, augmented
-    at random: each worker takes its own rows, so that does no harm.
+    If only the inputs differ and the targets identify examples, these are the same examples with random
+    augmentation. Each worker takes its own rows, so that is harmless.
     """
     found: dict[int, list[str]] = {}
     first = samples.get(0)
@@ -184,10 +184,10 @@ def differing_parts(samples: Mapping[int, Sample]) -> dict[int, list[str]]:
 
 
 def refuse_other_lengths(samples: Mapping[int, Sample]) -> None:
-    """Raises when two workers were given different numbers of rows or batches.
+    """Checks that all workers have the same number of rows or batches.
 
     Raises:
-        NotSupported: They were.
+        NotSupported: Two workers have different numbers.
     """
     known = {worker: sample for worker, sample in samples.items() if sample.length is not None}
     if len({(sample.length, sample.unit, sample.what) for sample in known.values()}) < 2:
@@ -198,18 +198,18 @@ def refuse_other_lengths(samples: Mapping[int, Sample]) -> None:
     if first.divided:
         raise NotSupported(
             what,
-            reason="the workers train together, a batch of each in every step",
+            reason="every step uses one batch of each worker",
             remedy="Give every worker the same number of batches, for example with dataset.take(n)",
         )
     raise NotSupported(
         what,
-        reason="each worker takes its own rows of every batch, so all must be given the same data",
+        reason="each worker takes its own rows of every batch, so all need the same data",
         remedy="Give every worker all of the data, and do not divide it by rank",
     )
 
 
 def sample_of_arrays(what: str, arrays: Any) -> Sample:
-    """Of arrays in memory: their length, and some rows."""
+    """A sample of arrays in memory: their length, and some rows."""
     rows = int(tf.nest.flatten(arrays)[0].shape[0])
     some = np.unique(np.linspace(0, max(rows - 1, 0), ROWS_OF_ARRAYS).astype(np.int64))[:rows]
     digests = {
@@ -220,7 +220,7 @@ def sample_of_arrays(what: str, arrays: Any) -> Sample:
 
 
 def sample_of_batch(what: str, batch: Any) -> Sample:
-    """Of a generator, whose first batch is known before it is used."""
+    """A sample of a generator, whose first batch is known before it is used."""
     parts = {
         name: [np.asarray(leaf) for leaf in tf.nest.flatten(part, expand_composites=True)]
         for name, part in _parts_of(batch).items()
@@ -229,14 +229,14 @@ def sample_of_batch(what: str, batch: Any) -> Sample:
 
 
 def order_of_batches() -> str:
-    """Stands for the order that Keras will draw for the batches of a PyDataset, from Python's generator."""
+    """Identifies the order that Keras will draw for the batches of a PyDataset, with Python's generator."""
     return xxhash.xxh3_64_hexdigest(repr(random.getstate()).encode())
 
 
 def sampled(
     batches: tf.data.Dataset, report: Callable[[dict[str, list[np.ndarray[Any, Any]]]], None]
 ) -> tf.data.Dataset:
-    """The same batches; the first one of a pass is reported as well, from the pipeline's own thread."""
+    """The same batches; also reports the first one of a pass, from the pipeline's own thread."""
 
     def look(number: tf.Tensor, batch: Any) -> Any:
         leaves = [(name, leaf) for name, part in _parts_of(batch).items() for leaf in _tensors_of(part)]
@@ -293,9 +293,9 @@ def _warning(what: str, found: Mapping[int, list[str]], compared: str) -> str:
     workers = ", ".join(str(worker) for worker in found)
     parts = ", ".join(dict.fromkeys(part for differing in found.values() for part in differing))
     return (
-        f"The workers were given different {what} (worker 0 and worker {workers} differ in {parts} of "
+        f"The workers have different {what} (worker 0 and worker {workers} differ in {parts} of "
         f"{compared}). Each worker takes its own rows of its own batch, so some examples may be used twice "
         "in an epoch and others not at all. Give every worker all of the data, in the same order: call "
-        "keras.utils.set_random_seed(n) first or give dataset.shuffle() a seed, and do not divide the data "
-        "by rank. If you want to divide a tf.data.Dataset yourself, set its auto_shard_policy to OFF."
+        "keras.utils.set_random_seed(n) first or pass a seed to dataset.shuffle(), and do not divide the "
+        "data by rank. To divide a tf.data.Dataset yourself, set its auto_shard_policy to OFF."
     )

@@ -1,10 +1,10 @@
-"""Seeds that all workers have in common, so that all shuffle alike."""
+"""Seeds that all workers share, so that all shuffle alike."""
 
 from __future__ import annotations
 
 import secrets
 
-# Private: whether the user set a global seed, and when anew: `tf.random` does not tell.
+# Private: whether the user has set a global seed, and whether it was set again: `tf.random` does not tell.
 from tensorflow.python.eager import context
 
 from replicast.coordination import Coordination
@@ -14,18 +14,18 @@ AGREE_SECS = 600.0
 
 
 class Seeds:
-    """Gives out one seed per use, the same to every worker that asks equally often.
+    """Returns one seed per use: the n-th seed is the same on every worker.
 
-    They follow from the user's global seed, if there is one, and start again when it is set again; else from
-    a random number of worker 0. Nobody's random generators are touched.
+    Seeds are derived from the user's global seed, if there is one, and start again when it is set again;
+    otherwise from a random number of worker 0. No random generator of the user is changed.
     """
 
     def __init__(self, coordination: Coordination, rank: int) -> None:
         self._coordination = coordination
-        self._generator: object = self  # of no context
+        self._generator: object = self  # differs from any context's generator
         self._random: int | None = None
         self._uses = 0
-        if rank == 0:  # at once, so that nobody has to wait for worker 0 to come to its first use
+        if rank == 0:  # at once, so that nobody waits for worker 0's first use
             coordination.put("replicast/seed", str(secrets.randbits(32)))
 
     def next(self) -> tuple[int, ...]:
@@ -42,6 +42,6 @@ class Seeds:
         if self._random is None:
             seed = self._coordination.get("replicast/seed", AGREE_SECS)
             if seed is None:
-                raise JobFailed(f"worker 0 did not give a seed within {AGREE_SECS:.0f} s", worker=0)
+                raise JobFailed(f"worker 0 did not publish a seed within {AGREE_SECS:.0f} s", worker=0)
             self._random = int(seed)
         return self._random

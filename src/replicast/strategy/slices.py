@@ -1,18 +1,18 @@
-"""The sum of a row-sparse gradient over the workers, with the slices that one process would have.
+"""Sums row-sparse gradients over the workers, with the slices that one process would have.
 
-The gradient of a lookup is a list of slices: one for each index that was looked up, repeats included.
-Clipping by norm, and optimizers that square gradients, look at single slices. So the sum must have the slices
-that one process has on the whole batch. Which those are depends on where the indices come from:
+The gradient of a lookup is a list of slices: one for each index that was looked up, including repeats.
+Clipping by norm, and optimizers that square gradients, use single slices. So the sum must have the slices
+that one process has on the whole batch. Which slices those are depends on where the indices come from:
 
-    ROWS      ids from the batch             the slices of all workers, one list after the other
-    SHARED    positions, constants           the same list on every worker: summed slice by slice
+    ROWS      ids from the batch             the slices of all workers, concatenated
+    SHARED    positions, constants           the same list on every worker, summed slice by slice
     UNIQUE    distinct ids from the batch    one slice for each index that any worker has
 
-TensorFlow always does the first. The gradient itself does not tell them apart, because ids from the batch may
-happen to be equal on all workers. The graph does: how long would the list be for a batch of two rows, and of
-three? TensorFlow's shape inference answers that while the step is traced, and computes nothing. Without a
-graph to look at (`run_eagerly=True`, or a lookup inside the user's own `tf.function`), the values decide:
-indices that are distinct, and equal on all workers, count as SHARED.
+TensorFlow always does the first. The gradient itself does not tell these kinds apart, because ids from the
+batch may happen to be equal on all workers. The graph does: how long would the list be for a batch of two
+rows, and of three? TensorFlow's shape inference answers that while the step is traced, without computing
+anything. Without a graph to inspect (`run_eagerly=True`, or a lookup inside the user's own `tf.function`),
+the values decide: indices that are distinct, and equal on all workers, count as SHARED.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Exchange:
     """How a worker exchanges tensors with all others.
 
     Attributes:
-        workers: Their number, this one included.
-        all_reduce: Sums a list over the workers; of row-sparse gradients it returns all workers' slices.
-        all_gather: All workers' tensors, one after the other.
+        workers: The number of workers.
+        all_reduce: Sums a list over the workers; for row-sparse gradients it returns all workers' slices.
+        all_gather: Concatenates all workers' tensors.
     """
 
     workers: int
@@ -42,7 +42,7 @@ class Exchange:
 
 
 class Kind(enum.Enum):
-    """How the slices of several workers make up those of the whole batch."""
+    """How to combine the slices of several workers into those of the whole batch."""
 
     ROWS = enum.auto()
     SHARED = enum.auto()
@@ -53,7 +53,9 @@ class Kind(enum.Enum):
 def one_list_if_equal(slices: tf.IndexedSlices, workers: int) -> tf.IndexedSlices:
     """Adds the workers' slices one by one if all workers have the same indices; otherwise returns them all.
 
-    They have when every worker computes the whole batch. All workers see all slices, so all decide alike.
+    For custom training loops without `strategy.run`: the indices are equal if every worker computes the whole
+    batch. Unlike `_same_on_all`, this accepts repeated indices, which a whole batch may have, and needs no
+    transfer. All workers see all slices, so all decide alike.
     """
     length = tf.shape(slices.indices)[0] // workers
 
@@ -123,7 +125,10 @@ def _one_for_each_index(slices: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def _same_on_all(everyones: tf.Tensor, length: tf.Tensor, exchange: Exchange) -> tf.Tensor:
-    """Whether every worker has the same list of distinct indices; all workers find the same answer."""
+    """Whether every worker has the same list of distinct indices; all workers get the same answer.
+
+    Repeated indices may be ids from the batch that happen to be equal on all workers.
+    """
     lengths = exchange.all_gather(tf.reshape(length, [1]))
 
     def lists_are_equal() -> tf.Tensor:
@@ -149,10 +154,10 @@ _ASKS_FOR_SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 _INPUTS = frozenset({"Placeholder", "PlaceholderWithDefault", "IteratorGetNext", "OptionalGetValue"})
 _CONDITIONALS = frozenset({"If", "StatelessIf"})
 _BATCH = _INPUTS | _CONDITIONALS
-"""Where the rows of a batch come from: `rows.py` replaces a batch without rows by a conditional."""
+"""Where the rows of a batch come from: `rows.py` replaces an empty batch with a conditional."""
 _ROWS_TRIED = (2, 3)
 _LENGTH_TRIED = 5
-"""Used for every other dimension that is unknown while tracing, such as the length of a sequence."""
+"""Used for every other unknown dimension, such as the length of a sequence."""
 
 
 def _kind(indices: tf.Tensor) -> Kind:
@@ -162,21 +167,21 @@ def _kind(indices: tf.Tensor) -> Kind:
     lengths = {_length(indices, rows) for rows in _ROWS_TRIED}
     if None in lengths or len(lengths) > 1:
         return Kind.UNKNOWN if _calls_function(origin.op) else Kind.ROWS
-    looked_at = _sources(origin, through_shapes=False)
-    if any(_calls_function(source.op) for source in looked_at):
+    sources = _sources(origin, through_shapes=False)
+    if any(_calls_function(source.op) for source in sources):
         return Kind.UNKNOWN
-    return Kind.ROWS if any(map(_is_batch, looked_at)) or _has_batch_size(origin) else Kind.SHARED
+    return Kind.ROWS if any(map(_is_batch, sources)) or _has_batch_size(origin) else Kind.SHARED
 
 
 def _without_casts(tensor: tf.Tensor, also: tuple[str, ...] = ()) -> tf.Tensor:
     while tensor.op.type in _CASTS or tensor.op.type in also:
-        # Of a selection the last: Keras' lookups replace negative indices where there are any.
+        # The last input of a selection: Keras' lookups replace negative indices.
         tensor = tensor.op.inputs[-1 if tensor.op.type == "SelectV2" else 0]
     return tensor
 
 
 def _has_batch_size(indices: tf.Tensor) -> bool:
-    """Whether these are constants, repeated for each row of a batch of known size, as `tile` makes them."""
+    """Whether these are constants that are repeated for each row of a batch of known size, as with `tile`."""
     if indices.shape.rank is None:
         return True
     if indices.shape.rank < 2 or indices.shape[0] not in _known_batch_sizes(indices.graph):
@@ -189,9 +194,9 @@ def _has_batch_size(indices: tf.Tensor) -> bool:
 
 
 def _known_batch_sizes(graph: Any) -> set[int]:
-    """The sizes of batches that are known while tracing: user code may use them as constants.
+    """The batch sizes that are known while tracing, which user code may use as constants.
 
-    Except one row, which says nothing: positions are often written as one row for the whole batch, and other
+    Without 1, which is ambiguous: positions are often written as one row for the whole batch, and other
     workers may have more rows.
     """
     given = [t for op in graph.get_operations() if op.type in _BATCH for t in op.outputs if _is_batch(t)]
@@ -204,7 +209,7 @@ def _is_batch(tensor: tf.Tensor) -> bool:
 
 
 def _is_source(operation: tf.Operation) -> bool:
-    """Whether the copy has a placeholder for this operation: an input, a variable, a function call."""
+    """Whether the copied graph has a placeholder for this operation: an input, variable or function call."""
     return operation.type in _BATCH or operation.type == "ReadVariableOp" or _calls_function(operation)
 
 
@@ -232,18 +237,18 @@ def _length(tensor: tf.Tensor, rows: int) -> int | None:
     """How many elements the tensor would have for a batch of `rows` rows; None if that depends on values."""
     sources = _sources(tensor, through_shapes=True)
     with tf.Graph().as_default():
-        stand_ins = {t.name: tf.compat.v1.placeholder(t.dtype, _shape(t, rows)) for t in sources}
+        inputs = {t.name: tf.compat.v1.placeholder(t.dtype, _shape(t, rows)) for t in sources}
         try:
-            copy = stand_ins[tensor.name] if tensor.name in stand_ins else _imported(tensor, stand_ins)
+            copy = inputs[tensor.name] if tensor.name in inputs else _imported(tensor, inputs)
         except ValueError:  # TensorFlow cannot copy this part of the graph, so its shape is unknown
             return None
         return None if copy.shape.num_elements() is None else int(copy.shape.num_elements())
 
 
-def _imported(tensor: tf.Tensor, stand_ins: dict[str, tf.Tensor]) -> tf.Tensor:
-    """The same tensor in another graph, computed from what stands in for its sources."""
-    sources = {name.partition(":")[0] for name in stand_ins}
-    return tf.graph_util.import_graph_def(_graph_def(tensor, sources), stand_ins, [tensor.name])[0]
+def _imported(tensor: tf.Tensor, inputs: dict[str, tf.Tensor]) -> tf.Tensor:
+    """The same tensor in another graph, computed from these inputs instead of its sources."""
+    sources = {name.partition(":")[0] for name in inputs}
+    return tf.graph_util.import_graph_def(_graph_def(tensor, sources), inputs, [tensor.name])[0]
 
 
 def _shape(source: tf.Tensor, rows: int) -> list[int | None] | None:
@@ -256,7 +261,7 @@ def _shape(source: tf.Tensor, rows: int) -> list[int | None] | None:
 
 
 def _graph_def(tensor: tf.Tensor, sources: set[str]) -> tf.compat.v1.GraphDef:
-    """The operations between the sources and a tensor, without the order that `tf.function` adds."""
+    """The operations between the sources and a tensor, without the control inputs that `tf.function` adds."""
     graph_def = tf.compat.v1.GraphDef()
     graph_def.versions.CopyFrom(tensor.graph.graph_def_versions)
     seen, pending = set(), [tensor.op]
@@ -271,6 +276,6 @@ def _graph_def(tensor: tf.Tensor, sources: set[str]) -> tf.compat.v1.GraphDef:
         inputs = [name for name in node.input if not name.startswith("^")]
         del node.input[:]
         node.input.extend(inputs)
-        node.attr.pop("_class", None)  # names of operations that are not taken along
+        node.attr.pop("_class", None)  # names operations that are not copied
         node.device = ""
     return graph_def

@@ -2,15 +2,15 @@
 
 Keras averages each worker's loss over that worker's own rows, decides about clipping and float16 overflow on
 its own gradients, reports the mean of the workers' metrics, and lets each worker keep its own moving
-statistics. Here, what happens inside one step on each of N workers, worker r having n_r rows:
+statistics. Here, one step on each of N workers, where worker r has n_r rows, is:
 
     forward, backward           Keras, on this worker's rows
-    one transfer                sums over r: n_r * g_r, what r added to metrics' states, n_r * statistics
+    one transfer                sums over r: n_r * g_r, what r added to the metrics' states, n_r * statistics
     clip, scale, apply          Keras, on the same gradients everywhere
     what the step returns       computed by Keras from the metrics' states, which are now those of the job
 
-A `train_step` of one's own may look at the weights it has just changed, so its gradients are transferred at
-the moment it applies them, and the rest in a second transfer.
+A custom `train_step` may read the weights that it has just changed, so its gradients are transferred when it
+applies them, and the rest in a second transfer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROWS_UNIT = 1024.0
 
 
 class Agreed:
-    """A value that is the same on every worker already, on its way through Keras' own reduction."""
+    """A value that is already the same on every worker: Keras' reduction returns it unchanged."""
 
     __slots__ = ("value",)
 
@@ -43,9 +43,9 @@ class Agreed:
 
 
 class KerasStep:
-    """Runs `model.train_step` or `model.test_step` so that its outcome is that of the whole batch.
+    """Runs `model.train_step` or `model.test_step` so that its result is that of the whole batch.
 
-    One object per traced step. It lives in the replica context and holds no state between steps.
+    One object per traced step. It runs in the replica context and keeps no state between steps.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class KerasStep:
         self._kept: list[tuple[Callable[..., Any], list[Any], Any]] = []
 
     def __call__(self, data: Any) -> Any:
-        """Runs the step on this worker's share and returns what it returned, for the whole batch."""
+        """Runs the step on this worker's share and returns its result for the whole batch."""
         return waiting_for_data(self._run)(data)
 
     def _run(self, data: Any) -> Any:
@@ -89,16 +89,16 @@ class KerasStep:
         return self._whole_batch(logs, results, added, assigned)
 
     def _assignable(self) -> list[keras.Variable]:
-        """Variables that the step may assign by itself, without an optimizer: moving statistics, mostly.
+        """Variables that the step may assign without an optimizer: mostly moving statistics.
 
-        They become the mean over the workers. For weights too that is right, if what is assigned is linear in
-        the gradients; in a stock step only an optimizer assigns weights.
+        They become the mean over the workers. That is correct for weights too, if the assigned value is
+        linear in the gradients; in a stock step only an optimizer assigns weights.
         """
         weights = [] if self._applies_last else self._model.trainable_variables
         return [v for v in (*self._model.non_trainable_variables, *weights) if v.dtype in _FLOATS]
 
     def _apply(self, apply: Callable[..., Any], gradients: list[Any], variables: Any) -> None:
-        """What the model's optimizers do when they are asked to apply gradients."""
+        """Replaces `apply` of the model's optimizers."""
         if self._applies_last:
             self._kept.append((apply, gradients, variables))
             return
@@ -116,7 +116,7 @@ class KerasStep:
     def _apply_summed(
         self, apply: Callable[..., Any], gradients: list[Any], summed: list[Any], rows: Any, variables: Any
     ) -> None:
-        """Applies the sum over the workers, each example counting the same however the batch was divided."""
+        """Applies the sum over the workers; every example has the same weight on every worker."""
         if not _sums_its_loss(self._model):
             summed = [_times(g, 1.0 / rows) for g in summed]
         each = iter(summed)
@@ -143,14 +143,14 @@ class KerasStep:
         for variable, total in zip(statistics, totals(), strict=True):
             variable.assign(total / tf.cast(rows, total.dtype))
         means = iter([total / rows for total in weighted_logs()])
-        return tf.nest.map_structure(lambda v: results.again(v) if v in results else next(means), logs)
+        return tf.nest.map_structure(lambda v: results.recompute(v) if v in results else next(means), logs)
 
 
 def waiting_for_data(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The same step, none of whose operations runs before its data is there.
+    """Wraps a step so that none of its operations runs before its data exists.
 
-    The step that finds no data left fails, but whatever in it does not depend on the data may have run: Keras
-    then counts the rows of a batch that was not there, if their number is known when it traces.
+    The step that finds no data left fails, but operations that do not depend on the data may already have
+    run: if the number of rows is known while tracing, Keras would count the rows of a missing batch.
     """
 
     def waiting(data: Any) -> Any:
@@ -162,20 +162,20 @@ def waiting_for_data(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class Transfer:
-    """Values that are summed over the workers together: one collective for all dense ones of a dtype."""
+    """Values that are summed over the workers together: one collective for all dense values of a dtype."""
 
     def __init__(self) -> None:
         self._values: list[Any] = []
         self._summed: list[Any] = []
 
     def add(self, values: list[Any]) -> Callable[[], list[Any]]:
-        """Takes values along; what is returned gives their sums after `send`."""
+        """Adds values to the transfer; returns a function that returns their sums after `send`."""
         first, after = len(self._values), len(self._values) + len(values)
         self._values += values
         return lambda: self._summed[first:after]
 
     def send(self) -> None:
-        """Blocks until every worker has sent the same kinds of values."""
+        """Sums the values. Blocks until every worker has sent the same kinds of values."""
         context = tf.distribute.get_replica_context()
         summed: dict[int, Any] = {}
         carried = [_cast(value, CARRIERS.get(value.dtype, value.dtype)) for value in self._values]
@@ -187,13 +187,13 @@ class Transfer:
 
 
 def total_before(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
-    """What all workers hold of a metric's state; nothing if it is in parts, which the step then sums too."""
+    """The total of a metric's state before a step; zeros if it is in parts, which the step sums too."""
     state = variable.value
     return state.zero_unless_whole(value) if isinstance(state, SummedVariable) else value
 
 
 def mark_whole(variable: keras.Variable) -> None:
-    """Notes that a metric's variable holds the state of the whole job, on every worker."""
+    """Records that a metric's variable holds the state of the whole job, on every worker."""
     if isinstance(variable.value, SummedVariable):
         variable.value.mark_whole()
 
@@ -202,12 +202,12 @@ def mark_whole(variable: keras.Variable) -> None:
 def applying_with(
     optimizer: keras.optimizers.Optimizer, act: Callable[[Callable[..., Any], list[Any], Any], None]
 ) -> Iterator[None]:
-    """Inside, the optimizer's `apply` calls `act` with its own `apply`, the gradients and the variables.
+    """Inside, the optimizer's `apply` calls `act` with the original `apply`, the gradients and variables.
 
     Keras clips, accumulates and decides about float16 overflow on a worker's own gradients and sums last:
     workers then clip differently, and with float16 one of them skips the step while the others wait for it.
-    Keras has no hook in between, so for the time of the step this one optimizer object, never its class,
-    has an `apply` that sums first.
+    Keras has no hook in between, so `apply` is replaced during the step, on this optimizer object, never on
+    its class.
     """
     apply, own = optimizer.apply, vars(optimizer).get("apply")
 
@@ -227,26 +227,26 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def _is_stock(model: keras.Model) -> bool:
-    """Whether nothing in the step can look at the weights after they were changed."""
+    """Whether nothing in the step can read the weights after they were changed."""
     names = ("train_step", "compute_metrics", "get_metrics_result")
     methods = [getattr(getattr(model, name), "__func__", None) for name in names]
     return methods == [getattr(keras.Model, name) for name in names]
 
 
 def _difference(before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:
-    """What a step added to a state; nothing where infinity stayed infinity."""
+    """What a step added to a state; zero where an infinity did not change."""
     return tf.where(before == after, tf.zeros_like(after), after - before)
 
 
 def _times(value: Any, factor: tf.Tensor) -> Any:
-    """Product in which a worker without rows contributes 0, whatever its NaN says."""
+    """The product, which is 0 for a worker without rows even if its value is NaN."""
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(_times(value.values, factor), value.indices, value.dense_shape)
     return tf.math.multiply_no_nan(value, tf.cast(factor, value.dtype))
 
 
 def _precise(value: tf.Tensor) -> tf.Tensor:
-    """In a dtype whose rounding, repeated in every step, does not move a mean."""
+    """The value in a dtype whose rounding, repeated in every step, does not shift a mean."""
     return value if value.dtype == tf.float64 else tf.cast(value, tf.float32)
 
 
@@ -259,6 +259,6 @@ def _cast(value: Any, dtype: tf.DType) -> Any:
 
 
 def _sums_its_loss(model: keras.Model) -> bool:
-    """Whether the loss is a sum: then every example counts the same already, and a weight would be wrong."""
+    """Whether the loss is a sum: every example already has the same weight, and another would be wrong."""
     losses = [loss for loss in tf.nest.flatten(getattr(model, "loss", None)) if loss is not None]
     return any(getattr(loss, "reduction", "sum_over_batch_size") in ("sum", "none", None) for loss in losses)

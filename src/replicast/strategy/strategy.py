@@ -19,7 +19,7 @@ from replicast.coordination import Coordination, MemoryCoordination, ServiceCoor
 from replicast.errors import ClusterError, NotSupported
 from replicast.lifetime import Lifetime
 from replicast.strategy import feeding
-from replicast.strategy.building import creating_in_scope, is_built, may_fail, rehearse
+from replicast.strategy.building import creating_in_scope, is_built, may_fail, trace_once
 from replicast.strategy.callbacks import Callbacks
 from replicast.strategy.caller import (
     KerasCall,
@@ -47,10 +47,10 @@ _LEFT_TO_TENSORFLOW = (
 
 
 class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
-    """Synchronous training on several workers, one replica each, for Keras 3 and for own loops.
+    """Synchronous training on several workers, one replica each, with Keras 3 or a custom training loop.
 
-    The workers are read from `TF_CONFIG`; without it, this is a job of one and the same script runs. Make it
-    before anything else of TensorFlow is used. All workers must make it: it blocks until they have.
+    Reads the workers from `TF_CONFIG`; without it, the same script runs as a job with one worker. Create the
+    strategy before you use anything else of TensorFlow. Blocks until all workers have created it.
 
     Example:
         strategy = replicast.Strategy()
@@ -59,7 +59,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             model.compile("adam", "sparse_categorical_crossentropy")
         model.fit(x, y, batch_size=128)
 
-    `batch_size` is that of the whole job: each worker takes its rows of every batch. Give all workers the
+    `batch_size` is the global batch size: each worker takes its rows of every batch. Give all workers the
     same data.
     """
 
@@ -72,19 +72,14 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         """Joins the job.
 
         Args:
-            statistics: What happens to the moving statistics of BatchNormalization and its like, which each
-                worker computes from its own rows. "mean": every step ends with their mean over the workers,
-                so they are equal always. "local": each worker keeps its own, as TensorFlow does by itself.
+            statistics: How to treat the moving statistics of BatchNormalization and similar layers, which
+                each worker computes from its own rows. "mean": every step replaces them with their mean over
+                the workers, so they are always equal. "local": each worker keeps its own, as in TensorFlow.
             communication_options: As for `tf.distribute.MultiWorkerMirroredStrategy`.
         """
         if statistics not in ("mean", "local"):
             raise ValueError(f'statistics must be "mean" or "local". Received: {statistics!r}')
-        if keras.backend.backend() != "tensorflow":
-            raise ClusterError(
-                "replicast needs Keras on the TensorFlow backend",
-                received=f"backend {keras.backend.backend()!r}",
-                remedy="Set KERAS_BACKEND=tensorflow before keras is imported",
-            )
+        _check_backend()
         cluster = read_cluster(os.environ)
         self._rank = 0 if cluster is None else cluster.rank
         self._size = 1 if cluster is None else cluster.size
@@ -93,14 +88,14 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             tf.distribute.cluster_resolver.TFConfigClusterResolver(),
             communication_options or tf.distribute.experimental.CommunicationOptions(),
         )
-        # Not MultiWorkerMirroredStrategy's own constructor: it would make its own `extended`.
+        # Skips MultiWorkerMirroredStrategy's constructor, which would create its own `extended`.
         super(tf.distribute.MultiWorkerMirroredStrategy, self).__init__(extended)
         self.statistics = statistics
-        """What happens to moving statistics: "mean" or "local"."""
+        """How moving statistics are treated: "mean" or "local"."""
         self.leavings: list[Any] = []
-        """Of each open `Replicas`, its part in leaving, in the order in which all workers made them."""
+        """For each open `Replicas`, the part that lets the job leave; in the same order on all workers."""
         self.on_fit: list[Callable[[Any, Any], None]] = []
-        """Told of every `fit` that begins: its model, and the callbacks as they were passed."""
+        """Called at the start of every `fit` with its model, and with the callbacks as they were passed."""
         self._named: Counter[str] = Counter()
         self._start: tuple[weakref.ref[keras.Model], feeding.Start] | None = None
         self._epoch: int | None = None
@@ -117,26 +112,29 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         )
         self._writing = Writing(self._coordination, self._rank, self._lifetime)
         self._callbacks = Callbacks(self._rank, self._size, self._writing)
-        self._inputs = Inputs(
+        self._inputs = self._make_inputs()
+        if self._size > 1:
+            self._lifetime.begin()
+            extended.compiles = self._writing.guard
+            extended.loops_without_run = self._guard_models
+            extended.next_turn = self._lifetime.turns.take
+
+    def _make_inputs(self) -> Inputs:
+        return Inputs(
             self._rank,
             self._size,
             self._coordination,
-            meet=self._lifetime.meet if self._size > 1 else _alone,
+            meet=self._lifetime.turns.meet if self._size > 1 else _meet_alone,
             check_job=self.check_job,
             next_name=self.next_name,
             seeds=Seeds(self._coordination, self._rank),
             take_start=self.take_start,
             epoch=lambda: self._epoch,
         )
-        if self._size > 1:
-            self._lifetime.begin()
-            extended.compiles = self._writing.guard
-            extended.loops_without_run = self._guard_models
-            extended.next_turn = self._lifetime.turn
 
     @property
     def rank(self) -> int:
-        """Which worker this is, from 0 on. Worker 0 coordinates and writes the files."""
+        """The rank of this worker, from 0. Worker 0 coordinates and writes the files."""
         return self._rank
 
     @property
@@ -146,11 +144,11 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     @property
     def coordination(self) -> Coordination:
-        """Where the workers of this job leave words for each other."""
+        """The key-value store that all workers of this job share."""
         return self._coordination
 
     def next_name(self, kind: str) -> str:
-        """A name for the next thing of this kind: the same on every worker at the same line of the script."""
+        """The next name of this kind: the same on every worker at the same line of the script."""
         self._named[kind] += 1
         return f"{kind}-{self._named[kind]}"
 
@@ -159,61 +157,61 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         return int(self.extended.transfers_started())
 
     def check_job(self) -> None:
-        """Raises `JobFailed` when another worker has failed."""
+        """Raises `JobFailed` if another worker has failed."""
         self._lifetime.check()
 
     def has_left(self, worker: int) -> bool:
-        """Whether a worker has reached the end of its script; raises `JobFailed` when the job has failed."""
+        """Whether a worker has reached the end of its script; raises `JobFailed` if the job has failed."""
         return self._lifetime.has_left(worker)
 
     def before_leaving(self, act: Callable[[], None], always: Callable[[], None]) -> None:
-        """Has `act` called at the end of the script, on a worker of a job that has not failed.
+        """Registers functions to call at the end of the script.
 
         Args:
-            act: May wait for the other workers.
-            always: Called after it, and also when the job has failed; must wait for nobody.
+            act: Called unless the job has failed; may wait for the other workers.
+            always: Called after it, and also if the job has failed; must not wait for another worker.
         """
         if self._size > 1:
             self._lifetime.before_leaving(act)
-            self._lifetime.at_the_end(always)
+            self._lifetime.at_exit(always)
         else:
             atexit.register(always)
             atexit.register(act)  # the last one registered is the first one called
 
     def start_data_at(self, model: keras.Model, epoch: int, batch: int, batches: int) -> None:
-        """The next pass of this model's `fit` over its data goes on where another one was left.
+        """Makes the next pass of this model's `fit` continue at a position in its data.
 
         Args:
-            model: Whose `fit`.
-            epoch: The epoch that it is.
+            model: The model that is fitted.
+            epoch: The epoch of the pass.
             batch: How many batches of that epoch were used.
-            batches: How many batches were used in all, for data without end.
+            batches: How many batches were used in total, for infinite data.
         """
         self._start = (weakref.ref(model), feeding.Start(epoch, batch, batches))
 
     def begin_epoch(self, epoch: int | None) -> None:
-        """`fit` is in this epoch, as far as somebody knows: its shuffle follows from the number."""
+        """Sets the current epoch of `fit`, from which its shuffle is derived; None if it is unknown."""
         self._epoch = epoch
 
     def take_start(self, model: keras.Model) -> feeding.Start | None:
-        """Returns the position at which this model's data goes on, and clears it: only one pass uses it."""
+        """Returns the position at which this model's data continues, and clears it: only one pass uses it."""
         if self._start is None or self._start[0]() is not model:
             return None
         start, self._start = self._start[1], None
         return start
 
     def wait_for_device(self) -> None:
-        """Blocks until the device has done all it was told; on a CPU it has when a call returns."""
+        """Blocks until the device has finished all operations; on a CPU they finish before a call returns."""
         if self.extended._local_device_type != "CPU":
             tf.test.experimental.sync_devices()
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of workers; inside a step of a Keras model 1, because the step itself combines them.
+        """The number of workers; 1 inside a step of a Keras model, because the step itself combines them.
 
-        Keras divides a loss by it, but not every loss: one that a function returns as a number, or that a
-        custom `train_step` computes, would count as often as there are workers. Outside of steps, a loss is
-        one number for all workers, and Keras is told 1 as well.
+        Keras divides a loss by it, but not every loss: one that a function returns as a scalar, or that a
+        custom `train_step` computes, would be multiplied by the number of workers. Outside of steps, a loss
+        is one scalar for all workers, and Keras gets 1 as well.
         """
         between_steps = tf.distribute.in_cross_replica_context() and keras_scales_a_loss()
         return 1 if self.extended.alone or between_steps else int(self.extended._num_replicas_in_sync)
@@ -229,7 +227,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs `fn` on this worker's replica; see `tf.distribute.Strategy.run`.
 
-        A step of a Keras model has the outcome of the whole batch: see `replicast.strategy.step`.
+        A step of a Keras model has the result of the whole batch: see `replicast.strategy.step`.
         """
         model = getattr(fn, "__self__", None)
         if keras_predicts():
@@ -242,7 +240,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         if self._size == 1:
             return super().run(creating_in_scope(self, waiting_for_data(fn)), args, kwargs, options)
         if not is_built(model):
-            rehearse(functools.partial(super().run, creating_in_scope(self, fn)), (args,))
+            trace_once(functools.partial(super().run, creating_in_scope(self, fn)), (args,))
         keras_step = KerasStep(self.extended, model, fn, self.statistics == "mean")
         outputs = super().run(creating_in_scope(self, keras_step), args, kwargs, options)
         return keras.tree.map_structure(Agreed, outputs)
@@ -250,7 +248,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces over the workers; see `tf.distribute.Strategy.reduce`.
 
-        Of a whole batch, which Keras wants averaged just to see its shapes, the local part is returned.
+        If Keras reduces a whole batch only to get its shapes, returns the local part.
         """
         if isinstance(value, Agreed):
             return value.value
@@ -261,10 +259,10 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         return super().reduce(reduce_op, value, axis)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
-        """This worker's share of every batch of `dataset`.
+        """Returns this worker's share of every batch of `dataset`.
 
-        A dataset whose options ask for sharding by file or by hint is left to TensorFlow. One whose options
-        turn sharding off was divided by the user: Keras trains on its batches as they are.
+        If the options of a dataset ask for sharding by file or by hint, TensorFlow distributes it. If they
+        turn sharding off, the user has divided the data, and Keras trains on its batches as they are.
         """
         if isinstance(dataset, feeding.Share):
             return dataset
@@ -279,13 +277,13 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             return super().experimental_distribute_dataset(dataset, options)
         if call is None:
             return self._inputs.share_of_loop(dataset)
-        # Not TensorFlow's way: it splits every batch, while Keras counts the batches that the user made, so
-        # that `fit` would use only a part of the data.
+        # Not distributed by TensorFlow: it splits every batch, while Keras counts the user's batches, so
+        # `fit` would use only a part of the data.
         return self._inputs.share_of_batches(dataset, call, divided=divided)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # TensorFlow has no types
     def _guard_models(self) -> None:
-        """Has one worker write what models save that only a custom loop uses: no call of Keras shows them."""
+        """Makes one worker write the files of models used only in custom loops: no Keras call shows them."""
         created = self.extended.variables_created
         if self._size == 1 or created == self._guarded:
             return
@@ -313,10 +311,19 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         take_over(self, model)
 
 
+def _check_backend() -> None:
+    if keras.backend.backend() != "tensorflow":
+        raise ClusterError(
+            "replicast needs Keras on the TensorFlow backend",
+            received=f"backend {keras.backend.backend()!r}",
+            remedy="Set KERAS_BACKEND=tensorflow before you import keras",
+        )
+
+
 def _a_model_was_trained() -> bool:
     """Whether a model has been trained in this process.
 
-    A model that was made outside the scope never comes to the strategy; it can only be found afterwards.
+    A model created outside the scope never reaches the strategy; it can only be found afterwards.
     """
     return any(int(o.iterations.numpy()) > 0 for model in _models() for o in optimizers_of(model))
 
@@ -325,5 +332,5 @@ def _models() -> list[keras.Model]:
     return [thing for thing in gc.get_objects() if issubclass(type(thing), keras.Model)]
 
 
-def _alone(said: str) -> dict[int, str]:
-    return {0: said}
+def _meet_alone(message: str) -> dict[int, str]:
+    return {0: message}

@@ -1,8 +1,8 @@
 """The state of a Keras model on this worker: its variables by name, and how edits change them.
 
-Names are Keras paths. What belongs to the optimizer is `optimizer/...` whatever the optimizer is called; an
-optimizer that the model holds under another name has that name in front. A path that occurs twice gets a
-number: `optimizer/kernel`, `optimizer/kernel#2`.
+Names are Keras paths. The variables of the optimizer are `optimizer/...`, whatever its own name is; those of
+an optimizer in another attribute of the model have the name of that attribute as their prefix. A duplicate
+path gets a number: `optimizer/kernel`, `optimizer/kernel#2`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from replicast.strategy.optimizers import held_optimizers
 from replicast.strategy.writes import component
 
 _NOT_IN_BUFFERS = frozenset({tf.bfloat16.as_numpy_dtype, tf.float16.as_numpy_dtype})
-"""What Python's buffers have no format for."""
+"""Dtypes for which Python's buffer protocol has no format."""
 _NO_MOMENT = "average"
-"""The averaged weights that an optimizer keeps with `use_ema` are weights, not memory of gradients."""
+"""The averaged weights that an optimizer keeps with `use_ema` are weights, not moments of gradients."""
 
 
 class KerasState(State):
     """Weights, other variables and optimizer variables of a built model.
 
     Args:
-        model: Built, with built optimizers.
-        optimizers: Those that change it, by the name they have in front of their variables.
+        model: A built model with built optimizers.
+        optimizers: The optimizers that change it, by the prefix of their variables' names.
     """
 
     def __init__(self, model: keras.Model, optimizers: dict[str, keras.optimizers.Optimizer]) -> None:
@@ -47,7 +47,7 @@ class KerasState(State):
         for prefix, optimizer in optimizers.items():
             owned = _slots(model, optimizer)
             for name, variable in _optimizer_variables(prefix, optimizer):
-                name = self._keep(name, variable)
+                name = self._add(name, variable)
                 described.append(_describe(name, variable, "optimizer"))
                 if id(variable) in owned:
                     owner, fill = owned[id(variable)]
@@ -56,7 +56,7 @@ class KerasState(State):
                 hints[f"{prefix}/learning_rate"] = "The learning rate is computed by a schedule, not stored"
         weights = []
         for variable in {id(v): v for v in model.variables}.values():
-            name = self._keep(variable.path, variable)
+            name = self._add(variable.path, variable)
             kind = "trainable" if variable.trainable else "non_trainable"
             weights.append(_describe(name, variable, kind, tuple(slots.get(id(variable), ()))))
         self.schema = Schema([*weights, *described], hints)
@@ -67,11 +67,11 @@ class KerasState(State):
             for name, one in components.items()
         }
         self.on_accelerator = any("CPU" not in one.device for one in components.values())
-        """Whether a variable is elsewhere than in the memory of the host."""
+        """Whether a variable is not in host memory."""
         self.fingerprints_on_device = self.on_accelerator
-        """Whether fingerprints are computed where the variables are; the same on all workers of a job."""
+        """Whether fingerprints are computed on the variables' device; the same on all workers of a job."""
 
-    def _keep(self, path: str, variable: keras.Variable) -> str:
+    def _add(self, path: str, variable: keras.Variable) -> str:
         name, number = path, 1
         while name in self._variables:
             number += 1
@@ -92,10 +92,10 @@ class KerasState(State):
         return digest_state(parts)
 
     def digests(self, names: Iterable[str]) -> dict[str, str]:  # noqa: D102
-        if self.on_accelerator:  # each is copied to the host: one at a time
+        if self.on_accelerator:  # copied to the host one at a time
             return {name: digest_array(as_array(self._value(name))) for name in names}
-        # All is prepared before the first byte is hashed: megabytes that go through the processor's cache
-        # throw out the code and data of everything else, which would be fetched again for each variable.
+        # Prepare everything before the first byte is hashed: hashing megabytes evicts all other code and data
+        # from the processor's cache, which would be fetched again for each variable.
         begun = [(name, self._begun[name].copy(), bytes_of(self._value(name))) for name in names]
         for _, hasher, content in begun:
             hasher.update(content)
@@ -120,25 +120,25 @@ class KerasState(State):
                 buffers[name] = np.array(value)
 
     def _value(self, name: str) -> tf.Tensor:
-        # `read_value` gives the same tensor, and takes five times as long on its way there.
+        # `read_value` returns the same tensor, but takes five times as long.
         handle, dtype = self._handles[name]
         return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
 
     def read(self, names: Iterable[str]) -> Arrays:  # noqa: D102
-        # Also for other threads, while a step runs: TensorFlow reads a variable under its lock, and what was
-        # read is its value between two assignments, since whoever assigns next takes other memory. Only of
-        # rows that an optimizer changes one by one (sparse gradients) some may be a step older than others.
+        # Other threads may call this while a step runs: TensorFlow reads a variable under its lock, and the
+        # result is its value between two assignments, because the next assignment uses other memory. Only if
+        # an optimizer changes single rows (sparse gradients) may some rows be a step older than others.
         return {name: np.array(as_array(self._value(name))) for name in names}
 
 
 def optimizers_by_name(
     model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None
 ) -> dict[str, keras.optimizers.Optimizer]:
-    """The optimizers of a model by the name that goes in front of their variables.
+    """The optimizers of a model, by the prefix of their variables' names.
 
     Args:
         model: The model.
-        optimizer: One that the model does not know, of an own loop.
+        optimizer: The optimizer of a custom training loop, if it is not an attribute of the model.
     """
     named = {"optimizer": optimizer if optimizer is not None else getattr(model, "optimizer", None)}
     named.update({name: one for name, one in held_optimizers(model).items() if one is not named["optimizer"]})
@@ -146,8 +146,8 @@ def optimizers_by_name(
 
 
 def as_array(tensor: tf.Tensor) -> npt.NDArray[Any]:
-    """The values of a tensor; those of one on the CPU are not copied, so do not write to them."""
-    dtype = tensor.dtype.as_numpy_dtype  # comparing these is quick; comparing TensorFlow's is not
+    """The values of a tensor. Those of a CPU tensor are not copied, so do not write to them."""
+    dtype = tensor.dtype.as_numpy_dtype  # faster to compare than TensorFlow's dtypes
     if "CPU" not in tensor.device or dtype is np.bool_:
         return np.asarray(tensor.numpy())
     if dtype in _NOT_IN_BUFFERS:  # of two bytes each
@@ -158,20 +158,20 @@ def as_array(tensor: tf.Tensor) -> npt.NDArray[Any]:
 
 
 def bytes_of(tensor: tf.Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, in place where they can be."""
+    """The bytes of a CPU tensor, without a copy if possible."""
     if tensor.dtype.as_numpy_dtype in _NOT_IN_BUFFERS or not tensor.shape.num_elements():
         return as_array(tensor).reshape(-1).view(np.uint8).data
     return memoryview(tensor).cast("B")
 
 
 def as_tensor(array: npt.NDArray[Any]) -> tf.Tensor:
-    """A tensor with these values, in the same memory where TensorFlow can use it.
+    """A tensor with these values, in the same memory if TensorFlow can use it.
 
-    `assign` then takes the memory over: it must be nobody else's.
+    `assign` then takes ownership of the memory: nothing else may use it.
     """
     if array.size == 0 or array.dtype == bool or not _can_be_shared(array):
         return tf.constant(array)
-    if array.dtype.name == "bfloat16":  # unknown to numpy, whose arrays are taken over
+    if array.dtype.name == "bfloat16":  # numpy's DLPack export does not support it
         return tf.bitcast(as_tensor(array.view(np.uint16)), tf.bfloat16)
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 
@@ -181,7 +181,7 @@ def _can_be_shared(array: npt.NDArray[Any]) -> bool:
 
 
 def _change(variable: tf.Variable, edit: Edit) -> None:
-    """One edit, by operations of TensorFlow that give the bits of `replicast.edits.apply_edit`."""
+    """Applies one edit with TensorFlow operations that give the same bits as `replicast.edits.apply_edit`."""
     arrays = {name: as_tensor(array) for name, array in edit.arrays.items() if name != "indices"}
     match edit.operation:
         case Operation.ADD:
@@ -214,7 +214,7 @@ def _change(variable: tf.Variable, edit: Edit) -> None:
 
 
 def _number(variable: tf.Variable, edit: Edit) -> tf.Tensor:
-    # Not from the Python number: TensorFlow keeps tensors of those it has seen, and takes -0.0 for 0.0.
+    # Not from the Python number: TensorFlow caches tensors of Python numbers, and confuses -0.0 with 0.0.
     return tf.constant(factor_as(0.0 if edit.factor is None else edit.factor, variable.dtype.as_numpy_dtype))
 
 
@@ -239,9 +239,9 @@ def _optimizer_variables(prefix: str, optimizer: Any) -> Iterator[tuple[str, ker
 
 
 def _slots(model: keras.Model, optimizer: Any) -> dict[int, tuple[int, float]]:
-    """For each optimizer variable that remembers something of a weight: whose, and what it began with.
+    """The weight that each slot variable of an optimizer belongs to, and its initial value.
 
-    Keras names them after the weight's path and says so nowhere else.
+    Only the names of the slot variables, which contain the weight's path, tell which weight that is.
     """
     weights: dict[str, list[keras.Variable]] = {}
     for variable in model.trainable_variables:
@@ -249,16 +249,16 @@ def _slots(model: keras.Model, optimizer: Any) -> dict[int, tuple[int, float]]:
     longest_first = sorted(weights, key=len, reverse=True)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     accumulated = float(getattr(inner, "initial_accumulator_value", 0.0))
-    met: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
     owned: dict[int, tuple[int, float]] = {}
     for variable in optimizer.variables:
         last = variable.path.rpartition("/")[2]
         for flat in longest_first:
             if last.startswith(f"{flat}_"):
                 kind = last[len(flat) + 1 :]
-                # Weights of one path: the optimizer has gone through them in their order.
-                weight = weights[flat][met[last] % len(weights[flat])]
-                met[last] += 1
+                # If several weights have the same path, their slots are in the same order.
+                weight = weights[flat][seen[last] % len(weights[flat])]
+                seen[last] += 1
                 if kind != _NO_MOMENT:
                     owned[id(variable)] = (id(weight), accumulated if kind == "accumulator" else 0.0)
                 break

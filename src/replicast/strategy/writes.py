@@ -1,4 +1,4 @@
-"""Which variables a piece of code writes."""
+"""Detects which variables a piece of code writes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tensorflow.python.framework import auto_control_deps_utils
 
 
 def component(variable: keras.Variable) -> tf.Variable:
-    """The variable behind a Keras variable on this worker."""
+    """The TensorFlow variable behind a Keras variable on this worker."""
     value = variable.value
     return value.values[0] if isinstance(value, tf.distribute.DistributedValues) else value
 
 
 def local(variable: keras.Variable) -> tf.Tensor:
-    """Its value on this worker; never a transfer."""
+    """The value of a variable on this worker; never a transfer."""
     return component(variable).read_value()
 
 
@@ -29,9 +29,9 @@ def _operations() -> list[tf.Operation]:
 
 
 class Writes:
-    """Notices which of some variables are written inside its `with` block.
+    """Detects which of some variables are written inside its `with` block.
 
-    In a graph by looking at the operations that were added; eagerly, where there is no graph, by comparing
+    In a graph, it inspects the operations that were added. Eagerly, where there is no graph, it compares
     values, and a variable counts as written if it changed on any worker.
     """
 
@@ -55,17 +55,17 @@ class Writes:
 
     @contextlib.contextmanager
     def ignoring(self) -> Iterator[None]:
-        """What is written inside does not count. Only in a graph: eagerly it does."""
+        """Ignores what is written inside. Only in a graph; has no effect eagerly."""
         first = len(_operations())
         yield
         self._ignored.append((tf.compat.v1.get_default_graph(), range(first, len(_operations()))))
 
     def wrote(self, variable: keras.Variable) -> bool:
-        """Whether this one was written."""
+        """Whether this variable was written."""
         return id(variable) in self._written
 
     def written(self) -> list[keras.Variable]:
-        """Those that were written, in the order of the candidates."""
+        """The variables that were written, in the order of the candidates."""
         return [v for v in self._candidates if id(v) in self._written]
 
     def _written_in_graph(self) -> set[int]:

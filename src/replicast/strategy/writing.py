@@ -1,14 +1,14 @@
 """Files that one worker writes for all.
 
-Every worker runs the same script, so every worker would save the model to the same path, all at once. Instead
-each file is written by one worker, and the others go on when it is complete. Which worker, is decided without
-waiting for anyone who may not come:
+Every worker runs the same script, so every worker would save the model to the same path at the same time.
+Instead, one worker writes each file, and the others continue when it is complete. Which worker writes is
+decided without waiting for a worker that may not come:
 
     The workers' n-th writes between two steps belong together. Worker 0 goes first. The worker that creates
     the path's key writes the file; the others wait until it has finished.
 
-So the same path on all workers is written by worker 0. A path that worker 0 does not write here is written at
-once by the worker that asks for it: a directory of its own, a save behind `if strategy.rank == 1`.
+So worker 0 writes a path that is the same on all workers. A path that worker 0 does not write here is written
+by the worker that asks for it: a separate directory, or a save behind `if strategy.rank == 1`.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from replicast.lifetime import Lifetime
 logger = logging.getLogger("replicast")
 
 ARRIVE_SECS = 20.0
-"""How long worker 0 may be behind another worker in coming to the same write."""
+"""How much later than another worker worker 0 may reach the same write."""
 WRITE_SECS = 3600.0
-LOOK_SECS = 0.5
+POLL_SECS = 0.5
 REMIND_SECS = 30.0
 POSITIONS_KEPT = 3
-"""A worker's keys of a position are deleted when it has come to so many later positions."""
+"""A worker deletes its keys of a position after this many later positions."""
 SAVING_METHODS = ("save", "save_weights", "export")
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Who writes a path at one position of the script.
+    """Which worker writes a path at one position of the script.
 
     Attributes:
-        key: Where the worker that writes says when it has finished.
+        key: The prefix of the key that the writing worker creates when it has finished.
         worker: The worker that writes.
     """
 
@@ -60,7 +60,7 @@ class Claim:
 
 
 class Writing:
-    """Decides for each file which worker writes it, and lets the others wait for it."""
+    """Decides which worker writes each file, and makes the others wait for it."""
 
     def __init__(self, coordination: Coordination, rank: int, lifetime: Lifetime) -> None:
         self._coordination = coordination
@@ -70,13 +70,13 @@ class Writing:
         self._counts: Counter[str] = Counter()
         self._put: deque[tuple[tuple[int, int], str]] = deque()
         self._positions: deque[tuple[int, int]] = deque(maxlen=POSITIONS_KEPT)
-        self._keeping = threading.Lock()
+        self._lock = threading.Lock()
         self._thread = threading.local()
 
     def guard(self, model: keras.Model) -> None:
-        """Has one worker write what this model, or a model in it, saves."""
+        """Makes one worker write what this model, or a model in it, saves."""
         if not getattr(model, "_replicast_guarded", False):
-            # On this one object, not on its class: Keras has no hook for who may write.
+            # On this object, not on its class: Keras has no hook to choose who writes.
             for name in SAVING_METHODS:
                 object.__setattr__(model, name, self._written_once(getattr(model, name)))
             object.__setattr__(model, "_replicast_guarded", True)
@@ -85,19 +85,19 @@ class Writing:
                 self.guard(layer)
 
     def once(self, path: Any, write: Callable[[], Any], kind: str = "file") -> Any:
-        """Calls `write` on one of the workers that come here with this path; the others wait for it.
+        """Calls `write` on one of the workers that write this path; the others wait for it.
 
-        Blocks until worker 0 has come to a write of its own, at most 20 s, and until the file is complete, at
+        Blocks until worker 0 has reached a write of its own, at most 20 s, and until the file is complete, at
         most an hour.
 
         Args:
-            path: What is written.
+            path: The path to write.
             write: Writes it.
-            kind: Only writes of one kind are counted together.
+            kind: Writes of different kinds are counted separately.
 
         Raises:
-            JobFailed: The worker that writes has left the job, or does not finish.
-            Exception: What the write raised, of the same built-in type on all workers.
+            JobFailed: The worker that writes has exited, or does not finish.
+            Exception: The error of the write, of the same built-in type on all workers.
         """
         if getattr(self._thread, "writes", False):  # part of a larger write
             return write()
@@ -109,15 +109,15 @@ class Writing:
         if problem is not None:
             raise _failed_write(problem, claim.worker, str(path))
         if self._rank == 0 and kind == "file" and not Path(path).exists():
-            return write()  # it is on another host's disk, and what worker 0 saves must be on its own
+            return write()  # it is on another host's disk, and worker 0 needs what it saves on its own
         return None
 
     def claim(self, path: Any, kind: str, arrive_secs: float = ARRIVE_SECS) -> Claim:
-        """Decides which worker writes this path here: worker 0 if it does, else the first to ask.
+        """Decides which worker writes this path here: worker 0 if it claims it, else the first that does.
 
-        Blocks until worker 0 has come to a claim of its own, has passed this position, or the time is up.
+        Blocks until worker 0 has made a claim of its own, has passed this position, or the time is up.
         """
-        # The whole path: workers in different directories may give the same relative one.
+        # The absolute path: workers in different directories may use the same relative path.
         name = xxhash.xxh3_64(str(Path(path).absolute()).encode()).hexdigest()
         key, turn = self.next_key(name), self.next_key(kind)
         if self._rank != 0:
@@ -131,42 +131,42 @@ class Writing:
         return Claim(key, worker)
 
     def end_claims(self, kind: str) -> None:
-        """Worker 0 has made all of its claims of this kind here: the others need not wait for more."""
+        """Publishes that worker 0 has made all of its claims of this kind here: nobody waits for more."""
         if self._rank == 0:
             self.put_key(f"{self._where()}/{kind}/end", "")
 
     def next_key(self, name: str) -> str:
-        """A key of this position in the script; the workers' n-th keys of one name are the same."""
+        """A key of this position in the script; the n-th key of a name is the same on all workers."""
         where = self._where()
         self._counts[name] += 1
         return f"{where}/{name}/{self._counts[name]}"
 
     def put_key(self, key: str, value: str) -> bool:
-        """Puts a key that the others read before they leave this position; it is deleted later.
+        """Writes a key that the others read before they leave this position; it is deleted later.
 
         Returns:
-            Whether it was put; false if it was there already.
+            Whether it was written; False if it exists already.
         """
         put = self._coordination.put(key, value)
         if put:
-            with self._keeping:
-                self._put.append((self._lifetime.position(), key))
+            with self._lock:
+                self._put.append((self._lifetime.turns.position(), key))
         return put
 
     def wait_for_key(self, key: str, worker: int, what: str) -> str:
-        """Waits for a key of another worker, at most an hour, and says every 30 s for whom.
+        """Waits for a key of another worker, at most an hour; logs every 30 s which worker it waits for.
 
         Returns:
-            Its value; empty if that worker has gone on without it.
+            Its value; empty if that worker has passed this position without writing it.
 
         Raises:
             JobFailed: The job has failed, or the time is up.
         """
         began = reminded = time.monotonic()
-        while (value := self._coordination.get(key, LOOK_SECS)) is None:
+        while (value := self._coordination.get(key, POLL_SECS)) is None:
             self._lifetime.check()
             if self._lifetime.has_gone_on(worker):
-                return self._coordination.get(key, LOOK_SECS) or ""
+                return self._coordination.get(key, POLL_SECS) or ""
             reminded = self._remind(reminded, worker, what)
             if time.monotonic() - began > WRITE_SECS:
                 raise JobFailed(f"worker {worker} did not {what} in {WRITE_SECS:.0f} s", worker=worker)
@@ -174,24 +174,24 @@ class Writing:
 
     def _let_worker_0_go_first(self, key: str, signs: tuple[str, ...], path: str, arrive_secs: float) -> None:
         began = reminded = time.monotonic()
-        while self._coordination.get(key, LOOK_SECS / 10) is None:
-            if any(self._coordination.get(sign, LOOK_SECS / 2) is not None for sign in signs):
+        while self._coordination.get(key, POLL_SECS / 10) is None:
+            if any(self._coordination.get(sign, POLL_SECS / 2) is not None for sign in signs):
                 return
             self._lifetime.check()
-            reminded = self._remind(reminded, 0, f"come to where it may write {path}")
+            reminded = self._remind(reminded, 0, f"reach the point where it may write {path}")
             if self._lifetime.has_gone_on(0) or time.monotonic() - began > arrive_secs:
                 logger.info("worker 0 does not write %s; worker %d does", path, self._rank)
                 return
 
     def _remind(self, reminded: float, worker: int, what: str) -> float:
-        """Says for whom this worker waits, if it was not said for 30 s; gives when it was said last."""
+        """Logs every 30 s which worker this worker waits for; returns the time of the last log line."""
         if time.monotonic() - reminded < REMIND_SECS:
             return reminded
         logger.warning("worker %d waits for worker %d to %s", self._rank, worker, what)
         return time.monotonic()
 
     def _where(self) -> str:
-        position = self._lifetime.position()
+        position = self._lifetime.turns.position()
         if position != self._position:
             self._position = position
             self._counts.clear()
@@ -210,7 +210,7 @@ class Writing:
     def _write(self, claim: Claim, path: str, write: Callable[[], Any]) -> Any:
         self._thread.writes = True
         try:
-            with self._lifetime.alone(f"writing {path}"):
+            with self._lifetime.turns.alone(f"writing {path}"):
                 result = write()
         except BaseException as error:  # also Ctrl-C: the others must not wait for this file
             self.put_key(f"{claim.key}/done", json.dumps(_described(error)))
@@ -223,10 +223,10 @@ class Writing:
     def _delete_old_keys(self, position: tuple[int, int]) -> None:
         """Deletes this worker's keys of positions that all workers have passed.
 
-        A transfer or turn ends only if all workers join it: when this worker is two positions further, all
+        A transfer or turn ends only if all workers join it: once this worker is two positions further, all
         have left the first.
         """
-        with self._keeping:
+        with self._lock:
             self._positions.append(position)
             old = []
             while self._put and self._put[0][0] < self._positions[0]:
@@ -236,29 +236,29 @@ class Writing:
 
 
 def _path_of(save: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Where a call of `save` writes; None if it names no path, as an override with a default may."""
+    """The path of a call of `save`; None if it has none, as in an override with a default path."""
     parameter = next(iter(inspect.signature(save).parameters), "")
     path = args[0] if args else kwargs.get("filepath", kwargs.get(parameter))
     return os.fspath(path) if isinstance(path, str | os.PathLike) else None
 
 
 def _described(error: BaseException) -> dict[str, Any]:
-    """An error as JSON values: its nearest built-in type and what it says."""
+    """An error as JSON values: its nearest built-in type and its message."""
     kind = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
     number = error.errno if isinstance(error, OSError) else None
-    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return {"kind": kind.__name__, "name": type(error).__name__, "errno": number, "said": said}
+    message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return {"kind": kind.__name__, "name": type(error).__name__, "errno": number, "message": message}
 
 
 def _failed_write(problem: dict[str, Any], worker: int, path: str) -> Exception:
-    """The error of another worker's write, of the type that the script catches on that worker."""
+    """The error of another worker's write, with the same built-in type, so that scripts can catch it."""
     kind = getattr(builtins, problem["kind"])
-    said = f"worker {worker} could not write {path}: {problem['name']}: {problem['said']}"
-    if not issubclass(kind, Exception):  # it was told to end
-        return JobFailed(said, worker=worker)
+    message = f"worker {worker} could not write {path}: {problem['name']}: {problem['message']}"
+    if not issubclass(kind, Exception):  # that worker was interrupted
+        return JobFailed(message, worker=worker)
     if issubclass(kind, OSError) and problem["errno"] is not None:
-        return OSError(problem["errno"], said, path)  # Python picks the subclass
+        return OSError(problem["errno"], message, path)  # Python picks the subclass
     try:
-        return ReplicastError(said) if kind is Exception else kind(said)
+        return ReplicastError(message) if kind is Exception else kind(message)
     except TypeError:  # the type needs more than a message
-        return ReplicastError(said)
+        return ReplicastError(message)

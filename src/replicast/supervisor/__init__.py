@@ -1,6 +1,6 @@
 """Starts the workers of a job on this machine, watches them, and ends them together."""
 
-from replicast.supervisor.group import Patience
+from replicast.supervisor.group import Timeouts
 from replicast.supervisor.plan import Job, WorkerPlan, check_job, parse_tee, plan_workers
 from replicast.supervisor.ports import HeldPorts, hold_free_ports, hold_ports
 from replicast.supervisor.rundir import make_run_dir
@@ -9,8 +9,8 @@ from replicast.supervisor.supervisor import Settings, supervise
 __all__ = [
     "HeldPorts",
     "Job",
-    "Patience",
     "Settings",
+    "Timeouts",
     "WorkerPlan",
     "check_job",
     "hold_free_ports",

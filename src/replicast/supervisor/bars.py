@@ -1,7 +1,7 @@
-"""Keras' progress bar as text: where it ends, and how it fits into fewer columns. Pure.
+"""Keras' progress bar as text: where it ends, and how to shorten it. Pure functions.
 
-Keras draws a bar of the same width on every terminal, and writes it without a line break. So the loss, which
-comes last, is beyond the edge of a narrow terminal, and whatever is written next lands on the same line.
+Keras draws a bar of the same width on every terminal, without a line break. So the loss, which comes last,
+is beyond the edge of a narrow terminal, and whatever is written next lands on the same line.
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ from __future__ import annotations
 import re
 
 CELL = "━"
-_FEWEST_CELLS = 5
-_LEFT_OUT = "…"
+_MIN_CELLS = 5
+_OMITTED = "…"
 _COLOUR = r"(?:\x1b\[[0-9;]*m)*"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CELLS = re.compile(rf"{CELL}(?:{_COLOUR}{CELL})+")
 _COUNT = rf"{_COLOUR} *\d+/(?:\d+{_COLOUR} {_COLOUR}{CELL}(?:{_COLOUR}{CELL})*|Unknown){_COLOUR}"
 _TIME = rf" {_COLOUR}\d+(?:s|:\d\d(?::\d\d)?){_COLOUR} \d+(?:s|ms|us)/step"
-_NUMBER = r"(?:-?\d+\.\d{4}(?:e[+-]\d\d)?|nan|-?inf)"  # as many decimals on every line: the end is exact
+_NUMBER = r"(?:-?\d+\.\d{4}(?:e[+-]\d\d)?|nan|-?inf)"  # a fixed number of decimals: the end is exact
 _BAR = re.compile(rf"(?P<bar>{_COUNT}{_TIME}(?: - [^:]+: {_NUMBER})*) *")
 
 
-def torn(line: str) -> tuple[str, str] | None:
-    """A progress bar and the text that something else wrote behind it.
+def split_bar(line: str) -> tuple[str, str] | None:
+    """Splits a line into a progress bar and the text that something else wrote after it.
 
     Args:
         line: A line that `as_shown` returned.
 
     Returns:
-        The bar and the text; None if the line is not a bar, or nothing but a bar.
+        The bar and the text; None if the line is not a bar, or only a bar.
     """
     found = _BAR.match(line)
     if found is None or found.end() == len(line):
@@ -36,7 +36,7 @@ def torn(line: str) -> tuple[str, str] | None:
 
 
 def with_shorter_bar(line: str, columns: int) -> str:
-    """The line with as few cells of its bar as the columns need, down to a handful; the text stays."""
+    """Removes as many cells of the bar as needed to fit the columns, down to a minimum; keeps the text."""
     excess = _width(line) - columns
     if excess <= 0 or CELL not in line:
         return line
@@ -44,9 +44,9 @@ def with_shorter_bar(line: str, columns: int) -> str:
 
 
 def with_its_loss(line: str, columns: int) -> str:
-    """A bar in so many columns, with the loss and as many other metrics as there is room for.
+    """Fits a bar into the columns, with the loss and as many other metrics as there is room for.
 
-    A line that is not a bar, or a bar with a head that is too wide, is returned as wide as it is.
+    A line that is not a bar, or whose part before the metrics is too wide, is not cropped.
     """
     line = with_shorter_bar(line, columns).rstrip()
     if _width(line) <= columns or not _BAR.fullmatch(line):
@@ -54,15 +54,15 @@ def with_its_loss(line: str, columns: int) -> str:
     head, *metrics = line.split(" - ")
     kept: list[str] = []
     for metric in sorted(metrics, key=lambda metric: not metric.startswith("loss:")):
-        if _width(" - ".join([head, *kept, metric, _LEFT_OUT])) <= columns:
+        if _width(" - ".join([head, *kept, metric, _OMITTED])) <= columns:
             kept.append(metric)
-    return " - ".join([head, *sorted(kept, key=metrics.index), _LEFT_OUT])
+    return " - ".join([head, *sorted(kept, key=metrics.index), _OMITTED])
 
 
 def _fewer(cells: str, excess: int) -> str:
-    """Takes cells away evenly, so that the coloured part stays in proportion."""
+    """Removes cells evenly, so that the coloured part stays in proportion."""
     drawn = cells.count(CELL)
-    kept = max(min(_FEWEST_CELLS, drawn), drawn - excess)
+    kept = max(min(_MIN_CELLS, drawn), drawn - excess)
     place = iter(range(drawn))
 
     def is_kept() -> bool:

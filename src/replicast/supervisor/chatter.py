@@ -1,7 +1,7 @@
-"""Which lines of a worker's output are only information of TensorFlow's C++ code. Pure.
+"""Recognizes info lines of TensorFlow's C++ code in a worker's output. Pure functions.
 
-The screen leaves them out; a worker's log has every line. Warnings and errors are never among them, except
-for a few that every start of a healthy job prints.
+The screen omits them; a worker's log has every line. Warnings and errors are always shown, except for a few
+that every healthy job prints at its start.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _LOGGED = re.compile(
     r"(?:(?P<absl>[IWEF])\d{4} \d\d:\d\d:\d+\.\d+ +\d+|"
     r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: (?P<tensorflow>[IWEF]))"
-    r" \S+\.(?:cc|cpp|c|h|inc):\d+\] "  # not .py: such lines are the script's own
+    r" \S+\.(?:cc|cpp|c|h|inc):\d+\] "  # not .py: those lines come from the script
 )
 _AT_EVERY_START = re.compile(r"Unable to register cu\w+ factory|computation placer already registered")
 _WITHOUT_LEVEL = re.compile(
     r"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR|"
     r"To enable the following instructions: .* rebuild TensorFlow with the appropriate compiler flags\.|"
-    r"/job:\w+/replica:\d+/task:\d+"  # one of those that have yet to connect
+    r"/job:\w+/replica:\d+/task:\d+"  # a worker that has not connected yet
 )
 
 
 def is_chatter(line: str) -> bool:
-    """Whether a line is information of TensorFlow's C++ code."""
+    """Whether a line is an info message of TensorFlow's C++ code."""
     logged = _LOGGED.match(line)
     if logged is None:
         return _WITHOUT_LEVEL.fullmatch(line) is not None
@@ -33,5 +33,5 @@ def is_chatter(line: str) -> bool:
 
 
 def wants_chatter(environ: Mapping[str, str]) -> bool:
-    """Whether the user has chosen how much TensorFlow says: then all that it says is shown."""
+    """Whether the user has set TensorFlow's log level: then everything is shown."""
     return _LOG_LEVEL in environ

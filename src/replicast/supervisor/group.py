@@ -1,9 +1,9 @@
-"""All local workers of one attempt: started together, watched together, ended together.
+"""All local workers of one attempt: started, watched and ended together.
 
     RUNNING ── a worker fails ──→ SETTLING ── settle_secs ──→ STOPPING ── stop_secs ──→ KILLING
        └────────── Ctrl-C, SIGTERM ──────────────────────────────↑    second Ctrl-C ───────↑
 
-From every stage the way out is the same: the last worker has ended.
+Every stage ends when the last worker has exited.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from replicast.config import FAILED_BECAUSE_OF_ANOTHER, TOLD_TO_END
+from replicast.config import PEER_FAILED, TOLD_TO_END
 from replicast.supervisor.chatter import wants_chatter
 from replicast.supervisor.interruptions import STOP_SIGNALS, Interruptions
 from replicast.supervisor.output import Output
@@ -26,26 +26,26 @@ from replicast.supervisor.worker import Worker, WorkerExit
 
 
 class Stage(enum.IntEnum):
-    """How far the end of a group has come."""
+    """How a group is being ended."""
 
-    RUNNING = 0  # All is well; a worker that ends with exit code 0 changes nothing.
-    SETTLING = 1  # One failed. The others learn of it and may end with their own message.
-    STOPPING = 2  # Those still there were asked to end.
-    KILLING = 3  # Those still there were killed.
+    RUNNING = 0  # No failure so far. A worker that exits with code 0 changes nothing.
+    SETTLING = 1  # One failed. The others are told and may exit with their own message.
+    STOPPING = 2  # The remaining workers were asked to exit.
+    KILLING = 3  # The remaining workers were killed.
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """How long each stage of the end may last.
+class Timeouts:
+    """The time limit of each stage.
 
     Attributes:
-        settle_secs: How long workers may go on after another one failed, which has told them.
-        settle_killed_secs: The same after one was killed: it has told nobody, they wait for it in vain.
-        settle_blamed_secs: The same after one ended because of another, which has yet to end: worker 0 waits
-            up to 10 s for the others before it does, and is the one to be named.
-        stop_secs: How long they may take to end when asked to; also after one left because it was told to.
-        stop_failed_secs: The same when their job has failed: there is nothing left to save.
-        kill_secs: How long the kernel may take to end a killed process, before it is left behind.
+        settle_secs: How long workers may continue after another one failed and told them so.
+        settle_killed_secs: The same after one was killed: it told nobody, and the others wait for it in vain.
+        settle_blamed_secs: The same after one exited because of another that has not exited yet: worker 0
+            waits up to 10 s for the others before it exits, and is the one to report.
+        stop_secs: How long workers may take to exit when asked to, and after one exited because of SIGTERM.
+        stop_failed_secs: The same if the job has failed: there is nothing left to save.
+        kill_secs: How long the kernel may take to end a killed process before the launcher gives up on it.
     """
 
     settle_secs: float = 5.0
@@ -61,10 +61,10 @@ class GroupEnd:
     """How a group ended.
 
     Attributes:
-        exits: How each worker ended, in the order in which they did.
-        first_failure: The worker that failed first, unasked; None when none did.
-        interrupted_by: The signal that ended the group; None when none did.
-        left_behind: Workers that could not even be killed.
+        exits: How each worker exited, in order.
+        first_failure: The worker that failed first by itself; None if none did.
+        interrupted_by: The signal that ended the group; None if none did.
+        left_behind: Workers that could not be killed.
     """
 
     exits: tuple[WorkerExit, ...]
@@ -74,15 +74,15 @@ class GroupEnd:
 
 
 def first_failure(exits: Sequence[WorkerExit]) -> WorkerExit | None:
-    """The worker to blame: the first to fail by itself, else one that was frozen, else the first to fail.
+    """The worker to report: the first that failed by itself, else a frozen one, else the first that failed.
 
     TensorFlow ends the others when one is frozen for 10 s.
 
     Args:
-        exits: How the workers ended, in the order in which they did.
+        exits: How the workers exited, in order.
     """
     failed = [ended for ended in exits if ended.code != 0 and not ended.stopped]
-    by_itself = [ended for ended in failed if ended.code != FAILED_BECAUSE_OF_ANOTHER]
+    by_itself = [ended for ended in failed if ended.code != PEER_FAILED]
     frozen = [ended for ended in exits if ended.frozen] if failed else []
     return next(iter(by_itself or frozen or failed), None)
 
@@ -92,9 +92,9 @@ class Group:
 
     Args:
         plans: The workers to start.
-        screen: Where people look.
+        screen: Shows their output.
         tee: The workers whose output goes to the screen.
-        patience: How long the stages of the end may last.
+        timeouts: The time limits of the stages.
         interruptions: The signals that end the group.
     """
 
@@ -104,13 +104,13 @@ class Group:
         *,
         screen: Screen,
         tee: frozenset[int],
-        patience: Patience,
+        timeouts: Timeouts,
         interruptions: Interruptions,
     ) -> None:
         self._plans = plans
         self._screen = screen
         self._tee = tee
-        self._patience = patience
+        self._timeouts = timeouts
         self._interruptions = interruptions
         self._workers: list[Worker] = []
         self._exits: dict[int, WorkerExit] = {}
@@ -119,7 +119,7 @@ class Group:
         self._interrupted_by: signal.Signals | None = None
 
     def run(self, environ: Mapping[str, str]) -> GroupEnd:
-        """Starts the workers and returns when none is left; bounded only once one fails or a signal comes."""
+        """Runs the workers until all have exited. Has a time limit only after a failure or a signal."""
         with contextlib.closing(selectors.DefaultSelector()) as selector:
             try:
                 self._start(selector, environ)
@@ -161,30 +161,30 @@ class Group:
             else:
                 self._take_signals()
         if self._deadline is not None and time.monotonic() >= self._deadline:
-            self._go_on()
+            self._next_stage()
 
     def _take_exit(self, worker: Worker) -> None:
-        ended = worker.look()
+        ended = worker.poll()
         if ended is None:
             return
         self._exits[ended.rank] = ended
         if ended.code != 0 and self._stage <= Stage.SETTLING:
             secs = self._settle_secs(ended)
-            if self._deadline is not None:  # The rest were told before: their time does not begin anew.
+            if self._deadline is not None:  # The others already know: their time does not start again.
                 secs = min(secs, self._deadline - time.monotonic())
             self._enter(Stage.SETTLING, secs)
 
     def _settle_secs(self, ended: WorkerExit) -> float:
-        patience = self._patience
+        timeouts = self._timeouts
         rest = [worker for worker in self._workers if worker.plan.rank not in self._exits]
-        frozen = [worker for worker in rest if worker.look_whether_frozen()]
-        if len(frozen) == len(rest):  # None of them will end by itself.
-            return patience.settle_killed_secs
-        if ended.code == FAILED_BECAUSE_OF_ANOTHER:
-            return patience.settle_blamed_secs
-        if ended.code == TOLD_TO_END:  # So were the others, and one of them may still write the checkpoint.
-            return max(patience.settle_secs, patience.stop_secs)
-        return patience.settle_killed_secs if ended.code < 0 else patience.settle_secs
+        frozen = [worker for worker in rest if worker.check_frozen()]
+        if len(frozen) == len(rest):  # None of them will exit by itself.
+            return timeouts.settle_killed_secs
+        if ended.code == PEER_FAILED:
+            return timeouts.settle_blamed_secs
+        if ended.code == TOLD_TO_END:  # The others are exiting too; one may still write the checkpoint.
+            return max(timeouts.settle_secs, timeouts.stop_secs)
+        return timeouts.settle_killed_secs if ended.code < 0 else timeouts.settle_secs
 
     def _take_signals(self) -> None:
         for signum in self._interruptions.take():
@@ -193,13 +193,13 @@ class Group:
             elif self._interrupted_by is None:
                 self._interrupted_by = signum
                 if self._stage < Stage.STOPPING:
-                    self._stop(signum, self._patience.stop_secs)
+                    self._stop(signum, self._timeouts.stop_secs)
             elif signum is signal.SIGINT:
                 self._kill()
 
-    def _go_on(self) -> None:
+    def _next_stage(self) -> None:
         if self._stage is Stage.SETTLING:
-            self._stop(signal.SIGTERM, min(self._patience.stop_failed_secs, self._patience.stop_secs))
+            self._stop(signal.SIGTERM, min(self._timeouts.stop_failed_secs, self._timeouts.stop_secs))
         elif self._stage is Stage.STOPPING:
             self._kill()
 
@@ -208,7 +208,7 @@ class Group:
         self._signal_the_rest(signum)
 
     def _kill(self) -> None:
-        self._enter(Stage.KILLING, self._patience.kill_secs)
+        self._enter(Stage.KILLING, self._timeouts.kill_secs)
         self._signal_the_rest(signal.SIGKILL)
 
     def _enter(self, stage: Stage, at_most_secs: float) -> None:
@@ -230,10 +230,10 @@ class Group:
             worker.output.resize(self._screen.columns_for_live_worker())
 
     def _close(self) -> None:
-        """All are killed before the first is waited for, so that many take no longer than one."""
+        """Kills all workers before waiting for the first, so that many take no longer than one."""
         for worker in self._workers:
             worker.kill()
-        until = time.monotonic() + self._patience.kill_secs
+        until = time.monotonic() + self._timeouts.kill_secs
         for worker in self._workers:
             worker.close(until=until)
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and their like as something to select on, instead of exceptions in the middle of things."""
+"""Ctrl-C, SIGTERM and similar signals as a file to select on, instead of exceptions at any point."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _WATCHED = (*STOP_SIGNALS, signal.SIGWINCH)
 
 
 class Interruptions:
-    """While entered, the watched signals are queued here. Only in the main thread.
+    """A context manager that queues the watched signals. Only in the main thread.
 
-    A signal that was being ignored (`nohup`) stays ignored.
+    A signal that is ignored (`nohup`) stays ignored.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Interruptions:
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for signum in _WATCHED:
             if signal.getsignal(signum) is not signal.SIG_IGN:
-                self._before[signum] = signal.signal(signum, _leave_to_the_queue)
+                self._before[signum] = signal.signal(signum, _do_nothing)
         return self
 
     def __exit__(
@@ -41,16 +41,16 @@ class Interruptions:
         self._writer.close()
 
     def fileno(self) -> int:
-        """Readable when a signal has come."""
+        """A descriptor that is readable when a signal has arrived."""
         return self._reader.fileno()
 
     def take(self) -> list[signal.Signals]:
-        """The signals that came since the last call, in order."""
+        """Returns the signals that arrived since the last call, in order."""
         try:
             return [signal.Signals(number) for number in self._reader.recv(1024)]
         except BlockingIOError:
             return []
 
 
-def _leave_to_the_queue(signum: int, frame: FrameType | None) -> None:
-    """Python itself writes the signal's number into the queue."""
+def _do_nothing(signum: int, frame: FrameType | None) -> None:
+    """Python itself writes the signal's number to the wakeup descriptor."""

@@ -1,4 +1,4 @@
-"""What this machine has that local workers must share: cores and GPUs."""
+"""The resources of this machine that local workers share: cores and GPUs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _DEVICES = Path("/dev")
-_FEWEST_INTEROP_THREADS = 2
-"""With one thread between ops, a collective that waits for another worker could keep the rest of a step."""
+_MIN_INTEROP_THREADS = 2
+"""With one inter-op thread, a collective that waits for another worker could block the rest of the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What local workers share.
+    """The resources that local workers share.
 
     Attributes:
-        cores: How many cores this process may use.
-        gpus: The devices a worker may be given, as `CUDA_VISIBLE_DEVICES` spells them.
+        cores: The number of cores that this process may use.
+        gpus: The available devices, as entries of `CUDA_VISIBLE_DEVICES`.
     """
 
     cores: int
@@ -28,7 +28,7 @@ class Machine:
 
 
 def this_machine(environ: Mapping[str, str]) -> Machine:
-    """Looks at the machine we run on."""
+    """Detects the resources of the current machine."""
     nodes = [entry.name for entry in _DEVICES.glob("nvidia[0-9]*")]
     return Machine(
         cores=len(os.sched_getaffinity(0)),
@@ -37,11 +37,11 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
 
 
 def visible_gpus(setting: str | None, device_nodes: Sequence[str]) -> tuple[str, ...]:
-    """The GPUs that may be used: those the user listed, else all that have a device node.
+    """The GPUs that may be used: those that the user listed, else all that have a device node.
 
     Args:
         setting: The value of `CUDA_VISIBLE_DEVICES`, or None.
-        device_nodes: Names such as `nvidia0`; `nvidiactl` and the like are passed over.
+        device_nodes: Names such as `nvidia0`; `nvidiactl` and similar names are ignored.
     """
     present = sorted(int(found[1]) for node in device_nodes if (found := re.fullmatch(r"nvidia(\d+)", node)))
     if not present:
@@ -49,17 +49,17 @@ def visible_gpus(setting: str | None, device_nodes: Sequence[str]) -> tuple[str,
     if setting is None:
         return tuple(str(index) for index in present)
     listed = [device.strip() for device in setting.split(",")]
-    # CUDA itself stops at the first entry that names no device.
+    # CUDA itself stops at the first entry that is not a device.
     hidden = next((i for i, device in enumerate(listed) if device in ("", "-1")), len(listed))
     return tuple(listed[:hidden])
 
 
 def assign_gpus(gpus: Sequence[str], workers: int) -> tuple[str | None, ...]:
-    """Gives each local worker one GPU: one replica per worker.
+    """Assigns one GPU to each local worker: one replica per worker.
 
     Returns:
-        For each worker what its `CUDA_VISIBLE_DEVICES` should be; None leaves it as it is. Workers beyond
-        the number of GPUs start again at the first.
+        The value of `CUDA_VISIBLE_DEVICES` for each worker; None leaves it unchanged. With more workers than
+        GPUs, assignment wraps around.
     """
     if len(gpus) < 2:
         return (None,) * workers
@@ -67,13 +67,13 @@ def assign_gpus(gpus: Sequence[str], workers: int) -> tuple[str | None, ...]:
 
 
 def thread_settings(cores: int, workers: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Divides the cores among local workers; what the user set stays, and one worker alone takes all."""
+    """Divides the cores among local workers. Keeps what the user set; a single worker gets all cores."""
     if workers < 2:
         return {}
     share = max(1, cores // workers)
     wanted = {
         "TF_NUM_INTRAOP_THREADS": str(share),
-        "TF_NUM_INTEROP_THREADS": str(max(_FEWEST_INTEROP_THREADS, share)),
+        "TF_NUM_INTEROP_THREADS": str(max(_MIN_INTEROP_THREADS, share)),
         "OMP_NUM_THREADS": str(share),
     }
     return {name: value for name, value in wanted.items() if name not in environ}

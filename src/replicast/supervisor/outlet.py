@@ -1,7 +1,7 @@
-"""A file that people look at, and may stop looking at: `| less`, Ctrl-S, a collector of logs that hangs.
+"""Writes to a stream whose reader may stop reading: `| less`, Ctrl-S, a log collector that hangs.
 
-Nobody knows beforehand whether a write to it returns, so a thread writes, and whoever has something to say
-only puts it down: the launcher must go on watching workers and obeying signals.
+A write to such a stream may block for ever, so a thread does the writing and callers only enqueue: the
+launcher must keep watching workers and handling signals.
 """
 
 from __future__ import annotations
@@ -14,55 +14,55 @@ from collections.abc import Sequence
 from typing import TextIO
 
 _ERASE_LINE = "\r\x1b[K"
-_ROOM = 8 * 1024 * 1024
-"""How many characters wait for a reader; with more, lines are left out."""
+_CAPACITY = 8 * 1024 * 1024
+"""How many characters may be queued; beyond that, lines are omitted."""
 _STALLED_SECS = 5.0
 _CLOSE_SECS = 30.0
 
 
 class Outlet:
-    """Lines for one stream, and at its bottom one that is drawn again when it changes. Never blocks in `put`.
+    """Writes lines to a stream, and below them a bottom line that is redrawn when it changes.
 
-    A stream without a descriptor, in memory, is written to at once.
+    `put` never blocks. A stream without a descriptor, in memory, is written to at once.
 
     Args:
         stream: Where to write.
-        room: How many characters may wait.
+        capacity: How many characters may be queued.
     """
 
-    def __init__(self, stream: TextIO, *, room: int = _ROOM) -> None:
+    def __init__(self, stream: TextIO, *, capacity: int = _CAPACITY) -> None:
         self._stream = stream
-        self._room = room
+        self._capacity = capacity
         self._encoding = stream.encoding or "utf-8"
         self._descriptor = _descriptor(stream)
         self._changed = threading.Condition()
         self._writer: threading.Thread | None = None
-        self._waiting: list[str] = []
-        self._waiting_size = 0
-        self._left_out = 0
+        self._queue: list[str] = []
+        self._queue_size = 0
+        self._omitted = 0
         self._bottom = ""
         self._drawn = ""
-        self._taken = 0
+        self._bytes_written = 0
         self._closing = False
         self._ended = False
 
     def put(self, lines: Sequence[str], bottom: str = "", *, must_appear: bool = False) -> None:
-        """Has lines written above the one at the bottom; many that nobody reads are left out, and counted.
+        """Enqueues lines to write above the bottom line. Omits and counts them if the queue is full.
 
         Args:
             lines: The lines.
-            bottom: What stands below them from now on, without a newline.
-            must_appear: Whether to keep them however many wait.
+            bottom: The bottom line from now on, without a newline.
+            must_appear: Enqueue them even if the queue is full.
         """
         with self._changed:
             if self._ended or self._closing:
                 return
             self._bottom = bottom
-            if lines and not must_appear and (self._left_out or self._waiting_size >= self._room):
-                self._left_out += len(lines)  # And so does what follows, until the reader has caught up.
+            if lines and not must_appear and (self._omitted or self._queue_size >= self._capacity):
+                self._omitted += len(lines)  # So are the next lines, until the reader has caught up.
             elif lines:
-                self._own_up()
-                self._wait("".join(f"{line}\n" for line in lines))
+                self._note_omitted()
+                self._enqueue("".join(f"{line}\n" for line in lines))
             if self._descriptor is None:
                 self._stream.write(self._take())
                 self._stream.flush()
@@ -71,50 +71,50 @@ class Outlet:
                 self._changed.notify_all()
 
     def close(self, *, stalled_secs: float = _STALLED_SECS, at_most_secs: float = _CLOSE_SECS) -> None:
-        """Waits until all is written, unless nobody reads.
+        """Waits until everything is written, unless nobody reads.
 
         Args:
-            stalled_secs: How long to wait for a reader that takes nothing.
-            at_most_secs: How long to wait for one that takes something now and then.
+            stalled_secs: How long to wait without any progress.
+            at_most_secs: How long to wait for a slow reader.
         """
         end = time.monotonic() + at_most_secs
         with self._changed:
             self._closing = True
             self._changed.notify_all()
             while self._writer is not None and not self._ended:
-                taken, remaining = self._taken, end - time.monotonic()
+                written, remaining = self._bytes_written, end - time.monotonic()
                 if remaining <= 0 or not self._changed.wait_for(
-                    lambda taken=taken: self._ended or self._taken != taken,  # type: ignore[misc]
+                    lambda written=written: self._ended or self._bytes_written != written,  # type: ignore[misc]
                     min(stalled_secs, remaining),
                 ):
                     return  # The thread is a daemon: it ends with the process.
         if self._writer is not None:
             self._writer.join(stalled_secs)
 
-    def _wait(self, text: str) -> None:
-        self._waiting.append(text)
-        self._waiting_size += len(text)
+    def _enqueue(self, text: str) -> None:
+        self._queue.append(text)
+        self._queue_size += len(text)
 
-    def _own_up(self) -> None:
-        if self._left_out:
-            self._wait(f"… {_lines_are(self._left_out)} only in the log\n")
-            self._left_out = 0
+    def _note_omitted(self) -> None:
+        if self._omitted:
+            self._enqueue(f"… {_lines_are(self._omitted)} only in the log\n")
+            self._omitted = 0
 
-    def _anything(self) -> bool:
-        return bool(self._waiting or self._left_out or self._bottom != self._drawn)
+    def _has_work(self) -> bool:
+        return bool(self._queue or self._omitted or self._bottom != self._drawn)
 
     def _take(self) -> str:
-        """All that is to be written now. The bar is the newest one, whatever became of those before."""
-        if not self._anything():
+        """Takes all queued text, and the newest bottom line; older ones are skipped."""
+        if not self._has_work():
             return ""
-        self._own_up()
-        text = (_ERASE_LINE if self._drawn else "") + "".join(self._waiting) + self._bottom
-        self._waiting, self._waiting_size = [], 0
+        self._note_omitted()
+        text = (_ERASE_LINE if self._drawn else "") + "".join(self._queue) + self._bottom
+        self._queue, self._queue_size = [], 0
         self._drawn = self._bottom
         return text.encode(self._encoding, "replace").decode(self._encoding)
 
     def _start(self, descriptor: int) -> None:
-        if self._writer is None and self._anything():
+        if self._writer is None and self._has_work():
             self._writer = threading.Thread(
                 target=self._write_on, args=[descriptor], name="screen", daemon=True
             )
@@ -124,7 +124,7 @@ class Outlet:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closing or self._anything())
+                    self._changed.wait_for(lambda: self._closing or self._has_work())
                     data = self._take().encode(self._encoding)
                 if not data:
                     return
@@ -140,17 +140,17 @@ class Outlet:
     def _written(self, descriptor: int, data: bytes) -> int:
         try:
             count = os.write(descriptor, data)
-        except BlockingIOError:  # Somebody who shares the file made it so.
+        except BlockingIOError:  # Another process that shares the file made it non-blocking.
             select.select([], [descriptor], [])
             return 0
         with self._changed:
-            self._taken += count
+            self._bytes_written += count
             self._changed.notify_all()
         return count
 
 
 def _descriptor(stream: TextIO) -> int | None:
-    """The file below a stream, with nothing left in between."""
+    """The descriptor of a stream, after flushing it; None if it has none."""
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""One worker's output on its way: from a pipe or pseudo-terminal into its log and onto the screen."""
+"""One worker's output: from a pipe or pseudo-terminal to its log and to the screen."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from replicast.supervisor.screen import Screen
 
 TAIL_LINES = 20
 _CHUNK = 65536
-_HELD_AT_MOST = 1024 * 1024
-"""The most that Linux lets a pipe or terminal hold unread."""
+_MAX_BUFFERED = 1024 * 1024
+"""The maximum that a pipe or terminal buffers on Linux."""
 _ROWS = 24
 
 
 class Output:
-    """Receives all that one worker writes, and never stops reading: a full disk must not stop a worker.
+    """Receives everything that one worker writes. Never stops reading: a full disk must not block a worker.
 
     Args:
         rank: The worker.
-        log: The file that gets every byte.
-        screen: Where its lines are shown; None when only the log gets them.
-        columns: The width of the pseudo-terminal to give the worker; None gives it a pipe.
-        chatter: Whether TensorFlow's chatter is shown too; it is in the log in any case.
+        log: The file that receives every byte.
+        screen: Where its lines are shown; None for only the log.
+        columns: The width of the worker's pseudo-terminal; None for a pipe.
+        chatter: Whether TensorFlow's chatter is shown too; the log always has it.
 
     Attributes:
-        writing_end: What the worker gets as standard output and error; closed by `hand_over`.
-        reading_end: What to watch and read.
-        tail: The last lines of those that are shown.
-        at_end: Whether the last writer has left.
+        writing_end: The worker's standard output and error; closed by `hand_over`.
+        reading_end: The descriptor to watch and read.
+        tail: The last lines shown.
+        at_end: Whether the last writer has closed its end.
         is_terminal: Whether the worker writes to a pseudo-terminal.
     """
 
@@ -61,27 +61,27 @@ class Output:
         os.set_blocking(self.reading_end, False)
 
     def hand_over(self) -> None:
-        """Closes our copy of the worker's end, once the worker has its own."""
+        """Closes the launcher's copy of the worker's end, once the worker has its own."""
         os.close(self.writing_end)
         self.writing_end = -1
 
     def resize(self, columns: int) -> None:
-        """Tells a worker on a pseudo-terminal how wide it is."""
+        """Sets the width of the worker's pseudo-terminal, if it has one."""
         if self.is_terminal:
             size = struct.pack("HHHH", _ROWS, columns, 0, 0)
             fcntl.ioctl(self.reading_end, termios.TIOCSWINSZ, size)
 
     def pump(self) -> int:
-        """Passes on what there is to read now.
+        """Passes on what can be read now.
 
         Returns:
-            How many bytes; 0 when there is nothing now, and `at_end` tells whether more may come.
+            The number of bytes; 0 if there is nothing now. `at_end` tells whether more may come.
         """
         try:
             data = os.read(self.reading_end, _CHUNK)
         except BlockingIOError:
             return 0
-        except OSError:  # A pseudo-terminal whose last writer left.
+        except OSError:  # A pseudo-terminal whose last writer has closed it.
             data = b""
         if not data:
             self.at_end = True
@@ -91,14 +91,14 @@ class Output:
         return len(data)
 
     def close(self) -> None:
-        """Takes in what the worker still wrote, and closes the files.
+        """Reads what the worker has written, and closes the files.
 
-        A child of its own session outlives the worker, and may write for ever: what comes after as much as a
-        pipe or terminal holds is not the worker's.
+        A child in a session of its own outlives the worker and may write for ever. So this reads at most as
+        much as a pipe or terminal buffers: anything beyond that was not written by the worker.
         """
-        taken = 0
-        while taken < _HELD_AT_MOST and (count := self.pump()):
-            taken += count
+        total = 0
+        while total < _MAX_BUFFERED and (count := self.pump()):
+            total += count
         self._show(self._assembler.finish())
         os.close(self.reading_end)
         if self.writing_end >= 0:
@@ -121,7 +121,7 @@ class Output:
 
 
 def _leave_newlines_alone(terminal: int) -> None:
-    """Switches off the terminal's own rewriting, so that the log holds what the worker wrote."""
+    """Turns off output processing of the terminal, so that the log has exactly what the worker wrote."""
     settings = termios.tcgetattr(terminal)
     settings[1] &= ~termios.OPOST
     termios.tcsetattr(terminal, termios.TCSANOW, settings)

@@ -1,4 +1,4 @@
-"""From what the user asked for to one record per local worker. Nothing here starts or touches anything."""
+"""Plans one record per local worker from the user's options. Pure: starts and changes nothing."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _NO_GRPC_PROXY = "no_grpc_proxy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is to run, and where.
+    """What to run, and where.
 
     Attributes:
         argv: The program of every worker with its arguments.
-        workers: How many workers run on each host.
-        hosts: All hosts in the order of their ranks; empty when this machine alone takes part.
-        node_rank: Which of the hosts this is.
-        port: On several hosts, the port of each host's first worker; the next ones count up.
-        given: The cluster that an existing `TF_CONFIG` describes. This process is then one worker of it.
+        workers: The number of workers on each host.
+        hosts: All hosts in rank order; empty for a job on this machine only.
+        node_rank: The index of this host.
+        port: On several hosts, the port of each host's first worker; the next workers use the next ports.
+        given: The cluster that an existing `TF_CONFIG` describes. This process then runs one worker of it.
     """
 
     argv: tuple[str, ...]
@@ -50,7 +50,7 @@ class Job:
 
     @property
     def fixed_ports(self) -> tuple[int, ...] | None:
-        """The ports that workers on this machine must have; None when any free ones will do."""
+        """The ports that workers on this machine must use; None if any free ports will do."""
         if self.given is not None:
             return (int(self.given.addresses[self.given.rank].rpartition(":")[2]),)
         if self.hosts:
@@ -60,13 +60,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """All that is needed to start one worker.
+    """Everything needed to start one worker.
 
     Attributes:
-        rank: The worker's number in the job.
+        rank: The worker's rank in the job.
         argv: The program and its arguments.
-        env: What is added to the launcher's own environment.
-        log: The file that gets all of its output.
+        env: Variables to add to the launcher's environment.
+        log: The file for all of its output.
     """
 
     rank: int
@@ -76,10 +76,10 @@ class WorkerPlan:
 
 
 def check_job(job: Job) -> None:
-    """Refuses a job that cannot be started.
+    """Checks that a job can be started.
 
     Raises:
-        ClusterError: Says which option is wrong and what to do.
+        ClusterError: An option is invalid; the message says which, and what to do.
     """
     if job.workers < 1:
         raise ClusterError("-n must be at least 1", remedy="Try -n 2", received=job.workers)
@@ -87,7 +87,7 @@ def check_job(job: Job) -> None:
         raise ClusterError(
             f"TF_CONFIG already describes a cluster of {job.given.size} in which this process is worker "
             f"{job.given.rank}, so exactly one worker is started here",
-            remedy="Leave out -n and --hosts, or unset TF_CONFIG to start a group of its own",
+            remedy="Leave out -n and --hosts, or unset TF_CONFIG to start a separate group",
             received=f"--hosts {','.join(job.hosts)}" if job.hosts else f"-n {job.workers}",
         )
     if job.hosts:
@@ -97,19 +97,19 @@ def check_job(job: Job) -> None:
 
 
 def planned_faults(environ: Mapping[str, str]) -> tuple[Fault, ...]:
-    """The faults that the environment plans.
+    """Reads the fault plan from the environment.
 
     Raises:
-        ClusterError: What is there is no plan of faults.
+        ClusterError: The fault plan is invalid.
     """
     return tuple(Fault.from_json(described) for described in read_faults(environ))
 
 
 def absent_workers(job: Job, environ: Mapping[str, str]) -> tuple[int, ...]:
-    """The workers for which the environment plans faults and that the job does not have.
+    """The workers in the fault plan that the job does not have.
 
     Raises:
-        ClusterError: What is there is no plan of faults.
+        ClusterError: The fault plan is invalid.
     """
     planned = {fault.worker for fault in planned_faults(environ)}
     return tuple(sorted(worker for worker in planned if worker >= job.world_size))
@@ -132,7 +132,7 @@ def _check_hosts(job: Job) -> None:
     if not 0 <= job.node_rank < len(job.hosts):
         raise ClusterError(
             f"--node-rank must be from 0 to {len(job.hosts) - 1}: --hosts lists {len(job.hosts)}",
-            remedy="It is the position of this machine in --hosts, counted from 0",
+            remedy="It is the index of this machine in --hosts, from 0",
             received=job.node_rank,
         )
     if not 0 < job.port <= 65536 - job.workers:
@@ -145,8 +145,8 @@ def parse_tee(text: str | None, job: Job) -> frozenset[int]:
     """Reads which workers' output goes to the screen: `all`, `none` or ranks such as `0,2`.
 
     Args:
-        text: The option; None means the first worker of this machine.
-        job: The job whose workers are meant.
+        text: The option; None for the first worker of this machine.
+        job: The job.
     """
     if text is None:
         return frozenset(job.ranks[:1])
@@ -167,7 +167,7 @@ def plan_addresses(job: Job, ports: Sequence[int]) -> tuple[str, ...]:
     """The address of every worker in the job.
 
     Args:
-        job: What is to run.
+        job: The job.
         ports: The ports of the workers on this machine.
     """
     if job.given is not None:
@@ -190,13 +190,13 @@ def plan_workers(
     """Plans every worker on this machine.
 
     Args:
-        job: What is to run.
+        job: The job.
         ports: The ports of the workers on this machine.
-        attempt: How often the group was started before.
+        attempt: The number of the attempt, from 0.
         run_dir: The run directory, absolute.
-        log_dir: Where the attempts' logs go.
-        machine: What the workers share.
-        environ: The launcher's environment; what the user set there is left alone.
+        log_dir: The directory of the logs of all attempts.
+        machine: The resources that the workers share.
+        environ: The launcher's environment; the user's settings in it are kept.
     """
     addresses = plan_addresses(job, ports)
     gpus = assign_gpus(machine.gpus, job.workers) if job.given is None else (None,)
@@ -225,9 +225,9 @@ def plan_workers(
 
 
 def proxy_settings(addresses: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Keeps workers from talking to each other through an HTTP proxy, where they would wait for ever.
+    """Exempts the workers' traffic from HTTP proxies, through which they would wait for ever.
 
-    gRPC honours the proxy variables even for 127.0.0.1. The variable set here is read by gRPC alone.
+    gRPC honours the proxy variables even for 127.0.0.1. Only gRPC reads the variable set here.
     """
     if not any(environ.get(name) for name in _PROXIES):
         return {}
@@ -237,5 +237,5 @@ def proxy_settings(addresses: Sequence[str], environ: Mapping[str, str]) -> dict
 
 
 def log_path(log_dir: Path, attempt: int, rank: int) -> Path:
-    """Where the output of one worker in one attempt is kept."""
+    """The log file of one worker in one attempt."""
     return log_dir / f"attempt-{attempt}" / f"worker-{rank}.log"

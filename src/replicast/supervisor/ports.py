@@ -1,9 +1,9 @@
-"""Ports that stay ours from the moment they are chosen until the group has ended.
+"""Reserves ports from the moment they are chosen until the group has ended.
 
-Choosing a free port, closing it and hoping is a race. We keep each port bound instead, without listening.
-TensorFlow's gRPC server binds with SO_REUSEADDR (and switches SO_REUSEPORT off), and Linux lets a second
-SO_REUSEADDR socket bind and listen as long as the first one does not listen. Nobody who asks the kernel for
-any free port is given one that is held.
+Choosing a free port and closing it again is a race. The launcher keeps each port bound instead, without
+listening. TensorFlow's gRPC server binds with SO_REUSEADDR (and turns SO_REUSEPORT off), and Linux lets a
+second SO_REUSEADDR socket bind and listen as long as the first one does not listen. A process that asks the
+kernel for any free port never gets a reserved one.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from replicast.errors import ClusterError
 
 
 class HeldPorts:
-    """Bound sockets that keep their ports from everybody but our workers. A context manager.
+    """Bound sockets that reserve their ports for the workers. A context manager.
 
     Attributes:
-        numbers: The ports, in the order in which they were asked for.
+        numbers: The ports, in the requested order.
     """
 
     def __init__(self, sockets: Sequence[socket.socket]) -> None:
@@ -29,7 +29,7 @@ class HeldPorts:
         self.numbers = tuple(int(held.getsockname()[1]) for held in sockets)
 
     def release(self) -> None:
-        """Gives the ports back."""
+        """Releases the ports."""
         for held in self._sockets:
             held.close()
 
@@ -74,14 +74,14 @@ def _bind(number: int) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise _taken(number) from None
-    try:  # No IPv6 here, or switched off.
+    try:  # IPv6 is missing or turned off.
         return _bind_all_interfaces(socket.AF_INET, number)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise _taken(number) from None
         if error.errno == errno.EACCES:
             raise ClusterError(
-                f"Port {number} may not be used by this user", remedy="Choose a port above 1023"
+                f"This user may not use port {number}", remedy="Choose a port above 1023"
             ) from None
         raise
 
@@ -102,6 +102,6 @@ def _bind_all_interfaces(family: socket.AddressFamily, number: int) -> socket.so
 def _taken(number: int) -> ClusterError:
     return ClusterError(
         f"Port {number} is in use on this machine",
-        remedy=f"End the process that listens there (ss -ltnp 'sport = :{number}' shows it), "
+        remedy=f"Stop the process that listens there (ss -ltnp 'sport = :{number}' shows it), "
         "or choose another port",
     )

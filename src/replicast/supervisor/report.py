@@ -1,4 +1,4 @@
-"""What the launcher says about how a group ended: who failed first, how, and the end of that worker's log."""
+"""The launcher's report on how a group ended: who failed first, how, and the end of that worker's log."""
 
 from __future__ import annotations
 
@@ -8,57 +8,57 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from replicast.config import FAILED_BECAUSE_OF_ANOTHER, FAULTS, TOLD_TO_END
+from replicast.config import FAULTS, PEER_FAILED, TOLD_TO_END
 from replicast.faults import Fault
 from replicast.supervisor.group import GroupEnd
 from replicast.supervisor.lines import cropped
 from replicast.supervisor.worker import WorkerExit
 
 _BOX_COLUMNS = 1000
-"""How much of a line is in the box; a line that never ended is as long as the log."""
+"""The maximum length of a line in the box; a line without an end is as long as the log."""
 
 
 def failure_line(failure: WorkerExit) -> str:
-    """One line: which worker, how, after how long, where its log is."""
+    """One line: which worker failed, how, after how long, and where its log is."""
     how = f"failed first: {failure.how}"
-    if failure.code == FAILED_BECAUSE_OF_ANOTHER:  # that one has ended with 0, is on another host, or hangs
-        how = f"ended because of another worker, which its log names ({failure.how})"
+    if failure.code == PEER_FAILED:  # the other exited with 0, is on another host, or hangs
+        how = f"exited because of another worker, which its log names ({failure.how})"
     return (
         f"replicast: worker {failure.rank} {how} after {duration(failure.ran_secs)}. "
         f"Log: {short_path(failure.log)}"
     )
 
 
-def told_to_end_line(first: WorkerExit) -> str:
-    """One line: nobody failed, the group was told to end and did."""
+def sigterm_line(first: WorkerExit) -> str:
+    """One line: the group exited because of SIGTERM, without a failure."""
     return (
-        f"replicast: the group was told to end (SIGTERM); worker {first.rank} left first, with {first.code}, "
-        f"after {duration(first.ran_secs)}. Log: {short_path(first.log)}"
+        f"replicast: the group was told to stop (SIGTERM); worker {first.rank} exited first, with "
+        f"{first.code}, after {duration(first.ran_secs)}. Log: {short_path(first.log)}"
     )
 
 
 def faults_line(faults: Sequence[Fault]) -> str:
-    """One line: workers are made to fail on purpose."""
+    """One line: workers will fail on purpose."""
     shown = [f"{fault.action} worker {fault.worker} at {fault.point}" for fault in faults[:5]]
     shown += [f"{len(faults) - 5} more"] if len(faults) > 5 else []
-    return f"replicast: warning: {FAULTS} is set, workers fail on purpose: {', '.join(shown)}"
+    return f"replicast: warning: {FAULTS} is set: workers will fail on purpose: {', '.join(shown)}"
 
 
 def absent_line(absent: Sequence[int], world_size: int) -> str:
-    """One line: faults are planned for workers that are not there, so nothing will happen to them."""
+    """One line: faults are planned for workers that do not exist, and will not fire."""
     whom = f"worker {absent[0]}" if len(absent) == 1 else f"workers {', '.join(map(str, absent))}"
-    those = "worker 0 alone" if world_size == 1 else f"workers 0 to {world_size - 1}"
+    those = "only worker 0" if world_size == 1 else f"workers 0 to {world_size - 1}"
     return f"replicast: warning: {FAULTS} plans a fault for {whom}, but the job has {those}: it will not fire"
 
 
 def others_line(end: GroupEnd) -> str:
-    """One line on what became of the other workers, or nothing when there are none."""
+    """One line on how the other workers exited; empty if there are none."""
     others = sorted(
         (ended for ended in end.exits if ended != end.first_failure), key=lambda ended: ended.rank
     )
-    words = [f"worker {ended.rank} {_became(ended)}" for ended in others]
-    words += [f"worker {rank} could not be killed" for rank in end.left_behind]
-    return f"replicast: {', '.join(words)}." if words else ""
+    parts = [f"worker {ended.rank} {_how_ended(ended)}" for ended in others]
+    parts += [f"worker {rank} could not be killed" for rank in end.left_behind]
+    return f"replicast: {', '.join(parts)}." if parts else ""
 
 
 def restart_line(end: GroupEnd, restart: int, max_restarts: int) -> str:
@@ -69,14 +69,14 @@ def restart_line(end: GroupEnd, restart: int, max_restarts: int) -> str:
 
 
 def finished_line(who: str, *, step: int | None, secs: float, restarts: int, logs: Path) -> str:
-    """One line: all went well.
+    """One line: the job succeeded.
 
     Args:
         who: The workers, in words.
-        step: The last step; None if the job told nobody.
+        step: The last step; None if unknown.
         secs: How long all attempts took together.
-        restarts: How many restarts it took.
-        logs: Where the logs of the last attempt are.
+        restarts: The number of restarts.
+        logs: The directory of the last attempt's logs.
     """
     after = f" after {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
     facts = [who, *([] if step is None else [f"step {step}"]), duration(secs)]
@@ -84,15 +84,15 @@ def finished_line(who: str, *, step: int | None, secs: float, restarts: int, log
 
 
 def interruption_line(signum: signal.Signals, end: GroupEnd) -> str:
-    """One line: what stopped the group, and whether all of it is gone."""
+    """One line: what stopped the group, and whether all workers have exited."""
     name = "Ctrl-C" if signum is signal.SIGINT else signum.name
     left = ", ".join(str(rank) for rank in end.left_behind)
-    rest = f"could not be killed: worker {left}" if left else "no worker is left"
+    rest = f"could not be killed: worker {left}" if left else "all workers have exited"
     return f"replicast: stopped by {name}; {rest}"
 
 
 def tail_box(failure: WorkerExit, stream: TextIO) -> str:
-    """The last lines of the failed worker in a box, as it suits a stream; nothing is written to it."""
+    """The last lines of the failed worker in a box, formatted for a stream; does not write to it."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text
@@ -107,7 +107,7 @@ def tail_box(failure: WorkerExit, stream: TextIO) -> str:
 
 
 def duration(secs: float) -> str:
-    """A duration as people say it."""
+    """A duration for people."""
     if secs < 60:
         return f"{secs:.1f} s"
     minutes, seconds = divmod(round(secs), 60)
@@ -116,14 +116,14 @@ def duration(secs: float) -> str:
 
 
 def short_path(path: Path) -> str:
-    """The path as seen from here, when it lies below."""
+    """The path, relative to the working directory if it is below it."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
 
-def _became(ended: WorkerExit) -> str:
+def _how_ended(ended: WorkerExit) -> str:
     if ended.stopped:
         return "was stopped"
     if ended.code == TOLD_TO_END:
-        return "left too"
-    return "had ended well" if ended.code == 0 else f"failed after it ({ended.how})"
+        return "exited too"
+    return "had finished" if ended.code == 0 else f"failed after it ({ended.how})"

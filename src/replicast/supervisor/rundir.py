@@ -1,4 +1,4 @@
-"""The run directory from the launcher's side: its default name, its lock, the next attempt's logs."""
+"""The launcher's use of the run directory: its default name, its lock, the next attempt's logs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ RUNS = Path("runs")
 
 
 def make_run_dir(chosen: Path | None, *, program: str, now: datetime) -> Path:
-    """Creates the run directory, the chosen one or a new one under `runs/`.
+    """Creates the run directory: the chosen one, or a new one under `runs/`.
 
     Args:
-        chosen: What the user asked for; may exist, a run is continued then.
+        chosen: The user's choice; if it exists, the run is continued.
         program: The name of the script or module, for the default name.
-        now: When the run starts, for the default name.
+        now: The current time, for the default name.
 
     Returns:
         Its absolute path.
@@ -33,7 +33,7 @@ def make_run_dir(chosen: Path | None, *, program: str, now: datetime) -> Path:
 
 
 def make_attempt_dir(log_dir: Path, attempt: int) -> Path:
-    """Creates the directory of one attempt's logs, and makes sure that files can be written there."""
+    """Creates the directory of one attempt's logs, and checks that it is writable."""
     path = _made(log_dir / f"attempt-{attempt}", "--log-dir")
     if not os.access(path, os.W_OK | os.X_OK):
         raise LaunchRefused(f"{path} is not writable", remedy="Choose another directory with --log-dir")
@@ -53,7 +53,7 @@ def next_attempt(log_dir: Path, ranks: Sequence[int]) -> int:
 
 @contextlib.contextmanager
 def locked(run_dir: Path, first_rank: int) -> Iterator[None]:
-    """Keeps a second launcher off this run directory while entered.
+    """Locks the run directory against a second launcher, as a context manager.
 
     Args:
         run_dir: The run directory.
@@ -61,16 +61,16 @@ def locked(run_dir: Path, first_rank: int) -> Iterator[None]:
             directory, and hold one lock each.
 
     Raises:
-        LaunchRefused: Another launcher is at work there, or files cannot be written there.
+        LaunchRefused: Another launcher uses the directory, or it is not writable.
     """
     try:
-        lock = _taken(run_dir, first_rank)
+        lock = _take_lock(run_dir, first_rank)
     except OSError as error:
         raise LaunchRefused(
             f"{run_dir} cannot be used as a run directory ({error.strerror}). Received: {error.filename}"
             if error.filename is not None
             else f"{run_dir} cannot be used as a run directory ({error.strerror})",
-            remedy="Make it writable, make room on its disk, or choose another directory with --run-dir",
+            remedy="Make it writable, free space on its disk, or choose another directory with --run-dir",
         ) from error
     try:
         yield
@@ -78,15 +78,15 @@ def locked(run_dir: Path, first_rank: int) -> Iterator[None]:
         os.close(lock)
 
 
-def _taken(run_dir: Path, first_rank: int) -> int:
-    """The lock's descriptor, with the number of this process in the file."""
+def _take_lock(run_dir: Path, first_rank: int) -> int:
+    """Takes the lock, writes this process's id into its file, and returns the descriptor."""
     path = run_dir / f"launcher-{first_rank}.lock"
-    # Not through a link: the file that it leads to would lose what it holds.
+    # O_NOFOLLOW: the target of a symbolic link would be truncated.
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     lock = os.open(path, flags, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(lock).st_mode):
-            raise OSError(errno.EINVAL, "It is no plain file", str(path))
+            raise OSError(errno.EINVAL, "Not a regular file", str(path))
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(lock, 0)
         os.write(lock, f"{os.getpid()}\n".encode())
@@ -97,7 +97,7 @@ def _taken(run_dir: Path, first_rank: int) -> int:
             f"Another `replicast run` (process {holder}) is using {run_dir}"
             if holder
             else f"Another `replicast run` is using {run_dir}",
-            remedy="Wait for it to end, stop it, or choose another --run-dir",
+            remedy="Wait for it to finish, stop it, or choose another --run-dir",
         ) from None
     except OSError:
         os.close(lock)

@@ -1,7 +1,7 @@
-"""What people see while workers run: their lines, each with its worker, and one progress bar at the bottom.
+"""What users see while workers run: lines with the name of their worker, and a progress bar at the bottom.
 
-Only whole lines are ever written for good. On a terminal, the unfinished line of one worker, the live one, is
-drawn below them and redrawn when it changes, so that a bar moves and no two workers share a line.
+Only complete lines are written permanently. On a terminal, the unfinished line of one worker, the live one,
+is drawn below them and redrawn when it changes, so that a bar moves and no two workers share a line.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _RESET = "\x1b[0m"
 class Screen:
     """Writes workers' lines to one stream and the launcher's own messages to another.
 
-    Only `close` blocks; it must be called, since what is shown or told may still have to be written.
+    Only `close` blocks. Call it at the end: some output may still be queued.
 
     Args:
-        out: Where the workers' lines go.
-        messages: Where the launcher's own messages go.
-        live_rank: The worker whose unfinished line is drawn; None when `out` is no terminal.
-        colour: Whether colours may be used.
+        out: The stream for the workers' lines.
+        messages: The stream for the launcher's own messages.
+        live_rank: The worker whose unfinished line is drawn; None if `out` is not a terminal.
+        colour: Whether to use colours.
     """
 
     def __init__(self, out: TextIO, messages: TextIO, *, live_rank: int | None, colour: bool) -> None:
@@ -41,7 +41,7 @@ class Screen:
         self._partial = ""
 
     def show(self, rank: int, lines: list[str], partial: str = "") -> None:
-        """Writes finished lines of a worker and takes note of how its unfinished line looks."""
+        """Writes finished lines of a worker and redraws its unfinished line."""
         if rank == self.live_rank:
             self._partial = partial
         if lines or rank == self.live_rank:
@@ -49,18 +49,18 @@ class Screen:
             self._out.put(shown, self._drawn_partial())
 
     def tell(self, message: str) -> None:
-        """Writes a message of the launcher itself, on a line of its own."""
+        """Writes a message of the launcher itself, on a separate line."""
         bottom = self._drawn_partial() if self._messages is self._out else ""
         self._messages.put([message], bottom, must_appear=True)
 
     def close(self) -> None:
-        """Waits until everything is on the screen; a bounded time, should nobody read it."""
+        """Waits until everything is written, with a time limit in case nobody reads."""
         self._out.close()
         if self._messages is not self._out:
             self._messages.close()
 
     def columns_for_live_worker(self) -> int:
-        """The width that is left for the live worker beside its name."""
+        """The width left for the live worker's line after its name."""
         rank = 0 if self.live_rank is None else self.live_rank
         return max(20, _columns(self._stream) - len(_name(rank)))
 
@@ -71,7 +71,7 @@ class Screen:
         return self._prefix(self.live_rank) + self._painted(cropped(with_its_loss(self._partial, room), room))
 
     def _fitted(self, line: str) -> str:
-        """On a terminal, a wide bar makes room for its text. All else of a finished line is shown."""
+        """On a terminal, shortens a wide bar to make room for its text; shows finished lines in full."""
         if self.live_rank is None or CELL not in line:
             return line
         return with_shorter_bar(line, self.columns_for_live_worker())
@@ -88,7 +88,7 @@ class Screen:
 
 
 def make_screen(out: TextIO, messages: TextIO, *, tee: frozenset[int], environ: Mapping[str, str]) -> Screen:
-    """A screen that suits the streams: live and coloured on a terminal, plain lines elsewhere."""
+    """Creates a screen for the streams: live and coloured on a terminal, plain lines elsewhere."""
     terminal = out.isatty() and environ.get("TERM", "dumb") != "dumb"
     return Screen(
         out,
@@ -111,7 +111,7 @@ def _columns(stream: TextIO) -> int:
 
 
 def _same_file(one: TextIO, other: TextIO) -> bool:
-    """Whether two streams end in one file, where order matters: a terminal, `2>&1`."""
+    """Whether two streams write to the same file, where order matters: a terminal, `2>&1`."""
     if one is other:
         return True
     with contextlib.suppress(OSError, ValueError):

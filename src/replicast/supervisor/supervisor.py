@@ -1,4 +1,4 @@
-"""Runs a job: groups of workers, one attempt after the other, until one ends well or no attempt is left."""
+"""Runs a job: one attempt after another, until one succeeds or no restart is left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from replicast.config import TOLD_TO_END
-from replicast.supervisor.group import Group, GroupEnd, Patience
+from replicast.supervisor.group import Group, GroupEnd, Timeouts
 from replicast.supervisor.interruptions import Interruptions
 from replicast.supervisor.machine import this_machine
 from replicast.supervisor.plan import (
@@ -31,8 +31,8 @@ from replicast.supervisor.report import (
     others_line,
     restart_line,
     short_path,
+    sigterm_line,
     tail_box,
-    told_to_end_line,
 )
 from replicast.supervisor.rundir import locked, make_attempt_dir, next_attempt
 from replicast.supervisor.screen import Screen, make_screen
@@ -45,26 +45,26 @@ class Settings:
     """How a job is supervised.
 
     Attributes:
-        run_dir: The run directory; exists, absolute.
-        log_dir: Where the attempts' logs go.
+        run_dir: The run directory; an existing, absolute path.
+        log_dir: The directory of the logs of all attempts.
         tee: The workers whose output goes to the screen.
-        max_restarts: How often a failed group is started again.
-        patience: How long the stages of a group's end may last.
+        max_restarts: How often a failed group is restarted.
+        timeouts: The time limits of the stages in which a group is ended.
     """
 
     run_dir: Path
     log_dir: Path
     tee: frozenset[int]
     max_restarts: int = 0
-    patience: Patience = field(default_factory=Patience)
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
 
 def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
     """Runs a job to its end and reports on standard error. Only in the main thread.
 
     Returns:
-        0 when every worker ended with exit code 0; else the first failing worker's exit code, 128 and the
-        number of the signal when it was killed by one; 130 after Ctrl-C, 143 after SIGTERM.
+        0 if every worker exited with code 0; else the exit code of the worker that failed first, or 128 plus
+        the number of the signal that killed it; 130 after Ctrl-C, 143 after SIGTERM.
 
     Raises:
         ReplicastError: The job was refused before anything was started.
@@ -112,7 +112,7 @@ def exit_code(end: GroupEnd) -> int:
 
 
 def _may_restart(end: GroupEnd) -> bool:
-    """Not after a worker that was told to end, and has saved its state: somebody wants the machine."""
+    """Whether to restart. Not after SIGTERM: the workers have saved their state, the machine is needed."""
     if end.first_failure is None or end.interrupted_by is not None or end.left_behind:
         return False
     return end.first_failure.code != TOLD_TO_END
@@ -142,7 +142,7 @@ def _run_attempt(
             plans,
             screen=screen,
             tee=settings.tee,
-            patience=settings.patience,
+            timeouts=settings.timeouts,
             interruptions=interruptions,
         )
         return group.run(environ)
@@ -163,8 +163,8 @@ def _who(job: Job) -> str:
 
 
 def _last_step(run_dir: Path, attempt: int) -> int | None:
-    """The last step of an attempt; None when its workers keep no notes, as in a job without Replicas."""
-    from replicast.runfiles import read_worker_notes  # Brings numpy, which nothing else here needs.
+    """The last step of an attempt; None if its workers write no notes, as in a job without Replicas."""
+    from replicast.runfiles import read_worker_notes  # Imports numpy, which nothing else here needs.
 
     return max((note.step for note in read_worker_notes(run_dir) if note.attempt == attempt), default=None)
 
@@ -172,7 +172,7 @@ def _last_step(run_dir: Path, attempt: int) -> int | None:
 def _report(end: GroupEnd, screen: Screen) -> None:
     if end.first_failure is not None:
         if end.first_failure.code == TOLD_TO_END:
-            screen.tell(told_to_end_line(end.first_failure))
+            screen.tell(sigterm_line(end.first_failure))
         else:
             screen.tell(tail_box(end.first_failure, sys.stderr))
             screen.tell(failure_line(end.first_failure))

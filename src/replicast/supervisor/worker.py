@@ -1,4 +1,4 @@
-"""One worker process: how it starts, how it is told to stop with all its children, how it ended."""
+"""One worker process: starts it, signals it with all its children, and reports how it exited."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from replicast.processes import is_frozen
 from replicast.supervisor.output import Output
 from replicast.supervisor.plan import WorkerPlan
 
-_BIRTH = Path(__file__).with_name("birth.py")
+_BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 _END_SECS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """How one worker ended.
+    """How one worker exited.
 
     Attributes:
         rank: The worker.
-        code: Its exit code, or minus the number of the signal that ended it.
+        code: Its exit code, or the negative number of the signal that killed it.
         ran_secs: How long it ran.
         log: The file with all of its output.
         tail: Its last lines.
-        stopped: Whether the launcher had told it to stop before.
+        stopped: Whether the launcher had told it to stop.
         frozen: Whether it was stopped by a signal such as SIGSTOP when another worker failed.
     """
 
@@ -44,12 +44,12 @@ class WorkerExit:
 
     @property
     def shell_code(self) -> int:
-        """The exit code as shells count: 128 and the number of the signal."""
+        """The exit code as in a shell: 128 plus the number of the signal."""
         return self.code if self.code >= 0 else 128 - self.code
 
     @property
     def how(self) -> str:
-        """How it ended, in words."""
+        """How it exited, in words."""
         if self.frozen:
             return "frozen by a signal such as SIGSTOP"
         if self.code >= 0:
@@ -60,15 +60,15 @@ class WorkerExit:
 
 
 class Worker:
-    """A started worker. It leads a session of its own, so that its whole tree can be signalled.
+    """A running worker. It leads its own session, so that its whole process tree can be signalled.
 
-    The process is reaped only by `close`, at the end of the group: until then its number stays taken, and a
-    signal to its tree cannot reach a stranger.
+    Only `close` reaps the process, at the end of the group: until then its pid is not reused, and a signal to
+    its tree cannot reach an unrelated process.
 
     Args:
         plan: What to start.
-        output: Where its output goes.
-        environ: The environment that the plan adds to.
+        output: Receives its output.
+        environ: The environment that the plan extends.
     """
 
     def __init__(self, plan: WorkerPlan, output: Output, environ: Mapping[str, str]) -> None:
@@ -78,7 +78,7 @@ class Worker:
         self.was_frozen = False
         self._started = time.monotonic()
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_BIRTH), str(os.getpid()), *plan.argv],
+            [sys.executable, "-I", "-S", str(_BOOTSTRAP), str(os.getpid()), *plan.argv],
             env={**environ, **plan.env},
             stdin=subprocess.DEVNULL,
             stdout=output.writing_end,
@@ -88,19 +88,19 @@ class Worker:
         try:
             output.hand_over()
             self.end_notice = os.pidfd_open(self._process.pid)
-            """Becomes readable when the process has ended."""
-        except BaseException:  # Too many open files, say. Nobody else knows of the process yet.
+            """A descriptor that becomes readable when the process has exited."""
+        except BaseException:  # For example too many open files. Nobody else knows the process yet.
             self._end(time.monotonic() + _END_SECS)
             raise
 
     def signal_tree(self, signum: signal.Signals) -> None:
-        """Sends a signal to the worker and all its children."""
+        """Sends a signal to the worker and its children."""
         self.stopped = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signum)
 
-    def look(self) -> WorkerExit | None:
-        """How the worker ended, or None while it runs."""
+    def poll(self) -> WorkerExit | None:
+        """Returns how the worker exited, or None while it runs."""
         status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if status is None:
             return None
@@ -114,21 +114,21 @@ class Worker:
             frozen=self.was_frozen,
         )
 
-    def look_whether_frozen(self) -> bool:
-        """Whether the worker is stopped by a signal; remembered for its end."""
+    def check_frozen(self) -> bool:
+        """Whether the worker is, or was at an earlier call, stopped by a signal."""
         self.was_frozen = self.was_frozen or is_frozen(self._process.pid)
         return self.was_frozen
 
     def kill(self) -> None:
-        """Kills whatever is left of the tree."""
+        """Kills what is left of the process tree."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self, *, until: float) -> None:
-        """Kills whatever is left of the tree, reaps the worker and takes in the rest of its output.
+        """Kills what is left of the process tree, reaps the worker and reads the rest of its output.
 
         Args:
-            until: How long to wait for the kernel to end it, on the clock of `time.monotonic`.
+            until: The deadline for the kernel to end it, as `time.monotonic` counts.
         """
         self._end(until)
         os.close(self.end_notice)

@@ -55,8 +55,8 @@ def other_calls(strategy: Any) -> list[str]:
 def test_evaluate_and_predict_are_compared_and_single_batches_are_not(pool2: Pool) -> None:
     first, second = pool2.run(other_calls)
     assert [said.split(" (")[0] for said in first] == [
-        "The workers were given different data for evaluate",
-        "The workers were given different data for predict",
+        "The workers have different data for evaluate",
+        "The workers have different data for predict",
     ]
     assert second == []
 

@@ -41,7 +41,7 @@ def test_one_that_is_seen_to_be_damaged_is_passed_over_and_remembered(
     damaged: dict[int, str] = {}
     assert chosen(store, None, damaged) == 10
     assert list(damaged) == [15]
-    assert "cannot be trusted" in damaged[15]
+    assert "is damaged" in damaged[15]
 
 
 def test_one_that_a_worker_found_damaged_is_passed_over(store: CheckpointStore) -> None:
@@ -73,5 +73,5 @@ def test_nobody_starts_anew_without_being_told_that_all_are_damaged(
 ) -> None:
     for each in (5, 10, 15):
         flip(store.path(each) / "manifest.json", 5)
-    with pytest.raises(CheckpointError, match=r"manifest.json cannot be trusted.*remove .* to begin anew\.$"):
+    with pytest.raises(CheckpointError, match=r"manifest.json is damaged.*remove .* to begin anew\.$"):
         choose(store, step, {})

@@ -1,7 +1,7 @@
-"""The same training with a loop of its own instead of `fit`.
+"""The same training with a custom training loop instead of `fit`.
 
-python examples/own_loop.py                  one process
-replicast run -n 2 examples/own_loop.py      two workers on this machine
+python examples/custom_loop.py                  one process
+replicast run -n 2 examples/custom_loop.py      two workers on this machine
 """
 
 import keras
@@ -33,20 +33,20 @@ with strategy.scope():
     optimizer = keras.optimizers.Adam()
     optimizer.build(model.trainable_variables)
 
-loss_of_each = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+per_example_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
 
 
 def step(images, labels):
-    """One worker's part of a step: the optimizer adds up the gradients of all workers."""
+    """One worker's part of a step. The optimizer sums the gradients of all workers."""
     with tf.GradientTape() as tape:
-        # Divided by the whole job's batch, so that the sum over the workers is the mean over the batch.
-        loss = tf.reduce_sum(loss_of_each(labels, model(images, training=True))) / BATCH
+        # Divide by the global batch size, so that the sum over the workers is the mean over the batch.
+        loss = tf.reduce_sum(per_example_loss(labels, model(images, training=True))) / BATCH
     gradients = tape.gradient(loss, model.trainable_variables)
     optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
     return loss
 
 
-@tf.function  # One graph for the whole step: without it, every operation is sent by itself.
+@tf.function  # One graph for the whole step: without it, every operation is dispatched separately.
 def distributed_step(images, labels):
     return strategy.reduce("SUM", strategy.run(step, args=(images, labels)), axis=None)
 

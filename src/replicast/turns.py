@@ -1,0 +1,221 @@
+"""Where each worker is in the script, compared through the coordination service.
+
+A turn is a synchronization point that all workers reach between steps, in the same order: the start of a pass
+over the data, or an exchange outside of a step. Transfers inside steps are counted by every worker alike. If
+this worker has started more transfers than another worker had at its next turn, this worker waits for a
+transfer that nobody will join. That is certain, and needs no timeout.
+
+Keys of the coordination service, each written once:
+
+    turn/K        by the first worker at its K-th turn: its rank and its number of transfers
+    turn/K/RANK   by each worker at its K-th turn: whether a given worker has passed is one lookup
+    left          by the first worker at the end of its script: its rank, transfers and turns
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from replicast.coordination import Coordination
+from replicast.errors import JobFailed
+
+logger = logging.getLogger("replicast")
+
+PREFIX = "replicast/lifetime"
+POLL_SECS = 0.3
+REMIND_SECS = 30.0
+TURNS_KEPT = 100
+"""The keys of a turn are deleted after this many later turns."""
+
+
+class JobKeys:
+    """JSON values under this package's prefix in the coordination service."""
+
+    def __init__(self, coordination: Coordination) -> None:
+        self._coordination = coordination
+
+    def put(self, key: str, value: dict[str, Any]) -> None:
+        """Writes a key unless it exists. A lost service is only logged: `get` raises for it."""
+        try:
+            self._coordination.put(f"{PREFIX}/{key}", json.dumps(value))
+        except JobFailed:
+            logger.debug("could not publish %s", key, exc_info=True)
+
+    def get(self, key: str, timeout_secs: float | None = None) -> dict[str, Any] | None:
+        """Returns a key's value, or None after the timeout.
+
+        Raises:
+            JobFailed: The coordination service is gone.
+        """
+        timeout = POLL_SECS if timeout_secs is None else timeout_secs
+        text = self._coordination.get(f"{PREFIX}/{key}", timeout)
+        return None if text is None else dict(json.loads(text))
+
+    def delete(self, key: str) -> None:
+        """Deletes a key; no-op if it does not exist."""
+        self._coordination.delete(f"{PREFIX}/{key}")
+
+
+class Turns:
+    """Counts this worker's turns and compares its position in the script with the other workers'.
+
+    Args:
+        keys: The keys of the job.
+        rank: This worker.
+        size: The number of workers.
+        transfers_started: Returns how many transfers this worker has started.
+        check: Raises if the job has failed.
+        is_watched: Whether the thread that calls `mismatch` is alive.
+    """
+
+    def __init__(
+        self,
+        keys: JobKeys,
+        rank: int,
+        size: int,
+        *,
+        transfers_started: Callable[[], int],
+        check: Callable[[], None],
+        is_watched: Callable[[], bool],
+    ) -> None:
+        self._keys = keys
+        self._rank = rank
+        self._size = size
+        self._transfers_started = transfers_started
+        self._check = check
+        self._is_watched = is_watched
+        self._deleted = 0
+        self._alone: tuple[str, int] | None = None
+        self.count = 0
+        """The number of turns that this worker has taken."""
+
+    def take(self, message: str = "") -> int:
+        """Takes the next turn and returns its number.
+
+        All workers must call this in the same order, between steps. Does not block.
+        """
+        self._check()
+        if not self._is_watched():
+            raise JobFailed("The thread that watches the job has died; see its error above in the log.")
+        if self._alone is not None:
+            raise self._nobody_joins(self._alone[0])
+        transfers = self._transfers_started()
+        self.count += 1
+        self._keys.put(f"turn/{self.count}", {"worker": self._rank, "transfers": transfers})
+        self._keys.put(f"turn/{self.count}/{self._rank}", {"message": message})
+        return self.count
+
+    def meet(self, message: str = "") -> dict[int, str]:
+        """Takes a turn and waits there for all other workers.
+
+        Blocks while the others run, and logs every 30 s which worker it waits for. If another worker never
+        comes because it waits for a transfer of this worker, that worker's `mismatch` notices.
+
+        Args:
+            message: Passed to the other workers.
+
+        Returns:
+            Each worker's message, by rank.
+        """
+        turn = self.take(message)
+        messages = {self._rank: message}
+        waited = 0.0
+        for worker in (w for w in range(self._size) if w != self._rank):
+            while (found := self._keys.get(f"turn/{turn}/{worker}", 1.0)) is None:
+                self._check()
+                waited += 1.0
+                if waited % REMIND_SECS == 0:
+                    logger.warning("worker %d waits for worker %d to open its data", self._rank, worker)
+            messages[worker] = str(found["message"])
+        return messages
+
+    def position(self) -> tuple[int, int]:
+        """This worker's position in the script, in transfers and turns: equal on all workers at one line."""
+        return self._transfers_started(), self.count
+
+    def has_taken_next(self, worker: int) -> bool:
+        """Whether another worker has taken the turn after this worker's last one."""
+        return self._keys.get(f"turn/{self.count + 1}/{worker}") is not None
+
+    @contextlib.contextmanager
+    def alone(self, doing: str) -> Iterator[None]:
+        """Inside, this worker does something that the others do not: a transfer fails, nobody would join it.
+
+        Has an effect only in the main thread: while another thread saves, the main thread may train.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._alone = (doing, self._transfers_started())
+        try:
+            yield
+        finally:
+            self._alone = None
+
+    def leave(self) -> int | None:
+        """Publishes that this worker has reached the end of its script.
+
+        Returns:
+            How many transfers it has started; None if TensorFlow is already shut down.
+        """
+        transfers = self.transfers_or_none()
+        if transfers is not None:
+            self._keys.put("left", {"worker": self._rank, "transfers": transfers, "turn": self.count})
+        return transfers
+
+    def mismatch(self) -> JobFailed | None:
+        """Returns an error if this worker waits for a transfer that another worker will never join."""
+        alone = self._alone
+        if alone is not None and (self.transfers_or_none() or 0) > alone[1] and self._alone is alone:
+            return self._nobody_joins(alone[0])
+        count = self.count
+        ahead = self._keys.get(f"turn/{count + 1}")
+        if ahead is not None and self._waits_in_vain(ahead) and self.count == count:
+            return JobFailed(
+                f"worker {ahead['worker']} came to the end of its data, or left its loop, while worker "
+                f"{self._rank} went on to another step. Every worker must be given the same number of "
+                "batches, and a callback must stop all workers or none",
+                worker=ahead["worker"],
+            )
+        left = self._keys.get("left")
+        if left is None or left["worker"] == self._rank:
+            return None
+        if self.count > left["turn"] or self._waits_in_vain(left):
+            return JobFailed(
+                f"worker {left['worker']} reached the end of its script while worker {self._rank} "
+                "is still training",
+                worker=left["worker"],
+            )
+        return None
+
+    def delete_old_keys(self) -> None:
+        """Deletes the keys of turns that all workers have taken: a worker is at most one turn behind."""
+        while self._deleted < self.count - TURNS_KEPT:
+            self._deleted += 1
+            if self._rank == 0:
+                self._keys.delete(f"turn/{self._deleted}")
+            self._keys.delete(f"turn/{self._deleted}/{self._rank}")
+
+    def transfers_or_none(self) -> int | None:
+        """The number of transfers started, or None if TensorFlow is shutting down."""
+        try:
+            return self._transfers_started()
+        except Exception:  # TensorFlow is shutting down: there is nothing left to compare
+            logger.debug("the number of transfers cannot be read", exc_info=True)
+            return None
+
+    def _nobody_joins(self, doing: str) -> JobFailed:
+        return JobFailed(
+            f"worker {self._rank} started a transfer to all workers while it alone was {doing}. Nothing that "
+            "a save calls may create variables in strategy.scope(), train, evaluate or reduce",
+            worker=self._rank,
+        )
+
+    def _waits_in_vain(self, other: dict[str, Any]) -> bool:
+        transfers = self.transfers_or_none()
+        return transfers is not None and transfers > int(other["transfers"])
