@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from replicast.journal import Journal, Record
+from replicast.replicas.expecting import Expectation
 
 from replicast.checkpoint import CheckpointStore, Draft
 from replicast.errors import FileDamaged
 from replicast.fence import Fence
-from replicast.journal import Journal, Record
-from replicast.replicas.expecting import Expectation
 from tests.unit.protocol.twins import Job, bias, eventually
 
 

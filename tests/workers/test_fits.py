@@ -6,11 +6,11 @@ import json
 
 import numpy as np
 import pytest
+from replicast.replicas.holding import Held
 
 from replicast.edits import Edit, Operation
 from replicast.errors import CheckpointError
 from replicast.replicas.fits import Fits
-from replicast.replicas.holding import Held
 from replicast.replicas.position import Fit, Position
 from replicast.state import MemoryState
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replicast.replicas.housekeeping import Housekeeping
 
 from replicast import inbox
+from replicast.core.stage import Stage
 from replicast.errors import JobFailed, UpdateRefused
 from replicast.fence import Fence
 from replicast.replicas import housekeeping
-from replicast.replicas.housekeeping import Housekeeping
 from replicast.runfiles import WorkerNote, read_worker_notes, write_worker_note
-from replicast.core.stage import Stage
 from replicast.update import Update
 from tests.pool import Pool
 from tests.unit.protocol.twins import Job, bias, eventually

@@ -12,10 +12,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from replicast.replicas.recovery import Recovery
 
 from replicast.replicas.callback import BoundaryCallback
 from replicast.replicas.position import Position
-from replicast.replicas.recovery import Recovery
 from replicast.strategy import resuming
 from replicast.strategy.feeding import Place
 from replicast.strategy.resuming import Lengths, place_of, read_to

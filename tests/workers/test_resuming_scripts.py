@@ -11,12 +11,12 @@ from unittest import mock
 import keras
 import pytest
 import tensorflow as tf
+from replicast.protocol.stop import Stop
+from replicast.replicas.recovery import Saves
 
 import replicast
-from replicast.protocol.stop import Stop
 from replicast.replicas.callback import BoundaryCallback
 from replicast.replicas.position import Position
-from replicast.replicas.recovery import Saves
 from tests.pool import Pool
 from tests.workers.recipes import arrays, perceptron
 from tests.workers.test_resuming import ARRAY, BATCHES, Remembers, Reshuffled, recovery, rows

@@ -34,6 +34,7 @@ class Worker:
     """One worker: its session, its state, and what it has applied.
 
     Attributes:
+        writer: Of worker 0: writes what the coordinator decides.
         applied: The step and the id of each update that this worker has applied, in order.
     """
 
@@ -41,6 +42,7 @@ class Worker:
         self.rank = rank
         self.coordination = MemoryCoordination(job.store)
         self.state = MemoryState(job.start)
+        self.writer = Writer(job.journal) if rank == 0 else None
         self.failure: JobFailed | None = None
         self.applied: list[tuple[int, str]] = []
         self.session = Session(
@@ -48,7 +50,7 @@ class Worker:
             Channel(self.coordination, "test", rank, job.size),
             MemoryTransport(job.board, rank),
             self.state,
-            writer=Writer(job.journal) if rank == 0 else None,
+            writer=self.writer,
             attempt=job.attempt,
             timeouts=job.timeouts,
             audit_policy=job.audit_policy,
