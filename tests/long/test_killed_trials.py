@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from replicast.journal import Journal
 
 from replicast.checkpoint import CheckpointStore
 from replicast.faults import Fault, Point, read_fired
-from replicast.journal import Journal
 from tests.faults.test_updates import finish, start, states
 from tests.pool.checks import assert_equal_on_all
 

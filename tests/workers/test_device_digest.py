@@ -15,6 +15,7 @@ from replicast.edits import DTYPES
 from replicast.strategy import device_digest
 from replicast.strategy.device_digest import device_digests
 from tests.pool import Pool
+from tests.workers.changing import state_of
 from tests.workers.recipes import perceptron
 from tests.workers.test_updates import replicas_of
 
@@ -110,8 +111,8 @@ def test_zeros_of_another_sign_and_nans_of_another_payload_differ() -> None:
 def compared(strategy: Any, on_device: bool) -> list[Any]:
     """A state whose fingerprints are forced to be computed by TensorFlow, before and after a flipped bit."""
     model = perceptron(strategy, lambda: keras.optimizers.Adam(0.01))
-    with replicas_of(model) as replicas:
-        state = replicas._state
+    with replicas_of(model):
+        state = state_of(model)
         names = [variable.name for variable in state.schema]
         agreed = state.fingerprints_on_device
         state.fingerprints_on_device = on_device

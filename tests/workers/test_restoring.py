@@ -12,8 +12,8 @@ from replicast.checkpoint import CheckpointStore
 from replicast.errors import CheckpointError
 from replicast.replicas import restoring
 from tests.pool import Pool
+from tests.workers.changing import scramble
 from tests.workers.recipes import perceptron
-from tests.workers.test_checkpoints import digests, scramble
 from tests.workers.test_updates import adam, replicas_of
 
 
@@ -30,32 +30,32 @@ def damaged(strategy: Any, run_dir: Path) -> dict[str, Any]:
     model = perceptron(strategy, adam)
     with replicas_of(model, run_dir=run_dir) as replicas:
         replicas.save().result(60)
-        saved = digests(replicas)
+        saved = replicas.digests()
         replicas.boundary()
         replicas.save().result(60)
         with pytest.raises(CheckpointError, match=r"restore\(\) has to come before training"):
             replicas.restore()
     with replicas_of(model, run_dir=run_dir) as replicas, mock.patch.object(restoring, "logger") as logger:
         flip(run_dir, 1, strategy)
-        scramble(replicas)
-        before = digests(replicas)
+        scramble(model, strategy.rank)
+        before = replicas.digests()
         said = []
         with pytest.raises(CheckpointError) as refused:
             replicas.restore(step=1)
         said.append(str(refused.value))
-        assert digests(replicas) == before
+        assert replicas.digests() == before
         restored = replicas.restore()
-        fell_back = restored.step == replicas.step == 0 and digests(replicas) == saved
+        fell_back = restored.step == replicas.step == 0 and replicas.digests() == saved
         warned = [call.args[0] % call.args[1:] for call in logger.warning.call_args_list]
         flip(run_dir, 0, strategy)
-        scramble(replicas)
-        before = digests(replicas)
+        scramble(model, strategy.rank)
+        before = replicas.digests()
         with pytest.raises(CheckpointError) as refused:
             replicas.restore()
         said.append(str(refused.value))
         return {
             "said": said,
-            "changed": before != digests(replicas),
+            "changed": before != replicas.digests(),
             "fell back": fell_back,
             "warned": warned,
         }

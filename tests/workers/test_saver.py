@@ -13,35 +13,60 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicast.protocol.replays import Replays
-from replicast.replicas.recovery import Recovery, Saves
-from replicast.replicas.saving import Keeping, Saving
 
 from replicast import faults
-from replicast.checkpoint import CheckpointStore, Draft, Manifest
+from replicast.checkpoint import CheckpointStore, Draft, Manifest, saved_of
 from replicast.config import TOLD_TO_END
-from replicast.errors import CheckpointError, JobFailed
-from tests.unit.protocol.twins import DEADLINE_SECS, PATIENCE, Job, Worker, eventually
+from replicast.core.entries import Payload
+from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged
+from replicast.replicas.checkpoints import Checkpoints, Keeping, SavePlan, Saving
+from replicast.replicas.training import Training
+from replicast.storage.journal import MemoryJournal
+from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually
+from replicast.update import Update
 
 Arrays = Iterable[tuple[str, np.ndarray[Any, Any]]]
 
 
-def recoveries(job: Job, run_dir: Path | None, saves: Saves | None = None) -> list[Recovery]:
-    made = [Recovery(worker.member, worker.state, run_dir, 0, None) for worker in job.workers]  # type: ignore[arg-type]
-    for recovery in made:
-        recovery.plan(saves if saves is not None else Saves())
-    return made
+class Saver:
+    """One worker's checkpoints and training, put together as `Replicas` does it.
+
+    Args:
+        worker: Which worker.
+        run_dir: Where worker 0 writes, if anywhere.
+        plan: When checkpoints are made.
+        policy: What happens when replicas differ.
+    """
+
+    def __init__(
+        self, worker: Worker, run_dir: Path | None, plan: SavePlan | None = None, policy: str = "heal"
+    ) -> None:
+        self.worker = worker
+        store = None if run_dir is None else CheckpointStore(run_dir)
+        self.checkpoints = Checkpoints(worker.session, worker.state, store, attempt=0)
+        self.checkpoints.policy = lambda: policy
+        if worker.writer is not None:
+            worker.writer.write_checkpoint = self.checkpoints.write
+            told = {"save": self.checkpoints.ended, "leave": self.checkpoints.ended}
+            worker.session.on_ended = lambda ended: told.get(ended.kind, lambda _: None)(ended)
+        self.training = Training(worker.session, worker.state, self.checkpoints)
+        if run_dir is not None:
+            self.training.plan_saves(plan or SavePlan())
+
+    def step(self) -> None:
+        self.training.goes_on()
+        self.worker.step()
+        self.training.after_step(1)
 
 
-def copying_in_place(job: Job) -> None:
-    """Has worker 0's state keep one copy of itself and write over it, as that of a model does."""
-    state = job.workers[0].state
+def savers(job: Job, run_dir: Path | None, plan: SavePlan | None = None) -> list[Saver]:
+    return [Saver(worker, run_dir, plan) for worker in job.workers]
 
-    def snapshot(buffers: dict[str, np.ndarray[Any, Any]]) -> None:
-        for name, value in state.values.items():
-            np.copyto(buffers.setdefault(name, np.array(value)), value)
 
-    state.snapshot = snapshot  # type: ignore[method-assign]
+def saved(job: Job, made: list[Saver]) -> Saving:
+    """What worker 0 holds when all workers have called `save`."""
+    saving: Saving = job.on_all(lambda worker: made[worker.rank].checkpoints.save_here())[0]
+    return saving
 
 
 class SlowStore:
@@ -64,13 +89,12 @@ class SlowStore:
         monkeypatch.setattr(CheckpointStore, "write", slowly)
 
 
-def told_keys(job: Job) -> list[str]:
-    return [key for key in job.store.values if "/told/save/" in key]
+# Who is told to end.
 
 
 def left(
     job: Job,
-    made: list[Recovery],
+    made: list[Saver],
     caplog: pytest.LogCaptureFixture,
     at_each: Callable[[Worker, int], None] = lambda worker, step: None,
 ) -> list[str]:
@@ -84,15 +108,12 @@ def left(
 
     def act(worker: Worker) -> Any:
         try:
-            for step in range(1, 40):
+            for step in range(1, 1000):
                 barrier.wait(DEADLINE_SECS)
-                made[worker.rank].goes_on()
-                worker.member.arrive(step)
-                made[worker.rank].after_step(1)
+                made[worker.rank].step()
                 at_each(worker, step)
                 if worker.rank == 1 and step == 14:
-                    made[1].leaving.ask()
-                    eventually(lambda: any(stop.go is not None for stop in worker.member.gate.pending()))
+                    made[1].training.leaving.ask()
         except SystemExit as exit_:
             return exit_.code
         return None
@@ -101,16 +122,21 @@ def left(
     return sorted(said for said in caplog.messages if "was told to end" in said)
 
 
+def is_leaving(job: Job) -> bool:
+    return any(one["kind"] == "leave" for one in job.workers[0].session.operations())
+
+
 def test_who_is_told_to_end_while_a_checkpoint_is_written_saves_behind_it_although_others_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Job(2) as job:
-        made = recoveries(job, tmp_path, Saves(10, when_busy="skip"))
-        SlowStore(monkeypatch, lambda: made[0].leaving.left)
+        made = savers(job, tmp_path, SavePlan(10, when_busy="skip"))
+        SlowStore(monkeypatch, lambda: is_leaving(job))
         first, second = left(job, made, caplog)
-        assert first == "worker 0 was told to end: the state is saved"
-        assert second == "worker 1 was told to end: worker 0 saves the state, and says so"
-        assert [manifest.step for manifest in CheckpointStore(tmp_path).list()] == [10, 15]
+        step = job.workers[0].session.step
+    assert first == "worker 0 was told to end: the state is saved"
+    assert second == "worker 1 was told to end: the state is saved"
+    assert [manifest.step for manifest in CheckpointStore(tmp_path).list()] == [10, step]
 
 
 def test_who_is_told_to_end_says_that_nothing_is_saved_when_the_replicas_differ(
@@ -121,10 +147,10 @@ def test_who_is_told_to_end_says_that_nothing_is_saved_when_the_replicas_differ(
             worker.state.values["dense/bias"][:] = 7
 
     with Job(2) as job:
-        first, second = left(job, recoveries(job, tmp_path, Saves(10)), caplog, change)
-    assert first.startswith("worker 0 was told to end: the state is not saved. ")
-    assert "worker 1 differs from worker 0 in dense/bias" in first
-    assert "is saved" not in second
+        made = savers(job, tmp_path, SavePlan(10))
+        for said in left(job, made, caplog, change):
+            assert "was told to end: the state is not saved. Worker 1 differs from worker 0 at step" in said
+        eventually(lambda: not made[0].checkpoints.is_busy)
     assert [manifest.step for manifest in CheckpointStore(tmp_path).list()] == [10]
 
 
@@ -136,31 +162,34 @@ def test_who_is_told_to_end_says_why_nothing_is_saved(
 
     monkeypatch.setattr(CheckpointStore, "write", full)
     with Job(2) as job:
-        first, _ = left(job, recoveries(job, tmp_path), caplog)
+        first, second = left(job, savers(job, tmp_path), caplog)
     assert first.startswith("worker 0 was told to end: the state is not saved. ")
     assert "No space left on device" in first
+    assert second.startswith("worker 1 was told to end: the state is not saved. ")
     caplog.clear()
     with Job(2) as job:
-        said = left(job, recoveries(job, None), caplog)
-    assert ["the state is not saved, since there is no run directory" in each for each in said] == [True] * 2
+        said = left(job, savers(job, None), caplog)
+    assert ["the state is not saved. There is no run directory" in each for each in said] == [True] * 2
 
 
 def test_who_is_told_to_end_does_not_wait_for_ever_for_a_disk_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers = threading.Event()
-    with Job(2) as job:
-        made = recoveries(job, tmp_path, Saves(10, when_busy="skip"))
+    with Job(2, timeouts=replace(QUICK, compute_secs=1.0)) as job:
+        made = savers(job, tmp_path, SavePlan(10, when_busy="skip"))
         slow = SlowStore(monkeypatch, answers.is_set)
 
-        def lose_patience(worker: Worker, step: int) -> None:
+        def wait_until_it_is_written(worker: Worker, step: int) -> None:
             if (worker.rank, step) == (0, 12):
                 assert slow.begun.wait(DEADLINE_SECS)
-                worker.member.patience = replace(PATIENCE, begin_secs=0.2)
 
-        first, _ = left(job, made, caplog, lose_patience)
+        first, _ = left(job, made, caplog, wait_until_it_is_written)
         answers.set()
     assert "the state is not saved. The checkpoint before is still being written" in first
+
+
+# Nobody waits in vain.
 
 
 def result_of(saving: Saving) -> str:
@@ -181,33 +210,57 @@ def result_of(saving: Saving) -> str:
 
 def test_nobody_waits_for_a_checkpoint_whose_thread_has_died(tmp_path: Path) -> None:
     with Job(1) as job:
-        (recovery,) = recoveries(job, tmp_path)
+        made = savers(job, tmp_path)
         plan = faults.set_plan([faults.Fault(0, faults.Point.WRITE, action=faults.Action.RAISE)])
         try:
-            assert "FaultInjected" in result_of(recovery.save())
+            assert "No checkpoint is written any more" in result_of(saved(job, made))
         finally:
             faults.set_plan([])
         assert plan is not None
         assert plan.fired
-        eventually(job.workers[0].member.threads.stopping.is_set)
+        eventually(job.workers[0].session.threads.stopping.is_set)
         with pytest.raises(JobFailed, match="'saver' of replicast died: FaultInjected"):
-            job.workers[0].member.threads.check()
-        assert "FaultInjected" in result_of(recovery.save()), "the next one is not begun"
+            job.workers[0].session.check()
+        with pytest.raises(JobFailed, match="FaultInjected"):
+            saved(job, made)
 
 
-def test_nobody_waits_for_a_checkpoint_when_another_thread_has_died_or_all_were_stopped(
-    tmp_path: Path,
+def test_nobody_waits_for_a_checkpoint_that_a_worker_never_comes_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Job(1) as job:
-        (recovery,) = recoveries(job, tmp_path)
-        saver: Any = recovery._saver
-        job.workers[0].member.threads.start("other", lambda: [][0])
-        eventually(lambda: saver._ended)  # else it may still write this one
-        assert "IndexError" in result_of(recovery.save())
-    with Job(1) as job:
-        (recovery,) = recoveries(job, tmp_path)
-        job.workers[0].member.stop()
-        assert "The job ended before" in result_of(recovery.save())
+    with Job(2) as job:
+        made = savers(job, tmp_path)
+        saving = made[0].checkpoints.save_in_passing()
+        made[0].checkpoints.report()  # worker 1 does not
+    assert "The job ended before" in result_of(saving)
+    assert "did not end within" not in caplog.text
+
+
+def test_nobody_waits_for_a_checkpoint_when_another_thread_has_died(tmp_path: Path) -> None:
+    with Job(2) as job:
+        made = savers(job, tmp_path)
+        saving = made[0].checkpoints.save_in_passing()
+        job.workers[0].session.threads.start("other", lambda: [][0])
+        assert "IndexError" in result_of(saving)
+        with pytest.raises(JobFailed, match="IndexError"):
+            made[0].checkpoints.settle()
+
+
+# What is written.
+
+
+class KeepsOneCopy:
+    """Has a worker's state keep one copy of itself and write over it, as that of a model does."""
+
+    def __init__(self, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.copy: dict[str, np.ndarray[Any, Any]] = {}
+
+        def snapshot(buffers: dict[str, np.ndarray[Any, Any]]) -> None:
+            for name, value in worker.state.values.items():
+                np.copyto(buffers.setdefault(name, np.array(value)), value)
+            self.copy = buffers
+
+        monkeypatch.setattr(worker.state, "snapshot", snapshot)
 
 
 def test_a_copy_that_is_being_written_is_not_written_over_when_the_job_ends(
@@ -215,18 +268,17 @@ def test_a_copy_that_is_being_written_is_not_written_over_when_the_job_ends(
 ) -> None:
     go_on = threading.Event()
     with Job(1) as job:
-        (recovery,), (worker,) = recoveries(job, tmp_path), job.workers
-        copying_in_place(job)
+        made, (worker,) = savers(job, tmp_path), job.workers
+        KeepsOneCopy(worker, monkeypatch)
         slow = SlowStore(monkeypatch, go_on.is_set)
-        worker.member.arrive(1)
-        first = recovery.save()
+        job.on_all(Worker.step)
+        first = saved(job, made)
         assert slow.begun.wait(DEADLINE_SECS)
         for value in worker.state.values.values():
             value[...] = 2
-        worker.member.arrive(2)
-        worker.member.threads.stopping.set()
+        worker.session.threads.stopping.set()
         with pytest.raises(JobFailed, match="The job ended before"):
-            recovery.save()
+            made[0].checkpoints.save_in_passing()
         go_on.set()
         assert first.result(DEADLINE_SECS) is not None
     with CheckpointStore(tmp_path).open(1, verify=True) as reader:
@@ -235,22 +287,102 @@ def test_a_copy_that_is_being_written_is_not_written_over_when_the_job_ends(
 
 def test_what_is_written_is_what_was_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Job(1) as job:
-        (recovery,), (worker,) = recoveries(job, tmp_path), job.workers
-        copying_in_place(job)
+        made, (worker,) = savers(job, tmp_path), job.workers
+        keeps = KeepsOneCopy(worker, monkeypatch)
 
         def flip() -> bool:
             """Memory that changes under the writer, whoever does it."""
-            saver: Any = recovery._saver
-            for value in saver._buffers.values():
+            for value in keeps.copy.values():
                 value[...] = 2
             return True
 
         SlowStore(monkeypatch, flip)
-        worker.member.arrive(1)
+        job.on_all(Worker.step)
         with pytest.raises(CheckpointError, match="it has changed meanwhile"):
-            recovery.save().result(DEADLINE_SECS)
+            saved(job, made).result(DEADLINE_SECS)
     assert CheckpointStore(tmp_path).steps() == []
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_checkpoint_that_is_skipped_leaves_the_one_that_is_being_written_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    with Job(2) as job:
+        made = savers(job, tmp_path, SavePlan(1, when_busy="skip"))
+        KeepsOneCopy(job.workers[0], monkeypatch)
+        slow = SlowStore(monkeypatch, go_on.is_set)
+        for value in range(5):
+            for worker in job.workers:
+                worker.state.values["dense/bias"][...] = value
+            job.on_all(lambda worker: made[worker.rank].step())
+            if value == 1:
+                assert slow.begun.wait(DEADLINE_SECS)
+        eventually(lambda: len(job.workers[0].session.operations()) == 1)  # what was skipped has ended
+        go_on.set()
+        job.on_all(lambda worker: made[worker.rank].checkpoints.settle())
+    (manifest,) = CheckpointStore(tmp_path).list()
+    assert manifest.step == 1
+    with CheckpointStore(tmp_path).open(1, verify=True) as reader:
+        assert not reader.read("dense/bias").any()
+
+
+@pytest.mark.parametrize(("policy", "follows"), [("heal", "An audit follows"), ("raise", "replicas.sync")])
+def test_a_checkpoint_that_is_not_made_says_what_follows_by_the_policy(
+    tmp_path: Path, policy: str, follows: str
+) -> None:
+    with Job(2, audit_policy="warn") as job:
+        made = [Saver(worker, tmp_path, policy=policy) for worker in job.workers]
+        job.workers[1].state.values["dense/bias"][:] = 7
+        saving = job.on_all(lambda worker: made[worker.rank].checkpoints.save_here())[0]
+        with pytest.raises(ReplicasDiverged, match=r"The state is not saved\. Worker 1 differs") as caught:
+            saving.result(DEADLINE_SECS)
+    assert (caught.value.worker, caught.value.step) == (1, 0)
+    assert follows in str(caught.value)
+    assert ("sync" in str(caught.value)) == (policy == "raise")
+
+
+class SlowJournal(MemoryJournal):
+    """Notes which checkpoints are there when a payload has been written."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__()
+        self.run_dir = run_dir
+        self.overtaken: list[int] = []
+
+    def write(self, entry: Any, update: Update | None = None) -> None:
+        if isinstance(entry, Payload):
+            threading.Event().wait(0.3)  # a slow disk: long enough for a checkpoint that does not wait
+            self.overtaken += [manifest.step for manifest in CheckpointStore(self.run_dir).list()]
+        super().write(entry, update)
+
+
+@pytest.mark.parametrize("proposing", [0, 1])
+def test_a_checkpoint_in_passing_waits_for_the_payload_of_what_was_proposed_before_and_contains_it(
+    tmp_path: Path, proposing: int
+) -> None:
+    journal = SlowJournal(tmp_path)
+    with Job(2, journal) as job:
+        made = savers(job, tmp_path)
+        job.on_all(Worker.step)
+
+        def propose_and_save(worker: Worker) -> Saving:
+            checkpoints = made[worker.rank].checkpoints
+            saving = checkpoints.save_in_passing()
+            if worker.rank == proposing:
+                update = Update(id="mine").add("dense/bias", np.ones(3, np.float32))
+                worker.session.propose(update, at_step=50)
+            checkpoints.report()
+            return saving
+
+        saving = job.on_all(propose_and_save)[0]
+        manifest = saving.result(DEADLINE_SECS)
+    assert journal.overtaken == []
+    assert [one.id for one in manifest.pending] == ["mine"]
+    assert saved_of(manifest).holds == frozenset()
+
+
+# Which ones stay.
 
 
 def test_a_checkpoint_that_is_whole_is_none_that_failed_when_an_old_one_cannot_be_removed(
@@ -267,63 +399,42 @@ def test_a_checkpoint_that_is_whole_is_none_that_failed_when_an_old_one_cannot_b
 
     monkeypatch.setattr(CheckpointStore, "remove", removed_by_somebody)
     with Job(1) as job:
-        (recovery,) = recoveries(job, tmp_path, Saves(keeping=Keeping(1)))
+        made = savers(job, tmp_path, SavePlan(keeping=Keeping(1)))
         for step in (1, 2, 3, 4):
-            job.workers[0].member.arrive(step)
-            recovery.after_step(1)
-            manifest = recovery.save().result(DEADLINE_SECS)
+            job.on_all(lambda worker: made[0].step())
+            manifest = saved(job, made).result(DEADLINE_SECS)
             assert manifest is not None
             assert manifest.step == step
-        recovery.settle()
     assert meanwhile == [1, 2, 2, 3]
     assert CheckpointStore(tmp_path).steps() == [4, 2]
 
 
-def test_a_job_that_ends_leaves_no_thread_that_waits_for_a_worker(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Job(2, patience=replace(PATIENCE, begin_secs=600)) as job:
-        saving = recoveries(job, tmp_path)[0].save()  # worker 1 does not come
-    assert "The job ended before" in result_of(saving)
-    assert "did not end within" not in caplog.text
-
-
-def test_what_others_say_of_a_checkpoint_that_is_skipped_is_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on = threading.Event()
-    with Job(3) as job:
-        made = recoveries(job, tmp_path, Saves(when_busy="skip"))
-        slow = SlowStore(monkeypatch, go_on.is_set)
-        first = job.on_all(lambda worker: made[worker.rank].save())[0]
-        assert slow.begun.wait(DEADLINE_SECS)
-        for _ in range(3):
-            skipped = job.on_all(lambda worker: made[worker.rank].save())
-            assert skipped[0].result(0) is None
-        assert len(told_keys(job)) == 2 * 3
-        go_on.set()
-        assert first.result(DEADLINE_SECS) is not None
-        assert job.on_all(lambda worker: made[worker.rank].save())[0].result(DEADLINE_SECS) is not None
-        assert told_keys(job) == []
-
-
-def test_a_script_that_restores_a_step_can_do_so_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Replays, "start_from", lambda *_: None)  # these jobs train as soon as they are there
-
+def test_a_script_that_restores_a_step_can_do_so_again(tmp_path: Path) -> None:
     def trained(steps: Iterable[int], start: int | None) -> list[int]:
         with Job(1) as job:
-            (recovery,) = recoveries(job, tmp_path, Saves(keeping=Keeping(2)))
-            if start is not None:
-                restored = recovery.restore(start, partial=False)
-                assert restored is not None
-                assert restored.step == start
+            made = savers(job, tmp_path, SavePlan(keeping=Keeping(2)))
+            made[0].checkpoints.named = start
             for step in steps:
-                job.workers[0].member.arrive(step)
-                recovery.save().result(DEADLINE_SECS)
+                job.on_all(lambda worker, step=step: worker.session.arrive(step))
+                saved(job, made).result(DEADLINE_SECS)
         return CheckpointStore(tmp_path).steps()
 
     assert trained((10, 20, 30), None) == [30, 20]
     assert trained((21, 22, 23), 20) == [23, 22, 20]
     assert trained((21,), 20) == [21, 20]
+
+
+def test_a_metric_that_is_not_there_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Job(1) as job:
+        made = savers(job, tmp_path, SavePlan(keeping=Keeping(1, ("loss", "min"))))
+        made[0].checkpoints.metrics = {"loss": 1.0}
+        saved(job, made).result(DEADLINE_SECS)
+        assert "keep_best" not in caplog.text
+        made[0].training.plan_saves(SavePlan(keeping=Keeping(1, ("val_loss", "min"))))
+        for _ in range(2):
+            job.on_all(lambda worker: made[0].step())
+            saved(job, made).result(DEADLINE_SECS)
+    said = [message for message in caplog.messages if "keep_best" in message]
+    assert len(said) == 1
+    assert "the checkpoint of step 1 has no metric 'val_loss'" in said[0]
+    assert "It has: loss." in said[0]

@@ -17,6 +17,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -33,7 +34,7 @@ from replicast.checkpoint import CheckpointStore, Draft, Manifest, file_order, s
 from replicast.core.commands import Ended
 from replicast.core.entries import Saved
 from replicast.core.events import WriteOutcome
-from replicast.core.refusal import Refusal
+from replicast.core.refusal import Refusal, Refuse
 from replicast.core.reports import Snapshot
 from replicast.core.stage import Stage
 from replicast.digest import digest_array
@@ -50,6 +51,7 @@ logger = logging.getLogger("replicast")
 
 SaveEvery = int | timedelta | Literal["epoch"]
 WhenBusy = Literal["wait", "skip"]
+LOOK_SECS = 0.5
 MOST_AVERAGED_BYTES = 2**20
 """Values that may differ travel as text. Moving statistics are far smaller; of larger ones, worker 0's is saved."""
 
@@ -104,9 +106,14 @@ class SavePlan:
 
 
 class Saving:
-    """A checkpoint that is being written. The other workers hold one too, which is done at once."""
+    """A checkpoint that is being written. The other workers hold one too, which is done at once.
 
-    def __init__(self) -> None:
+    Args:
+        check: Raises when nobody will write it any more.
+    """
+
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        self._check = check
         self._done = threading.Event()
         self._manifest: Manifest | None = None
         self._error: Exception | None = None
@@ -118,8 +125,17 @@ class Saving:
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Blocks until it is done, at most `timeout` seconds; says whether it is."""
-        return self._done.wait(timeout)
+        """Blocks until it is done, at most `timeout` seconds; says whether it is.
+
+        Raises:
+            JobFailed: The job ended before.
+        """
+        ends = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._done.wait(max(0.0, min(LOOK_SECS, ends - time.monotonic()))):
+            self._check()
+            if time.monotonic() >= ends:
+                return False
+        return True
 
     def result(self, timeout: float | None = None) -> Manifest | None:
         """Blocks until the checkpoint is durable, at most `timeout` seconds.
@@ -130,6 +146,7 @@ class Saving:
         Raises:
             ReplicasDiverged: The workers' states differ: nothing was saved.
             CheckpointError: It could not be written.
+            JobFailed: The job ended before.
         """
         if not self.wait(timeout):
             raise CheckpointError("The checkpoint is still being written", received=f"after {timeout} s")
@@ -137,6 +154,10 @@ class Saving:
             self.told = True
             raise self._error
         return self._manifest
+
+    def failure(self) -> str:
+        """Why it was not written; empty when it was, or is not done yet."""
+        return "" if self._error is None else str(self._error)
 
     def finish(self, manifest: Manifest | None = None, error: Exception | None = None) -> None:
         """Settles it; the first outcome stays."""
@@ -186,18 +207,23 @@ class Checkpoints:
         self._current: Saving | None = None
         self._failed: tuple[Saving, Exception] | None = None
         self._warned_of_metric = False
-        self._next_when_busy: WhenBusy = "wait"
         self.position = Position()
         self.metrics: Mapping[str, Any] = {}
         self.named: int | None = None
         self.policy: Callable[[], str] = lambda: "raise"
         self.remove_payloads: Callable[[], None] = lambda: None
-        session.replica.take_snapshot = self._take
+        session.replica.take_snapshot = self._take_when_asked
 
     @property
     def has_place(self) -> bool:
         """Whether there is a run directory."""
         return self._store is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is being written, on worker 0. Any thread."""
+        current = self._current
+        return current is not None and not current.done()
 
     @property
     def plan(self) -> SavePlan:
@@ -219,7 +245,6 @@ class Checkpoints:
         if self._store is None:
             raise no_run_dir()
         self.report()
-        self._next_when_busy = "wait"
         outcome = self._session.rest("save")
         if isinstance(outcome, Refusal):
             raise CheckpointError(
@@ -235,13 +260,17 @@ class Checkpoints:
         It is written when all of them have called `report`. In a trial it is made when that is over.
         """
         self.report()
-        self._next_when_busy = self._plan.when_busy
         replica = self._session.replica
         if replica.on_trial:
             if self._session.rank == 0:
                 logger.warning("the checkpoint of step %d is made when the trial ends", self._session.step)
             self._unreported = lambda: None
             return _done()
+        if self.is_busy and self._plan.when_busy == "skip":
+            skipped = Snapshot(self._session.step, "", frozenset(replica.holds), None)
+            self._unreported = lambda: skipped
+            return _done()
+        self.settle()
         self._unreported = self._take()
         return self._current if self._session.rank == 0 and self._current is not None else _done()
 
@@ -257,6 +286,10 @@ class Checkpoints:
         if failed is not None and not failed[0].told:
             raise failed[1]
 
+    def why_not_written(self) -> str:
+        """Why the last checkpoint was not written; empty when it was, or that is not known here."""
+        return "" if self._current is None else self._current.failure()
+
     def settle(self, timeout_secs: float | None = None) -> None:
         """Blocks until nothing is being written.
 
@@ -267,37 +300,45 @@ class Checkpoints:
         self.report()
         if self._current is None:
             return
-        ends = None if timeout_secs is None else time.monotonic() + timeout_secs
+        ends = math.inf if timeout_secs is None else time.monotonic() + timeout_secs
         while not self._current.wait(0.05):
             self._session.check()
             if self._session.threads.stopping.is_set() and not self._current.done():
                 # Its lane may still be writing: whoever goes on would change the copy that it writes.
-                raise JobFailed("The job ended before its checkpoint was written")
-            if ends is not None and time.monotonic() > ends:
+                raise _ended_before()
+            if time.monotonic() > ends:
                 raise CheckpointError(
                     "The checkpoint before is still being written", received=f"after {timeout_secs} s"
                 )
 
+    def _take_when_asked(self) -> Callable[[], Snapshot]:
+        """For a checkpoint for which all workers stand still. It is never skipped: the script may end here.
+
+        Raises:
+            Refuse: The one before is still being written, and takes too long.
+        """
+        self.report()
+        secs = 0.9 * self._session.timeouts.compute_secs  # before the coordinator stops waiting for this
+        try:
+            self.settle(secs)
+        except CheckpointError as error:
+            raise Refuse(str(error), (self._session.rank,)) from error
+        return self._take()
+
     def _take(self) -> Callable[[], Snapshot]:
         """What this worker contributes to a checkpoint of now; the rest is done in the background."""
-        self.report()
         faults.point("snapshot")
         step, replica = self._session.step, self._session.replica
         holds, measured = frozenset(replica.holds), replica.measures.history()
-        names = [variable.name for variable in self._state.schema]
-        averaged = averaged_names(self._state.schema, replica.may_differ)
         if self._session.rank != 0:
+            names = [variable.name for variable in self._state.schema]
+            averaged = averaged_names(self._state.schema, replica.may_differ)
             digests = self._state.digests(names)
             details = {"values": _packed(self._state, averaged), "measured": json.dumps(measured)}
             snapshot = Snapshot(step, joined(self._strict(digests)), holds, details)
             return lambda: snapshot
-        if self._current is not None and not self._current.done():
-            if self._next_when_busy == "skip":
-                skipped = Snapshot(step, "", holds, None)
-                return lambda: skipped
-            self.settle()
         self._state.snapshot(self._buffers)
-        draft, saving = self._draft(step), Saving()
+        draft, saving = self._draft(step), Saving(self._check_written)
         self._current = saving
 
         def finish() -> Snapshot:
@@ -306,6 +347,12 @@ class Checkpoints:
             return Snapshot(step, joined(self._strict(digests)), holds, copy)
 
         return finish
+
+    def _check_written(self) -> None:
+        """Any thread: raises when no thread is left that could write."""
+        if self._session.threads.have_ended():
+            self._session.threads.check()
+            raise _ended_before()
 
     def _strict(self, digests: Mapping[str, str]) -> dict[str, str]:
         may_differ = self._session.replica.may_differ
@@ -356,23 +403,19 @@ class Checkpoints:
         return frozenset.intersection(*kept) if kept else frozenset()
 
     def ended(self, ended: Ended) -> None:
-        """Of a checkpoint that was not written: says why."""
-        outcome, current = ended.outcome, self._current
-        if current is None or current.done() or outcome.stage is Stage.VERIFIED:
-            if current is not None and outcome.stage is Stage.VERIFIED and outcome.result is None:
-                current.finish()
+        """A checkpoint that was not written: says why. In the event loop's thread."""
+        stage, refusal, current = ended.outcome.stage, ended.outcome.result, self._current
+        if current is None or current.done() or not isinstance(refusal, Refusal):
             return
-        problem = outcome.result.problem if isinstance(outcome.result, Refusal) else str(outcome.result)
-        if outcome.stage is Stage.FAILED:
-            worker = outcome.result.workers[0] if outcome.result.workers else None
+        if stage is Stage.FAILED:
             error: ReplicastError = ReplicasDiverged(
-                f"{problem}. {what_follows(self.policy())}",  # type: ignore[arg-type]
-                worker=worker,
-                step=(outcome.result.details or {}).get("step"),
+                f"The state is not saved. {refusal.problem}. {what_follows(self.policy())}",  # type: ignore[arg-type]
+                worker=refusal.workers[0] if refusal.workers else None,
+                step=(refusal.details or {}).get("step"),
             )
             logger.warning("%s", error)
         else:
-            error = CheckpointError(problem)
+            error = CheckpointError(refusal.problem)
             self._failed = current, error
         current.finish(error=error)
 
@@ -472,6 +515,10 @@ def not_written(error: OSError, store: CheckpointStore | None, step: int) -> Che
     )
     failure.__cause__ = error
     return failure
+
+
+def _ended_before() -> JobFailed:
+    return JobFailed("The job ended before its checkpoint was written")
 
 
 def _done() -> Saving:

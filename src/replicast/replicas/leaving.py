@@ -47,6 +47,7 @@ class Leaving:
     Args:
         session: This worker's part in the job.
         save: Makes a checkpoint of this boundary, waits for it within bounds, and says what came of it.
+        why_not_saved: Why the last checkpoint could not be written, as far as this worker knows.
         has_run_dir: Whether there is a place for checkpoints.
 
     Attributes:
@@ -56,9 +57,17 @@ class Leaving:
         left: Whether this worker has left the training, at the boundary of all others.
     """
 
-    def __init__(self, session: Session, save: Callable[[], str], *, has_run_dir: bool) -> None:
+    def __init__(
+        self,
+        session: Session,
+        save: Callable[[], str],
+        why_not_saved: Callable[[], str],
+        *,
+        has_run_dir: bool,
+    ) -> None:
         self._session = session
         self._save = save
+        self._why_not_saved = why_not_saved
         self._has_run_dir = has_run_dir
         self._ends = False
         self.companions: list[Leaving] = [self]
@@ -100,7 +109,11 @@ class Leaving:
 
     def _leave(self, problem: str) -> None:
         """All workers are at one boundary, and the state is saved; then the process ends."""
-        self._say("there is no run directory" if not self._has_run_dir else problem)
+        if not self._has_run_dir:
+            problem = "There is no run directory"
+        elif problem:
+            problem = self._why_not_saved() or problem
+        self._say(problem)
         for other in self.companions:
             if not other.left and other.has_trained():
                 other._save_too()
@@ -118,5 +131,5 @@ class Leaving:
     def _say(self, problem: str) -> None:
         self.left = True
         which = f" ({self._session.exchange.name})" if len(self.companions) > 1 else ""
-        said = f"the state is not saved: {problem}" if problem else "the state is saved"
+        said = f"the state is not saved. {problem}" if problem else "the state is saved"
         logger.warning("worker %d was told to end: %s%s", self._session.rank, said, which)

@@ -40,7 +40,12 @@ class Training:
         self._epoch_ends = False
         self._due_after_epoch = False
         self.frozen_variables = FrozenVariables(session, state)
-        self.leaving = Leaving(session, self._save_before_leaving, has_run_dir=checkpoints.has_place)
+        self.leaving = Leaving(
+            session,
+            self._save_before_leaving,
+            checkpoints.why_not_written,
+            has_run_dir=checkpoints.has_place,
+        )
 
     @property
     def position(self) -> Position:
@@ -171,9 +176,9 @@ class Training:
     def _save_before_leaving(self) -> str:
         """Saves in passing, waits for it within bounds, and says why it was not possible."""
         if not self._checkpoints.has_place:
-            return "there is no run directory"
+            return "There is no run directory"
         if self._session.replica.on_trial:
-            return "a trial is under way"
+            return "A trial is under way"
         secs = self._session.timeouts.join_secs
         self._checkpoints.settle(secs)
         saving: Saving = self._checkpoints.save_in_passing()
@@ -185,7 +190,9 @@ class Training:
         waited = 0.0
         while not self._session.threads.stopping.wait(LOOK_SECS):
             waited += LOOK_SECS
-            every = self._checkpoints.plan.every
-            if isinstance(every, timedelta) and waited >= every.total_seconds():
-                waited = 0.0
+            plan = self._checkpoints.plan
+            if not isinstance(plan.every, timedelta) or waited < plan.every.total_seconds():
+                continue
+            waited = 0.0
+            if plan.when_busy == "wait" or not self._checkpoints.is_busy:
                 self._session.request("save")

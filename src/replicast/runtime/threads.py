@@ -62,6 +62,10 @@ class Threads:
             if thread.is_alive():
                 logger.debug("the thread %s did not end within %.0f s", thread.name, timeout_secs)
 
+    def have_ended(self) -> bool:
+        """Whether all were told to end, and have."""
+        return self.stopping.is_set() and not any(thread.is_alive() for thread in self._threads)
+
     def fail(self, name: str, error: BaseException) -> None:
         """A thread cannot go on: all end, and `check` raises why."""
         if self.stopping.is_set():

@@ -46,6 +46,7 @@ class Worker:
     """One worker: its session, its state, and what it has applied.
 
     Attributes:
+        writer: Of worker 0: writes what the coordinator decides.
         applied: The step and the id of each update that this worker has applied, in order.
         reports: Of the audits for which all workers stood still.
         left: Why the state was not saved when this worker was told to leave; empty when it was.
@@ -57,17 +58,17 @@ class Worker:
         self.transport = MemoryTransport(job.board, rank)
         start = job.checkpoints[-1] if job.checkpoints else None
         self.state = MemoryState(job.start if start is None else start.state[0])
+        self.writer = Writer(job.journal, list(job.checkpoints), job.save) if rank == 0 else None
         self.failure: JobFailed | None = None
         self.applied: list[tuple[int, str]] = []
         self.reports: list[AuditReport] = []
         self.left: str | None = None
-        writer = Writer(job.journal, list(job.checkpoints), job.save) if rank == 0 else None
         self.session = Session(
             Exchange(self.coordination, "test", rank, job.size),
             Channel(self.coordination, "test", rank, job.size),
             self.transport,
             self.state,
-            writer=writer,
+            writer=self.writer,
             attempt=job.attempt,
             timeouts=job.timeouts,
             guard=job.guard,

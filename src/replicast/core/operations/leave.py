@@ -34,7 +34,7 @@ class Leave(Operation):
         """The coordinator's side."""
         yield Boundary()
         job.leaving = True
-        refusal = Refusal("a trial is under way; the job goes on from the checkpoint before it")
+        refusal = Refusal("A trial is under way: the job goes on from the checkpoint before it")
         outcome = Outcome(Stage.VERIFIED, refusal)
         if job.trial is None:
             try:

@@ -82,7 +82,7 @@ def saved(job: Job, snapshots: Snapshots) -> Generator[AnyRequest, Any, Outcome]
     differing = tuple(rank for rank, one in sorted(taken.items()) if one.digest != first.digest)
     if differing:
         job.request_audit()
-        problem = f"The state is not saved: worker {differing[0]} differs from worker 0 at step {first.step}"
+        problem = f"Worker {differing[0]} differs from worker 0 at step {first.step}"
         return Outcome(Stage.FAILED, Refusal(problem, differing, {"step": first.step}))
     yield EarlierStored()
     state = tuple(taken[rank].details for rank in sorted(taken))

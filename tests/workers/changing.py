@@ -1,0 +1,45 @@
+"""Changes of one worker's variables that replicast knows nothing of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from replicast.edits import Edit, Operation
+from replicast.strategy import KerasState, optimizers_by_name
+from tests.workers.test_update_edits import values_of
+
+
+def state_of(model: keras.Model) -> KerasState:
+    """The variables of a model by name, as replicast sees them."""
+    return KerasState(model, optimizers_by_name(model, None))
+
+
+def assign(model: keras.Model, values: Mapping[str, Any]) -> None:
+    """Gives variables other values, on this worker only."""
+    edits = [Edit(Operation.ASSIGN, name, {"value": value}) for name, value in values.items()]
+    state_of(model).apply(edits)
+
+
+def scramble(model: keras.Model, rank: int) -> None:
+    """Other values on each worker, in every variable."""
+    scrambled = {}
+    for place, variable in enumerate(state_of(model).schema):
+        size = int(np.prod(variable.shape))
+        values = values_of(variable.dtype, 100 * rank + place, rows=max(2, size)).reshape(-1)
+        scrambled[variable.name] = np.array(values[:size].reshape(variable.shape))
+    assign(model, scrambled)
+
+
+def flip(model: keras.Model, name: str, index: tuple[int, ...], bit: int) -> None:
+    """Changes one bit, on this worker only."""
+    state = state_of(model)
+    full = state.schema.resolve(name).name
+    value = state.read([full])[full]
+    bits = value.reshape(-1).view(f"u{value.dtype.itemsize}")
+    place = int(np.ravel_multi_index(index, value.shape)) if index else 0
+    bits[place] ^= bits.dtype.type(1 << bit)
+    assign(model, {full: value})
