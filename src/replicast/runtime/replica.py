@@ -149,7 +149,7 @@ class StateReplica:
 
     def compute(self, id_: str) -> Published:
         """As in `Replica`."""
-        function = self._functions.pop(id_, None)
+        function = self._functions.get(id_)
         if function is None:
             raise Refuse(f"Worker {self.rank} has no function for {id_}", (self.rank,))
         try:
@@ -157,9 +157,15 @@ class StateReplica:
                 update = computed_update(id_, function, self.state, self.rank)
             update = planned(update, self.state.schema, self._limits)
             self.check_by_guard(update)
-            return self._published(update)
+            published = self._published(update)
         except UpdateRefused as error:
             raise _refuse(error, self.rank) from error
+        finally:
+            known = self._functions.pop(id_, None)
+        if known is None:  # nobody waited so long: it was refused, and discarded before it was published
+            self._parcels.discard(id_)
+            raise Refuse(f"Worker {self.rank} took too long to compute {id_}", (self.rank,))
+        return published
 
     def check_by_guard(self, update: Update) -> None:
         """Raises `UpdateRefused` when the guard does not allow the update."""

@@ -13,9 +13,11 @@ For tests of your own that need no TensorFlow: the same runtime and the same cor
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -64,7 +66,7 @@ class Worker:
         self.reports: list[AuditReport] = []
         self.left: str | None = None
         self.session = Session(
-            Exchange(self.coordination, "test", rank, job.size),
+            Exchange(self.coordination, "test", rank, job.size, job.gone.__contains__),
             Channel(self.coordination, "test", rank, job.size),
             self.transport,
             self.state,
@@ -82,6 +84,15 @@ class Worker:
         replica.on_report = self._note_report
         replica.on_leave = self._leave
         replica.take_snapshot = self._take_snapshot
+        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Starts its threads; the training thread does what `do` says."""
+        threading.Thread(target=self._train, name=f"training-{self.rank}", daemon=True).start()
+
+    def do(self, act: Callable[[], None] | None) -> None:
+        """Has the training thread do something, after all that it was given before; None ends it."""
+        self._todo.put(act)
 
     def step(self, steps: int = 1, logs: Mapping[str, Any] | None = None) -> None:
         """Comes to the next boundary, after some steps that have measured something."""
@@ -102,6 +113,11 @@ class Worker:
     def die(self) -> None:
         """What another worker's death looks like from here: every wait ends."""
         self.failure = JobFailed("a worker died")
+
+    def _train(self) -> None:
+        self.session.start()
+        while (act := self._todo.get()) is not None:
+            act()
 
     def _note_applied(self, id_: str) -> None:
         self.applied.append((self.session.step, id_))
@@ -143,6 +159,7 @@ class Job:
     Attributes:
         ended: The saves and audits that have ended, in order.
         outcomes: What came of each proposal from outside, by what `push` or `withdraw` returned.
+        gone: The workers whose scripts have come to their end; a test may add some.
     """
 
     def __init__(
@@ -168,6 +185,7 @@ class Job:
         self.store = MemoryCoordination.Store()
         self.board = MemoryTransport.Board()
         self.journal = journal or MemoryJournal()
+        self.gone: set[int] = set()
         self.ended: list[Ended] = []
         self.outcomes: dict[str, Tell] = {}
         self._numbers = itertools.count(1)
@@ -178,16 +196,19 @@ class Job:
 
     def __enter__(self) -> Self:
         for worker in self.workers:
-            worker.session.start()
-        if self._begins:
-            self.on_all(lambda worker: worker.session.begin())
+            worker.start()
+        self.on_all(lambda worker: worker.session.begin() if self._begins else None)
         return self
 
     def __exit__(self, *_: object) -> None:
         for worker in self.workers:
             worker.die()
             worker.session.threads.stopping.set()  # of all, before the first one ends: nobody waits for it
-        self.on_all(lambda worker: worker.session.stop())
+        try:
+            self.on_all(lambda worker: worker.session.stop())
+        finally:
+            for worker in self.workers:
+                worker.do(None)
 
     def next_attempt(self, size: int | None = None, journal: Journal | None = None) -> Job:
         """The job as it is started again: with its journal, from its last checkpoint."""
@@ -224,30 +245,32 @@ class Job:
         return ticket
 
     def on_all(self, act: Callable[[Worker], Any]) -> list[Any]:
-        """Calls `act` with every worker, each in its own thread, and gives what they returned.
+        """Calls `act` with every worker, each in its training thread, and gives what they returned.
 
         Raises:
             TimeoutError: A worker is stuck.
         """
         outcomes: dict[int, Any] = {}
         errors: dict[int, BaseException] = {}
+        done = [threading.Event() for _ in self.workers]
 
         def run(worker: Worker) -> None:
             try:
                 outcomes[worker.rank] = act(worker)
             except BaseException as error:
                 errors[worker.rank] = error
+                if isinstance(error, JobFailed):  # it is over for all, as in a real job
+                    for other in self.workers:
+                        other.failure = other.failure or error
+            done[worker.rank].set()
 
-        threads = [threading.Thread(target=run, args=(worker,), daemon=True) for worker in self.workers]
-        for thread in threads:
-            thread.start()
+        for worker in self.workers:
+            worker.do(partial(run, worker))
         ends = time.monotonic() + DEADLINE_SECS
-        for thread in threads:
-            thread.join(max(0.0, ends - time.monotonic()))
+        stuck = [rank for rank, one in enumerate(done) if not one.wait(max(0.0, ends - time.monotonic()))]
         # Whoever waited for one that failed has a broken barrier; that is not why.
         for error in sorted(errors.values(), key=lambda one: isinstance(one, threading.BrokenBarrierError)):
             raise error
-        stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
         if stuck:
             raise TimeoutError(f"worker {stuck[0]} is stuck")
         return [outcomes[rank] for rank in range(self.size)]

@@ -113,7 +113,9 @@ def test_who_waits_for_one_that_has_left_is_told_and_what_that_one_said_before_i
 def test_who_does_not_come_in_time_is_named() -> None:
     first, second, _ = exchanges(3, set())
     second.tell("agree", "nothing")
-    with pytest.raises(JobFailed, match="worker 0 waited 0 s for worker 1, which did not say its plan") as late:
+    with pytest.raises(
+        JobFailed, match="worker 0 waited 0 s for worker 1, which did not say its plan"
+    ) as late:
         first.agree("plan", "mine", 0.05)
     assert late.value.worker == 1
 

@@ -1,0 +1,252 @@
+"""Functions: one worker computes an update from the live values while all wait for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from replicast.errors import UpdateRefused
+from replicast.runtime import Session, Ticket
+from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually
+from replicast.update import Update
+from tests.unit.runtime.playing import adding, bias, bias_of, refusal
+
+
+def propose_on_all(
+    job: Job, id_: str, function: Any, source: int, at_step: int | None = None
+) -> list[Ticket]:
+    return job.on_all(lambda worker: worker.session.propose_function(id_, function, source, at_step))
+
+
+def test_a_function_runs_once_on_its_source_with_the_live_values() -> None:
+    with Job(3) as job:
+        seen: list[float] = []
+
+        def double(values: Any) -> Update:
+            seen.append(float(values["dense/bias"][0]))
+            assert len(values) == 4
+            assert set(values) == set(job.start)
+            return Update(note="twice").add("dense/bias", values["bias"])
+
+        before = job.workers[0].session.propose(bias(3.0))
+        job.train(2)
+        before.result(DEADLINE_SECS)
+        tickets = propose_on_all(job, "double", double, source=1)
+        job.train(2)
+        receipts = [ticket.result(DEADLINE_SECS) for ticket in tickets]
+        assert receipts == receipts[:1] * 3
+        assert receipts[0].id == "double"
+        assert seen == [3.0]
+        assert [bias_of(worker) for worker in job.workers] == [6.0] * 3
+        assert job.journal.load("double", job.journal.history().by_id["double"].digest).note == ""
+
+
+def test_what_a_function_gets_are_copies() -> None:
+    with Job(2) as job:
+
+        def spoil(values: Any) -> Any:
+            values["dense/kernel"][:] = 7.0
+            return {"bias": values["bias"] + 1}
+
+        tickets = propose_on_all(job, "f", spoil, source=1)
+        job.train(3)
+        assert tickets[0].result(DEADLINE_SECS).sequence == 1
+        np.testing.assert_array_equal(job.workers[1].state.values["dense/kernel"], job.start["dense/kernel"])
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda values: 1 / 0, "raised ZeroDivisionError: division by zero"),
+        (lambda values: 7, "must return an Update, or the new value of each variable"),
+        (lambda values: {"nothing": [1.0]}, "nothing"),
+        (lambda values: {"bias": values["kernel"]}, "shape"),
+        (lambda values: {"bias": values["no such variable"]}, "no such variable"),
+        (lambda values: bias(np.nan), "nan at"),
+    ],
+)
+def test_a_function_that_gives_no_update_is_refused_and_changes_nothing(function: Any, said: str) -> None:
+    with Job(2) as job:
+        tickets = propose_on_all(job, "f", function, source=1)
+        job.train(4)
+        for ticket in tickets:
+            error = refusal(ticket)
+            assert said in str(error)
+            assert error.worker == 1
+        assert [worker.applied for worker in job.workers] == [[], []]
+        eventually(lambda: not job.board.buffers)
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_worker_that_proposes_a_function_after_it_was_decided_is_told(broken: bool) -> None:
+    with Job(2) as job:
+        function = adding(np.nan if broken else 1.0)
+        first = job.workers[0].session.propose_function("f", function, 0, None)
+        job.train(3)
+        assert first.wait(DEADLINE_SECS)
+        second = job.workers[1].session.propose_function("f", function, 0, None)
+        if broken:
+            assert str(refusal(second)) == str(refusal(first))
+        else:
+            assert second.result(DEADLINE_SECS) == first.result()
+
+
+def test_a_function_that_its_source_never_proposes_is_refused_at_the_end_of_training() -> None:
+    with Job(2) as job:
+        ticket = job.workers[0].session.propose_function("f", adding(1.0), source=1, at_step=None)
+        job.train(2)
+        error = refusal(ticket)
+        assert "Worker 1, on which the function was to run, has not proposed it" in str(error)
+        assert error.worker == 1
+
+
+def test_a_function_for_a_later_step_keeps_nobody_waiting() -> None:
+    with Job(2) as job:
+        later = propose_on_all(job, "later", lambda v: {"bias": v["bias"] * 2}, 1, at_step=12)
+        soon = job.workers[0].session.propose(bias(3.0))
+        job.train(6)
+        assert soon.result(DEADLINE_SECS).step <= 6
+        assert not later[0].done()
+        job.train(12)
+        assert later[0].result(DEADLINE_SECS).step == 12
+        assert [bias_of(worker) for worker in job.workers] == [6.0, 6.0]
+
+
+def test_two_functions_that_come_due_at_one_boundary_do_not_wait_for_each_other() -> None:
+    with Job(2) as job:
+        tickets = [propose_on_all(job, f"at-{step}", adding(1.0), 0, at_step=step)[0] for step in (3, 2)]
+        job.on_all(lambda worker: worker.session.rest("close"))  # all have agreed on the steps
+        job.train(4, steps_per_boundary=4)
+        assert [ticket.result(DEADLINE_SECS).step for ticket in tickets] == [4, 4]
+        assert [bias_of(worker) for worker in job.workers] == [2.0, 2.0]
+
+
+def to_a_boundary(session: Session, ticket: Ticket) -> None:
+    session.arrive(session.step + 1)
+
+
+def to_a_rest(session: Session, ticket: Ticket) -> None:
+    session.rest("sync", 0)
+
+
+def for_a_result(session: Session, ticket: Ticket) -> None:
+    ticket.result(DEADLINE_SECS)
+
+
+@pytest.mark.parametrize("wait", [to_a_boundary, to_a_rest, for_a_result])
+def test_a_function_that_waits_for_those_who_wait_for_it_is_refused(wait: Any) -> None:
+    with Job(2) as job:
+        session = job.workers[1].session
+        another = session.propose(bias(1.0, id="later"), at_step=50)
+
+        def function(values: object) -> Update:
+            wait(session, another)
+            raise AssertionError("it was let through")
+
+        tickets = propose_on_all(job, "f", function, source=1)
+        job.train(2)
+        for ticket in tickets:
+            error = refusal(ticket)
+            assert "cannot wait for other workers" in error.problem
+            assert error.remedy is not None
+        assert [worker.session.step for worker in job.workers] == [2, 2]
+
+
+def test_a_function_may_propose() -> None:
+    with Job(2) as job:
+        inner: list[Ticket] = []
+
+        def function(values: Any) -> Any:
+            inner.append(job.workers[1].session.propose(bias(10.0, id="inner")))
+            return {"bias": values["bias"] + 1}
+
+        tickets = propose_on_all(job, "outer", function, source=1)
+        job.train(3)
+        assert tickets[0].result(DEADLINE_SECS).sequence == 1
+        assert inner[0].result(DEADLINE_SECS).sequence == 2
+        assert [bias_of(worker) for worker in job.workers] == [11.0, 11.0]
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
+def test_a_function_that_ends_its_worker_is_refused_for_the_others(error: BaseException) -> None:
+    with Job(2) as job:
+
+        def leave(values: Any) -> Any:
+            raise error
+
+        tickets = propose_on_all(job, "f", leave, source=1)
+        with pytest.raises(type(error)):
+            job.train(3)
+        assert f"It ended the worker ({type(error).__name__})" in str(refusal(tickets[0]))
+        assert [worker.applied for worker in job.workers] == [[], []]
+
+
+def test_a_function_that_takes_too_long_is_refused_and_leaves_nothing_behind() -> None:
+    with Job(2, timeouts=replace(QUICK, compute_secs=0.2)) as job:
+        tickets: list[Ticket] = []
+
+        def slow(values: Any) -> Any:
+            eventually(tickets[0].done)
+            return {"bias": values["bias"] + 1}
+
+        tickets.append(job.workers[0].session.propose_function("f", slow, 1, None))
+        tickets.append(job.workers[1].session.propose_function("f", slow, 1, None))
+        job.train(3)
+        error = refusal(tickets[0])
+        assert "Worker 1 did not compute the update within 0.2 s" in str(error)
+        assert error.worker == 1
+        later = job.workers[0].session.propose(bias(1.0))
+        job.train(3)
+        assert later.result(DEADLINE_SECS).sequence == 1
+        assert [bias_of(worker) for worker in job.workers] == [1.0, 1.0]
+        eventually(lambda: not job.board.buffers)
+
+
+def test_nothing_is_applied_between_what_a_function_saw_and_what_it_returned() -> None:
+    with Job(2) as job:
+        tickets: list[Ticket] = []
+
+        def add_ten(values: Any) -> Any:
+            seen = values["bias"]
+            tickets.append(job.workers[0].session.propose(bias(1.0)))
+            eventually(lambda: tickets[-1].stage != "proposed")
+            return {"bias": seen + 10}
+
+        for number in range(5):
+            propose_on_all(job, f"f{number}", add_ten, source=1)
+        job.train(10)
+        assert [bias_of(worker) for worker in job.workers] == [55.0, 55.0]
+
+
+def test_a_function_refused_by_a_worker_that_cannot_take_its_bytes_lets_all_go_on() -> None:
+    with Job(3) as job:
+        receive = job.workers[2].transport.receive
+
+        def no_room(*_: Any) -> Any:
+            raise UpdateRefused("There is no room in shared memory")
+
+        job.workers[2].transport.receive = no_room  # type: ignore[method-assign]
+        tickets = propose_on_all(job, "f", adding(1.0), source=0)
+        job.train(3)
+        assert refusal(tickets[1]).worker == 2
+        job.workers[2].transport.receive = receive  # type: ignore[method-assign]
+        again = propose_on_all(job, "g", adding(1.0), source=0)
+        job.train(3)
+        assert again[2].result(DEADLINE_SECS).sequence == 1
+        eventually(lambda: not job.board.buffers)
+
+
+def test_a_function_runs_while_all_rest_at_the_end_of_their_scripts() -> None:
+    with Job(3) as job:
+        job.train(3)
+
+        def end_of_script(worker: Worker) -> Any:
+            ticket = worker.session.propose_function("one", adding(1.0), 0, None)
+            worker.session.rest("close")
+            return ticket.result(0)
+
+        assert {receipt.step for receipt in job.on_all(end_of_script)} == {3}
+        assert job.values() == job.values()[:1] * 3

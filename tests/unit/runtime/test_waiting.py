@@ -1,0 +1,204 @@
+"""Who waits for what: tickets in training threads and elsewhere, and workers that wait for each other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from replicast.core.stage import Stage
+from replicast.errors import ClusterError, JobFailed, UpdatePending
+from replicast.runtime import Ticket, session
+from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
+from replicast.trial import Trial
+from tests.unit.runtime.playing import bias, loss_of_bias, pending, scheduled
+
+TRIAL = Trial(steps=5, max_increase=0.1)
+
+
+def test_a_result_can_be_waited_for_in_the_training_thread_when_the_others_rest() -> None:
+    with Job(3) as job:
+        job.train(3)
+
+        def end_of_script(worker: Worker) -> Any:
+            receipt = worker.session.propose(bias(1.0)).result() if worker.rank == 1 else None
+            worker.session.rest("close")
+            return receipt
+
+        assert job.on_all(end_of_script)[1].step == 3
+        assert job.values() == job.values()[:1] * 3
+
+
+def test_all_training_threads_may_wait_for_their_own_results_at_one_boundary() -> None:
+    with Job(3) as job:
+
+        def wait(worker: Worker, step: int) -> None:
+            if step == 3:
+                assert worker.session.propose(bias(1.0)).result().step == 3
+
+        job.train(5, wait)
+        assert [step for step, _ in job.workers[0].applied] == [3, 3, 3]
+
+
+def test_a_training_thread_that_has_to_train_first_is_told_at_once() -> None:
+    with Job(2) as job:
+        told: list[tuple[UpdatePending, float]] = []
+
+        def ask(worker: Worker, step: int) -> None:
+            if worker.rank == 1 and step == 3:
+                eventually(lambda: job.workers[0].session.step == 3)  # else it still could stop here
+                ticket, started = worker.session.propose(bias(1.0)), time.monotonic()
+                told.append((pending(ticket), time.monotonic() - started))
+
+        job.train(10, ask)
+        error, secs = told[0]
+        assert "this thread has to train first" in str(error)
+        assert secs < 5.0
+        assert job.workers[0].applied[0][0] == 4
+
+
+def test_what_is_scheduled_for_a_later_step_is_not_waited_for() -> None:
+    with Job(2) as job:
+        scheduled(job.workers[0].session.propose(bias(1.0, id="fix"), at_step=15))
+
+        def ask(worker: Worker, step: int) -> None:
+            if worker.rank == 1 and step == 2:
+                twin = worker.session.propose(bias(1.0, id="fix"), at_step=15)
+                error = pending(twin)
+                assert "scheduled for step 15" in str(error) or "has to train first" in str(error)
+
+        job.train(5, ask)
+        assert job.workers[0].applied == []
+
+
+def test_a_trial_that_needs_the_steps_of_a_training_thread_is_not_waited_for() -> None:
+    with Job(2) as job:
+        told: list[str] = []
+        tickets: list[Ticket] = []
+
+        def act(worker: Worker, step: int) -> None:
+            if worker.rank == 1 and step == 4:
+                tickets.append(scheduled(worker.session.propose(bias(1.0), at_step=6, trial=TRIAL)))
+            if worker.rank == 1 and step == 7:
+                told.append(str(pending(tickets[0])))
+                tickets.append(worker.session.propose(bias(2.0)))
+                told.append(str(pending(tickets[1])))
+
+        job.train(20, act, one_step=loss_of_bias)
+        assert "its trial of 5 steps is not over" in told[0]
+        assert f"waits for the trial of {tickets[0].id}, until step 11" in told[1]
+        assert tickets[0].result(DEADLINE_SECS).stage is Stage.REVERTED
+        assert tickets[1].result(DEADLINE_SECS).step >= 11
+        assert tickets[1].waits_for == ""
+
+
+def test_a_time_limit_in_the_training_thread_is_kept_and_training_goes_on() -> None:
+    with Job(2) as job:
+
+        def ask(worker: Worker, step: int) -> None:
+            if worker.rank == 1 and step == 3:
+                ticket = scheduled(worker.session.propose(bias(1.0), at_step=9))
+                started = time.monotonic()
+                assert "0.2 s have passed" in str(pending(ticket, 0.2))
+                assert time.monotonic() - started < 5.0
+
+        job.train(12, ask)
+        assert [step for step, _ in job.workers[0].applied] == [9]
+
+
+def test_another_thread_may_wait_while_the_training_goes_on() -> None:
+    with Job(2) as job:
+        receipts: list[Any] = []
+        ticket = job.workers[0].session.propose(bias(1.0), at_step=20)
+        waits = threading.Thread(target=lambda: receipts.append(ticket.result()), daemon=True)
+        waits.start()
+        job.train(25)
+        waits.join(DEADLINE_SECS)
+        assert receipts[0].step == 20
+        assert ticket.wait(0)
+
+
+def test_another_thread_that_waits_is_told_when_its_time_is_up_and_when_the_job_fails() -> None:
+    with Job(2) as job:
+        ticket = scheduled(job.workers[0].session.propose(bias(1.0), at_step=20))
+        assert "0.05 s have passed, and it is scheduled for step 20" in str(pending(ticket, 0.05))
+        job.workers[0].die()
+        with pytest.raises(JobFailed, match="a worker died"):
+            ticket.result()
+
+
+def test_what_is_proposed_before_the_workers_begin_is_waited_for_only_briefly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(session, "UNBEGUN_SECS", 0.2)
+    with Job(2, begins=False) as job:
+
+        def script(worker: Worker) -> Ticket | None:
+            ticket = None
+            if worker.rank == 1:
+                ticket = worker.session.propose(bias(1.0, id="early"))
+                pending(ticket)
+            worker.session.begin()
+            return ticket
+
+        ticket = job.on_all(script)[1]
+        job.train(3)
+        assert ticket.result(DEADLINE_SECS).sequence == 1
+
+
+def test_workers_that_wait_at_different_places_are_told_where_and_may_come_again() -> None:
+    with Job(2) as job:
+
+        def come(worker: Worker) -> str:
+            with pytest.raises(ClusterError) as told:
+                worker.session.rest("close" if worker.rank else "save")
+            return str(told.value)
+
+        job.train(2)
+        for said in job.on_all(come):
+            assert "worker 0 at step 2: save; worker 1 at step 2: close" in said
+            assert "Every worker must come to the same calls" in said
+        job.train(2)
+
+
+def test_who_is_elsewhere_because_another_has_left_blames_that_one() -> None:
+    with Job(2) as job:
+        job.gone.add(1)
+
+        def come(worker: Worker) -> str:
+            with pytest.raises((ClusterError, JobFailed)) as told:
+                worker.session.rest("save" if worker.rank == 0 else "close")
+            return str(told.value)
+
+        first, second = job.on_all(come)
+        assert first.startswith("worker 1 reached the end of its script")
+        assert second.startswith("The workers wait for each other at different places")
+
+
+def test_what_a_worker_reports_comes_after_what_it_has_proposed_before() -> None:
+    """A checkpoint of a boundary has what was proposed up to it, however long its bytes take."""
+    with Job(2) as job:
+        publish, slow = job.workers[1].transport.publish, threading.Event()
+
+        def slow_publish(*given: Any, **how: Any) -> Any:
+            slow.wait(0.3)
+            return publish(*given, **how)
+
+        job.workers[1].transport.publish = slow_publish  # type: ignore[method-assign]
+
+        def act(worker: Worker, step: int) -> None:
+            if step == 3:
+                if worker.rank == 1:
+                    worker.session.propose(bias(1.0, id="before"), at_step=50)
+                worker.save_in_passing()
+
+        job.train(6, act)
+        eventually(lambda: job.checkpoints)
+        (saved,) = job.checkpoints
+        assert saved.step == 3
+        assert [one.proposal.id for one in saved.pending] == ["before"]
+    with job.next_attempt() as again:
+        again.train(50)
+        assert again.workers[1].applied == [(50, "before")]
