@@ -27,12 +27,12 @@ from replicast.cli.rundirs import (
     timeout_option,
 )
 from replicast.cli.tables import is_live, make_console
-from replicast.cli.update_views import UpdateView, committed_views, look
+from replicast.cli.update_views import UpdateView, look
 from replicast.core.stage import Stage
 from replicast.errors import UpdateRefused
 from replicast.runfiles import WITHOUT_CALLBACK, WorkerNote, read_run_info, read_worker_notes
 from replicast.schema import Schema
-from replicast.storage.updates import has_promised
+from replicast.storage.updates import Updates
 from replicast.trial import Trial
 from replicast.update import Update
 from replicast.validate import planned
@@ -133,10 +133,9 @@ def _trial(context: click.Context, options: dict[str, Any]) -> Trial | None:
 
 def _number_in_journal(run: Path, update: Update, schema: Schema) -> int | None:
     """The place that the same update has in the journal already; another one with its id is refused."""
-    for view in committed_views(run) if has_promised(run, update.id) else ():
-        if view.id == update.id and view.committed is not None:
-            number = view.committed.sequence
-            if view.committed.digest in (update.content_digest(), planned(update, schema).content_digest()):
+    for number, (record, _) in Updates(run).committed.items():
+        if record.id == update.id:
+            if record.digest in (update.content_digest(), planned(update, schema).content_digest()):
                 return number
             raise UpdateRefused(
                 f"Another update with this id is in the journal, as number {number}",
