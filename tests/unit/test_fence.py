@@ -29,6 +29,7 @@ from replicast.errors import ClusterError, FileDamaged, JobFailed
 from replicast.fence import Fence
 from replicast.runfiles import FORMAT, RunInfo, read_run_info, write_run_info
 from replicast.schema import Schema
+from replicast.storage import counted
 from replicast.storage.journal import FileJournal
 from replicast.storage.updates import committed_updates, load_update
 from replicast.update import Update
@@ -229,6 +230,30 @@ def test_what_was_written_before_the_run_was_taken_over_counts(tmp_path: Path) -
         assert ids(tmp_path) == ["first"]
         assert (list(history.receipts), history.decided[1].kept) == ([1], True)
         assert history.withdrawn == {"second"}
+
+
+def test_who_reads_while_a_group_takes_over_and_cleans_up_reads_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = start(tmp_path)
+    commit(old, "first")
+    real = counted.entry_kinds
+    listed: list[dict[int, str]] = []
+
+    def taken_over_meanwhile(directory: Path) -> dict[int, str]:
+        if listed:
+            return real(directory)
+        fence = Fence(tmp_path, attempt=1)
+        with pytest.raises(JobFailed):
+            old.write(Withdrawn("late"))
+        listed.append(real(directory))
+        FileJournal(tmp_path, fence)  # It removes the late entry.
+        return listed[0]
+
+    monkeypatch.setattr(counted, "entry_kinds", taken_over_meanwhile)
+    assert [update.id for update in committed_updates(tmp_path)] == ["first"]
+    assert listed[0][3] == "withdrawn"
+    assert not list(tmp_path.glob("groups/000001/000003.*"))
 
 
 def test_what_a_run_is_about_is_said_by_the_group_that_has_it(tmp_path: Path) -> None:

@@ -129,13 +129,14 @@ class FileJournal(Journal):
             stored = _stored(entry, update, payload)
             self._fence.append(kind_of(stored), fields_of(stored) | {"written_at": written_at})
         except OSError as error:
-            if self._fence.entries >= number:
+            if self._fence.entries >= number:  # Only after its payload: there is a `stored`.
+                self._take_in(EntryFile(self._fence.number, number, written_at, stored))
                 raise PerhapsWritten(_perhaps_written(payload, error)) from error
             with contextlib.suppress(OSError):
                 payload.unlink(missing_ok=True)
             self._fence.check_not_taken_over()  # A later group removes what an earlier one has not finished.
             raise NotWritten(_not_written(self._run_dir, error)) from error
-        self._take_in(EntryFile(self._fence.number, number, written_at, stored).without_edits())
+        self._take_in(EntryFile(self._fence.number, number, written_at, stored))
 
     def load(self, id_: str, digest: str) -> Update:
         """As in `Journal`."""
@@ -164,6 +165,7 @@ class FileJournal(Journal):
         return removed
 
     def _take_in(self, file: EntryFile) -> None:
+        file = file.without_edits()
         self._files.append(file)
         if file.payload_key is not None:
             self._payloads[file.payload_key] = file
