@@ -88,6 +88,13 @@ def test_a_long_report_is_cut_and_hostile_text_is_harmless(run: Path) -> None:
     assert "\x1b" not in result.output
 
 
+def test_a_time_that_no_clock_can_show_hides_no_other_report(run: Path) -> None:
+    append_audit(run, report(number=1, time=1e300, **EQUAL))
+    append_audit(run, report(number=2, **EQUAL))
+    output = invoke("audit", run).output
+    assert ("audit 1" in output, "audit 2" in output) == (True, True)
+
+
 def test_as_json_every_report_is_one_line(run: Path) -> None:
     for number in range(5):
         append_audit(run, report(number=number, requests=()))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from replicast.core.stage import Stage
 from replicast.edits import DTYPES, RESETS, Operation
 from replicast.errors import UpdateRefused
 from replicast.files import tensor_chunks
@@ -406,3 +407,8 @@ def test_a_plain_file_without_operation_says_how_to_push_it(tmp_path: Path) -> N
     safetensors.numpy.save_file({"a": ONES}, path)
     with pytest.raises(UpdateRefused, match="replicast push RUN --add FILE"):
         Update.load(path)
+
+
+def test_stages_are_words() -> None:
+    assert Stage("verified") is Stage.VERIFIED
+    assert len(set(Stage)) == 10

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from dataclasses import fields as fields_of
 from typing import Any
-
-import msgspec
 
 from replicast.core.entries import Saved
 from replicast.core.proposal import Pending, Proposal
@@ -98,7 +96,8 @@ class Draft:
         as_they_are = {each.name: getattr(self, each.name) for each in fields_of(self)}
         return as_they_are | {
             "schema": self.schema.to_json(),
-            "pending": msgspec.to_builtins(self.pending),
+            "missing": list(self.missing),
+            "pending": [asdict(one) | {"tickets": list(one.tickets)} for one in self.pending],
             "metrics": {name: factor_to_json(float(value)) for name, value in self.metrics.items()},
         }
 

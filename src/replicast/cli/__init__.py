@@ -32,7 +32,7 @@ class Failed(click.ClickException):
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
-        vars(self)["exit_code"] = exit_code
+        self.exit_code = exit_code  # type: ignore[misc]
 
 
 class LazyGroup(click.Group):

@@ -98,12 +98,12 @@ def _requested(run: Path, timeout_secs: float) -> AuditReport:
     except OSError as error:
         raise Failed(f"The request cannot be written to {run / 'inbox'} ({error.strerror}).") from error
     try:
-        for poll in polls(run, timeout_secs):
+        for notes, _, _ in polls(run, timeout_secs):
             report = answer_to(run, request)  # After the notes: a job may write it just before it ends.
             if report is not None:
                 return report
-            if not is_running(poll.notes):
-                raise Failed(f"{not_running_text(poll.notes)}: it ended without an audit.", NO_ANSWER)
+            if not is_running(notes):
+                raise Failed(f"{not_running_text(notes)}: it ended without an audit.", NO_ANSWER)
         waited_for = _waited_for(read_worker_notes(run), read_run_info(run).workers)
         raise Failed(f"{timeout_secs:g} s have passed without an audit. {waited_for}", NO_ANSWER)
     finally:

@@ -293,6 +293,7 @@ def _facts(path: Path, manifest: Manifest) -> list[tuple[str, str | Text]]:
         ("checkpoint", texts.printable(path)),
         ("step", f"{manifest.step}, batch {manifest.batch} of epoch {manifest.epoch}"),
         ("journal", f"update {sequence} is the last in it" if sequence else "no update is in it"),
+        ("pending", texts.one_line(", ".join(one.id for one in manifest.pending))),
         ("written", f"{texts.date(manifest.created_at)}, attempt {manifest.attempt}"),
         ("workers", str(manifest.workers)),
         ("metrics", texts.metrics(manifest.metrics)),

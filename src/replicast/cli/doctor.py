@@ -19,7 +19,7 @@ from pathlib import Path
 
 import click
 
-from replicast.config import Cluster, read_cluster
+from replicast.config import read_cluster
 from replicast.errors import ClusterError
 from replicast.supervisor.machine import Machine, this_machine
 from replicast.supervisor.ports import hold_free_ports, hold_ports
@@ -132,7 +132,7 @@ def check_cluster(environ: Mapping[str, str]) -> list[Check]:
     others = [address for rank, address in enumerate(cluster.addresses) if rank != cluster.rank]
     return [
         Check("TF_CONFIG", Verdict.GOOD, f"worker {cluster.rank} of {cluster.size}"),
-        _check_own_port(cluster),
+        _check_own_port(cluster.addresses[cluster.rank]),
         *(check_address(address, reachable) for address in others),
     ]
 
@@ -234,8 +234,7 @@ def _check_version(
     return Check(subject, Verdict.GOOD, found)
 
 
-def _check_own_port(cluster: Cluster) -> Check:
-    address = cluster.addresses[cluster.rank]
+def _check_own_port(address: str) -> Check:
     try:
         hold_ports([int(address.rpartition(":")[2])]).release()
     except ClusterError as error:

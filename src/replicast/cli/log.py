@@ -11,6 +11,7 @@ from replicast.cli.rundirs import run_argument
 from replicast.cli.tables import make_console
 from replicast.cli.update_views import committed_views, updates_table
 from replicast.runfiles import read_run_info
+from replicast.storage.updates import Updates
 
 
 @click.command()
@@ -30,7 +31,9 @@ def log(run: Path, as_json: bool, last: int | None) -> None:
 
     Exit code: 0; 1 when a file of the journal is damaged; 2 when RUN is not a run directory.
     """  # noqa: D301 - click wants a real backspace
-    views = committed_views(run, last)
+    journal = Updates(run)
+    sequences = sorted(journal.committed)
+    views = committed_views(run, journal, sequences if last is None else sequences[-last:])
     if as_json:
         for view in views:
             click.echo(json.dumps(view.to_json()))

@@ -27,11 +27,12 @@ from replicast.cli.rundirs import (
     timeout_option,
 )
 from replicast.cli.tables import is_live, make_console
-from replicast.cli.update_views import UpdateView, committed_views, look
+from replicast.cli.update_views import UpdateView, look
 from replicast.core.stage import Stage
 from replicast.errors import UpdateRefused
 from replicast.runfiles import WITHOUT_CALLBACK, WorkerNote, read_run_info, read_worker_notes
 from replicast.schema import Schema
+from replicast.storage.updates import Updates
 from replicast.trial import Trial
 from replicast.update import Update
 from replicast.validate import planned
@@ -132,10 +133,9 @@ def _trial(context: click.Context, options: dict[str, Any]) -> Trial | None:
 
 def _number_in_journal(run: Path, update: Update, schema: Schema) -> int | None:
     """The place that the same update has in the journal already; another one with its id is refused."""
-    for view in committed_views(run):
-        if view.id == update.id and view.committed is not None:
-            number = view.committed.sequence
-            if view.committed.digest in (update.content_digest(), planned(update, schema).content_digest()):
+    for number, (record, _) in Updates(run).committed.items():
+        if record.id == update.id:
+            if record.digest in (update.content_digest(), planned(update, schema).content_digest()):
                 return number
             raise UpdateRefused(
                 f"Another update with this id is in the journal, as number {number}",
@@ -172,11 +172,7 @@ def _submit(run: Path, update: Update, at_step: int | None, trial: Trial | None,
 
 
 def _wait(run: Path, update_id: str, timeout_secs: float, console: Console) -> int:
-    """Follows an update until it has ended or the time is up, and says what became of it.
-
-    Returns:
-        The exit code.
-    """
+    """Follows an update until it has ended or the time is up; says what became of it, for the exit code."""
     try:
         with live_line(console) as show:
             view, notes = follow(run, update_id, timeout_secs, show)
@@ -199,14 +195,13 @@ def follow(
     run: Path, update_id: str, timeout_secs: float, show: Callable[[UpdateView, list[WorkerNote]], None]
 ) -> tuple[UpdateView, list[WorkerNote]]:
     """Blocks until the update has ended, at most `timeout_secs`; returns what was seen last."""
-    for poll in polls(run, timeout_secs):
+    for notes, is_fresh, is_last in polls(run, timeout_secs):
         # A job that died may not have written its last note; the journal has it.
-        died = poll.is_fresh and not is_running(poll.notes)
-        view = look(run, update_id, thoroughly=died or poll.is_last)
-        show(view, poll.notes)
+        view = look(run, update_id, thoroughly=is_last or (is_fresh and not is_running(notes)))
+        show(view, notes)
         if view.stage.is_final:
             break
-    return view, poll.notes
+    return view, notes
 
 
 @contextlib.contextmanager
@@ -230,13 +225,7 @@ def live_line(console: Console) -> Iterator[Callable[[UpdateView, list[WorkerNot
 
 
 def progress_text(view: UpdateView, notes: list[WorkerNote], *, moving: bool) -> str:
-    """Where an update is, in one line.
-
-    Args:
-        view: The update.
-        notes: What the workers last said.
-        moving: Whether to say also what changes all the time, such as the step of the job.
-    """
+    """Where an update is, in one line; if `moving`, also what changes all the time, as the step does."""
     text = str(view.stage)
     if view.step is not None and view.stage in (Stage.SCHEDULED, Stage.COMMITTED):
         text += f" {'for' if view.stage is Stage.SCHEDULED else 'at'} step {view.step}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -32,32 +31,21 @@ timeout_option = click.option(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Poll:
-    """One look at a job that is waited for.
+def polls(run: Path, timeout_secs: float) -> Iterator[tuple[list[WorkerNote], bool, bool]]:
+    """Looks at a job ten times a second until the time is up; blocks at most `timeout_secs` in all.
 
-    Attributes:
-        notes: What the workers last said.
-        is_fresh: Whether the notes were read just now.
-        is_last: Whether the time is up.
+    Yields:
+        What the workers last said, whether that was read just now, and whether the time is up.
     """
-
-    notes: list[WorkerNote]
-    is_fresh: bool
-    is_last: bool
-
-
-def polls(run: Path, timeout_secs: float) -> Iterator[Poll]:
-    """Looks at a job ten times a second until the time is up; blocks at most `timeout_secs` in all."""
     ends = monotonic() + timeout_secs
     notes, read_at = read_worker_notes(run), monotonic()
-    yield Poll(notes, is_fresh=True, is_last=timeout_secs <= 0)
+    yield notes, True, timeout_secs <= 0
     while (left := ends - monotonic()) > 0:
         sleep(min(_POLL_SECS, left))
         is_fresh = monotonic() - read_at >= _READ_NOTES_SECS
         if is_fresh:
             notes, read_at = read_worker_notes(run), monotonic()
-        yield Poll(notes, is_fresh, is_last=monotonic() >= ends)
+        yield notes, is_fresh, monotonic() >= ends
 
 
 def is_running(notes: list[WorkerNote]) -> bool:

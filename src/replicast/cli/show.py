@@ -68,7 +68,7 @@ def _facts(view: UpdateView) -> list[tuple[str, str | Text]]:
             ("trial", "" if trial is None else texts.trial(trial)),
         ]
     else:
-        facts += [("step", step), ("since", texts.date(view.at) if view.at else "")]
+        facts += [("step", step), ("since", texts.date(view.at))]
     if update is not None:
         facts += [
             ("committed", f"{texts.date(update.committed_at)}, attempt {update.attempt}"),

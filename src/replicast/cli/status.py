@@ -37,10 +37,10 @@ from replicast.errors import FileDamaged
 from replicast.files import read_json
 from replicast.parts import factor_to_json
 from replicast.runfiles import ENDED, WorkerNote, last_metrics, read_run_info, read_worker_notes
+from replicast.storage.updates import Updates
 
 WATCH_SECS = 1.0
 _LAST = 5  # So many of the last updates, and of the last refusals, are shown.
-_RECENT = 100  # An update that is committed may lie in the inbox a moment longer: it is one of these.
 _MAX_OPERATIONS_BYTES = 2**20
 _OPERATION = ("id", "kind", "stage", "step", "waits_for", "author", "note")
 _AUDIT_STYLES = {"equal": "green", "healed": "yellow"}
@@ -122,16 +122,15 @@ def look_at(run: Path) -> Overview:
     size = read_run_info(run).workers
     # A former, larger job may have left notes of workers that this one does not have.
     notes = [note for note in read_worker_notes(run) if note.rank < size]
-    updates, scheduled = committed_views(run, _RECENT), scheduled_views(run)
-    known = {view.id for view in (*updates, *scheduled)}
-    waiting = waiting_views(run, known)
-    refused = refused_views(run, known | {view.id for view in waiting})[-_LAST:]
+    journal = Updates(run)
+    updates = committed_views(run, journal, sorted(journal.committed)[-_LAST:])
+    known = {record.id for record, _ in journal.committed.values()} | set(journal.scheduled)
+    scheduled, waiting = scheduled_views(journal), waiting_views(run, known)
+    refused = refused_views(run, journal, known | {view.id for view in waiting})[-_LAST:]
     audit = next(iter(last_audits(run, 1)), None)
     operations = read_operations(run) if is_running(notes) else []
     metrics = last_metrics(run)
-    return Overview(
-        run, size, notes, metrics, audit, operations, updates[-_LAST:], scheduled, waiting, refused
-    )
+    return Overview(run, size, notes, metrics, audit, operations, updates, scheduled, waiting, refused)
 
 
 def read_operations(run: Path) -> list[dict[str, Any]]:

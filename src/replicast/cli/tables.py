@@ -39,8 +39,9 @@ def make_table(*headings: str, right: Sequence[str] = (), whole: Sequence[str] =
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in headings:
-        justify = "right" if name in right else "left"
-        table.add_column(name, justify=justify, overflow="fold", no_wrap=name in whole)  # type: ignore[arg-type]
+        table.add_column(name, overflow="fold", no_wrap=name in whole)
+        if name in right:
+            table.columns[-1].justify = "right"
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Mapping
@@ -72,14 +73,16 @@ def age(secs: float) -> str:
 
 
 def when(moment: float) -> str:
-    """A local time: the hour when it was today, else the day; nothing for 0."""
-    then, today = time.localtime(moment), time.localtime()
-    return time.strftime("%H:%M:%S" if then[:3] == today[:3] else "%Y-%m-%d", then) if moment else ""
+    """A local time: the hour when it was today, else the day; empty when it is not known."""
+    day, _, hour = date(moment).partition(" ")
+    return hour if day == time.strftime("%Y-%m-%d") else day
 
 
 def date(moment: float) -> str:
-    """Local day and time."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    """Local day and time; empty for 0, and for what no clock can show."""
+    with contextlib.suppress(OverflowError, OSError, ValueError):
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) if moment else ""
+    return ""
 
 
 def number(value: float | None) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,7 @@ from replicast.core.stage import Stage
 from replicast.edits import RESETS
 from replicast.errors import UpdateRefused
 from replicast.runfiles import read_worker_notes
-from replicast.storage.updates import (
-    CommittedUpdate,
-    ScheduledUpdate,
-    committed_updates,
-    refused,
-    scheduled_updates,
-    withdrawn_ids,
-)
+from replicast.storage.updates import CommittedUpdate, ScheduledUpdate, Updates
 from replicast.strictjson import described
 from replicast.trial import TrialOutcome
 
@@ -105,19 +98,21 @@ class UpdateView:
         return kept | {"stage": self.stage, "step": self.step}
 
 
-def committed_views(run: Path, last: int | None = None) -> list[UpdateView]:
-    """The committed updates in their order, or the last ones."""
+def committed_views(run: Path, journal: Updates, sequences: Iterable[int]) -> list[UpdateView]:
+    """Some of the committed updates."""
     notes = read_worker_notes(run)
     attempt = max((note.attempt for note in notes), default=0)
     reached = max((note.step for note in notes if note.attempt == attempt), default=0)
-    return [_committed_view(run, update, attempt, reached) for update in committed_updates(run, last)]
+    updates = [journal.committed_update(*journal.committed[sequence]) for sequence in sequences]
+    return [_committed_view(run, update, attempt, reached) for update in updates]
 
 
-def scheduled_views(run: Path) -> list[UpdateView]:
-    """The updates that wait for the step that their author chose."""
+def scheduled_views(journal: Updates) -> list[UpdateView]:
+    """The updates that wait for the step that their author chose, in the order of the steps."""
+    waiting = sorted(journal.scheduled.values(), key=lambda one: one.at_step)
     return [
-        UpdateView(update.id, Stage.SCHEDULED, step=update.at_step, journaled=update, nbytes=update.nbytes)
-        for update in scheduled_updates(run)
+        UpdateView(one.id, Stage.SCHEDULED, step=one.at_step, journaled=one, nbytes=one.nbytes)
+        for one in map(journal.scheduled_update, waiting)
     ]
 
 
@@ -131,10 +126,10 @@ def waiting_views(run: Path, known: Collection[str]) -> list[UpdateView]:
     return found
 
 
-def refused_views(run: Path, known: Collection[str]) -> list[UpdateView]:
+def refused_views(run: Path, journal: Updates, known: Collection[str]) -> list[UpdateView]:
     """What was refused, the oldest first, without the ids that were accepted or submitted again since."""
     found = []
-    reasons = {id_: UpdateRefused(problem) for id_, problem in refused(run).items()} | inbox.refusals(run)
+    reasons = {id_: UpdateRefused(problem) for id_, problem in journal.refused.items()} | inbox.refusals(run)
     for update_id in reasons.keys() - known:
         view = UpdateView(update_id, Stage.REFUSED, refusal=reasons[update_id])
         path = run / "refused" / f"{update_id}.safetensors"
@@ -172,9 +167,9 @@ def look(run: Path, update_id: str, *, thoroughly: bool) -> UpdateView:
     if noted is not None and noted.receipt is not None:
         return noted
     if thoroughly or noted is None or noted.stage.is_final:
-        found = next((view for view in every_view(run) if view.id == update_id), None)
-        if found is not None:
-            return found
+        found = _matching(run, Updates(run), lambda id_: id_ == update_id)
+        if found:
+            return found[0]
     return UpdateView(update_id, Stage.PROPOSED, time.time()) if noted is None else noted
 
 
@@ -184,31 +179,31 @@ def find(run: Path, given: str) -> UpdateView:
     Raises:
         Failed: There is none, or several may be meant.
     """
-    views = every_view(run)
-    if given.isascii() and given.isdigit():
-        for view in views:
-            if view.committed is not None and view.committed.sequence == int(given):
-                return view
-    exact = next((view for view in views if view.id == given), None) or noted_view(run, given)
-    if exact is not None:
-        return exact
-    found = {view.id: view for view in reversed(views) if given and view.id.startswith(given)}
-    if len(found) == 1:
-        return next(iter(found.values()))
-    if not found:
+    journal = Updates(run)
+    if given.isascii() and given.isdigit() and int(given) in journal.committed:
+        return committed_views(run, journal, [int(given)])[0]
+    noted = noted_view(run, given)
+    exact = _matching(run, journal, lambda id_: id_ == given) or ([] if noted is None else [noted])
+    found = exact or _matching(run, journal, lambda id_: bool(given) and id_.startswith(given))
+    ids = sorted({view.id for view in found})
+    if not ids:
         hint = "`replicast status` and `log` list them."
         raise Failed(f"There is no update {texts.printable(given)} in {texts.printable(run)}. {hint}")
-    listed = ", ".join(texts.printable(update_id) for update_id in sorted(found)[:5])
-    raise Failed(f"{texts.printable(given)} may be {len(found)} updates: {listed}. Give more of the id.")
+    if len(ids) > 1:
+        listed = ", ".join(texts.printable(one) for one in ids[:5])
+        raise Failed(f"{texts.printable(given)} may be {len(ids)} updates: {listed}. Give more of the id.")
+    return found[0]
 
 
-def every_view(run: Path) -> list[UpdateView]:
-    """All updates of a run; of one id, what counts comes first."""
-    views = [*committed_views(run), *scheduled_views(run)]
+def _matching(run: Path, journal: Updates, matches: Callable[[str], bool]) -> list[UpdateView]:
+    """The updates with such an id; of those with the same one, what counts comes first."""
+    numbers = [number for number, (record, _) in journal.committed.items() if matches(record.id)]
+    views = [*committed_views(run, journal, numbers), *scheduled_views(journal)]
     known = {view.id for view in views}
     views += waiting_views(run, known)
-    views += [UpdateView(update_id, Stage.WITHDRAWN) for update_id in sorted(withdrawn_ids(run))]
-    return [*views, *refused_views(run, known)]
+    views += [UpdateView(update_id, Stage.WITHDRAWN) for update_id in sorted(journal.withdrawn)]
+    views += refused_views(run, journal, known)
+    return [view for view in views if matches(view.id)]
 
 
 def updates_table(views: Iterable[UpdateView]) -> Table:

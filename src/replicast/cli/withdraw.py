@@ -67,9 +67,9 @@ def _requested(run: Path, view: UpdateView) -> UpdateView:
         return view
     request = inbox.request_withdrawal(run, view.id)
     try:
-        for poll in polls(run, _ANSWER_SECS):
-            view = look(run, view.id, thoroughly=poll.is_fresh or poll.is_last)
-            if view.stage not in _WITHDRAWABLE or not is_running(poll.notes):
+        for notes, is_fresh, is_last in polls(run, _ANSWER_SECS):
+            view = look(run, view.id, thoroughly=is_fresh or is_last)
+            if view.stage not in _WITHDRAWABLE or not is_running(notes):
                 break
         return view
     finally:
@@ -88,7 +88,7 @@ def _is_heard_of(run: Path) -> bool:
     click.echo("A job has taken it. Waiting for a sign that it still runs ...", err=True)
     return any(
         note not in before
-        for poll in polls(run, _LISTEN_SECS)
-        for note in poll.notes
+        for notes, _, _ in polls(run, _LISTEN_SECS)
+        for note in notes
         if note.waiting_for != ENDED
     )

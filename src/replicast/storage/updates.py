@@ -99,7 +99,7 @@ def committed_updates(run_dir: Path, last: int | None = None) -> list[CommittedU
     Raises:
         FileDamaged: An entry is missing or not what was written.
     """
-    run = _Run(run_dir)
+    run = Updates(run_dir)
     records = list(run.committed.values())
     wanted = records if last is None else records[max(0, len(records) - last) :]
     return [run.committed_update(*record) for record in wanted]
@@ -111,7 +111,7 @@ def scheduled_updates(run_dir: Path) -> list[ScheduledUpdate]:
     Raises:
         FileDamaged: As in `committed_updates`.
     """
-    run = _Run(run_dir)
+    run = Updates(run_dir)
     return [run.scheduled_update(one) for one in sorted(run.scheduled.values(), key=lambda one: one.at_step)]
 
 
@@ -121,7 +121,7 @@ def withdrawn_ids(run_dir: Path) -> frozenset[str]:
     Raises:
         FileDamaged: As in `committed_updates`.
     """
-    return frozenset(_Run(run_dir).withdrawn)
+    return frozenset(Updates(run_dir).withdrawn)
 
 
 def refused(run_dir: Path) -> dict[str, str]:
@@ -130,7 +130,7 @@ def refused(run_dir: Path) -> dict[str, str]:
     Raises:
         FileDamaged: As in `committed_updates`.
     """
-    return _Run(run_dir).refused
+    return Updates(run_dir).refused
 
 
 def has_promised(run_dir: Path, id_: str) -> bool:
@@ -139,7 +139,7 @@ def has_promised(run_dir: Path, id_: str) -> bool:
     Raises:
         FileDamaged: As in `committed_updates`.
     """
-    run = _Run(run_dir)
+    run = Updates(run_dir)
     return id_ in run.scheduled or any(record.id == id_ for record, _ in run.committed.values())
 
 
@@ -149,7 +149,7 @@ def load_update(run_dir: Path, sequence: int) -> Update:
     Raises:
         FileDamaged: It is not there, was removed, or is not what was written.
     """
-    run = _Run(run_dir)
+    run = Updates(run_dir)
     if sequence not in run.committed:
         raise FileDamaged(Path(run_dir) / "groups", f"the journal has no update {sequence}")
     record, _ = run.committed[sequence]
@@ -157,8 +157,21 @@ def load_update(run_dir: Path, sequence: int) -> Update:
     return read_payload(file.payload_path(run_dir), payload)
 
 
-class _Run:
-    """The entries that count, by what they are about."""
+class Updates:
+    """What the journal says of the updates of a run, at the moment when it is read.
+
+    Args:
+        run_dir: The run directory.
+
+    Attributes:
+        committed: The record of each committed update and when it was written, by sequence number.
+        scheduled: What waits for its step, by id.
+        withdrawn: The ids of what was withdrawn.
+        refused: Why updates were refused, by id; without those that were accepted later.
+
+    Raises:
+        FileDamaged: An entry is missing or not what was written.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = Path(run_dir)

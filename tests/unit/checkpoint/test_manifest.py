@@ -37,6 +37,13 @@ def test_many_updates_take_little_room(tmp_path: Path) -> None:
     assert len(json.dumps(draft.to_json())) < 3000
 
 
+def test_what_a_checkpoint_says_is_json(tmp_path: Path) -> None:
+    store, arrays = CheckpointStore(tmp_path), state_of()
+    saved = Saved(5, 1, frozenset({1, 3}), (pending_of("a", "0-1", trial=Trial(5)),), state=5)
+    manifest = store.write(draft_of(arrays, 5).with_updates(saved), arrays.items())
+    assert json.loads(json.dumps(manifest.to_json())) == manifest.to_json()
+
+
 def test_a_checkpoint_with_other_pending_updates_is_another_one(tmp_path: Path) -> None:
     store, arrays = CheckpointStore(tmp_path), state_of()
     for pending in ((), (pending_of("a", "0-1"),), (pending_of("a", "0-1", "0-2"),)):
