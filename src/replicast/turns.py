@@ -10,6 +10,7 @@ Keys of the coordination service, each written once:
     turn/K        by the first worker at its K-th turn: its rank and its number of transfers
     turn/K/RANK   by each worker at its K-th turn: whether a given worker has passed is one lookup
     left          by the first worker at the end of its script: its rank, transfers and turns
+    stands        by a worker that has waited for others at a boundary for a while; deleted when it goes on
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class Turns:
         self._is_watched = is_watched
         self._deleted = 0
         self._alone: tuple[str, int] | None = None
+        self._suspect: dict[str, Any] | None = None
         self.count = 0
         """The number of turns that this worker has taken."""
 
@@ -157,6 +159,17 @@ class Turns:
         finally:
             self._alone = None
 
+    def stand(self, step: int) -> None:
+        """This worker has waited for the others at a boundary for some time, and starts no transfer there."""
+        value = {"worker": self._rank, "transfers": self._transfers_started(), "step": step}
+        self._keys.put("stands", value)
+
+    def go_on(self) -> None:
+        """The wait of `stand` is over."""
+        stands = self._keys.get("stands", 0.001)
+        if stands is not None and stands["worker"] == self._rank:
+            self._keys.delete("stands")
+
     def leave(self) -> int | None:
         """Publishes that this worker has reached the end of its script.
 
@@ -182,6 +195,9 @@ class Turns:
                 "batches, and a callback must stop all workers or none",
                 worker=ahead["worker"],
             )
+        missed = self._missed_boundary()
+        if missed is not None:
+            return missed
         left = self._keys.get("left")
         if left is None or left["worker"] == self._rank:
             return None
@@ -192,6 +208,24 @@ class Turns:
                 worker=left["worker"],
             )
         return None
+
+    def _missed_boundary(self) -> JobFailed | None:
+        """An error if this worker waits in a transfer for one that waits for it at a boundary.
+
+        Seen twice, so that a worker that is just being told to go on does not count.
+        """
+        stands, suspect = self._keys.get("stands", 0.001), self._suspect
+        in_vain = stands is not None and stands["worker"] != self._rank and self._waits_in_vain(stands)
+        self._suspect = stands if in_vain else None
+        if stands is None or not in_vain or stands != suspect:
+            return None
+        return JobFailed(
+            f"worker {stands['worker']} waits for the others at the boundary of step {stands['step']}, while "
+            f"worker {self._rank} went on to another step: one of them has missed a boundary, or has made one "
+            "too many. Every worker must call replicas.boundary() after each step, and come to the same calls "
+            "of replicast",
+            worker=self._rank,
+        )
 
     def delete_old_keys(self) -> None:
         """Deletes the keys of turns that all workers have taken: a worker is at most one turn behind."""

@@ -175,6 +175,7 @@ def join(
     )
     session.replica.trained = strategy.transfers_started
     session.replica.may_differ = may_differ
+    session.on_long_wait = lambda step: strategy.goes_on() if step is None else strategy.stands(step)
     session.start()
     if rank != 0 and settings.run_dir is not None:
         store = CheckpointStore(settings.run_dir)

@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from replicast import inbox
 from replicast.auditfiles import audit_requests
 from replicast.core.entries import Receipt
@@ -37,6 +35,7 @@ from replicast.replicas.checkpoints import numbers
 from replicast.runfiles import ENDED, WorkerNote, append_metrics, write_worker_note
 from replicast.runtime import Session
 from replicast.runtime.ticket import diverged, refused
+from replicast.storage.entry_files import fields_of
 
 logger = logging.getLogger("replicast")
 
@@ -271,7 +270,7 @@ class RunFiles:
         match tell.stage, tell.outcome:
             case ((Stage.VERIFIED | Stage.REVERTED), Receipt()):
                 # With the receipt: without a journal on disk, its author finds it nowhere else.
-                receipt = msgspec.to_builtins(tell.outcome, str_keys=True)
+                receipt = fields_of(tell.outcome)
                 self._note(run_dir, tell.id, tell.stage, tell.step, receipt=receipt)
                 inbox.done(path)
             case Stage.FAILED, Receipt():

@@ -27,6 +27,8 @@ from replicast.errors import ReplicastError, UpdateRefused
 logger = logging.getLogger("replicast")
 
 REMIND_SECS = 0.5
+LONG_SECS = 10.0
+"""After this wait, the others learn that this thread stands: one of them may wait for it in a transfer."""
 RAISE_SECS = 30.0
 """How long an error that all workers raise waits for the coordinator to let the training thread go."""
 _MUST_NOT_FAIL = (Apply, Begin, End)
@@ -37,6 +39,8 @@ class Gate:
 
     Args:
         check: Raises when waiting is in vain, because a thread or another worker has died.
+        waits_long: Called with True when the training thread has waited for some time, and with False when it
+            goes on after that.
         performed: Called with the number, the order and the result when an order was carried out.
 
     Attributes:
@@ -50,9 +54,13 @@ class Gate:
     replica: Replica
 
     def __init__(
-        self, check: Callable[[], None], performed: Callable[[int | tuple[str, int], Any, Any], None]
+        self,
+        check: Callable[[], None],
+        waits_long: Callable[[bool], None],
+        performed: Callable[[int | tuple[str, int], Any, Any], None],
     ) -> None:
         self._check = check
+        self._waits_long = waits_long
         self._performed = performed
         self._items: queue.SimpleQueue[Perform | tuple[Any]] = queue.SimpleQueue()
         self._in_function = False
@@ -114,9 +122,14 @@ class Gate:
         waited = 0.0
         while True:
             try:
-                return self._items.get(timeout=REMIND_SECS)
+                item = self._items.get(timeout=REMIND_SECS)
+                if waited >= LONG_SECS:
+                    self._waits_long(False)
+                return item
             except queue.Empty:
                 waited += REMIND_SECS
+                if waited == LONG_SECS:
+                    self._waits_long(True)
             if self.error is None:
                 self._check()
             elif waited >= RAISE_SECS:  # whoever raised first may have ended the coordinator

@@ -84,6 +84,8 @@ class Session:
         begun: Whether what earlier attempts left is taken up: nothing is decided before.
         receipts: Those of all updates that were verified so far, in order, the same on every worker.
         on_ended: On worker 0: told of each operation that ended and that nobody holds a ticket for.
+        on_long_wait: Told the step at which the training thread has waited for some time, and None when it
+            goes on after that. Called in the background.
         on_inbox: On worker 0: told of each proposal from outside that has its outcome.
     """
 
@@ -112,7 +114,7 @@ class Session:
         self._lock = threading.Lock()
         self.threads = Threads(on_death=lambda: self._gate.let_go())
         self._loop = Loop(self._handle, self.threads.stopping.is_set)
-        self._gate = Gate(self.check, self._performed)
+        self._gate = Gate(self.check, self._note_long_wait, self._performed)
         self._outbox = self.threads.lane("outbox")
         self._preparing = self.threads.lane("prepare")
         self._releasing = self.threads.lane("release")
@@ -150,6 +152,7 @@ class Session:
         self.receipts: list[Receipt] = []
         self.on_ended: Callable[[c.Ended], None] = lambda ended: None
         self.on_inbox: Callable[[str, Tell], None] = lambda ticket, tell: None
+        self.on_long_wait: Callable[[int | None], None] = lambda step: None
 
     def start(self) -> None:
         """Starts the threads. The calling thread is taken for the training thread."""
@@ -479,6 +482,10 @@ class Session:
             self._outbox.do(lambda: self._loop.post(event))
         else:
             self._loop.post(event)
+
+    def _note_long_wait(self, waits: bool) -> None:
+        step = self.step if waits else None
+        self._releasing.do(lambda: self.on_long_wait(step))
 
     def _told(self, number: str, tell: Tell) -> None:
         ticket = self._tickets.get(number)

@@ -9,7 +9,7 @@ from replicast import faults
 from replicast.core.entries import Committed, Decided, Entry, Payload, Receipt, Saved
 from replicast.core.events import WriteOutcome
 from replicast.core.history import History
-from replicast.errors import JobFailed
+from replicast.errors import FileDamaged, JobFailed
 from replicast.runtime.parcels import Parcels
 from replicast.runtime.threads import Threads
 from replicast.storage.journal import Journal, NotWritten, PerhapsWritten
@@ -76,7 +76,7 @@ class Writer:
         except NotWritten as error:
             logger.warning("%s", error)
             return WriteOutcome.FAILED
-        except PerhapsWritten as error:
+        except (PerhapsWritten, FileDamaged) as error:
             logger.error("%s", error)
             return WriteOutcome.UNKNOWN
         except JobFailed as error:

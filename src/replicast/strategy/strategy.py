@@ -156,6 +156,16 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         """How many transfers this worker has started in steps: the same on all workers at the same step."""
         return int(self.extended.transfers_started())
 
+    def stands(self, step: int) -> None:
+        """This worker has waited for the others at a boundary for some time. Any thread."""
+        if self._size > 1:
+            self._lifetime.turns.stand(step)
+
+    def goes_on(self) -> None:
+        """The wait of `stands` is over. Any thread."""
+        if self._size > 1:
+            self._lifetime.turns.go_on()
+
     def check_job(self) -> None:
         """Raises `JobFailed` if another worker has failed."""
         self._lifetime.check()
