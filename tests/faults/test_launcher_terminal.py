@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from replicast.cli.doctor import Verdict
-from replicast.cli.doctor import check_two_workers
+from replicast.cli.doctor import Verdict, check_two_workers
 from replicast.supervisor.lines import without_colours
 
 DEADLINE_SECS = 60.0

@@ -19,8 +19,8 @@ from click.testing import CliRunner
 
 from replicast import inbox
 from replicast.cli import main
-from replicast.runfiles import last_metrics
 from replicast.core.stage import Stage
+from replicast.runfiles import last_metrics
 from replicast.update import Update
 
 DEADLINE_SECS = 180.0
