@@ -3,45 +3,69 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from replicast.journal import Journal, Record
-from replicast.replicas.expecting import Expectation
 
 from replicast.checkpoint import CheckpointStore, Draft
+from replicast.core.entries import Saved
 from replicast.errors import FileDamaged
 from replicast.fence import Fence
-from tests.unit.protocol.twins import Job, bias, eventually
+from replicast.replicas import expectation
+from replicast.replicas.expectation import Expectation
+from replicast.storage.journal import FileJournal
+from replicast.testing.job import DEADLINE_SECS, Job
+from replicast.update import Update
 
 
-class CountingJournal(Journal):
-    """A journal that counts how often all of it is read, and may be damaged."""
+class Reads:
+    """Counts how often the journal is read for an expectation; it may be damaged."""
 
-    reads = 0
-    damaged = False
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self.damaged = False
+        read = expectation.committed_updates
 
-    def records(self) -> list[Record]:
-        self.reads += 1
-        if self.damaged:
-            raise FileDamaged("updates/000001.json", "it was damaged")
-        return super().records()
+        def counted(run_dir: Path) -> Any:
+            self.count += 1
+            if self.damaged:
+                raise FileDamaged(run_dir / "groups", "it was damaged")
+            return read(run_dir)
+
+        monkeypatch.setattr(expectation, "committed_updates", counted)
 
 
-def save(job: Job, run: Path) -> None:
-    member, state = job.workers[0].member, job.workers[0].state
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    return Reads(monkeypatch)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with Job(2, FileJournal(tmp_path, Fence(tmp_path, attempt=0))) as job:
+        first = job.workers[0]
+        expected = Expectation(first.session, first.state, tmp_path, durable=True)
+        first.session.replica.expectation = expected.fingerprint
+        yield job
+
+
+def save(job: Job, run_dir: Path) -> None:
+    worker = job.workers[0]
+    step, holds = worker.session.step, frozenset(worker.session.replica.holds)
     draft = Draft(
-        step=member.gate.step,
-        sequence=max(member.applied, default=0),
+        step=step,
         epoch=0,
         batch=0,
         created_at=time.time(),
         workers=job.size,
         attempt=0,
-        schema=state.schema,
+        schema=worker.state.schema,
     )
-    CheckpointStore(run).write(draft, state.values.items())
+    draft = draft.with_updates(Saved(step, 0, holds, (), None))
+    CheckpointStore(run_dir).write(draft, worker.state.values.items())
 
 
 def spoil(job: Job) -> None:
@@ -52,56 +76,45 @@ def spoil(job: Job) -> None:
 
 def found_by_an_audit(job: Job) -> list[tuple[int, str]]:
     """Of each difference, who was right by which rule."""
-    job.on_all(lambda worker: worker.member.pause("audit\nwarn"))
-    report = job.workers[0].member.examiner.reports[-1]
+    report = job.on_all(lambda worker: worker.session.rest("audit", "warn"))[0]
     return [(one.reference, one.rule) for one in report.differences]
 
 
 def propose(job: Job, amount: float) -> None:
-    ticket = job.workers[0].member.propose(bias(amount))
+    ticket = job.workers[0].session.propose(Update().add("dense/bias", np.full(3, amount, np.float32)))
     job.train(3)
-    eventually(ticket.done)
+    assert ticket.wait(DEADLINE_SECS)
 
 
-def test_the_journal_is_read_once_for_all_variables_of_an_audit(tmp_path: Path) -> None:
-    journal = CountingJournal(tmp_path, Fence(tmp_path, attempt=0))
-    with Job(2, journal, durable=True) as job:
-        expectation = Expectation(job.workers[0].member, tmp_path, journal)
-        job.workers[0].member.examiner.expected = expectation.fingerprint
-        propose(job, 1.0)
-        save(job, tmp_path)
-        propose(job, 2.0)
-        spoil(job)
-        journal.reads = 0
-        assert found_by_an_audit(job) == [(1, "checkpoint and journal")] * 4
-        assert journal.reads == 1
-        propose(job, 4.0)
-        assert found_by_an_audit(job) == [(1, "checkpoint and journal")] * 4
-        assert journal.reads == 2
+def test_the_journal_is_read_once_for_all_variables_of_an_audit(
+    job: Job, tmp_path: Path, reads: Reads
+) -> None:
+    propose(job, 1.0)
+    save(job, tmp_path)
+    propose(job, 2.0)
+    spoil(job)
+    assert found_by_an_audit(job) == [(1, "checkpoint and journal")] * 4
+    assert reads.count == 1
+    propose(job, 4.0)
+    assert found_by_an_audit(job) == [(1, "checkpoint and journal")] * 4
+    assert reads.count == 2
 
 
-def test_a_checkpoint_that_was_made_since_is_what_the_next_audit_goes_by(tmp_path: Path) -> None:
-    journal = CountingJournal(tmp_path, Fence(tmp_path, attempt=0))
-    with Job(2, journal, durable=True) as job:
-        expectation = Expectation(job.workers[0].member, tmp_path, journal)
-        job.workers[0].member.examiner.expected = expectation.fingerprint
-        propose(job, 1.0)
-        spoil(job)
-        assert "checkpoint and journal" not in [rule for _, rule in found_by_an_audit(job)]
-        save(job, tmp_path)
-        assert found_by_an_audit(job) == [(0, "checkpoint and journal")] * 4
+def test_a_checkpoint_that_was_made_since_is_what_the_next_audit_goes_by(job: Job, tmp_path: Path) -> None:
+    propose(job, 1.0)
+    spoil(job)
+    assert "checkpoint and journal" not in [rule for _, rule in found_by_an_audit(job)]
+    save(job, tmp_path)
+    assert found_by_an_audit(job) == [(0, "checkpoint and journal")] * 4
 
 
 def test_a_damaged_journal_is_said_once_for_all_variables(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    job: Job, tmp_path: Path, reads: Reads, caplog: pytest.LogCaptureFixture
 ) -> None:
-    journal = CountingJournal(tmp_path, Fence(tmp_path, attempt=0))
-    with Job(2, journal, durable=True) as job:
-        expectation = Expectation(job.workers[0].member, tmp_path, journal)
-        job.workers[0].member.examiner.expected = expectation.fingerprint
-        save(job, tmp_path)
-        spoil(job)
-        journal.reads, journal.damaged = 0, True
-        assert "checkpoint and journal" not in [rule for _, rule in found_by_an_audit(job)]
-        assert journal.reads == 1
-        assert caplog.text.count("it was damaged") == 1
+    save(job, tmp_path)
+    propose(job, 1.0)
+    spoil(job)
+    reads.damaged = True
+    assert "checkpoint and journal" not in [rule for _, rule in found_by_an_audit(job)]
+    assert reads.count == 1
+    assert caplog.text.count("it was damaged") == 1

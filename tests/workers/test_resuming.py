@@ -12,10 +12,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from replicast.replicas.recovery import Recovery
 
 from replicast.replicas.callback import BoundaryCallback
+from replicast.replicas.checkpoints import Checkpoints
 from replicast.replicas.position import Position
+from replicast.replicas.restoring import Restored
+from replicast.replicas.training import Training
+from replicast.state import MemoryState
 from replicast.strategy import resuming
 from replicast.strategy.feeding import Place
 from replicast.strategy.resuming import Lengths, place_of, read_to
@@ -176,7 +179,7 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
 class Life:
     """A `fit` that goes on at a position, with the callback and without the rest of a job."""
 
-    def __init__(self, strategy: Any, start: Position, data: dict[str, Any]) -> None:
+    def __init__(self, strategy: Any, start: Position, data: dict[str, Any], rank: int = 0) -> None:
         random.seed(3)
         keras.utils.clear_session(free_memory=False)
         with strategy.scope():
@@ -185,9 +188,9 @@ class Life:
         self.positions: list[Position] = []
         self.epochs: list[tuple[int, int]] = []
         self.told: list[str] = []
-        replicas = mock.MagicMock(model=self.model, rank=0, begin_epoch=strategy.begin_epoch)
-        replicas.recovery.take_resumed.return_value = start
-        replicas.recovery.reached.side_effect = lambda position, *_, **__: self.positions.append(position)
+        replicas = mock.MagicMock(model=self.model, rank=rank, begin_epoch=strategy.begin_epoch)
+        replicas.training.begin_fit.return_value = start
+        replicas.training.reached.side_effect = lambda position, *_, **__: self.positions.append(position)
         ends = keras.callbacks.LambdaCallback(on_epoch_end=self._epoch_ended)
         callbacks = [BoundaryCallback(replicas, mock.MagicMock(), mock.MagicMock()), ends]
         tf.random.set_seed(1)  # arrays are shuffled the same way in every life
@@ -239,36 +242,37 @@ CANNOT: dict[str, tuple[Callable[[], dict[str, Any]], Position, str]] = {
 }
 
 
-def warned_of(strategy: Any, how: str) -> list[str]:
+def warned_of(strategy: Any, how: str, rank: int) -> list[str]:
     said: list[str] = []
     data, position, _ = CANNOT[how]
     with (
         mock.patch.object(resuming, "POSITIONED", () if how == "foreign" else resuming.POSITIONED),
         mock.patch("replicast.replicas.callback.logger.warning", said.append),
     ):
-        Life(strategy, position, data())
+        Life(strategy, position, data(), rank)
     return said
 
 
 @pytest.mark.parametrize("how", CANNOT)
 def test_fit_says_once_what_cannot_be_positioned(pool1: Pool, how: str) -> None:
-    ((said,),) = pool1.run(warned_of, how)
+    ((said,),) = pool1.run(warned_of, how, 0)
     assert CANNOT[how][2] in said
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_cannot_be_positioned_is_said_by_worker_0_alone(
-    rank: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    BoundaryCallback(mock.MagicMock(rank=rank), mock.MagicMock(), mock.MagicMock())._warn("not positioned")
-    assert caplog.messages == (["not positioned"] if rank == 0 else [])
+def test_what_cannot_be_positioned_is_said_by_worker_0_alone(pool1: Pool) -> None:
+    assert pool1.run(warned_of, "dataset", 1) == [[]]
 
 
-def recovery() -> Recovery:
-    return Recovery(mock.MagicMock(), mock.MagicMock(), None, 0, None)
+def training(start: Position | None = None) -> Training:
+    """A training of worker 0, without the rest of a job."""
+    session, state = mock.MagicMock(rank=0, step=0), MemoryState({})
+    life = Training(session, state, Checkpoints(session, state, None, attempt=0))
+    if start is not None:
+        life.restored(Restored(0, start, (), frozenset()), None)
+    return life
 
 
-def own_loop(life: Recovery, stop_after: int, saved: dict[int, Position]) -> list[int]:
+def own_loop(life: Training, stop_after: int, saved: dict[int, Position]) -> list[int]:
     """Four of five batches a pass, whose length is not known; two for each step."""
     data, used = tf.data.Dataset.range(5).shuffle(5, seed=7).filter(lambda number: True).take(4), []
     while len(used) < stop_after:
@@ -282,19 +286,17 @@ def own_loop(life: Recovery, stop_after: int, saved: dict[int, Position]) -> lis
 
 def test_an_own_loop_of_short_passes_and_two_batches_a_step_goes_on_in_its_pass() -> None:
     saved: dict[int, Position] = {}
-    whole = own_loop(recovery(), 12, saved)
+    whole = own_loop(training(), 12, saved)
     assert saved == {2: Position(0, 2), 4: Position(0, 4), 6: Position(1, 2), 8: Position(1, 4)} | {
         10: Position(2, 2),
         12: Position(2, 4),
     }
     for done in (2, 6, 10):
-        life = recovery()
-        life._fits.restored(saved[done])
-        assert own_loop(life, 12 - done, {}) == whole[done:]
+        assert own_loop(training(saved[done]), 12 - done, {}) == whole[done:]
 
 
 def test_steps_before_the_first_pass_are_not_of_it() -> None:
-    life = recovery()
+    life = training()
     life.used(3)
     assert life.position == Position(0, 3)  # what the default assumes
     life.resume(tf.data.Dataset.range(5))
