@@ -23,6 +23,7 @@ keras.utils.set_random_seed(7)
 strategy = replicast.Strategy()
 attempt, kills = int(os.environ["REPLICAST_ATTEMPT"]), [int(step) for step in sys.argv[2:]]
 save_every = int(sys.argv[1]) if sys.argv[1].isdigit() else sys.argv[1]
+steps_between = 5 if save_every == "epoch" else save_every
 random = np.random.default_rng(3)
 x, y = random.normal(size=(40, 6)).astype("float32"), random.integers(0, 3, 40)
 
@@ -38,7 +39,9 @@ print("restored", restored and restored.step, flush=True)
 class Kill(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if attempt < len(kills) and replicas.step == kills[attempt] and strategy.rank == 0:
-            replicas.recovery.settle()    # so that the checkpoint before is there
+            last = replicas.step // steps_between * steps_between
+            while not any(replicas.run_dir.glob(f"checkpoints/{last:08d}-*/COMMITTED")):
+                time.sleep(0.002)
             os.kill(os.getpid(), signal.SIGKILL)
 
 class Halve(keras.callbacks.Callback):

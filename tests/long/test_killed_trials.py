@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from replicast.journal import Journal
 
 from replicast.checkpoint import CheckpointStore
 from replicast.faults import Fault, Point, read_fired
+from replicast.storage.updates import committed_updates
 from tests.faults.test_updates import finish, start, states
 from tests.pool.checks import assert_equal_on_all
 
@@ -41,11 +41,12 @@ np.savez(f"state-{{rank}}.npz", **{{name.replace("/", "."): value for name, valu
 
 
 def outcomes(directory: Path) -> list[tuple[str, int]]:
-    return [(one.outcome, one.step) for one in Journal(directory / "run").outcomes().values()]
+    decided = [one.decided for one in committed_updates(directory / "run")]
+    return [("kept" if one.kept else "reverted", one.step) for one in decided if one is not None]
 
 
 def before(directory: Path) -> list[float | None]:
-    return [one.before for one in Journal(directory / "run").outcomes().values()]
+    return [one.before for one in committed_updates(directory / "run")]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ def test_a_job_that_is_killed_in_trials_decides_alike_and_ends_with_the_bits_of_
     # Over steps before the restored checkpoint too. Running means that begin elsewhere round otherwise.
     assert before(tmp_path) == pytest.approx(before(undisturbed), rel=1e-4)
     assert_equal_on_all([*states(tmp_path), *states(undisturbed)])
-    receipts = Journal(tmp_path / "run").receipts()
-    assert [receipt.trial is not None for receipt in receipts.values()] == [True, True]
+    receipts = [one.receipts[-1] for one in committed_updates(tmp_path / "run")]
+    assert [receipt.trial is not None for receipt in receipts] == [True, True]
     made = {manifest.step for manifest in CheckpointStore(tmp_path / "run").list()}
     assert made == {5, 12, 15, 24, 25, 30}

@@ -26,7 +26,7 @@ import os, signal, sys, time
 from pathlib import Path
 import keras, numpy as np, tensorflow as tf, replicast
 from replicast import inbox
-from replicast.storage.updates import committed_updates
+from replicast.storage.updates import has_promised
 from replicast.update import Update
 
 tf.config.experimental.enable_op_determinism()
@@ -92,14 +92,14 @@ class Act(keras.callbacks.Callback):
         if step in (2, 8):
             replicas.sync()    # so that all is decided at this step
         if step == 8 and rank == 0:
-            ticket.result(60)    # its receipt is on disk: nothing else tells that it was brought forward
+            ticket.result(60)    # its receipt is on disk
         if step == 10 and rank == 0:
             outside = Update(id="outside", reset_slots=True).scale("dense_1/kernel", -0.5)
             inbox.submit(replicas.run_dir, outside, at_step=16)
         if step == int(at_step):
             self.suffer()
         if step == 12 and rank == 0:    # a step takes no time here: the inbox would be looked into too late
-            wait_until(lambda: any(record.id == "outside" for record in committed_updates(replicas.run_dir)))
+            wait_until(lambda: has_promised(replicas.run_dir, "outside"))
 
     def suffer(self):
         if what == "kill":
@@ -116,7 +116,8 @@ class Act(keras.callbacks.Callback):
             wait_until(self.is_told)    # or a training as short as this one would end before
 
     def is_told(self):
-        return any(stop.go is not None and stop.go.action for stop in replicas._member.gate.pending())
+        operations = replicas.run_dir / "operations.json"
+        return operations.exists() and '"leave"' in operations.read_text()
 
 for kind in kinds.split(","):
     model = model_of(kind)
@@ -230,10 +231,9 @@ def undisturbed(job: Jobs) -> Job:
     return made
 
 
-def journal_of(run_dir: Path) -> list[tuple[int, str, int]]:
-    """What was applied at which step. A pause may bring forward what was committed for the next one."""
-    receipts = Journal(run_dir).receipts()
-    return [(one.sequence, one.id, one.step) for _, one in sorted(receipts.items())]
+def journal_of(run_dir: Path) -> list[tuple[int, str, int, int]]:
+    """What was committed for which step, and where it was applied last."""
+    return [(one.sequence, one.id, one.step, one.receipts[-1].step) for one in committed_updates(run_dir)]
 
 
 def steps_in(run_dir: Path) -> list[int]:

@@ -6,13 +6,14 @@ import json
 
 import numpy as np
 import pytest
-from replicast.replicas.holding import Held
 
 from replicast.edits import Edit, Operation
 from replicast.errors import CheckpointError
 from replicast.replicas.fits import Fits
+from replicast.replicas.frozen import FrozenVariables
 from replicast.replicas.position import Fit, Position
-from replicast.state import MemoryState
+from replicast.testing.job import DEADLINE_SECS, Job, Worker
+from replicast.update import Update
 
 FIRST, SECOND, THIRD = Fit(4, 9), Fit(3, 5), Fit(1, None)
 
@@ -152,46 +153,43 @@ def test_a_checkpoint_of_an_earlier_version_is_taken_by_whatever_comes_first() -
     assert later(Position(1, 3)).take_loop() == Position(1, 3)
 
 
-class Applying:
-    """What `Held` asks of a member."""
+def assign(worker: Worker, name: str, value: float) -> None:
+    like = worker.state.values[name]
+    worker.state.apply([Edit(Operation.ASSIGN, name, {"value": np.full_like(like, value)})])
 
-    def __init__(self) -> None:
-        self.state = MemoryState({"weight": np.ones(2, "float32"), "rate": np.full((), 0.1, "float32")})
-        self.applied = {1}
 
-    def assign(self, name: str, value: float) -> None:
-        like = self.state.read([name])[name]
-        self.state.apply([Edit(Operation.ASSIGN, name, {"value": np.full_like(like, value)})])
-
-    def values(self) -> dict[str, list[float]]:
-        return {name: value.tolist() for name, value in self.state.read(["weight", "rate"]).items()}
+def bits(worker: Worker) -> dict[str, bytes]:
+    return {name: value.tobytes() for name, value in worker.state.values.items()}
 
 
 def test_what_a_script_changes_again_is_put_back() -> None:
-    member = Applying()
-    held, before = Held(member), member.values()  # type: ignore[arg-type]
-    held.put_back()
-    held.keep()
-    for value in (3.0, 4.0):
-        member.assign("weight", value)
-        held.put_back()
-        assert member.values() == before
-    held.release()
-    member.assign("weight", 5.0)
-    held.put_back()
-    assert member.values() != before
+    with Job(1) as job:
+        (worker,) = job.workers
+        frozen, before = FrozenVariables(worker.session, worker.state), bits(worker)
+        frozen.put_back()
+        frozen.keep()
+        for value in (3.0, 4.0):
+            assign(worker, "dense/kernel", value)
+            frozen.put_back()
+            assert bits(worker) == before
+        frozen.release()
+        assign(worker, "dense/kernel", 5.0)
+        frozen.put_back()
+        assert bits(worker) != before
 
 
 def test_what_an_update_changes_is_not_put_back() -> None:
-    member = Applying()
-    held = Held(member)  # type: ignore[arg-type]
-    held.keep()
-    member.assign("rate", 0.5)
-    member.applied.add(2)
-    after = member.values()
-    held.put_back()
-    assert member.values() == after
-    held.keep()
-    member.assign("rate", 0.7)
-    held.put_back()
-    assert member.values() == after
+    with Job(1) as job:
+        (worker,) = job.workers
+        frozen = FrozenVariables(worker.session, worker.state)
+        frozen.keep()
+        ticket = worker.session.propose(Update().scale("optimizer/learning_rate", 0.5))
+        job.train(1)
+        assert ticket.result(DEADLINE_SECS).step <= 1
+        after = bits(worker)
+        frozen.put_back()
+        assert bits(worker) == after
+        frozen.keep()
+        assign(worker, "optimizer/learning_rate", 0.7)
+        frozen.put_back()
+        assert bits(worker) == after

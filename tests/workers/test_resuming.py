@@ -12,13 +12,16 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from replicast.replicas.recovery import Recovery
 
 from replicast.replicas.callback import BoundaryCallback
+from replicast.replicas.checkpoints import Checkpoints
 from replicast.replicas.position import Position
+from replicast.replicas.restoring import Restored
+from replicast.replicas.training import Training
+from replicast.state import MemoryState
 from replicast.strategy import resuming
-from replicast.strategy.feeding import DataPosition
-from replicast.strategy.resuming import Lengths, data_position, read_to
+from replicast.strategy.feeding import Place
+from replicast.strategy.resuming import Lengths, place_of, read_to
 from tests.pool import Pool
 
 BATCHES, EPOCHS = 5, 3
@@ -27,23 +30,23 @@ BATCHES, EPOCHS = 5, 3
 @pytest.mark.parametrize(
     ("epochs", "batch", "lengths", "expected"),
     [
-        (0, 3, Lengths(5, None), DataPosition(0, 3, epoch=0)),
-        (2, 3, Lengths(5, None), DataPosition(4, 3, epoch=2)),
-        (2, 3, Lengths(None, None), DataPosition(2, 3, epoch=2)),
-        (2, 3, Lengths(None, 4), DataPosition(0, 11, epoch=0)),
-        (2, 1, Lengths(15, 5), DataPosition(0, 11, epoch=0)),
-        (3, 1, Lengths(15, 5), DataPosition(1, 1, epoch=2)),
-        (2, 0, Lengths(5, 5), DataPosition(2, 0, epoch=1)),
-        (1, 1, Lengths(5, 4), DataPosition(0, 5, epoch=0)),
-        (2, 3, Lengths(5, 4), DataPosition(1, 3, epoch=1)),  # the second epoch has a single batch
-        (2, 0, Lengths(None, 3, execution=2), DataPosition(0, 8, epoch=0)),
-        (2, 2, Lengths(7, 4, execution=2), DataPosition(1, 2, epoch=1)),
+        (0, 3, Lengths(5, None), Place(0, 3, epoch=0)),
+        (2, 3, Lengths(5, None), Place(4, 3, epoch=2)),
+        (2, 3, Lengths(None, None), Place(2, 3, epoch=2)),
+        (2, 3, Lengths(None, 4), Place(0, 11, epoch=0)),
+        (2, 1, Lengths(15, 5), Place(0, 11, epoch=0)),
+        (3, 1, Lengths(15, 5), Place(1, 1, epoch=2)),
+        (2, 0, Lengths(5, 5), Place(2, 0, epoch=1)),
+        (1, 1, Lengths(5, 4), Place(0, 5, epoch=0)),
+        (2, 3, Lengths(5, 4), Place(1, 3, epoch=1)),  # the second epoch has a single batch
+        (2, 0, Lengths(None, 3, execution=2), Place(0, 8, epoch=0)),
+        (2, 2, Lengths(7, 4, execution=2), Place(1, 2, epoch=1)),
     ],
 )
 def test_the_place_in_the_data_follows_from_epochs_and_batches(
-    epochs: int, batch: int, lengths: Lengths, expected: DataPosition
+    epochs: int, batch: int, lengths: Lengths, expected: Place
 ) -> None:
-    assert data_position(epochs, batch, lengths) == expected
+    assert place_of(epochs, batch, lengths) == expected
 
 
 @pytest.mark.parametrize(
@@ -176,7 +179,7 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
 class Life:
     """A `fit` that goes on at a position, with the callback and without the rest of a job."""
 
-    def __init__(self, strategy: Any, start: Position, data: dict[str, Any]) -> None:
+    def __init__(self, strategy: Any, start: Position, data: dict[str, Any], rank: int = 0) -> None:
         random.seed(3)
         keras.utils.clear_session(free_memory=False)
         with strategy.scope():
@@ -185,9 +188,9 @@ class Life:
         self.positions: list[Position] = []
         self.epochs: list[tuple[int, int]] = []
         self.told: list[str] = []
-        replicas = mock.MagicMock(model=self.model, rank=0, begin_epoch=strategy.begin_epoch)
-        replicas.recovery.take_resumed.return_value = start
-        replicas.recovery.reached.side_effect = lambda position, *_, **__: self.positions.append(position)
+        replicas = mock.MagicMock(model=self.model, rank=rank, begin_epoch=strategy.begin_epoch)
+        replicas.training.begin_fit.return_value = start
+        replicas.training.reached.side_effect = lambda position, *_, **__: self.positions.append(position)
         ends = keras.callbacks.LambdaCallback(on_epoch_end=self._epoch_ended)
         callbacks = [BoundaryCallback(replicas, mock.MagicMock(), mock.MagicMock()), ends]
         tf.random.set_seed(1)  # arrays are shuffled the same way in every life
@@ -231,7 +234,7 @@ def test_fit_goes_on_with_the_next_batch_after_any_step(pool1: Pool, kind: str) 
 
 
 CANNOT: dict[str, tuple[Callable[[], dict[str, Any]], Position, str]] = {
-    "foreign": (lambda: {"x": rows().batch(2)}, Position(0, 3), "Pass a tf.data.Dataset"),
+    "foreign": (lambda: {"x": rows().batch(2)}, Position(0, 3), "Give fit a tf.data.Dataset"),
     "generator": (lambda: {"x": generated(4)}, Position(0, 9), "a generator must be a new one"),
     "dataset": (lambda: {"x": rows().batch(2)}, Position(0, 9), "9 batches done of an epoch that has 5"),
     "threads": (lambda: {"x": Reshuffled(workers=2)}, Position(1, 2), "Keras reads it ahead"),
@@ -239,36 +242,37 @@ CANNOT: dict[str, tuple[Callable[[], dict[str, Any]], Position, str]] = {
 }
 
 
-def warned_of(strategy: Any, how: str) -> list[str]:
+def warned_of(strategy: Any, how: str, rank: int) -> list[str]:
     said: list[str] = []
     data, position, _ = CANNOT[how]
     with (
         mock.patch.object(resuming, "POSITIONED", () if how == "foreign" else resuming.POSITIONED),
         mock.patch("replicast.replicas.callback.logger.warning", said.append),
     ):
-        Life(strategy, position, data())
+        Life(strategy, position, data(), rank)
     return said
 
 
 @pytest.mark.parametrize("how", CANNOT)
 def test_fit_says_once_what_cannot_be_positioned(pool1: Pool, how: str) -> None:
-    ((said,),) = pool1.run(warned_of, how)
+    ((said,),) = pool1.run(warned_of, how, 0)
     assert CANNOT[how][2] in said
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_cannot_be_positioned_is_said_by_worker_0_alone(
-    rank: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    BoundaryCallback(mock.MagicMock(rank=rank), mock.MagicMock(), mock.MagicMock())._warn("not positioned")
-    assert caplog.messages == (["not positioned"] if rank == 0 else [])
+def test_what_cannot_be_positioned_is_said_by_worker_0_alone(pool1: Pool) -> None:
+    assert pool1.run(warned_of, "dataset", 1) == [[]]
 
 
-def recovery() -> Recovery:
-    return Recovery(mock.MagicMock(), mock.MagicMock(), None, 0, None)
+def training(start: Position | None = None) -> Training:
+    """A training of worker 0, without the rest of a job."""
+    session, state = mock.MagicMock(rank=0, step=0), MemoryState({})
+    life = Training(session, state, Checkpoints(session, state, None, attempt=0))
+    if start is not None:
+        life.restored(Restored(0, start, (), frozenset()), None)
+    return life
 
 
-def custom_loop(life: Recovery, stop_after: int, saved: dict[int, Position]) -> list[int]:
+def own_loop(life: Training, stop_after: int, saved: dict[int, Position]) -> list[int]:
     """Four of five batches a pass, whose length is not known; two for each step."""
     data, used = tf.data.Dataset.range(5).shuffle(5, seed=7).filter(lambda number: True).take(4), []
     while len(used) < stop_after:
@@ -280,21 +284,19 @@ def custom_loop(life: Recovery, stop_after: int, saved: dict[int, Position]) -> 
     return used
 
 
-def test_a_custom_loop_of_short_passes_and_two_batches_a_step_goes_on_in_its_pass() -> None:
+def test_an_own_loop_of_short_passes_and_two_batches_a_step_goes_on_in_its_pass() -> None:
     saved: dict[int, Position] = {}
-    whole = custom_loop(recovery(), 12, saved)
+    whole = own_loop(training(), 12, saved)
     assert saved == {2: Position(0, 2), 4: Position(0, 4), 6: Position(1, 2), 8: Position(1, 4)} | {
         10: Position(2, 2),
         12: Position(2, 4),
     }
     for done in (2, 6, 10):
-        life = recovery()
-        life._fits.restored(saved[done])
-        assert custom_loop(life, 12 - done, {}) == whole[done:]
+        assert own_loop(training(saved[done]), 12 - done, {}) == whole[done:]
 
 
 def test_steps_before_the_first_pass_are_not_of_it() -> None:
-    life = recovery()
+    life = training()
     life.used(3)
     assert life.position == Position(0, 3)  # what the default assumes
     life.resume(tf.data.Dataset.range(5))

@@ -11,15 +11,16 @@ from unittest import mock
 import keras
 import pytest
 import tensorflow as tf
-from replicast.protocol.stop import Stop
-from replicast.replicas.recovery import Saves
 
 import replicast
 from replicast.replicas.callback import BoundaryCallback
+from replicast.replicas.checkpoints import Checkpoints, SavePlan
 from replicast.replicas.position import Position
+from replicast.replicas.training import Training
+from replicast.testing.job import Job, eventually
 from tests.pool import Pool
 from tests.workers.recipes import arrays, perceptron
-from tests.workers.test_resuming import ARRAY, BATCHES, Remembers, Reshuffled, recovery, rows
+from tests.workers.test_resuming import ARRAY, BATCHES, Remembers, Reshuffled, rows, training
 
 UNCERTAIN = "This data cannot be positioned reliably"
 
@@ -44,10 +45,7 @@ def test_a_custom_loop_goes_on_in_any_kind_of_data_and_warns_once_in_every_life_
         (Position(2, 1), [1, 2, 3, 4]),
     ]:
         caplog.clear()
-        life = recovery()
-        life._member.channel.rank = 0
-        if start is not None:
-            life._fits.restored(start)
+        life = training(start)
         assert [int(batch) for batch in life.resume(given(kind))] == expected
         assert [int(batch) for batch in life.resume(given(kind))] == [0, 1, 2, 3, 4]
         warned = [UNCERTAIN in message for message in caplog.messages]
@@ -55,8 +53,7 @@ def test_a_custom_loop_goes_on_in_any_kind_of_data_and_warns_once_in_every_life_
 
 
 def test_batches_beyond_the_length_of_a_list_are_whole_passes() -> None:
-    life = recovery()
-    life._fits.restored(Position(0, 12))
+    life = training(Position(0, 12))
     assert [*life.resume(given("list"))] == [2, 3, 4]
     assert life.position == Position(2, 2)
 
@@ -68,12 +65,12 @@ def order_of_events(strategy: Any) -> list[str]:
         model.compile("sgd", "mse", run_eagerly=True)
     events: list[str] = []
     replicas = mock.MagicMock(model=model, rank=0)
-    recovery = replicas.recovery
-    recovery.take_resumed.return_value = Position(0, 3)
-    recovery.held.keep.side_effect = lambda names: events.append("kept")
-    recovery.held.put_back.side_effect = lambda: events.append("put back")
-    recovery.after_epoch.side_effect = lambda: events.append("saved")
-    recovery.reached.side_effect = lambda *_, epoch_ends=False, **__: events.extend(["ends"] * epoch_ends)
+    life = replicas.training
+    life.begin_fit.return_value = Position(0, 3)
+    life.frozen_variables.keep.side_effect = lambda names: events.append("kept")
+    life.frozen_variables.put_back.side_effect = lambda: events.append("put back")
+    life.after_epoch.side_effect = lambda: events.append("saved")
+    life.reached.side_effect = lambda *_, epoch_ends=False, **__: events.extend(["ends"] * epoch_ends)
     other = keras.callbacks.LambdaCallback(
         on_train_begin=lambda logs: events.append("other begins"),
         on_epoch_begin=lambda epoch, logs: events.append("other begins epoch"),
@@ -97,33 +94,34 @@ def test_a_checkpoint_at_an_epochs_end_is_made_after_all_callbacks_and_what_they
 
 
 def test_a_checkpoint_that_is_due_at_the_last_batch_of_an_epoch_waits_for_its_end() -> None:
-    life = recovery()
-    life._saver = saver = mock.MagicMock()
-    life._member.gate.trial_ends, life._member.gate.step = None, 8
-    life.plan(Saves(every=4))
+    checkpoints, saved = mock.create_autospec(Checkpoints, instance=True), []
+    checkpoints.save_in_passing.side_effect = lambda: saved.append(
+        (checkpoints.position, dict(checkpoints.metrics))
+    )
+    life = Training(mock.MagicMock(rank=0, step=8), mock.MagicMock(), checkpoints)
+    life.plan_saves(SavePlan(every=4))
     life.reached(Position(1), {"loss": 2.0}, epoch_ends=True)
     life.after_step(1)
-    saver.save.assert_not_called()
+    assert saved == []
     life.reached(Position(1), {"loss": 2.0, "val_loss": 1.0})
     life.after_epoch()
     life.after_epoch()
-    ((position, metrics, *_),) = [call.args for call in saver.save.call_args_list]
-    assert (position, metrics) == (Position(1), {"loss": 2.0, "val_loss": 1.0})
+    assert saved == [(Position(1), {"loss": 2.0, "val_loss": 1.0})]
 
 
 class Lives:
     """A script of several trainings that is run again, with the callback and without the rest of a job."""
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: Any, start: Position | None = None) -> None:
         random.seed(3)
         keras.utils.clear_session(free_memory=False)
         with strategy.scope():
             self.model = Remembers()
             self.model.compile("sgd", "mse", run_eagerly=True)
-        self.life = recovery()
+        self.life = training(start)
         self.positions: list[Position] = []
         self._replicas = mock.MagicMock(model=self.model, rank=0, begin_epoch=strategy.begin_epoch)
-        self._replicas.recovery = self.life
+        self._replicas.training = self.life
         self._replicas.boundary.side_effect = lambda **_: self.positions.append(self.life.position)
 
     def run(self) -> list[list[int]]:
@@ -137,7 +135,7 @@ class Lives:
         return [[*batch] for batch in self.model.seen]
 
     def _fit(self, data: Any, **options: Any) -> None:
-        callback = BoundaryCallback(self._replicas, Saves(), mock.MagicMock())
+        callback = BoundaryCallback(self._replicas, SavePlan(), mock.MagicMock())
         self.model.fit(data, verbose=0, callbacks=[callback], **options)
 
 
@@ -147,9 +145,7 @@ def scripts(strategy: Any) -> list[Any]:
     whole = first.run()
     wrong = []
     for done in range(1, len(whole) + 1, 4):
-        again = Lives(strategy)
-        again.life._fits.restored(first.positions[done - 1])
-        rest = again.run()
+        rest = Lives(strategy, first.positions[done - 1]).run()
         if rest != whole[done:]:
             wrong.append((done, len(whole), rest))
     return wrong
@@ -223,13 +219,19 @@ def test_what_a_callback_proposes_at_a_moment_has_the_same_id_in_a_life_that_beg
     assert dict(first)["batch begins behind 11"] == "worker-0-step-11-batch-1"
 
 
-def test_what_was_meant_for_a_step_that_never_came_is_told_apart(caplog: pytest.LogCaptureFixture) -> None:
-    life = recovery()
-    life._member.channel.rank, life._member.gate.step, life.leaving = 0, 200, mock.MagicMock(left=False)
-    stops = [Stop(1, 202, computes=True), Stop(2, 203), Stop(3, 203), Stop(4, 200)]
-    life._member.gate.pending.return_value = stops
-    life.say_what_was_left()
-    assert [message.partition("; ")[2] for message in caplog.messages] == [
-        "updates committed for step 203 were not applied, and wait in the journal for a later start",
-        "functions proposed for step 202 were not run",
-    ]
+def test_what_was_meant_for_a_step_that_never_came_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with Job(1) as job:
+        (worker,) = job.workers
+        checkpoints = Checkpoints(worker.session, worker.state, None, attempt=0)
+        life = Training(worker.session, worker.state, checkpoints)
+        life.warn_of_what_was_left()
+        assert caplog.messages == []
+        for step in (7, 3, 7):
+            worker.session.propose(replicast.Update().scale("dense/kernel", 2.0), at_step=step)
+        eventually(lambda: [one["step"] for one in worker.session.operations()] == [7, 3, 7])
+        life.warn_of_what_was_left()
+    (said,) = caplog.messages
+    assert said.startswith(
+        "the training ended at step 0; updates scheduled for step 3, 7 were not applied, and wait in the "
+        "journal for a later start"
+    )

@@ -239,14 +239,16 @@ class StateReplica:
 
     def go_back(self) -> None:
         """As in `Replica`."""
-        faults.point("settle")
         if self._copy is not None:
+            faults.point("settle")
             self.state.restore_snapshot(self._copy)
+            self._copy = None
             self.measures.end(reverted=True)
 
     def drop_copy(self) -> None:
         """As in `Replica`."""
-        faults.point("settle")
+        if self._copy is not None:
+            faults.point("settle")
         self._copy = None
         self.measures.end(reverted=False)
 

@@ -47,7 +47,7 @@ from replicast.runtime.loop import Loop
 from replicast.runtime.parcels import Parcels
 from replicast.runtime.replica import StateReplica
 from replicast.runtime.threads import Threads
-from replicast.runtime.ticket import Ticket, refusal_of
+from replicast.runtime.ticket import Ticket, log_trial, refusal_of
 from replicast.runtime.writer import Writer
 from replicast.state import State
 from replicast.transport import Transport
@@ -499,6 +499,8 @@ class Session:
     def _note_told(self, tell: Tell) -> None:
         if tell.ended and isinstance(tell.outcome, Receipt):
             self.receipts.append(tell.outcome)
+            if self.rank == 0:
+                log_trial(tell.outcome)
 
     def _note_stage(self, id_: str, stage: str) -> None:
         for ticket in list(self._tickets.values()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from replicast.core.refusal import Refusal
 from replicast.core.stage import Stage
 from replicast.errors import ReplicasDiverged, ReplicastError, UpdatePending, UpdateRefused
 from replicast.trial import Trial
+
+logger = logging.getLogger("replicast")
 
 _ORDER = list(Stage)
 
@@ -120,6 +123,25 @@ class Ticket:
         if not self.done():
             self._error, self.stage = error, stage
             self._settled.set()
+
+
+def log_trial(receipt: Receipt) -> None:
+    """Says how the trial of an update ended, if it was on trial."""
+    trial = receipt.trial
+    if trial is None:
+        return
+    if trial.outcome == "kept":
+        logger.info("update %s is kept after its trial: %s", receipt.id, trial.reason)
+        return
+    logger.warning(
+        "update %s is reverted at step %d: %s. Every replica has the state of step %d again, as it was before "
+        "the update; the batches of the %d steps since are not used again",
+        receipt.id,
+        trial.step,
+        trial.reason,
+        receipt.step,
+        trial.step - receipt.step,
+    )
 
 
 def refused(refusal: Refusal) -> UpdateRefused:

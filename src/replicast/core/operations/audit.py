@@ -149,7 +149,7 @@ class Audit(Operation):
             if job.audits.found_at is None:
                 job.audits.are_equal(step)
             return Outcome(Stage.VERIFIED, report)
-        if job.audits.last_equal is not None and step <= job.audits.last_equal:
+        if job.audits.last_equal is not None and step < job.audits.last_equal:
             return Outcome(Stage.VERIFIED)  # they were made equal since
         job.audits.differ(step)
         return None

@@ -6,47 +6,49 @@ Threads play the workers; but for the last test, TensorFlow is only imported.
 from __future__ import annotations
 
 import importlib
-import itertools
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from replicast.replicas.housekeeping import Housekeeping
 
 from replicast import inbox
 from replicast.core.stage import Stage
 from replicast.errors import JobFailed, UpdateRefused
 from replicast.fence import Fence
-from replicast.replicas import housekeeping
+from replicast.replicas import run_files
+from replicast.replicas.run_files import RunFiles
 from replicast.runfiles import WorkerNote, read_worker_notes, write_worker_note
+from replicast.testing.job import Job, eventually
 from replicast.update import Update
 from tests.pool import Pool
-from tests.unit.protocol.twins import Job, bias, eventually
 from tests.workers.recipes import perceptron
 from tests.workers.test_updates import replicas_of
 
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    monkeypatch.setattr(housekeeping, "LOOK_SECS", 0.01)
-    monkeypatch.setattr(housekeeping, "ASIDE_SECS", 3600.0)
+    monkeypatch.setattr(run_files, "LOOK_SECS", 0.01)
+    monkeypatch.setattr(run_files, "ASIDE_SECS", 3600.0)
     with Job(1) as job:
         yield job
 
 
-def keeping_of(job: Job, run: Path, fence: Fence | None = None) -> Housekeeping:
-    keeping = Housekeeping(job.workers[0].member, run, 0, fence)
+def bias(amount: float, **options: Any) -> Update:
+    return Update(**options).add("dense/bias", np.full(3, amount, np.float32))
+
+
+def keeping_of(job: Job, run: Path, fence: Fence | None = None) -> RunFiles:
+    keeping = RunFiles(job.workers[0].session, run, 0, fence)
     keeping.training = True
     return keeping
 
 
 def train_until(job: Job, condition: Callable[[], object]) -> None:
-    steps = itertools.count(job.workers[0].member.gate.step + 1)
-
     def step_and_look() -> object:
-        job.workers[0].member.arrive(next(steps))
+        job.workers[0].step()
         return condition()
 
     eventually(step_and_look)
@@ -64,10 +66,10 @@ def test_a_group_that_was_thought_dead_leaves_the_inbox_alone_and_its_next_bound
     inbox.submit(tmp_path, bias(1.0, id="precious"))
     before = {path.name: path.read_bytes() for path in (tmp_path / "inbox").iterdir()}
     keeping.start()
-    member = job.workers[0].member
-    eventually(member.threads.stopping.is_set)
+    session = job.workers[0].session
+    eventually(session.threads.stopping.is_set)
     with pytest.raises(JobFailed, match=r"attempt 1.* has taken over .* was thought dead"):
-        member.arrive(1)
+        session.arrive(1)
     assert {path.name: path.read_bytes() for path in (tmp_path / "inbox").iterdir()} == before
     assert not (tmp_path / "refused").exists()
     assert read_worker_notes(tmp_path) == []
@@ -77,12 +79,19 @@ def test_what_a_group_had_taken_before_it_was_thought_dead_is_not_refused_by_it(
     job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keeping = keeping_of(job, tmp_path, Fence(tmp_path, attempt=0))
-    inbox.submit(tmp_path, Update(id="precious").scale("of/another/model", 2.0))
-    keeping._look_into_inbox(tmp_path)
-    ((ticket, _),) = keeping._proposed.values()
-    eventually(ticket.done)
-    Fence(tmp_path, attempt=1)
+    session = job.workers[0].session
+    outcome, others = session.on_inbox, []
+
+    def taken_over_just_before(ticket: str, tell: Any) -> None:
+        others.append(Fence(tmp_path, attempt=1))
+        outcome(ticket, tell)
+
+    session.on_inbox = taken_over_just_before
+    inbox.submit(tmp_path, bias(np.nan, id="precious"))
+    keeping.start()
+    eventually(session.threads.stopping.is_set)
     keeping.finish()
+    assert len(others) == 1
     assert [entry.id for entry in inbox.waiting(tmp_path)] == ["precious"]
     assert not (tmp_path / "refused").exists()
     assert "has taken over" in caplog.text
@@ -93,7 +102,7 @@ def test_the_end_of_a_group_that_was_thought_dead_is_not_said_of_the_next(job: J
     Fence(tmp_path, attempt=1)
     note = WorkerNote(0, 1, "host", 5, 1, 2.5, training=True, waiting_for="")
     write_worker_note(tmp_path, note)
-    keeping.say_ended()
+    keeping.note_end()
     keeping.finish()
     assert read_worker_notes(tmp_path) == [note]
 
@@ -171,7 +180,7 @@ def test_an_entry_that_cannot_leave_the_inbox_keeps_no_other_from_its_word(
 def test_an_entry_that_was_set_aside_is_tried_again(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(housekeeping, "ASIDE_SECS", 0.05)
+    monkeypatch.setattr(run_files, "ASIDE_SECS", 0.05)
     block(tmp_path, "bad")
     bad = inbox.submit(tmp_path, Update(id="bad").scale("of/another/model", 2.0))
     refused = count_calls(monkeypatch, "refuse")
@@ -200,7 +209,7 @@ def test_an_entry_with_an_absurd_number_is_refused_and_the_job_goes_on(job: Job,
     eventually(lambda: inbox.waiting(tmp_path) == [])
 
 
-@pytest.mark.parametrize("where", ["replicast.inbox._checked_step", "replicast.protocol.member.planned"])
+@pytest.mark.parametrize("where", ["replicast.inbox.take", "replicast.runtime.session.planned"])
 def test_an_entry_that_causes_an_unexpected_error_is_refused_with_it_and_the_job_goes_on(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -228,7 +237,7 @@ def test_an_update_that_a_job_has_taken_for_a_later_step_is_given_back_when_it_i
 ) -> None:
     path = inbox.submit(tmp_path, bias(1.0, id="later"), at_step=10**6)
     keeping_of(job, tmp_path).start()
-    eventually(lambda: stage_of(tmp_path, "later") == Stage.COMMITTED)
+    eventually(lambda: stage_of(tmp_path, "later") == Stage.SCHEDULED)
     inbox.request_withdrawal(tmp_path, "later")
     train_until(job, lambda: stage_of(tmp_path, "later") == Stage.WITHDRAWN)
     eventually(lambda: not path.exists())
