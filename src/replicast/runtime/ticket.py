@@ -72,8 +72,10 @@ class Ticket:
             ReplicasDiverged: It was applied, and the replicas are not equal.
             UpdatePending: The time is up, or this thread waits for itself.
         """
+        started = time.monotonic()
         if not self._wait_for(self, timeout) and not self._settled.is_set():
-            raise UpdatePending(self._where(timeout), stage=self.stage, update_id=self.id)
+            is_up = timeout is not None and time.monotonic() - started >= timeout
+            raise UpdatePending(self._where(timeout if is_up else None), stage=self.stage, update_id=self.id)
         if self._error is not None:
             raise self._error
         if self._receipt is None:

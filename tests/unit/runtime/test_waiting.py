@@ -99,10 +99,23 @@ def test_a_time_limit_in_the_training_thread_is_kept_and_training_goes_on() -> N
 
         def ask(worker: Worker, step: int) -> None:
             if worker.rank == 1 and step == 3:
+                eventually(lambda: job.workers[0].session.step == 3)  # else it still could stop here
+                ticket, started = worker.session.propose(bias(1.0)), time.monotonic()
+                assert "0.2 s have passed, and it is prepared" in str(pending(ticket, 0.2))
+                assert 0.2 <= time.monotonic() - started < 5.0
+
+        job.train(12, ask)
+        assert [step for step, _ in job.workers[0].applied] == [4]
+
+
+def test_a_time_limit_that_was_not_waited_for_is_not_said_to_have_passed() -> None:
+    with Job(2) as job:
+
+        def ask(worker: Worker, step: int) -> None:
+            if worker.rank == 1 and step == 3:
                 ticket = scheduled(worker.session.propose(bias(1.0), at_step=9))
-                started = time.monotonic()
-                assert "0.2 s have passed" in str(pending(ticket, 0.2))
-                assert time.monotonic() - started < 5.0
+                said = str(pending(ticket, DEADLINE_SECS))
+                assert "this thread has to train first, and it is scheduled for step 9" in said
 
         job.train(12, ask)
         assert [step for step, _ in job.workers[0].applied] == [9]

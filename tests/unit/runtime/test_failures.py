@@ -1,0 +1,307 @@
+"""Threads that die, full disks, silent workers: nobody waits for ever, and it is said why."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from replicast import faults
+from replicast.core.entries import Committed, Entry, Payload, Receipt
+from replicast.core.stage import Stage
+from replicast.errors import JobFailed
+from replicast.runtime import Ticket
+from replicast.storage.journal import MemoryJournal, NotWritten, PerhapsWritten
+from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually
+from replicast.update import Update
+from tests.unit.runtime.playing import adding, bias, bias_of, refusal
+
+SOON_SECS = 5.0
+
+
+@pytest.fixture
+def fail_at() -> Iterator[Callable[[str], None]]:
+    """Whoever comes to a named point next raises `FaultInjected` there."""
+
+    def plan(point: str) -> None:
+        faults.set_plan([faults.Fault(0, faults.Point(point), action=faults.Action.RAISE)])
+
+    yield plan
+    faults.set_plan([])
+
+
+class FaultyJournal(MemoryJournal):
+    """Raises instead of writing the next entry of a kind, or waits before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raises: dict[type[Entry], Exception] = {}
+        self.waits: dict[type[Entry], threading.Event] = {}
+
+    def write(self, entry: Entry, update: Update | None = None) -> None:
+        waiting = self.waits.pop(type(entry), None)
+        if waiting is not None:
+            waiting.wait(DEADLINE_SECS)
+        error = self.raises.pop(type(entry), None)
+        if error is not None:
+            raise error
+        super().write(entry, update)
+
+
+def zero(*_: Any, **__: Any) -> Any:
+    raise ZeroDivisionError("of the test")
+
+
+def break_the_reader(job: Job) -> None:
+    job.workers[1].coordination.get = zero  # type: ignore[method-assign]
+
+
+def break_the_loop(job: Job) -> None:
+    job.workers[1].coordination.put = zero  # type: ignore[method-assign]
+    job.workers[1].session.request("audit")
+
+
+def break_the_outbox(job: Job) -> None:
+    faults.set_plan([faults.Fault(0, faults.Point.PROPOSE, action=faults.Action.RAISE)])
+    job.workers[1].session.propose(bias(1.0))
+
+
+def break_the_release_lane(job: Job) -> None:
+    release = job.workers[1].transport.release
+
+    def broken(parcel_id: str) -> None:
+        if threading.current_thread().name == "replicast-release":
+            raise ZeroDivisionError("of the test")
+        release(parcel_id)
+
+    job.workers[1].transport.release = broken  # type: ignore[method-assign]
+    job.workers[1].session.propose(bias(math.nan))  # its bytes are given back when it is refused
+
+
+def at_a_boundary(worker: Worker, ticket: Ticket) -> None:
+    for _ in range(1000):
+        worker.step()
+        time.sleep(0.005)
+
+
+def at_rest(worker: Worker, ticket: Ticket) -> None:
+    worker.session.rest("close")
+
+
+def for_a_ticket(worker: Worker, ticket: Ticket) -> None:
+    ticket.result(SOON_SECS * 2)
+
+
+WAITS = [at_a_boundary, at_rest, for_a_ticket]
+
+
+def what_a_wait_raises(job: Job, rank: int, wait: Any, then: Callable[[], None]) -> JobFailed:
+    """What a training thread raises that waits for an update, for which the others do not come."""
+    worker, raised = job.workers[rank], list[JobFailed]()
+    ticket = worker.session.propose(bias(1.0))
+
+    def act() -> None:
+        with pytest.raises(JobFailed) as failed:
+            wait(worker, ticket)
+        raised.append(failed.value)
+
+    worker.do(act)
+    time.sleep(0.05)
+    then()
+    started = time.monotonic()
+    eventually(lambda: raised)
+    assert time.monotonic() - started < SOON_SECS
+    return raised[0]
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize(
+    ("name", "breaks"),
+    [
+        ("reader", break_the_reader),
+        ("loop", break_the_loop),
+        ("outbox", break_the_outbox),
+        ("release", break_the_release_lane),
+    ],
+)
+def test_a_background_thread_that_dies_ends_every_wait_of_its_worker_with_the_reason(
+    name: str, breaks: Callable[[Job], None], wait: Any, fail_at: object
+) -> None:
+    with Job(2) as job:
+        error = what_a_wait_raises(job, 1, wait, lambda: breaks(job))
+        assert f"The background thread {name!r} of replicast died: " in str(error)
+        assert error.__cause__ is not None
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_the_death_of_another_worker_ends_every_wait(wait: Any) -> None:
+    with Job(2) as job:
+        assert "a worker died" in str(what_a_wait_raises(job, 0, wait, job.workers[0].die))
+
+
+def test_a_thread_elsewhere_that_waits_for_a_ticket_hears_of_it_too() -> None:
+    with Job(2) as job:
+        ticket = job.workers[1].session.propose(bias(1.0), at_step=10_000)
+        eventually(lambda: ticket.stage is Stage.SCHEDULED)
+        break_the_reader(job)
+        with pytest.raises(JobFailed, match="'reader'"):
+            ticket.result(DEADLINE_SECS)
+
+
+def test_the_death_of_the_journals_thread_ends_the_job(fail_at: Callable[[str], None]) -> None:
+    with Job(2) as job:
+        fail_at("verify")
+        job.workers[1].session.propose(bias(1.0))
+        with pytest.raises(JobFailed, match=r"The background thread 'journal'.*FaultInjected"):
+            job.train(1000)
+
+
+def test_an_error_in_applying_ends_the_worker_and_is_its_own(fail_at: Callable[[str], None]) -> None:
+    with Job(1) as job:
+        fail_at("apply")
+        job.workers[0].session.propose(bias(1.0))
+        with pytest.raises(faults.FaultInjected):
+            job.train(3)
+
+
+def test_an_error_in_preparing_is_a_refusal_and_the_job_goes_on(fail_at: Callable[[str], None]) -> None:
+    with Job(2) as job:
+        fail_at("stage")
+        bad = job.workers[1].session.propose(bias(1.0))
+        job.train(3)
+        assert "FaultInjected" in str(refusal(bad))
+        good = job.workers[1].session.propose(bias(2.0))
+        job.train(3)
+        assert good.result(DEADLINE_SECS).sequence == 1
+
+
+# The journal.
+
+
+@pytest.mark.parametrize("entry", [Payload, Committed])
+def test_a_full_disk_refuses_the_update_and_the_job_goes_on(entry: type[Entry]) -> None:
+    journal = FaultyJournal()
+    with Job(2, journal) as job:
+        journal.raises[entry] = NotWritten("No space left on device")
+        bad = job.workers[1].session.propose(bias(1.0, id="bad"))
+        job.train(3)
+        assert "make room on the disk" in str(refusal(bad))
+        computed = job.on_all(lambda worker: worker.session.propose_function("f", adding(1.0), 1, None))
+        journal.raises[entry] = NotWritten("No space left on device")
+        job.train(3)
+        assert "make room on the disk" in str(refusal(computed[0]))
+        good = job.workers[1].session.propose(bias(2.0, id="bad"))
+        job.train(3)
+        assert good.result(DEADLINE_SECS).sequence == 1
+        assert [bias_of(worker) for worker in job.workers] == [2.0, 2.0]
+        eventually(lambda: not job.board.buffers)
+
+
+def test_a_receipt_that_cannot_be_written_is_told_all_the_same_also_in_the_next_attempt() -> None:
+    journal = FaultyJournal()
+    with Job(2, journal) as job:
+        journal.raises[Receipt] = NotWritten("No space left on device")
+        ticket = job.workers[1].session.propose(bias(1.0, id="fix"))
+        job.train(3)
+        assert ticket.result(DEADLINE_SECS).stage is Stage.VERIFIED
+        job.on_all(lambda worker: worker.session.rest("save"))
+        eventually(lambda: job.checkpoints)
+    with job.next_attempt() as again:
+        told = again.workers[1].session.propose(bias(1.0, id="fix"))
+        assert told.result(DEADLINE_SECS).sequence == 1
+        assert again.workers[0].applied == []
+
+
+def test_a_write_of_which_nobody_knows_whether_it_is_there_ends_the_job_and_says_so() -> None:
+    journal = FaultyJournal()
+    with Job(2, journal) as job:
+        journal.raises[Committed] = PerhapsWritten("renamed, and not synced")
+        job.workers[1].session.propose(bias(1.0))
+        with pytest.raises(JobFailed, match="It is unknown whether the journal was written"):
+            job.train(1000)
+        assert [worker.applied for worker in job.workers] == [[], []]
+
+
+def test_an_update_of_the_journal_that_cannot_be_applied_again_ends_the_job() -> None:
+    with Job(2) as first:
+        ticket = first.workers[0].session.propose(bias(1.0, id="fix"))
+        first.train(3)
+        ticket.result(DEADLINE_SECS)
+    smaller = Job(2, first.journal, values={"dense/kernel": first.start["dense/kernel"]})
+    with pytest.raises(JobFailed, match="Update 1 of the journal cannot be applied again"), smaller:
+        smaller.train(1000)
+
+
+# Time limits.
+
+
+def test_a_worker_that_does_not_prepare_in_time_is_named() -> None:
+    with Job(3, timeouts=replace(QUICK, prepare_secs=0.3)) as job:
+        receive, late = job.workers[2].transport.receive, threading.Event()
+
+        def slow(*given: Any) -> Any:
+            late.wait(DEADLINE_SECS)
+            return receive(*given)
+
+        job.workers[2].transport.receive = slow  # type: ignore[method-assign]
+        ticket = job.workers[0].session.propose(bias(1.0))
+        error = refusal(ticket)
+        late.set()
+        assert "Worker 2 did not prepare the update within 0.3 s" in str(error)
+        assert error.worker == 2
+        job.train(2)
+        eventually(lambda: not job.board.buffers)
+
+
+def test_a_training_thread_that_does_not_come_is_named_and_the_update_is_refused() -> None:
+    with Job(2, timeouts=replace(QUICK, meet_secs=0.3)) as job:
+        ticket = job.workers[0].session.propose(bias(1.0))
+
+        def script(worker: Worker) -> None:
+            first = job.workers[0].session
+            while worker.rank == 0 and not ticket.done():
+                worker.step()
+                time.sleep(0.005)
+            eventually(ticket.done)
+            while worker.session.step < first.step:
+                worker.step()
+
+        job.on_all(script)
+        error = refusal(ticket)
+        assert "Worker 1 did not come to the boundary within 0.3 s" in str(error)
+        assert error.worker == 1
+        job.train(3)
+
+
+def test_a_worker_that_does_not_answer_is_named() -> None:
+    with Job(2, timeouts=replace(QUICK, answer_secs=0.3)) as job:
+        get, deaf = job.workers[1].coordination.get, threading.Event()
+
+        def hears_no_stop(key: str, timeout_secs: float) -> str | None:
+            text = get(key, timeout_secs)
+            if text is not None and '"Stop"' in text:
+                deaf.wait(DEADLINE_SECS)
+            return text
+
+        job.workers[1].coordination.get = hears_no_stop  # type: ignore[method-assign]
+        ticket = job.workers[0].session.propose(bias(1.0))
+        error = refusal(ticket)
+        deaf.set()
+        assert "Worker 1 did not answer within 0.3 s" in str(error)
+        assert error.worker == 1
+        job.train(3)
+
+
+def test_a_coordinator_that_decides_nothing_in_time_ends_the_job_where_a_worker_stands() -> None:
+    journal = FaultyJournal()
+    with Job(2, journal, timeouts=replace(QUICK, decide_secs=0.3)) as job:
+        journal.waits[Committed] = release = threading.Event()
+        job.workers[1].session.propose(bias(1.0))
+        with pytest.raises(JobFailed, match="Worker 0, the coordinator, decided nothing for step"):
+            job.train(1000)
+        release.set()
