@@ -9,6 +9,7 @@ from typing import Any
 from replicast.core import events as e
 from replicast.core.entries import Payload
 from replicast.core.messages import OUTSIDE, Propose, Tell
+from replicast.testing.simulation.plan import TOGETHER, Action
 from replicast.testing.simulation.process import Process
 from replicast.testing.simulation.replica import START, Edit, InMemory, SimulatedReplica
 from replicast.testing.simulation.story import Story
@@ -69,7 +70,8 @@ class SimulatedGroup:
         step, values, holds, places = 0, START, frozenset[int](), [0] * plan.size
         if start is not None:
             step, holds = start.step, start.holds
-            values, places = dict(start.state[0][0]), [place for _, place in start.state]
+            values = dict(start.state[0][0])
+            places = aligned([place for _, place in start.state], plan.script.get(step, []))
         story.notes.say(self.number, "launcher", f"attempt {self.number} starts at step {step}")
         kinds = story.machines
         coordinator = kinds.coordinator(
@@ -202,3 +204,16 @@ class SimulatedGroup:
         self.alive = False
         for process in self.processes:
             process.alive = False
+
+
+def aligned(places: list[int], actions: list[Action]) -> list[int]:
+    """Where the scripts go on after a restart: what all do together is done again by all, or by none.
+
+    Args:
+        places: How many of the actions each worker had done when its state was saved.
+        actions: What the scripts do at that step.
+    """
+    together = [place for place, action in enumerate(actions) if action[0] in TOGETHER]
+    done = min(sum(one < place for one in together) for place in places)
+    last = together[done] if done < len(together) else len(actions)
+    return [min(place, last) for place in places]

@@ -14,6 +14,7 @@ Action = tuple[Any, ...]
 """What the script of every worker does behind a boundary; some of it on one worker only:
 ("propose", rank, proposal), ("function", source, id, number, at_step, trial, by), ("wait", rank, secs);
 or all together: ("sync", source), ("save",), ("audit", policy), ("meet",)."""
+TOGETHER = ("sync", "save", "audit", "meet")
 Incident = tuple[Any, ...]
 """What happens at a time, from outside: (time, kind, …)."""
 

@@ -95,8 +95,8 @@ class Process:
         self._tickets = 0
         self._last_ticket = ""
         self._write_ends = 0.0
-        self._resting: tuple[Any, ...] = ()
-        self._waits_since = 0.0
+        self._is_unfinished = False
+        self._waits_since: float | None = None
 
     # Events in, commands out.
 
@@ -258,12 +258,12 @@ class Process:
         self._play()
 
     def _place_of_snapshot(self) -> int:
-        """Where a restart from here goes on: what the script waits in now is done again."""
-        return self.place - 1 if self._resting else self.place
+        """Where a restart from here goes on: what the script still waits in is done again."""
+        return self.place - 1 if self._is_unfinished else self.place
 
     def _continue(self, machine: Worker, command: c.Continue) -> None:
-        resting, self._resting = self._resting, ()
-        if resting and resting[0] == "wait" and self.clock.now - self._waits_since > LONG_SECS:
+        waits_since, self._waits_since, self._is_unfinished = self._waits_since, None, False
+        if waits_since is not None and self.clock.now - waits_since > LONG_SECS:
             raise StoryFailed(f"{self.name} has waited for what cannot come before it trains")
         if self.done and self.replica.report_to_raise is None:
             self.group.ended(self)
@@ -326,11 +326,11 @@ class Process:
                     self.propose(Proposal(id_, "", None, at_step, trial, source), in_training=True)
                 case ("wait", rank, secs):
                     if rank == self.rank and self._last_ticket:
-                        self._resting, self._waits_since = action, self.clock.now
+                        self._is_unfinished, self._waits_since = True, self.clock.now
                         self.feed(self.worker, e.Awaited(self._last_ticket, secs))
                         return
                 case _:
-                    self._resting = action
+                    self._is_unfinished = True
                     self.feed(self.worker, e.Rested(action))
                     return
         if self.replica.step >= plan.steps:
