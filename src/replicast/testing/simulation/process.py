@@ -200,7 +200,8 @@ class Process:
             self.story.checks.settled(self.group.replicas(), command.ticket, command.tell)
 
     def _ended(self, machine: Coordinator, command: c.Ended) -> None:
-        self.story.checks.ended(self.group.number, command.kind, command.outcome)
+        replicas = self.group.replicas()
+        self.story.checks.ended(self.group.number, replicas, command.kind, command.outcome)
 
     # Commands of the worker.
 
@@ -341,6 +342,11 @@ class Process:
             if plan.report_behind:
                 self._report()
             self.group.train(self, plan.stride)
+
+    def rests_with_a_report_to_raise(self) -> bool:
+        """Whether its training thread was forgotten when an audit let all others raise what it found."""
+        stopped = self.frozen_until > self.clock.now or self._waits_since is not None
+        return self.alive and self.replica.report_to_raise is not None and not stopped
 
     def _raise(self) -> None:
         """The script ends with what an audit has found, and the process with it."""
