@@ -25,6 +25,8 @@ from replicast.core.meeting import Meeting
 from replicast.core.messages import Do, Tell
 from replicast.core.operation import Ask, Boundary, EarlierSettled, Go, Outcome, Record
 from replicast.core.operations import audit as audit_module
+from replicast.core.operations import leave as leave_module
+from replicast.core.operations import save as save_module
 from replicast.core.operations.audit import Audit, Report
 from replicast.core.operations.save import TakeSnapshot
 from replicast.core.operations.trial import Begin, End
@@ -352,9 +354,6 @@ def keep_checkpoints_that_were_given_up() -> Any:
 
 @mutation
 def save_a_state_that_differs_between_workers() -> Any:
-    from replicast.core.operations import leave as leave_module
-    from replicast.core.operations import save as save_module
-
     original = save_module.saved
 
     def saved(job: Any, snapshots: Any) -> Any:
@@ -379,6 +378,14 @@ def heal_nothing() -> Any:
 @mutation
 def write_a_checkpoint_before_the_payloads() -> Any:
     return broken(Coordinator, "_is_stored", lambda self, operation: True)
+
+
+@mutation
+def take_snapshots_on_both_sides_of_an_update_for_one_state() -> Any:
+    def are_of_one_state(snapshots: Any) -> bool:
+        return bool(snapshots) and None not in snapshots.values()
+
+    return broken(save_module, "_are_of_one_state", are_of_one_state)
 
 
 @mutation

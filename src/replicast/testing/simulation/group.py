@@ -13,6 +13,7 @@ from replicast.testing.simulation.plan import TOGETHER, Action
 from replicast.testing.simulation.process import Process
 from replicast.testing.simulation.replica import START, Edit, InMemory, SimulatedReplica
 from replicast.testing.simulation.story import Story
+from replicast.testing.simulation.thread import TrainingThread
 
 
 class SimulatedGroup:
@@ -52,7 +53,7 @@ class SimulatedGroup:
         self._polling = [False] * size
         self._last_sent = [0.0] * size
         self._slow_until = [0.0] * size
-        self._in_step: dict[int, list[Process]] = {}
+        self._in_step: dict[int, list[TrainingThread]] = {}
 
     def start(self) -> None:
         """All workers have claimed, restored, and are about to train."""
@@ -162,7 +163,7 @@ class SimulatedGroup:
 
     # Training.
 
-    def train(self, process: Process, steps: int) -> None:
+    def train(self, process: TrainingThread, steps: int) -> None:
         """A process starts its next step; in synchronous training it ends when all have started it."""
         plan, clock, random = self.story.plan, self._clock, self._random
         if not plan.together:
@@ -185,14 +186,14 @@ class SimulatedGroup:
         """Those of all processes."""
         return [process.replica for process in self.processes]
 
-    def ended(self, process: Process, *, left: bool = False) -> None:
+    def ended(self, process: TrainingThread, *, left: bool = False) -> None:
         """The script of a process has ended, or the process was told to end."""
         process.alive = False
         if self.alive and not self._failed and not any(one.alive for one in self.processes):
             self.alive = False
             self._on_end(self, left)
 
-    def die(self, process: Process) -> None:
+    def die(self, process: TrainingThread) -> None:
         """A process is gone; the launcher sees it soon."""
         process.alive = False
         self._failed = True
