@@ -22,9 +22,11 @@ from replicast.core.events import WriteOutcome
 from replicast.core.gather import Gather
 from replicast.core.history import History
 from replicast.core.meeting import Meeting
-from replicast.core.messages import Tell
+from replicast.core.messages import Do, Tell
 from replicast.core.operation import Ask, Boundary, EarlierSettled, Go, Outcome, Record
 from replicast.core.operations import audit as audit_module
+from replicast.core.operations import leave as leave_module
+from replicast.core.operations import save as save_module
 from replicast.core.operations.audit import Audit, Report
 from replicast.core.operations.save import TakeSnapshot
 from replicast.core.operations.trial import Begin, End
@@ -50,10 +52,8 @@ _original = {
         (Coordinator, "_written"),
         (History, "after"),
         (Meeting, "step"),
-        (Worker, "_arrive"),
         (Worker, "_do"),
         (Worker, "_go_on"),
-        (Worker, "_on_message"),
         (coordinator_module, "replayed"),
     ]
 }
@@ -91,12 +91,12 @@ def choose_the_earliest_boundary_instead_of_the_latest() -> Any:
 
 @mutation
 def apply_twice() -> Any:
-    def do(self: Worker, number: int, order: Any) -> None:
-        _original[Worker, "_do"](self, number, order)
-        if not order.in_background:
-            _original[Worker, "_do"](self, number, order)
+    def twice(self: Worker, do: Do) -> None:
+        _original[Worker, "_do"](self, do)
+        if not do.order.in_background:
+            _original[Worker, "_do"](self, do)
 
-    return broken(Worker, "_do", do)
+    return broken(Worker, "_do", twice)
 
 
 @mutation
@@ -354,9 +354,6 @@ def keep_checkpoints_that_were_given_up() -> Any:
 
 @mutation
 def save_a_state_that_differs_between_workers() -> Any:
-    from replicast.core.operations import leave as leave_module
-    from replicast.core.operations import save as save_module
-
     original = save_module.saved
 
     def saved(job: Any, snapshots: Any) -> Any:
@@ -381,6 +378,14 @@ def heal_nothing() -> Any:
 @mutation
 def write_a_checkpoint_before_the_payloads() -> Any:
     return broken(Coordinator, "_is_stored", lambda self, operation: True)
+
+
+@mutation
+def take_snapshots_on_both_sides_of_an_update_for_one_state() -> Any:
+    def are_of_one_state(snapshots: Any) -> bool:
+        return bool(snapshots) and None not in snapshots.values()
+
+    return broken(save_module, "_are_of_one_state", are_of_one_state)
 
 
 @mutation
@@ -432,16 +437,6 @@ def raise_an_audit_before_all_have_its_report() -> Any:
 
 
 @mutation
-def give_up_on_a_report_that_comes_late() -> Any:
-    def serve(self: Coordinator, operation: Any, request: Any) -> None:
-        if isinstance(request, Ask) and isinstance(request.order, Report):
-            request = replace(request, secs=self.timeouts.answer_secs)
-        _original[Coordinator, "_serve"](self, operation, request)
-
-    return broken(Coordinator, "_serve", serve)
-
-
-@mutation
 def keep_the_threads_that_rest_when_an_audit_raises() -> Any:
     return broken(Coordinator, "end_rest", lambda self, operation, refusal: None)
 
@@ -465,22 +460,6 @@ def do_not_say_until_when_an_update_waits() -> Any:
         self._say(Tell(operation.id, tickets, operation.stage, operation.step))
 
     return broken(Coordinator, "_tell_progress", tell_progress)
-
-
-@mutation
-def forget_the_deadline_of_a_boundary_after_a_rest() -> Any:
-    def arrive(self: Worker, step: int) -> None:
-        _original[Worker, "_arrive"](self, step)
-        self._is_timed = True
-
-    def go_on(self: Worker) -> None:
-        self._is_timed = True
-        _original[Worker, "_go_on"](self)
-
-    stack = contextlib.ExitStack()
-    stack.enter_context(broken(Worker, "_arrive", arrive))
-    stack.enter_context(broken(Worker, "_go_on", go_on))
-    return stack
 
 
 @mutation

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from replicast.core.entries import Committed
 from replicast.core.proposal import Proposal
 from replicast.core.stage import Stage
@@ -97,6 +101,29 @@ def test_a_stale_groups_record_is_void_for_every_reader() -> None:
     written = [entry for group in world.story.disk.groups for entry in group if isinstance(entry, Committed)]
     assert len(written) == 2
     assert [entry.attempt for entry in world.story.disk.entries() if isinstance(entry, Committed)] == [1]
+
+
+@pytest.mark.parametrize("late", [0.0015, 0.003, 0.0045])
+def test_no_audit_is_raised_before_a_worker_that_was_stopped_has_its_report(late: float) -> None:
+    plan = Plan(steps=3, audit_every=2, audit_policy="raise", incidents=[(0.5, "drift", 1, 99)])
+    lines = played(plan).notes.lines
+    reported_at = float(next(one for one in lines if "Do        Report" in one).split()[0])
+    world = played(replace(plan, incidents=[*plan.incidents, (reported_at + late, "freeze", 1, 3.0)]))
+    reported = line(world, "worker 1        Report")
+    assert reported < line(world, "raises: d differed")
+    assert float(world.notes.lines[reported].split()[0]) > reported_at + 3.0
+
+
+def test_a_checkpoint_waits_until_the_payload_of_what_was_proposed_before_is_durable() -> None:
+    incidents = [(0.35, "slow", 1, 1.2)]
+    world = played(Plan(steps=3, save_every=2, script={1: [("propose", 1, ADD)]}, incidents=incidents))
+    assert line(world, "payload of add") < line(world, "checkpoint of step 2")
+
+
+def test_a_restart_reads_what_it_applies_from_the_journal() -> None:
+    world = played(Plan(steps=4, script={0: [("propose", 1, ADD)]}, incidents=[(1.2, "kill", 0)]))
+    assert len(world.groups) == 2
+    assert line(world, "Do        Load add from the journal (worker 0)") < line(world, "attempt 1 has ended")
 
 
 def test_a_function_that_raises_is_refused_and_changes_nothing() -> None:

@@ -18,12 +18,19 @@ What the runtime has to keep to:
 - A training thread at a boundary makes an `Arrived` and waits for `Pass`. When `Worker.passes(step)` says
   that there is nothing to do, it need not: that is one uncontended lock.
 - An order that is not `in_background` is carried out by the training thread, which stands.
-- What a training thread has proposed is sent before that thread arrives at the next boundary or rests.
+- What a training thread has proposed is sent before it arrives at the next boundary, rests or reports.
+- `Reported` is made on all workers at the same boundaries. Just before `Arrived`, and just before the next
+  step, all have the same state. Between the two, an update may be applied on workers that wait there: then
+  an audit looks again where all stand, and a checkpoint's snapshots are taken again (`Replica.snapshot`).
+- What a worker publishes is available until its attempt ends; `Replica.load` makes available what the
+  journal holds. `Replica.discard` also forgets what is still being fetched.
+- A report to raise (`Replica.report`) is raised when the training thread goes on: at `Pass` or `Continue`.
 - A guard is asked by the proposing worker before `Proposed`, and of a function's result in `Replica.compute`.
 
 Where is …                          | file
 an update coming in                 | `coordinator.py`, `_propose`
 it waiting                          | `coordinator.py`: `operations`, the one list
+its author told                     | `tickets.py`, and which refusals are written first
 its whole way                       | `operations/update.py`
 where all training threads stop     | `meeting.py`, `worker.py`; whose turn it is there: `boundaries.py`
 what is written down                | `entries.py`; how it is read, and which of it counts: `history.py`

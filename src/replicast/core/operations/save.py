@@ -9,7 +9,7 @@
 
 With the state goes what was proposed before the boundary and is not committed: a script that starts again
 from here does not come to those lines again. While a trial is under way nothing is saved: one that is
-due then is made when it is over.
+due then is made when it is over. Snapshots between which an update was applied are taken once more.
 """
 
 from __future__ import annotations
@@ -62,12 +62,22 @@ class Save(Operation):
         elif self.tokens:  # all training threads rest in it: they cannot train to the end of a trial
             self.in_trial = True
             yield EarlierSettled()
-        if not snapshots or None in snapshots.values():  # a trial was under way: its end comes first
+        if not _are_of_one_state(snapshots):
             yield Boundary()
             if job.trial is not None:
                 raise Refuse(f"{under_way(job.trial)}: what may be reverted is not saved")
             snapshots = yield Go(TakeSnapshot(), resume=True)
         return (yield from saved(job, snapshots))
+
+
+def _are_of_one_state(snapshots: Snapshots) -> bool:
+    """Whether all workers have taken one, all before or all after every update at that boundary.
+
+    A worker that has taken its snapshot may wait there for something else; then an update is applied there,
+    and workers that come later take theirs with it. In a trial there is none: its end comes first.
+    """
+    taken = [one for one in snapshots.values() if one is not None]
+    return 0 < len(taken) == len(snapshots) and len({one.holds for one in taken}) == 1
 
 
 def saved(job: Job, snapshots: Snapshots) -> Generator[AnyRequest, Any, Outcome]:

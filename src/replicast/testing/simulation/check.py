@@ -11,6 +11,7 @@ from replicast.core.entries import Committed, Decided, Entry, Payload, Saved, Sc
 from replicast.core.history import History
 from replicast.core.messages import Propose, Tell
 from replicast.core.operation import Outcome
+from replicast.core.operations.audit import AuditReport
 from replicast.core.proposal import Proposal
 from replicast.core.stage import Stage
 from replicast.testing.simulation.clock import Clock
@@ -93,7 +94,7 @@ class Checks:
                     f"the checkpoint of step {entry.step} needs {proposal.id}, which is not durable"
                 )
 
-    def ended(self, attempt: int, kind: str, outcome: Outcome) -> None:
+    def ended(self, attempt: int, replicas: Sequence[SimulatedReplica], kind: str, outcome: Outcome) -> None:
         """An operation that nobody holds a ticket for has ended."""
         self._notes.count(f"{kind}: {getattr(outcome.result, 'outcome', outcome.stage)}")
         problem = getattr(outcome.result, "problem", "")
@@ -103,6 +104,16 @@ class Checks:
             raise StoryFailed(f"a false alarm: {kind} {outcome}")
         if kind == "audit" and outcome.stage is not Stage.VERIFIED:
             self._unhealed.add(attempt)
+        if isinstance(outcome.result, AuditReport):
+            self._check_report(replicas, outcome.result)
+
+    def _check_report(self, replicas: Sequence[SimulatedReplica], report: AuditReport) -> None:
+        """An audit has ended with a report."""
+        for one in report.differences:
+            if len(replicas) < 2 * max(map(len, one.groups)) and 2 * len(one.groups[0]) < len(replicas):
+                raise StoryFailed(f"the value of a minority counts: {one}")
+        if report.outcome == "raised" and any(one.report_to_raise is None for one in replicas):
+            raise StoryFailed(f"not every worker raises what an audit found: {report}")
 
     def raised(self, replicas: Sequence[SimulatedReplica]) -> None:
         """A training thread is about to raise what an audit has found, which may end the others."""

@@ -9,9 +9,11 @@ from typing import Any
 from replicast.core import events as e
 from replicast.core.entries import Payload
 from replicast.core.messages import OUTSIDE, Propose, Tell
+from replicast.testing.simulation.plan import TOGETHER, Action
 from replicast.testing.simulation.process import Process
 from replicast.testing.simulation.replica import START, Edit, InMemory, SimulatedReplica
 from replicast.testing.simulation.story import Story
+from replicast.testing.simulation.thread import TrainingThread
 
 
 class SimulatedGroup:
@@ -51,7 +53,7 @@ class SimulatedGroup:
         self._polling = [False] * size
         self._last_sent = [0.0] * size
         self._slow_until = [0.0] * size
-        self._in_step: dict[int, list[Process]] = {}
+        self._in_step: dict[int, list[TrainingThread]] = {}
 
     def start(self) -> None:
         """All workers have claimed, restored, and are about to train."""
@@ -69,7 +71,8 @@ class SimulatedGroup:
         step, values, holds, places = 0, START, frozenset[int](), [0] * plan.size
         if start is not None:
             step, holds = start.step, start.holds
-            values, places = dict(start.state[0][0]), [place for _, place in start.state]
+            values = dict(start.state[0][0])
+            places = aligned([place for _, place in start.state], plan.script.get(step, []))
         story.notes.say(self.number, "launcher", f"attempt {self.number} starts at step {step}")
         kinds = story.machines
         coordinator = kinds.coordinator(
@@ -160,7 +163,7 @@ class SimulatedGroup:
 
     # Training.
 
-    def train(self, process: Process, steps: int) -> None:
+    def train(self, process: TrainingThread, steps: int) -> None:
         """A process starts its next step; in synchronous training it ends when all have started it."""
         plan, clock, random = self.story.plan, self._clock, self._random
         if not plan.together:
@@ -183,14 +186,14 @@ class SimulatedGroup:
         """Those of all processes."""
         return [process.replica for process in self.processes]
 
-    def ended(self, process: Process, *, left: bool = False) -> None:
+    def ended(self, process: TrainingThread, *, left: bool = False) -> None:
         """The script of a process has ended, or the process was told to end."""
         process.alive = False
         if self.alive and not self._failed and not any(one.alive for one in self.processes):
             self.alive = False
             self._on_end(self, left)
 
-    def die(self, process: Process) -> None:
+    def die(self, process: TrainingThread) -> None:
         """A process is gone; the launcher sees it soon."""
         process.alive = False
         self._failed = True
@@ -202,3 +205,16 @@ class SimulatedGroup:
         self.alive = False
         for process in self.processes:
             process.alive = False
+
+
+def aligned(places: list[int], actions: list[Action]) -> list[int]:
+    """Where the scripts go on after a restart: what all do together is done again by all, or by none.
+
+    Args:
+        places: How many of the actions each worker had done when its state was saved.
+        actions: What the scripts do at that step.
+    """
+    together = [place for place, action in enumerate(actions) if action[0] in TOGETHER]
+    done = min(sum(one < place for one in together) for place in places)
+    last = together[done] if done < len(together) else len(actions)
+    return [min(place, last) for place in places]

@@ -14,6 +14,7 @@ Action = tuple[Any, ...]
 """What the script of every worker does behind a boundary; some of it on one worker only:
 ("propose", rank, proposal), ("function", source, id, number, at_step, trial, by), ("wait", rank, secs);
 or all together: ("sync", source), ("save",), ("audit", policy), ("meet",)."""
+TOGETHER = ("sync", "save", "audit", "meet")
 Incident = tuple[Any, ...]
 """What happens at a time, from outside: (time, kind, …)."""
 
@@ -32,8 +33,8 @@ class Plan:
         quick: Whether nothing is prepared slowly; for transcripts.
         save_every: Steps between planned checkpoints; 0 for none.
         audit_every: Steps between planned audits; 0 for none.
-        report_behind: Whether planned saves and audits are made just before the next step instead of as the
-            boundary is reached.
+        planned_at: Where planned saves and audits are made: "before" the boundary; "behind" it, where a
+            worker may still wait for others; or "late", just before the next step.
         audit_policy: What becomes of replicas that differ, unless a script says otherwise.
         go_back: The attempt that finds the last checkpoint damaged and takes the one before; 0 for none.
         crash: A process dies between two of its commands: attempt, rank, after how many of them.
@@ -50,7 +51,7 @@ class Plan:
     quick: bool = False
     save_every: int = 0
     audit_every: int = 0
-    report_behind: bool = False
+    planned_at: str = "before"
     audit_policy: str = "heal"
     go_back: int = 0
     crash: tuple[int, int, int] | None = None
@@ -73,7 +74,7 @@ class _Chooser:
             together=random.random() < 0.8,
             save_every=int(random.random() * 4),
             audit_every=(0, 0, 2, 4)[int(random.random() * 4)],
-            report_behind=random.random() < 0.3,
+            planned_at=("before", "before", "behind", "late")[int(random.random() * 4)],
             audit_policy=("heal", "heal", "raise", "warn")[random.randrange(4)],
             go_back=int(random.random() < 0.15),
         )

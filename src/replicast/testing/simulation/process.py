@@ -1,4 +1,4 @@
-"""A simulated worker process: drives a `Worker`, on rank 0 a `Coordinator`, and plays the training thread.
+"""A simulated worker process: drives a `Worker`, and on rank 0 a `Coordinator`.
 
 The runtime does the same with real threads and files.
 """
@@ -7,62 +7,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from replicast.core import commands as c
 from replicast.core import events as e
 from replicast.core.coordinator import Coordinator
 from replicast.core.entries import Saved
 from replicast.core.operations.leave import Exit
-from replicast.core.operations.save import TakeSnapshot
 from replicast.core.operations.update import Prepare
-from replicast.core.proposal import Proposal
 from replicast.core.refusal import Refuse
 from replicast.core.worker import Worker
-from replicast.testing.simulation.replica import InMemory, SimulatedReplica, StoryFailed
+from replicast.testing.simulation.replica import SimulatedReplica
 from replicast.testing.simulation.story import Story
+from replicast.testing.simulation.thread import Group, TrainingThread
 from replicast.testing.simulation.words import described
 
-LONG_SECS = 55.0
-"""No delay and no other deadline lasts so long: a thread that waits until then was forgotten."""
 
-
-class Group(Protocol):
-    """What a process knows of its group: the channel, and the transfers of training."""
-
-    number: int
-
-    def send(self, rank: int, message: Any) -> None:
-        """From a worker to the coordinator."""
-
-    def append(self, message: Any) -> None:
-        """From the coordinator to all workers."""
-
-    def train(self, process: Process, steps: int) -> None:
-        """Starts the next step."""
-
-    def closing(self) -> None:
-        """A script has come to its end."""
-
-    def ended(self, process: Process, *, left: bool = False) -> None:
-        """The script of a process has ended, or the process was told to end."""
-
-    def die(self, process: Process) -> None:
-        """A process is gone."""
-
-    def replicas(self) -> list[SimulatedReplica]:
-        """Those of all processes."""
-
-
-class Process:
-    """One process. When it is not `alive`, nothing of it happens any more.
+class Process(TrainingThread):
+    """One process.
 
     Attributes:
-        frozen_until: Stopped by SIGSTOP until then.
         hangs: The next thing that it does in the background never ends.
         commands_left: It dies after so many commands; None when it does not.
-        place: How many actions of the script behind the current boundary are done.
     """
 
     def __init__(
@@ -75,28 +41,13 @@ class Process:
         coordinator: Coordinator | None,
         place: int,
     ) -> None:
-        self.story = story
-        self.clock = story.clock
-        self.group = group
-        self.rank = rank
-        self.name = f"worker {rank}"
-        self.worker = worker
-        self.replica = replica
-        replica.place = self._place_of_snapshot
+        super().__init__(story, group, rank, worker, replica, place)
         self.coordinator = coordinator
-        self.place = place
-        self.alive = True
-        self.done = False
         self.hangs = False
-        self.frozen_until = 0.0
         self.commands_left: int | None = None
         self._events: deque[tuple[Any, Any]] = deque()
         self._driving = False
-        self._tickets = 0
-        self._last_ticket = ""
         self._write_ends = 0.0
-        self._resting: tuple[Any, ...] = ()
-        self._waits_since = 0.0
 
     # Events in, commands out.
 
@@ -200,7 +151,8 @@ class Process:
             self.story.checks.settled(self.group.replicas(), command.ticket, command.tell)
 
     def _ended(self, machine: Coordinator, command: c.Ended) -> None:
-        self.story.checks.ended(self.group.number, command.kind, command.outcome)
+        replicas = self.group.replicas()
+        self.story.checks.ended(self.group.number, replicas, command.kind, command.outcome)
 
     # Commands of the worker.
 
@@ -253,102 +205,6 @@ class Process:
 
     def _discard(self, machine: Worker, command: c.Discard) -> None:
         self.replica.discard(command.id)
-
-    def _pass(self, machine: Worker, command: c.Pass) -> None:
-        self._play()
-
-    def _place_of_snapshot(self) -> int:
-        """Where a restart from here goes on: what the script waits in now is done again."""
-        return self.place - 1 if self._resting else self.place
-
-    def _continue(self, machine: Worker, command: c.Continue) -> None:
-        resting, self._resting = self._resting, ()
-        if resting and resting[0] == "wait" and self.clock.now - self._waits_since > LONG_SECS:
-            raise StoryFailed(f"{self.name} has waited for what cannot come before it trains")
-        if self.done and self.replica.report_to_raise is None:
-            self.group.ended(self)
-        else:
-            self._play()
-
-    # The training thread.
-
-    def propose(self, proposal: Proposal, *, in_training: bool = False) -> None:
-        """Somebody in this process proposes something."""
-        self._tickets += 1
-        ticket = f"{self.group.number}.{self.rank}.{self._tickets}"
-        if in_training:
-            self._last_ticket = ticket
-        self.story.checks.proposed(ticket, proposal, in_training=in_training)
-        if proposal.content is not None:
-            edits: Any = proposal.content
-            proposal = replace(proposal, content=InMemory(self.group.number, edits))
-        self.feed(self.worker, e.Proposed(ticket, proposal))
-
-    def arrive(self, steps: int) -> None:
-        """A step has ended."""
-        if not self.alive:
-            return
-        if self.frozen_until > self.clock.now:
-            self.clock.at(self.frozen_until, self.arrive, steps)
-            return
-        self.replica.train(steps)
-        self.place = 0
-        if not self.story.plan.report_behind:
-            self._report()
-        self.feed(self.worker, e.Arrived(self.replica.step))
-
-    def _report(self) -> None:
-        """What all workers do by themselves at the same steps, where all have the same state."""
-        plan, step = self.story.plan, self.replica.step
-        if plan.audit_every and step % plan.audit_every == 0:
-            self.feed(self.worker, e.Reported("audit", self.replica.glance()))
-        if plan.save_every and step % plan.save_every == 0:
-            self.feed(self.worker, e.Reported("save", TakeSnapshot().perform(self.replica)))
-
-    def _play(self) -> None:
-        """What the script does behind a boundary: some of it waits."""
-        if self.replica.report_to_raise is not None:
-            self._raise()
-            return
-        plan, actions = self.story.plan, self.story.plan.script.get(self.replica.step, ())
-        while self.place < len(actions):
-            action = actions[self.place]
-            self.place += 1
-            match action:
-                case ("propose", rank, proposal):
-                    if rank == self.rank:
-                        self.propose(proposal, in_training=True)
-                case ("function", source, id_, number, at_step, trial, by):
-                    if by not in (None, self.rank):
-                        continue
-                    if source == self.rank:
-                        self.replica.functions[id_] = number
-                    self.propose(Proposal(id_, "", None, at_step, trial, source), in_training=True)
-                case ("wait", rank, secs):
-                    if rank == self.rank and self._last_ticket:
-                        self._resting, self._waits_since = action, self.clock.now
-                        self.feed(self.worker, e.Awaited(self._last_ticket, secs))
-                        return
-                case _:
-                    self._resting = action
-                    self.feed(self.worker, e.Rested(action))
-                    return
-        if self.replica.step >= plan.steps:
-            self.done = True
-            self.group.closing()
-            self.feed(self.worker, e.Rested(("close",)))
-        else:
-            if plan.report_behind:
-                self._report()
-            self.group.train(self, plan.stride)
-
-    def _raise(self) -> None:
-        """The script ends with what an audit has found, and the process with it."""
-        self.story.notes.say(
-            self.group.number, self.name, f"raises: {described(self.replica.report_to_raise)}"
-        )
-        self.story.checks.raised(self.group.replicas())
-        self.group.die(self)
 
 
 _CARRIED_OUT_BY: dict[type[Any], Callable[[Process, Any, Any], None]] = {

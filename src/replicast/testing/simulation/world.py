@@ -15,6 +15,8 @@ from replicast.testing.simulation.story import Machines, Story
 
 SILENT_SECS = 15.0
 """When the launcher ends a group because a worker is stopped."""
+DISTURBING = {"crash", "kill", "late message", "unknown write", "stale write"}
+"""Faults after which a worker may not have heard what the others have."""
 MOST_SECS = 5000.0
 MOST_EVENTS = 50_000
 
@@ -77,6 +79,9 @@ class World:
     def _restart(self, group: SimulatedGroup) -> None:
         """The launcher has seen that a group has failed."""
         if group.alive:
+            forgotten = [one.name for one in group.processes if one.rests_with_a_report_to_raise()]
+            if forgotten and not self.notes.faults.keys() & DISTURBING:
+                raise StoryFailed(f"{forgotten} still rest with a report to raise")
             group.kill()
             self.notes.say(group.number, "launcher", f"ends attempt {group.number}")
             if group is self.groups[-1]:

@@ -1,0 +1,198 @@
+"""A simulated training thread: it trains, comes to boundaries, and does what the script says behind them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import replace
+from typing import Any, Protocol
+
+from replicast.core import commands as c
+from replicast.core import events as e
+from replicast.core.coordinator import Coordinator
+from replicast.core.operations.save import TakeSnapshot
+from replicast.core.proposal import Proposal
+from replicast.core.reports import Snapshot
+from replicast.core.worker import Worker
+from replicast.testing.simulation.replica import InMemory, SimulatedReplica, StoryFailed
+from replicast.testing.simulation.story import Story
+from replicast.testing.simulation.words import described
+
+LONG_SECS = 55.0
+"""No delay and no other deadline lasts so long: a thread that waits until then was forgotten."""
+
+
+class Group(Protocol):
+    """What a process knows of its group: the channel, and the transfers of training."""
+
+    number: int
+
+    def send(self, rank: int, message: Any) -> None:
+        """From a worker to the coordinator."""
+
+    def append(self, message: Any) -> None:
+        """From the coordinator to all workers."""
+
+    def train(self, process: TrainingThread, steps: int) -> None:
+        """Starts the next step."""
+
+    def closing(self) -> None:
+        """A script has come to its end."""
+
+    def ended(self, process: TrainingThread, *, left: bool = False) -> None:
+        """The script of a process has ended, or the process was told to end."""
+
+    def die(self, process: TrainingThread) -> None:
+        """A process is gone."""
+
+    def replicas(self) -> list[SimulatedReplica]:
+        """Those of all processes."""
+
+
+class TrainingThread(ABC):
+    """The part of a process that trains.
+
+    Attributes:
+        alive: Whether its process runs; when not, nothing of it happens any more.
+        frozen_until: Stopped by SIGSTOP until then.
+        place: How many actions of the script behind the current boundary are done.
+    """
+
+    def __init__(
+        self, story: Story, group: Group, rank: int, worker: Worker, replica: SimulatedReplica, place: int
+    ) -> None:
+        self.story = story
+        self.clock = story.clock
+        self.group = group
+        self.rank = rank
+        self.name = f"worker {rank}"
+        self.worker = worker
+        self.replica = replica
+        replica.place = self._place_of_snapshot
+        self.alive = True
+        self.frozen_until = 0.0
+        self.place = place
+        self._is_done = False
+        self._tickets = 0
+        self._last_ticket = ""
+        self._is_unfinished = False
+        self._waits_since: float | None = None
+        self._snapshots: deque[Snapshot | None] = deque()
+
+    @abstractmethod
+    def feed(self, machine: Worker | Coordinator, event: Any) -> None:
+        """Gives an event to one of the machines and carries out its commands."""
+
+    def _pass(self, machine: Worker, command: c.Pass) -> None:
+        if self.story.plan.planned_at == "behind":
+            self._take_planned()
+        self._play()
+
+    def _place_of_snapshot(self) -> int:
+        """Where a restart from here goes on: what the script still waits in is done again."""
+        return self.place - 1 if self._is_unfinished else self.place
+
+    def _continue(self, machine: Worker, command: c.Continue) -> None:
+        waits_since, self._waits_since, self._is_unfinished = self._waits_since, None, False
+        if waits_since is not None and self.clock.now - waits_since > LONG_SECS:
+            raise StoryFailed(f"{self.name} has waited for what cannot come before it trains")
+        if self._is_done and self.replica.report_to_raise is None:
+            self.group.ended(self)
+        else:
+            self._play()
+
+    def propose(self, proposal: Proposal, *, in_training: bool = False) -> None:
+        """Somebody in this process proposes something."""
+        self._tickets += 1
+        ticket = f"{self.group.number}.{self.rank}.{self._tickets}"
+        if in_training:
+            self._last_ticket = ticket
+        self.story.checks.proposed(ticket, proposal, in_training=in_training)
+        if proposal.content is not None:
+            edits: Any = proposal.content
+            proposal = replace(proposal, content=InMemory(self.group.number, edits))
+        self.feed(self.worker, e.Proposed(ticket, proposal))
+
+    def arrive(self, steps: int) -> None:
+        """A step has ended."""
+        if not self.alive:
+            return
+        if self.frozen_until > self.clock.now:
+            self.clock.at(self.frozen_until, self.arrive, steps)
+            return
+        self.replica.train(steps)
+        self.place = 0
+        if self.story.plan.planned_at == "before":
+            self._take_planned()
+            self._report_planned(0)
+        self.feed(self.worker, e.Arrived(self.replica.step))
+
+    def _take_planned(self) -> None:
+        """What all workers do by themselves at the same steps. An audit is reported at once."""
+        plan, step = self.story.plan, self.replica.step
+        if plan.audit_every and step % plan.audit_every == 0:
+            self.feed(self.worker, e.Reported("audit", self.replica.glance()))
+        if plan.save_every and step % plan.save_every == 0:
+            self._snapshots.append(TakeSnapshot().perform(self.replica))
+
+    def _report_planned(self, place: int) -> None:
+        """What was proposed so far belongs to the checkpoint: a restart goes on at this place."""
+        while self._snapshots:
+            snapshot = self._snapshots.popleft()
+            if snapshot is not None:
+                values, _ = snapshot.details
+                snapshot = replace(snapshot, details=(values, place))
+            self.feed(self.worker, e.Reported("save", snapshot))
+
+    def _play(self) -> None:
+        """What the script does behind a boundary: some of it waits."""
+        if self.replica.report_to_raise is not None:
+            self._raise()
+            return
+        plan, actions = self.story.plan, self.story.plan.script.get(self.replica.step, ())
+        while self.place < len(actions):
+            action = actions[self.place]
+            self.place += 1
+            match action:
+                case ("propose", rank, proposal):
+                    if rank == self.rank:
+                        self.propose(proposal, in_training=True)
+                case ("function", source, id_, number, at_step, trial, by):
+                    if by not in (None, self.rank):
+                        continue
+                    if source == self.rank:
+                        self.replica.functions[id_] = number
+                    self.propose(Proposal(id_, "", None, at_step, trial, source), in_training=True)
+                case ("wait", rank, secs):
+                    if rank == self.rank and self._last_ticket:
+                        self._is_unfinished, self._waits_since = True, self.clock.now
+                        self.feed(self.worker, e.Awaited(self._last_ticket, secs))
+                        return
+                case _:
+                    self._report_planned(self.place - 1)
+                    self._is_unfinished = True
+                    self.feed(self.worker, e.Rested(action))
+                    return
+        if self.replica.step >= plan.steps:
+            self._is_done = True
+            self._report_planned(self.place)
+            self.group.closing()
+            self.feed(self.worker, e.Rested(("close",)))
+        else:
+            if plan.planned_at == "late":
+                self._take_planned()
+            self._report_planned(self.place)
+            self.group.train(self, plan.stride)
+
+    def rests_with_a_report_to_raise(self) -> bool:
+        """Whether its training thread was forgotten when an audit let all others raise what it found."""
+        stopped = self.frozen_until > self.clock.now or self._waits_since is not None
+        return self.alive and self.replica.report_to_raise is not None and not stopped
+
+    def _raise(self) -> None:
+        """The script ends with what an audit has found, and the process with it."""
+        self.story.notes.say(
+            self.group.number, self.name, f"raises: {described(self.replica.report_to_raise)}"
+        )
+        self.story.checks.raised(self.group.replicas())
+        self.group.die(self)
