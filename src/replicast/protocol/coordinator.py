@@ -22,9 +22,7 @@ from replicast.protocol.messages import (
     WITHDRAW,
     WITHDRAWN,
     Again,
-    Coming,
     Drop,
-    Expect,
     Free,
     Parked,
     Paused,
@@ -53,7 +51,7 @@ class Suspected:
     """An audit for which nobody stood still has found a difference."""
 
 
-Incoming: TypeAlias = Proposal | Coming | Paused | Parked | Request | Stopped | Suspected
+Incoming: TypeAlias = Proposal | Paused | Parked | Request | Stopped | Suspected
 
 
 class Coordinator:
@@ -112,8 +110,6 @@ class Coordinator:
                 case None:
                     self._pauses.remind()
                     self._channel.forget_read()
-                case Coming(parcel):
-                    self._channel.append(Expect(parcel))
                 case Paused():
                     self._note_paused(first)
                 case Parked():
@@ -251,8 +247,6 @@ class Coordinator:
         if known is None:
             self._known[proposal.id] = proposal.content_digest
             return True
-        if proposal.parcel is not None:
-            self._channel.append(Expect(proposal.parcel, needless=True))
         if known == proposal.content_digest or proposal.source is not None:
             self._join_the_first(proposal)
             return False
@@ -290,8 +284,6 @@ class Coordinator:
         held_back = [proposal for proposal in self._held_back if proposal.id == id_]
         self._held_back = [proposal for proposal in self._held_back if proposal.id != id_]
         for proposal in held_back:
-            if proposal.parcel is not None:
-                self._channel.append(Expect(proposal.parcel, needless=True))
             self._rounds.drop(proposal, error)
         for ready in [one for one in self._behind if one.proposal.id == id_]:
             self._behind.remove(ready)

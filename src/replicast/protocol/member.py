@@ -38,7 +38,6 @@ from replicast.protocol.messages import (
     Compute,
     Computed,
     Drop,
-    Expect,
     Failed,
     Free,
     Go,
@@ -303,8 +302,6 @@ class Member:
 
     def _heed(self, message: Any) -> Answer | None:
         match message:
-            case Expect():
-                self.shelf.expect(message)
             case Stage():
                 return self.trying.answer(message, self._stage(message))
             case Hold(round_):

@@ -1,7 +1,7 @@
 """What workers say to each other about updates: one small frozen class per sentence, JSON on the way.
 
-- To the coordinator, by any worker: Proposal, Coming, Paused, Parked, Request.
-- To all workers, by the coordinator: Expect, Stage, Drop, Hold, Aim, Compute, Go, Free, Advance, Replay,
+- To the coordinator, by any worker: Proposal, Paused, Parked, Request.
+- To all workers, by the coordinator: Stage, Drop, Hold, Aim, Compute, Go, Free, Advance, Replay,
   Resume, Again, Verified, Failed.
 - Back to the coordinator: Answer, to one sentence; Computed, to one order; Applied, to one update.
 - In a trial and in an audit: those of `trial_messages` and `audit_messages`.
@@ -46,13 +46,6 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class Coming:
-    """A worker begins to publish what it will propose next. A hint; nothing may follow."""
-
-    parcel: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class Paused:
     """A worker waits at a boundary for all others to come there, and for everything proposed before.
 
@@ -90,18 +83,6 @@ WITHDRAW = "withdraw\n"
 """How the action of a request begins that takes an update back; its id follows."""
 WITHDRAWN = "It was withdrawn before it was applied"
 """Why such an update is refused."""
-
-
-@dataclass(frozen=True, slots=True)
-class Expect:
-    """These bytes are being written: take what is there of them already.
-
-    Attributes:
-        needless: Give that back: they are the bytes of what is known, and will not be staged.
-    """
-
-    parcel: dict[str, Any]
-    needless: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,8 +287,8 @@ class Applied:
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        *(Proposal, Coming, Paused, Parked, Request),
-        *(Expect, Stage, Drop, Hold, Aim, Compute, Go, Free, Advance),
+        *(Proposal, Paused, Parked, Request),
+        *(Stage, Drop, Hold, Aim, Compute, Go, Free, Advance),
         *(Replay, Resume, Again, Verified, Failed),
         *(Examine, Lend, Weigh, Audited, Cut, Settle),
         *(Answer, Computed, Applied, Examined, Weighed, Condemned, Tried, Settled),

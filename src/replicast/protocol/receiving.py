@@ -1,7 +1,7 @@
 """How a worker takes an update that another proposes: the bytes, and a look at every value.
 
 Whether a value is finite is looked for by all workers of a host together, each at the share of the bytes
-that it checks, while the processor has them at hand. A large update is looked at while it still arrives.
+that it checks, while the processor has them at hand.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from replicast.transport import Look, Parcel, Transport
 from replicast.update import Update
 from replicast.validate import Limits, planned
 
-EXPECTED_AT_ONCE = 4
-
 
 class Receiving:
     """Takes updates from the transport. For the follower's thread.
@@ -31,16 +29,6 @@ class Receiving:
         self._transport = transport
         self._schema = schema
         self._limits = limits
-        self._doubtful: dict[str, set[int]] = {}
-
-    def expect(self, parcel: Parcel) -> None:
-        """The bytes are on their way: looks at them as they come."""
-        # The places of arrays; written by the arrival's thread until `receive` returns.
-        doubtful: set[int] = set()
-        self._doubtful[parcel.id] = doubtful
-        while len(self._doubtful) > EXPECTED_AT_ONCE:
-            del self._doubtful[next(iter(self._doubtful))]
-        self._transport.expect(parcel, _looking(doubtful))
 
     def take(self, parcel: Parcel, timeout_secs: float) -> Update:
         """The update in a parcel, as it will be applied.
@@ -48,7 +36,7 @@ class Receiving:
         Raises:
             UpdateRefused: The bytes did not arrive, or something about the update is wrong.
         """
-        doubtful = self._doubtful.pop(parcel.id, set())
+        doubtful: set[int] = set()  # the places of arrays
         *arrays, described = self._transport.receive(parcel, timeout_secs, _looking(doubtful))
         update = Update.from_parts(json.loads(described.tobytes()), arrays)
         first = [0]

@@ -19,7 +19,7 @@ from replicast import faults
 from replicast.edits import Operation
 from replicast.errors import ReplicastError, UpdateRefused
 from replicast.protocol.channel import Channel
-from replicast.protocol.messages import Answer, Coming, Drop, Expect, Failed, Stage, Verified
+from replicast.protocol.messages import Answer, Drop, Failed, Stage, Verified
 from replicast.protocol.receiving import Receiving
 from replicast.schema import Schema
 from replicast.transport import Parcel, Transport
@@ -62,21 +62,10 @@ class Shelf:
         parcel_id = f"{self._channel.name}-{self._channel.rank}-{next(self._parcels)}"
         # A variable may live in what it was assigned; from all other values it is computed.
         to_read = all(edit.operation is not Operation.ASSIGN for edit in update.edits)
-        arrays = [*update.arrays(), described]
-        # What has no ticket is published in the midst of a round: it would be staged before it was expected.
-        announce = self._announce if ticket else None
-        parcel = self._transport.publish(parcel_id, arrays, announce, store=update.store, to_read=to_read)
+        parcel = self._transport.publish(parcel_id, [*update.arrays(), described], to_read=to_read)
         known_by = parcel.digest if content_digest is None else content_digest
         self._published[parcel.id] = (update.id, known_by, ticket)
         return parcel
-
-    def expect(self, message: Expect) -> None:
-        """The bytes of the next one are on their way, or are not needed after all."""
-        parcel = Parcel.from_json(message.parcel)
-        if message.needless:
-            self._transport.release(parcel.id)
-        else:
-            self._receiving.expect(parcel)
 
     def stage(self, message: Stage, timeout_secs: float) -> Answer:
         """Fetches the bytes and checks them; the answer says whether this worker could apply them."""
@@ -118,9 +107,6 @@ class Shelf:
             if (update_id, content_digest) == (id_, message.content_digest) and meant:
                 del self._published[parcel_id]
                 self._transport.release(parcel_id)
-
-    def _announce(self, parcel: Parcel) -> None:
-        self._channel.post(Coming(parcel.to_json()))
 
 
 def by_worker(error: UpdateRefused, rank: int) -> dict[str, Any]:

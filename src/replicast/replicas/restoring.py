@@ -279,7 +279,7 @@ def _memory_for(member: Member, names: Sequence[str]) -> Arrays:
     shapes = {variable.name: variable for variable in member.state.schema}
     like = [np.broadcast_to(np.zeros((), dtype_of(shapes[name])), shapes[name].shape) for name in names]
     pieces, nbytes = lay_out(like)
-    return dict(zip(names, arrays_in(fresh_memory(nbytes), Parcel("", 0, nbytes, pieces)), strict=True))
+    return dict(zip(names, arrays_in(fresh_memory(nbytes), pieces), strict=True))
 
 
 def _check_first(member: Member, reader: CheckpointReader | None, what: str, told: dict[str, Any]) -> str:

@@ -34,10 +34,10 @@ import numpy.typing as npt
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed, UpdateRefused
 from replicast.mapping import Bytes
-from replicast.storing import Store
-from replicast.transport.base import Announce, Look, Parcel, Transport, not_arrived
+from replicast.transport.base import Look, Parcel, Transport, not_arrived
+from replicast.transport.files import SharedFile
 from replicast.transport.keys import chunk_ranges, group_key, instance_keys, leaders_of, next_block
-from replicast.transport.shared import Draft, SharedMemoryTransport
+from replicast.transport.shared import SharedMemoryTransport
 
 IN_FLIGHT = 4
 """Chunks on their way at once: while one is copied, others are sent."""
@@ -77,19 +77,9 @@ class BroadcastTransport(Transport):
         self._sent: set[str] = set()
 
     def publish(  # noqa: D102
-        self,
-        parcel_id: str,
-        arrays: Sequence[npt.NDArray[Any]],
-        announce: Announce | None = None,
-        *,
-        store: Store | None = None,
-        to_read: bool = False,
+        self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], *, to_read: bool = False
     ) -> Parcel:
-        return self._shared.publish(parcel_id, arrays, announce, store=store, to_read=to_read)
-
-    def expect(self, parcel: Parcel, look: Look = lambda *_: None) -> None:  # noqa: D102
-        if self._hosts[parcel.source] == self._hosts[self._rank]:
-            self._shared.expect(parcel, look)
+        return self._shared.publish(parcel_id, arrays, to_read=to_read)
 
     def receive(  # noqa: D102
         self, parcel: Parcel, timeout_secs: float, look: Look = lambda *_: None
@@ -137,7 +127,7 @@ class BroadcastTransport(Transport):
 
     def _receive_for_host(self, parcel: Parcel, timeout_secs: float, until: float, sender: int) -> None:
         try:
-            draft = self._shared.reserve(parcel.nbytes)
+            file = self._shared.reserve(parcel.nbytes)
         except UpdateRefused as refusal:
             self._say(parcel, f"room/{self._rank}", {"refused": refusal.to_json()})
             raise
@@ -145,11 +135,11 @@ class BroadcastTransport(Transport):
             self._say(parcel, f"room/{self._rank}", {})
             decision = self._decision_of_others(parcel, timeout_secs, until, sender)
             self._follow(decision)
-            self._transfer(parcel, decision["block"], _receiving(draft))
+            self._transfer(parcel, decision["block"], _receiving(file))
+            self._shared.complete(parcel.id, file)
         except BaseException:
-            draft.discard()
+            file.remove()
             raise
-        self._shared.complete(parcel.id, draft)
         self._say(parcel, f"here/{self._rank}", {})
 
     def _decision_of_others(
@@ -224,7 +214,7 @@ def _sending(data: Bytes) -> Callable[[int, int, int, int, int], None]:
     return send
 
 
-def _receiving(draft: Draft) -> Callable[[int, int, int, int, int], None]:
+def _receiving(file: SharedFile) -> Callable[[int, int, int, int, int], None]:
     import tensorflow as tf
 
     def receive(start: int, stop: int, size: int, group: int, key: int) -> None:
@@ -237,7 +227,7 @@ def _receiving(draft: Draft) -> Callable[[int, int, int, int, int], None]:
                 T=tf.int64,
                 timeout_seconds=TRANSFER_SECS,
             )
-        draft.write(start, np.asarray(memoryview(chunk)).view(np.uint8))
+        file.buffer[start:stop] = np.asarray(memoryview(chunk)).view(np.uint8)
 
     return receive
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from functools import partial
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from replicast.errors import ReplicasDiverged
 from replicast.journal import MemoryJournal, Receipt
-from replicast.protocol import Member, Patience
-from replicast.protocol.messages import Coming, Stage
-from replicast.transport import SharedMemoryTransport
-from replicast.transport.shared import ANNOUNCED_BYTES
+from replicast.protocol import Patience
+from replicast.protocol.messages import Stage
 from replicast.update import Update
 from tests.unit.protocol.twins import DEADLINE_SECS, Job, Worker, bias, eventually
 
@@ -48,45 +43,6 @@ def test_a_coordinator_that_waits_for_an_answer_ends_with_its_worker() -> None:
         threads.stop(DEADLINE_SECS)
         assert [thread.name for thread in threads._threads if thread.is_alive()] == []
         assert not ticket.done(), "it was not refused: a later life may be told of it"
-
-
-def grown(_: object) -> Update:
-    return Update().add("w", np.ones(ANNOUNCED_BYTES // 4, np.float32))
-
-
-def written_out() -> Update:
-    """One that has to be copied when it is proposed."""
-    values = np.ones(ANNOUNCED_BYTES // 4, np.float32)
-    values.flags.writeable = False
-    return Update().add("w", values)
-
-
-def test_what_a_function_returns_is_not_announced_when_its_round_is_over(tmp_path: Path) -> None:
-    values = {"w": np.zeros(ANNOUNCED_BYTES // 4, np.float32)}
-    with Job(2, values=values) as job:
-        for worker in job.workers:
-            transport = SharedMemoryTransport("job", worker.rank, directory=tmp_path, mates=range(job.size))
-            worker.member.transport = transport
-            worker.member.shelf._transport = worker.member.shelf._receiving._transport = transport
-        for number, source in enumerate((0, 1)):
-            propose = partial(
-                Member.propose_function, id_=f"f{number}", function=grown, source=source, at_step=None
-            )
-            tickets = job.on_all(lambda worker, propose=propose: propose(worker.member))
-            job.train(2)
-            assert [ticket.result(DEADLINE_SECS).sequence for ticket in tickets] == [number + 1] * 2
-        job.on_all(lambda worker: worker.member.pause("drain"))
-        assert [worker.member.transport._expected for worker in job.workers] == [{}, {}]  # type: ignore[attr-defined]
-        announced: list[bool] = []
-        post = job.workers[1].member.channel.post
-        job.workers[1].member.channel.post = lambda message: (  # type: ignore[method-assign]
-            announced.append(isinstance(message, Coming)),
-            post(message),
-        )
-        ticket = job.workers[1].member.propose(written_out())
-        job.train(2)
-        assert ticket.result(DEADLINE_SECS).sequence == 3
-        assert any(announced)
 
 
 class SlowReceipts(MemoryJournal):

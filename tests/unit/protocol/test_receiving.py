@@ -20,7 +20,6 @@ from replicast.update import Update
 ROWS, WIDTH = BLOCK_BYTES // 16 + 1, 4  # more than a block each
 NAMES = [f"table_{number}" for number in range(5)]
 SCHEMA = Schema(Variable(name, (ROWS, WIDTH), "float32", "trainable") for name in NAMES)
-WAYS = ["announced", "at once", "handed over"]
 
 
 class Job:
@@ -32,17 +31,9 @@ class Job:
         ]
         self.workers = [Receiving(transport, SCHEMA, validate.Limits()) for transport in self.transports]
 
-    def publish(self, update: Update, way: str) -> Parcel:
-        def announce(parcel: Parcel) -> None:
-            for worker in self.workers:
-                worker.expect(parcel)
-
+    def publish(self, update: Update) -> Parcel:
         described = np.frombuffer(json.dumps(update.describe()).encode(), np.uint8)
-        store = update.store if way == "handed over" else None
-        announces = announce if way == "announced" else None
-        parcel = self.transports[0].publish(update.id, [*update.arrays(), described], announces, store=store)
-        assert parcel.handed_over == (way == "handed over")
-        return parcel
+        return self.transports[0].publish(update.id, [*update.arrays(), described], to_read=True)
 
     def close(self) -> None:
         for transport in self.transports:
@@ -60,15 +51,11 @@ def an_update(spoilt: int | None = None) -> Update:
     return update
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_value_that_is_not_finite_is_found_by_exactly_one_worker(
-    size: int, way: str, tmp_path: Path
-) -> None:
+def test_a_value_that_is_not_finite_is_found_by_exactly_one_worker(size: int, tmp_path: Path) -> None:
     job = Job(size, tmp_path)
     for spoilt, name in enumerate(NAMES):
-        parcel = job.publish(an_update(spoilt), way)
-        assert not parcel.is_finite
+        parcel = job.publish(an_update(spoilt))
         refusals = []
         for worker in job.workers:
             try:
@@ -81,15 +68,14 @@ def test_a_value_that_is_not_finite_is_found_by_exactly_one_worker(
     job.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("factor", [float("nan"), 1e39])
 def test_a_factor_that_is_not_finite_is_found_by_all_beside_large_arrays(
-    factor: float, way: str, tmp_path: Path
+    factor: float, tmp_path: Path
 ) -> None:
     job = Job(2, tmp_path)
     blended = an_update().blend(NAMES[0], np.zeros((ROWS, WIDTH), np.float32), factor)
     for update in (an_update().scale(NAMES[0], factor), blended):
-        parcel = job.publish(update, way)
+        parcel = job.publish(update)
         for worker in job.workers:
             with pytest.raises(UpdateRefused, match=r"factor|weight"):
                 worker.take(parcel, 30.0)
@@ -97,9 +83,7 @@ def test_a_factor_that_is_not_finite_is_found_by_all_beside_large_arrays(
     job.close()
 
 
-def test_every_number_is_looked_at_once_and_by_its_author_alone_when_it_is_handed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_number_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(3, tmp_path)
     looked: list[int] = []
 
@@ -108,12 +92,8 @@ def test_every_number_is_looked_at_once_and_by_its_author_alone_when_it_is_hande
         return finite.is_finite(array)
 
     monkeypatch.setattr(receiving, "is_finite", counting)
-    for way in WAYS:
-        looked.clear()
-        parcel = job.publish(an_update(), way)
-        assert parcel.is_finite == (way == "handed over")
-        for worker in job.workers:
-            worker.take(parcel, 30.0)
-        assert sum(looked) == (0 if way == "handed over" else 5 * ROWS * WIDTH)
-        job.transports[0].release(parcel.id)
+    parcel = job.publish(an_update())
+    for worker in job.workers:
+        worker.take(parcel, 30.0)
+    assert sum(looked) == 5 * ROWS * WIDTH
     job.close()
