@@ -253,6 +253,37 @@ def test_a_leader_that_gave_up_waiting_is_sent_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_refused_transfer_leaves_no_words_behind_whoever_gave_up_first(first: int, tmp_path: Path) -> None:
+    store = MemoryCoordination.Store()
+    both = two_hosts(tmp_path, store)
+    parcel = both[0].publish("one", [np.arange(3)])
+    both_or_one = both if first == 0 else both[1:]  # or the one that sends never begins to
+    for transport in both_or_one:
+        with pytest.raises(UpdateRefused, match="waited"):
+            transport.receive(parcel, 0.01)
+    assert store.values, "nothing was said"
+    for transport in both:
+        transport.release("one")
+    assert store.values == {}
+    for transport in both:
+        transport.close()
+
+
+def test_a_leader_that_has_given_up_and_released_is_still_sent_nothing(tmp_path: Path) -> None:
+    store = MemoryCoordination.Store()
+    sender, receiver = two_hosts(tmp_path, store)
+    parcel = sender.publish("one", [np.arange(3)])
+    with pytest.raises(UpdateRefused, match="waited"):
+        receiver.receive(parcel, 0.01)
+    receiver.release("one")
+    store.values["replicast/transport/job/one/room/1"] = "{}"  # as the sender has read it before
+    with pytest.raises(UpdateRefused, match="Worker 1 waited"):
+        sender.receive(parcel, 10.0)
+    for transport in (sender, receiver):
+        transport.close()
+
+
 def test_a_leader_that_does_not_say_whether_it_has_room_is_named(tmp_path: Path) -> None:
     sender, receiver = two_hosts(tmp_path)
     parcel = sender.publish("one", [np.arange(3)])

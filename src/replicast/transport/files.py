@@ -13,14 +13,13 @@ import fcntl
 import logging
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from replicast.errors import ClusterError
-from replicast.mapping import Bytes, map_private, map_shared
+from replicast.mapping import Bytes, map_shared
 
 logger = logging.getLogger("replicast")
-
-_CANNOT = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 
 
 class SharedFile:
@@ -37,20 +36,11 @@ class SharedFile:
 
     Raises:
         OSError: There is no room.
-        ClusterError: The file system cannot hold files without a name.
     """
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self._path: Path | None = None
-        try:
-            self._descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            if error.errno not in _CANNOT:
-                raise
-            raise ClusterError(
-                f"The file system of {directory} cannot be used for shared memory: it has no unnamed files",
-                remedy="Set REPLICAST_SHM_DIR to a directory in a tmpfs, such as /dev/shm",
-            ) from error
+        self._descriptor = _unnamed_file(directory)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(self._descriptor, 0, nbytes)
@@ -131,21 +121,36 @@ class Spare:
             self._file = SharedFile(self._directory, nbytes)
 
 
-def map_file(path: Path, nbytes: int) -> Bytes | int:
-    """Maps a complete file of this user privately; returns its size instead if it is too short.
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A complete file of this user, open for reading.
 
     Raises:
         FileNotFoundError: It is not there, or not this user's.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        status = os.fstat(descriptor)
-        if status.st_uid != os.getuid():
+        if os.fstat(descriptor).st_uid != os.getuid():
             raise FileNotFoundError(errno.ENOENT, "A file of another user", str(path))
-        # Reading behind the end of a file would end this process.
-        return map_private(descriptor, nbytes) if status.st_size >= nbytes else status.st_size
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def check_directory(directory: Path) -> None:
+    """Checks that a directory can hold such files.
+
+    Raises:
+        ClusterError: Its file system has no files without a name.
+    """
+    try:
+        os.close(_unnamed_file(directory))
+    except OSError as error:
+        raise ClusterError(
+            f"{directory} cannot be used for shared memory",
+            received=str(error),
+            remedy="Set REPLICAST_SHM_DIR to a directory in a tmpfs, such as /dev/shm",
+        ) from error
 
 
 def remove_leftovers(directory: Path, prefix: str) -> list[Path]:
@@ -172,3 +177,7 @@ def _remove_if_left(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return True
+
+
+def _unnamed_file(directory: Path) -> int:
+    return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)

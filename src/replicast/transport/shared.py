@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
@@ -12,9 +13,9 @@ from typing import Any
 import numpy.typing as npt
 
 from replicast.errors import UpdateRefused
-from replicast.mapping import Bytes
+from replicast.mapping import Bytes, map_private
 from replicast.transport.base import Look, Parcel, Transport, damaged, no_room, not_arrived
-from replicast.transport.files import SharedFile, Spare, map_file, remove_leftovers
+from replicast.transport.files import SharedFile, Spare, check_directory, opened, remove_leftovers
 from replicast.transport.layout import arrays_in, check_share, checked_id, lay_out, write_out
 
 SPARE_BYTES = (1 << 20, 1 << 28)
@@ -33,6 +34,9 @@ class SharedMemoryTransport(Transport):
         rank: Which worker this is.
         directory: Where shared memory is, such as /dev/shm.
         mates: All workers that share it, this one included. Default: it checks by itself what it receives.
+
+    Raises:
+        ClusterError: The directory cannot hold what is needed.
     """
 
     def __init__(self, job: str, rank: int, *, directory: Path, mates: Sequence[int] | None = None) -> None:
@@ -43,6 +47,7 @@ class SharedMemoryTransport(Transport):
         self._published: dict[str, SharedFile] = {}
         self._to_read: dict[str, list[npt.NDArray[Any]]] = {}
         self._spare = Spare(directory)
+        check_directory(directory)
         remove_leftovers(directory, _prefix())
 
     def publish(  # noqa: D102
@@ -94,16 +99,14 @@ class SharedMemoryTransport(Transport):
         """
         until = time.monotonic() + timeout_secs
         while True:
-            try:
-                found = map_file(self._path(parcel.id), parcel.nbytes)
-            except FileNotFoundError:
-                if time.monotonic() >= until:
-                    raise not_arrived(parcel, timeout_secs, self._rank, parcel.source) from None
-                time.sleep(_LOOK_SECS)
-                continue
-            if isinstance(found, int):
-                raise damaged(parcel, f"{parcel.nbytes:,} bytes", f"{found:,} bytes", self._rank)
-            return found
+            with contextlib.suppress(FileNotFoundError), opened(self._path(parcel.id)) as descriptor:
+                size = os.fstat(descriptor).st_size
+                if size < parcel.nbytes:  # reading behind its end would end this process
+                    raise damaged(parcel, f"{parcel.nbytes:,} bytes", f"{size:,} bytes", self._rank)
+                return map_private(descriptor, parcel.nbytes)
+            if time.monotonic() >= until:
+                raise not_arrived(parcel, timeout_secs, self._rank, parcel.source)
+            time.sleep(_LOOK_SECS)
 
     def reserve(self, nbytes: int) -> SharedFile:
         """A file to write a parcel into, to be completed or removed.
