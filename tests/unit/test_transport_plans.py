@@ -63,6 +63,7 @@ def test_a_parcel_as_json() -> None:
     }
     assert [parcel.digest_of(block) for block in (0, 1)] == ["0123456789abcdef", "f" * 16]
     assert parcel.digest == digest_of_blocks(blocks)
+    assert len({parcel, Parcel.from_json(parcel.to_json())}) == 1
 
 
 @pytest.mark.parametrize("mates", [(0,), (0, 1), (1, 4, 7)])
