@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -377,3 +378,15 @@ def test_a_directory_that_cannot_hold_unnamed_files_is_refused_at_the_start(
     monkeypatch.setattr(os, "open", unsupported)
     with pytest.raises(ClusterError, match="REPLICAST_SHM_DIR.*not supported"):
         SharedMemoryTransport("job", 0, directory=tmp_path)
+
+
+def test_a_release_never_raises_even_when_the_directory_is_gone(tmp_path: Path) -> None:
+    place = tmp_path / "shm"
+    place.mkdir()
+    transport = SharedMemoryTransport("job", 0, directory=place)
+    before = open_files()
+    transport.publish("one", [some(LARGE)])
+    shutil.rmtree(place)
+    transport.release("one")
+    transport.close()
+    assert open_files() == before

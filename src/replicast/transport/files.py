@@ -65,9 +65,10 @@ class SharedFile:
         self._path = path
 
     def remove(self) -> None:
-        """Gives it up; mappings of it stay valid. To be called once."""
+        """Gives it up; mappings of it stay valid. Never raises. To be called once."""
         if self._path is not None:
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the directory may be gone
+                self._path.unlink()
         os.close(self._descriptor)
 
 

@@ -81,10 +81,11 @@ class SharedMemoryTransport(Transport):
         if file is None:
             return
         file.remove()
-        status = os.statvfs(self._directory)
-        most = min(SPARE_BYTES[1], status.f_blocks * status.f_frsize // SPARE_PART)
-        if SPARE_BYTES[0] <= file.nbytes <= most:
-            self._spare.prepare(file.nbytes)
+        with contextlib.suppress(OSError):  # the directory may be gone
+            status = os.statvfs(self._directory)
+            most = min(SPARE_BYTES[1], status.f_blocks * status.f_frsize // SPARE_PART)
+            if SPARE_BYTES[0] <= file.nbytes <= most:
+                self._spare.prepare(file.nbytes)
 
     def close(self) -> None:  # noqa: D102
         self._spare.close()
