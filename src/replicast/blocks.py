@@ -1,10 +1,9 @@
-"""Bytes in blocks, each with a digest of its own, so that several can check one buffer together."""
+"""Arrays in blocks, each with a digest of its own, so that several workers can check one buffer together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,47 +12,46 @@ import xxhash
 from replicast.mapping import Bytes
 
 BLOCK_BYTES = 1 << 22
-"""Enough of them that workers can share a large array evenly, few enough to be told in a message."""
-CHUNK_BYTES = 1 << 18
-"""Small enough for a cache, large enough to forget what Python costs."""
+"""Small enough to share a large array evenly, large enough that all digests fit in a message."""
 DIGITS = 16
-"""Of one block: xxh3_64, as hexadecimal digits."""
-
+"""Of one block's digest: xxh3_64, as hexadecimal digits."""
+_CHUNK_BYTES = 1 << 18  # fits in the processor's cache, and makes Python's part negligible
 
 Each = Callable[[int, Bytes], Bytes]
-"""Given where a chunk begins and the chunk; returns what is digested, itself or a copy.
+"""Given where a chunk of a block begins, and the chunk; returns what is digested: the chunk or a copy."""
 
-The processor's cache has it for both."""
+
+class Block(NamedTuple):
+    """A part of one array: the array's place, where in it the part begins, and the part."""
+
+    place: int
+    start: int
+    content: Bytes
+
+
+def blocks_of(arrays: Sequence[npt.NDArray[Any]]) -> Iterator[Block]:
+    """All blocks of all arrays; an empty array has none."""
+    for place, array in enumerate(arrays):
+        content = bytes_of(array)
+        for start in range(0, len(content), BLOCK_BYTES):
+            yield Block(place, start, content[start : start + BLOCK_BYTES])
 
 
 def bytes_of(array: npt.NDArray[Any]) -> Bytes:
-    """The elements in row-major order and this machine's byte order; a view where they lie so already."""
+    """The elements in row-major order and this machine's byte order; a view if they are stored that way."""
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def digest_block(block: Bytes, each: Each = lambda _, chunk: chunk) -> str:
-    """The digest of one block; `each` is called for its chunks, one after the other."""
+def digest_block(content: Bytes, each: Each = lambda _, chunk: chunk) -> str:
+    """The digest of one block; `each` is called for its chunks, while the processor's cache has them."""
     hasher = xxhash.xxh3_64()
-    for start in range(0, len(block), CHUNK_BYTES):
-        hasher.update(each(start, block[start : start + CHUNK_BYTES]).data)
+    for start in range(0, len(content), _CHUNK_BYTES):
+        hasher.update(each(start, content[start : start + _CHUNK_BYTES]).data)
     return hasher.hexdigest()
 
 
-def digest_blocks(data: Bytes, each: Each = lambda _, chunk: chunk) -> str:
-    """The digests of all blocks of an array, one behind the other; none for an empty one."""
-    digests = []
-    for start in range(0, len(data), BLOCK_BYTES):
-        each_of_block = partial(_shifted, each, start)
-        digests.append(digest_block(data[start : start + BLOCK_BYTES], each_of_block))
-    return "".join(digests)
-
-
-def digest_of_blocks(blocks: str) -> str:
-    """One digest for all that these are of: xxh3_128, as hexadecimal digits."""
-    return xxhash.xxh3_128_hexdigest(blocks.encode())
-
-
-def _shifted(each: Each, by: int, start: int, chunk: Bytes) -> Bytes:
-    return each(by + start, chunk)
+def digest_of_blocks(digests: str) -> str:
+    """One digest from the digests of all blocks: xxh3_128, as hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(digests.encode())

@@ -11,7 +11,7 @@ import numpy as np
 
 from replicast.edits import ARRAY_NAMES, DTYPES, FLOAT_DTYPES, HAVE_FACTOR, RESETS, Array, Edit, Operation
 from replicast.errors import UpdateRefused
-from replicast.storing import copied
+from replicast.mapping import copied
 
 MAX_EDITS_IN_FILE = 100_000
 MAX_TENSORS = 2 * MAX_EDITS_IN_FILE
@@ -59,9 +59,8 @@ def edit_from_values(
     variable: Any,
     factor: Any,
     values: Mapping[str, Any],
-    copy: Callable[[Array], Array] = copied,
 ) -> Edit:
-    """An edit from what an author passed; `copy` makes arrays our own.
+    """An edit from what an author passed.
 
     Raises:
         UpdateRefused: A value that cannot be part of an update.
@@ -70,7 +69,7 @@ def edit_from_values(
     arrays: dict[str, Array] = {}
     loose: dict[str, bool] = {}
     for key, value in values.items():
-        arrays[key], loose[key] = _array_of(name, value, copy)
+        arrays[key], loose[key] = _array_of(name, value)
         if key == "indices" and loose.pop(key) and arrays[key].size == 0:
             arrays[key] = arrays[key].astype(np.int64)  # An empty list has no numbers to tell their dtype.
     if any(loose.values()) and not all(loose.values()):
@@ -244,7 +243,7 @@ def _checked_name(variable: Any) -> str:
     return checked_text("name of a variable", variable, _MAX_NAME)
 
 
-def _array_of(variable: str, value: Any, copy: Callable[[Array], Array] = copied) -> tuple[Array, bool]:
+def _array_of(variable: str, value: Any) -> tuple[Array, bool]:
     """The value as a row-major array of our own, and whether it was Python numbers."""
     loose = isinstance(value, bool | int | float | list | tuple)
     if not loose and not isinstance(value, np.ndarray | np.generic) and not hasattr(value, "__array__"):
@@ -271,7 +270,7 @@ def _array_of(variable: str, value: Any, copy: Callable[[Array], Array] = copied
         array = array.astype(array.dtype.newbyteorder("="))
     if not isinstance(value, np.ndarray) or not _is_frozen(array):
         # Also when another object says that its memory is read-only: it may still write to it itself.
-        return (copied if loose else copy)(array), loose  # Python numbers are cast, and so copied, once more
+        return copied(array), loose
     return np.asarray(array, order="C").view(), loose
 
 

@@ -34,7 +34,6 @@ from replicast.parts import (
     head_from_json,
     ordered_arrays,
 )
-from replicast.storing import Copies, Kept, Store
 
 FORMAT = 1
 _METADATA = "replicast"
@@ -68,7 +67,6 @@ class Update:
         "_edits",
         "_id",
         "_id_was_given",
-        "_kept",
         "_note",
         "_reset_slots",
     )
@@ -89,7 +87,6 @@ class Update:
         self._reset_slots = bool(reset_slots)
         self._allow_nonfinite = bool(allow_nonfinite)
         self._edits: tuple[Edit, ...] = ()
-        self._kept: Kept | None = None
 
     @property
     def id(self) -> str:
@@ -130,6 +127,12 @@ class Update:
     def nbytes(self) -> int:
         """The size of all arrays."""
         return sum(edit.nbytes for edit in self._edits)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Update:
+        return self  # immutable
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (b"".join(self.file_chunks()), self._id_was_given)
 
     def __repr__(self) -> str:
         return f"<Update {self._id}: {len(self._edits)} edits, {self.nbytes} bytes>"
@@ -185,11 +188,6 @@ class Update:
     def arrays(self) -> list[Array]:
         """Every array, edit after edit, in the order that `describe` lists them."""
         return [array for edit in self._edits for _, array in ordered_arrays(edit)]
-
-    @property
-    def store(self) -> Store | None:
-        """Memory in which large arrays of it are, if they are in some that can be handed to others."""
-        return None if self._kept is None else self._kept.store
 
     def content_digest(self) -> str:
         """Equal for two updates that do the same: edits and flags, not id, author or note."""
@@ -331,11 +329,7 @@ class Update:
         return cls(note=note, author=author, id=id)._copy(edits)
 
     def _with(self, operation: Operation, variable: str, factor: Any = None, **values: Any) -> Update:
-        copies = Copies(self._kept)
-        edit = edit_from_values(operation, variable, factor, values, copies.copy)
-        longer = self._copy((*self._edits, edit))
-        longer._kept = copies.kept
-        return longer
+        return self._copy((*self._edits, edit_from_values(operation, variable, factor, values)))
 
     def _copy(self, edits: tuple[Edit, ...], *, reset_slots: bool | None = None) -> Update:
         copy = Update(
@@ -347,7 +341,6 @@ class Update:
         )
         copy._edits = edits
         copy._id_was_given = self._id_was_given
-        copy._kept = self._kept
         return copy
 
     def _described(self, describe_array: Callable[[int, str, Array], Any]) -> dict[str, Any]:
@@ -367,3 +360,9 @@ class Update:
 def _from_description(description: Any, array_of: Callable[[str, Any], Array]) -> Update:
     head = head_from_json(description, FORMAT)
     return Update(**head)._copy(edits_from_json(description.get("edits"), array_of))
+
+
+def _unpickled(content: bytes, id_was_given: bool) -> Update:
+    update, _ = Update.parse(memoryview(content), "The pickled update")
+    update._id_was_given = id_was_given
+    return update

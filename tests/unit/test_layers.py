@@ -11,7 +11,7 @@ import replicast
 
 LAYERS = [
     {"errors", "config", "faults", "processes", "silence", "strictjson"},
-    {"digest", "edits", "schema", "mapping", "blocks", "finite", "storing"},
+    {"digest", "edits", "schema", "mapping", "blocks", "finite"},
     {"files", "tensorfiles", "parts"},
     {"update", "state", "trial", "distances", "agreement", "audit", "guard"},
     {"core"},

@@ -176,6 +176,30 @@ def several_parcels_may_be_under_way(worker: Worker) -> None:
         assert_same(worker.transport.receive(parcel, WAIT_SECS), [some(1000, number)])
 
 
+def threads_receive_different_parcels_at_once(worker: Worker) -> None:
+    count = 6
+    parcels = [worker.published([some(300_000, n)], n % worker.size, n) for n in range(count)]
+    looked: list[list[int]] = [[] for _ in range(count)]
+
+    def receive(number: int) -> list[np.ndarray]:
+        def look(place: int, part: np.ndarray) -> None:
+            looked[number].append(part.size)
+
+        return worker.transport.receive(parcels[number], WAIT_SECS, look)
+
+    # With a thread for each there is no order to keep to; so another one on every worker.
+    order = np.random.default_rng(worker.rank).permutation(count)
+    with ThreadPoolExecutor(count) as threads:
+        received = {number: threads.submit(receive, number) for number in order}
+    for number in range(count):
+        assert_same(received[number].result(), [some(300_000, number)])
+        assert sum(looked[number]) == 300_000  # none of these has mates
+    worker.meet()
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(lambda parcel: worker.transport.release(parcel.id), parcels))
+    assert_same(worker.received([some(300_000)], suffix="next"), [some(300_000)])
+
+
 def releasing_what_is_not_there_does_no_harm(worker: Worker) -> None:
     worker.transport.release("never-seen")
     worker.received([some(10)])
@@ -216,6 +240,7 @@ SENTENCES: list[Callable[[Worker], Any]] = [
     arrays_outlive_the_release_and_later_parcels,
     arrays_outlive_the_transport,
     several_parcels_may_be_under_way,
+    threads_receive_different_parcels_at_once,
     releasing_what_is_not_there_does_no_harm,
     damaged_bytes_are_refused_by_every_worker,
     a_parcel_that_never_comes_is_refused_in_time,

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from replicast.blocks import BLOCK_BYTES
 from replicast.errors import ClusterError, UpdateRefused
-from replicast.transport import Parcel, SharedMemoryTransport
-from replicast.transport import directory as directory_module
-from replicast.transport.arriving import PROGRESS_BYTES
-from replicast.transport.directory import JobDirectory, remove_leftovers
-from replicast.transport.shared import ANNOUNCED_BYTES, EXPECTED_AT_ONCE, Draft
+from replicast.transport import SharedMemoryTransport, files
+from replicast.transport.files import SharedFile, Spare, remove_leftovers
+from replicast.transport.shared import SPARE_BYTES
 from tests.unit.test_transport_conformance import some
 
-PREFIX = f"replicast-{os.getuid()}-"
+PREFIX = f"replicast-memory-{os.getuid()}-"
+LARGE = SPARE_BYTES[0] // 4 + 3
 
 HOLD = """
 import sys
@@ -62,57 +63,6 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_a_parcel_is_one_file_of_its_size_that_only_this_user_can_read(tmp_path: Path) -> None:
-    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
-    parcel = transport.publish("one", [some(100), some(5)])
-    assert files_in(tmp_path) == [f"{PREFIX}job", f"{PREFIX}job/lock", f"{PREFIX}job/parcel-one"]
-    assert (tmp_path / f"{PREFIX}job").stat().st_mode & 0o777 == 0o700
-    status = (tmp_path / f"{PREFIX}job/parcel-one").stat()
-    assert (status.st_size, status.st_mode & 0o777) == (parcel.nbytes + PROGRESS_BYTES, 0o600)
-    assert parcel.nbytes == 448 + 64
-    transport.close()
-
-
-def test_a_released_parcel_is_gone_and_a_spare_for_the_next_is_kept_only_if_it_is_worth_it(
-    tmp_path: Path,
-) -> None:
-    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
-    for name, count in (("small", 10), ("large", 1_000_000)):
-        transport.publish(name, [some(count)])
-        transport.release(name)
-    assert not list(tmp_path.rglob("parcel-*"))
-    transport.publish("other-size", [some(10)])  # waits for the spare, and gives its room back
-    assert not list(tmp_path.rglob("draft-*"))
-    transport.close()
-    assert files_in(tmp_path) == []
-
-
-def test_two_threads_that_release_at_once_leave_one_spare(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
-    for name in ("one", "two"):
-        transport.publish(name, [some(1 << 18)])
-    meeting, take_spare = threading.Barrier(2), transport._take_spare
-
-    def taken_by_both() -> Draft | None:
-        spare = take_spare()
-        with contextlib.suppress(threading.BrokenBarrierError):
-            meeting.wait(0.5)
-        return spare
-
-    monkeypatch.setattr(transport, "_take_spare", taken_by_both)
-    threads = [threading.Thread(target=transport.release, args=(name,)) for name in ("one", "two")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    monkeypatch.undo()
-    transport.reserve(8)  # waits for the spare, and gives its room back
-    assert len(list(tmp_path.rglob("draft-*"))) == 1
-    transport.close()
-
-
 def test_a_spare_carries_nothing_of_the_parcel_before(tmp_path: Path) -> None:
     transport = SharedMemoryTransport("job", 0, directory=tmp_path)
     first = transport.publish("first", [some(1_000_003)])
@@ -123,25 +73,6 @@ def test_a_spare_carries_nothing_of_the_parcel_before(tmp_path: Path) -> None:
     assert found.tobytes() == some(1_000_003, seed=2).tobytes()
     assert kept[0].tobytes() == some(1_000_003).tobytes()
     transport.close()
-
-
-def test_only_what_is_published_to_be_read_is_received_where_the_others_look(tmp_path: Path) -> None:
-    source = SharedMemoryTransport("job", 0, directory=tmp_path)
-    other = SharedMemoryTransport("job", 1, directory=tmp_path)
-    source.publish("first", [some(LARGE)])
-    source.release("first")  # for the next there is a spare, which is mapped
-    for name, to_read in (("read", True), ("kept", False)):
-        parcel = source.publish(name, [some(LARGE)], to_read=to_read)
-        mapped = source._published[name].mapped
-        assert mapped is not None
-        (here,), (there,) = source.receive(parcel, 1.0), other.receive(parcel, 1.0)
-        assert np.shares_memory(here, mapped) == to_read
-        there[:] = 0  # the others' memory is theirs alone, whatever the source has
-        source.release(name)
-        assert here.tobytes() == some(LARGE).tobytes()
-        assert source._lent == {}
-    source.close()
-    other.close()
 
 
 def test_no_room_says_how_much_is_needed_and_free_and_leaves_nothing(
@@ -159,148 +90,22 @@ def test_no_room_says_how_much_is_needed_and_free_and_leaves_nothing(
     assert caught.value.worker == 3
     assert caught.value.expected == "4,000,000 bytes free"
     assert str(tmp_path) in caught.value.problem
-    assert not [name for name in files_in(tmp_path) if "draft" in name or "parcel" in name]
+    assert files_in(tmp_path) == []
     transport.publish("one", [some(10)])
     transport.close()
-
-
-def test_a_file_that_cannot_be_written_whole_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
-
-    def broken(*_: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "pwrite", broken)
-        with pytest.raises(OSError, match="Input/output error"):
-            transport.publish("one", [some(10)])
-    assert files_in(tmp_path) == [f"{PREFIX}job", f"{PREFIX}job/lock"]
-    transport.close()
-
-
-def test_a_full_file_system_for_the_spare_is_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
-    transport.publish("one", [some(1_000_000)])
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "posix_fallocate", full)
-        transport.release("one")
-        assert transport._take_spare() is None
-    transport.publish("two", [some(1_000_000)])
-    transport.close()
-    assert files_in(tmp_path) == []
 
 
 def test_a_file_that_is_too_short_is_refused_before_it_is_mapped(tmp_path: Path) -> None:
     transport = SharedMemoryTransport("job", 0, directory=tmp_path)
     parcel = transport.publish("one", [some(10_000)])
-    os.truncate(tmp_path / f"{PREFIX}job" / "parcel-one", 64)
+    os.truncate(tmp_path / f"{PREFIX}job-one", 64)
     with pytest.raises(UpdateRefused, match="damaged") as caught:
         transport.receive(parcel, 1.0)
-    assert (caught.value.expected, caught.value.received) == ("40,064 bytes", "64 bytes")
+    assert (caught.value.expected, caught.value.received) == ("40,000 bytes", "64 bytes")
     transport.close()
 
 
-def test_a_flipped_bit_in_shared_memory_is_noticed(tmp_path: Path) -> None:
-    source = SharedMemoryTransport("job", 0, directory=tmp_path)
-    transport = SharedMemoryTransport("job", 2, directory=tmp_path)
-    parcel = source.publish("one", [some(10_000)])
-    with (tmp_path / f"{PREFIX}job" / "parcel-one").open("r+b") as file:
-        file.seek(20_000)
-        byte = file.read(1)[0]
-        file.seek(20_000)
-        file.write(bytes([byte ^ 1]))
-    with pytest.raises(UpdateRefused, match="damaged at worker 2") as caught:
-        transport.receive(parcel, 1.0)
-    assert caught.value.worker == 2
-    transport.close()
-    source.close()
-
-
-LARGE = ANNOUNCED_BYTES // 4 + 3
-
-
-def test_a_large_parcel_is_taken_while_it_is_written(tmp_path: Path) -> None:
-    source = SharedMemoryTransport("job", 0, directory=tmp_path)
-    other = SharedMemoryTransport("job", 1, directory=tmp_path)
-    for number in range(3):  # the first into a new file, the next into a spare one
-        parcel = source.publish(f"p{number}", [some(LARGE, seed=number), some(7)], announce=other.expect)
-        taken = other._expected[parcel.id].result(30.0)
-        assert taken is not None
-        assert "".join(taken[1].values()) == parcel.blocks
-        source.release(parcel.id)  # now only the head start has the bytes
-        large, small = other.receive(parcel, 1.0)
-        assert large.tobytes() == some(LARGE, seed=number).tobytes()
-        assert small.tobytes() == some(7).tobytes()
-    source.close()
-    other.close()
-
-
-def test_a_small_parcel_is_not_announced(tmp_path: Path) -> None:
-    source = SharedMemoryTransport("job", 0, directory=tmp_path)
-    announced: list[Parcel] = []
-    source.publish("small", [some(10)], announce=announced.append)
-    assert announced == []
-    source.close()
-
-
-def test_a_head_start_on_other_bytes_is_not_believed(tmp_path: Path) -> None:
-    source = SharedMemoryTransport("job", 0, directory=tmp_path)
-    other = SharedMemoryTransport("job", 1, directory=tmp_path)
-    path = tmp_path / f"{PREFIX}job"
-
-    def write_something_else_first(parcel: Parcel) -> None:
-        content = np.zeros(parcel.nbytes + PROGRESS_BYTES, np.uint8)
-        content[:1000] = 7  # and not between the arrays, where nobody writes
-        content[parcel.nbytes :].view(np.int64)[0] = parcel.nbytes
-        (path / f"coming-{parcel.id}").write_bytes(content.tobytes())
-        other.expect(parcel)
-        other._expected[parcel.id].result(30.0)
-
-    parcel = source.publish("one", [some(LARGE)], announce=write_something_else_first)
-    assert "".join(other._expected[parcel.id].result(0.0)[1].values()) != parcel.blocks  # type: ignore[index]
-    (found,) = other.receive(parcel, 1.0)
-    assert found.tobytes() == some(LARGE).tobytes()
-    source.close()
-    other.close()
-
-
-def test_what_was_announced_and_never_comes_is_given_up(tmp_path: Path) -> None:
-    source = SharedMemoryTransport("job", 0, directory=tmp_path)
-    other = SharedMemoryTransport("job", 1, directory=tmp_path)
-
-    def announced_in_vain(parcel: Parcel) -> None:
-        other.expect(parcel)
-        raise KeyboardInterrupt
-
-    for number in range(EXPECTED_AT_ONCE + 2):
-        with pytest.raises(KeyboardInterrupt):
-            source.publish(f"p{number}", [some(LARGE)], announce=announced_in_vain)
-    assert len(other._expected) == EXPECTED_AT_ONCE
-    assert not list(tmp_path.rglob("coming-*"))
-    other.close()  # and the suite fails if one of its threads is left
-    source.close()
-
-
-def test_arrays_that_live_on_hold_no_file_open(tmp_path: Path) -> None:
-    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
-    before = open_files()
-    kept = []
-    for number in range(50):
-        parcel = transport.publish(str(number), [some(20, number)])
-        kept += transport.receive(parcel, 1.0)
-        transport.release(str(number))
-    assert open_files() == before
-    transport.close()
-    assert all(array.tobytes() == some(20, number).tobytes() for number, array in enumerate(kept))
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "../x", "ä", "x" * 201])
+@pytest.mark.parametrize("name", ["", "a/b", "../x", "ä", "x" * 101])
 def test_an_id_that_could_lead_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
     transport = SharedMemoryTransport("job", 0, directory=tmp_path)
     with pytest.raises(ValueError, match="Received: "):
@@ -323,97 +128,265 @@ def test_leftovers_of_a_killed_process_are_removed_and_those_of_a_live_one_are_n
     dead, alive = held_by_another_process(tmp_path, "dead"), held_by_another_process(tmp_path, "alive")
     try:
         end(dead)
-        assert (tmp_path / f"{PREFIX}dead" / "parcel-one").exists()
+        assert (tmp_path / f"{PREFIX}dead-one").exists()
         transport = SharedMemoryTransport("mine", 0, directory=tmp_path)
-        assert sorted(path.name for path in tmp_path.iterdir()) == [f"{PREFIX}alive", f"{PREFIX}mine"]
-        assert (tmp_path / f"{PREFIX}alive" / "parcel-one").exists()
+        assert files_in(tmp_path) == [f"{PREFIX}alive-one"]
         transport.close()
     finally:
         end(alive)
-    assert remove_leftovers(tmp_path) == [tmp_path / f"{PREFIX}alive"]
+    assert remove_leftovers(tmp_path, PREFIX) == [tmp_path / f"{PREFIX}alive-one"]
+    assert files_in(tmp_path) == []
+
+
+def test_a_parcel_is_one_file_of_its_size_that_only_this_user_can_read(tmp_path: Path) -> None:
+    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
+    parcel = transport.publish("one", [some(100), some(5)])
+    assert files_in(tmp_path) == [f"{PREFIX}job-one"]
+    status = (tmp_path / f"{PREFIX}job-one").stat()
+    assert (status.st_size, status.st_mode & 0o777) == (parcel.nbytes, 0o600)
+    assert parcel.nbytes == 448 + 64
+    transport.close()
+    assert files_in(tmp_path) == []
+
+
+def test_a_released_parcel_is_gone_and_a_spare_has_no_name(tmp_path: Path) -> None:
+    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
+    before = open_files()
+    for name, count, spares in (("small", 10, 0), ("large", LARGE, 1), ("other-size", 10, 0)):
+        transport.publish(name, [some(count)])
+        transport.release(name)
+        with transport._spare._changing:
+            making = transport._spare._making
+        if making is not None:
+            making.join()
+        assert files_in(tmp_path) == []
+        assert open_files() == before + spares
+    transport.close()
+    assert open_files() == before
+
+
+def test_threads_that_release_at_once_leave_one_spare_and_none_after_the_end(tmp_path: Path) -> None:
+    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
+    before = open_files()
+    names = [str(number) for number in range(8)]
+    for name in names:
+        transport.publish(name, [some(LARGE)])
+    meeting = threading.Barrier(len(names))
+
+    def release(name: str) -> None:
+        meeting.wait(30)
+        transport.release(name)
+
+    with ThreadPoolExecutor(len(names)) as threads:
+        list(threads.map(release, names))
+    spare = transport._spare.take()
+    assert spare is not None
+    assert open_files() == before + 1
+    spare.remove()
+    transport.publish("last", [some(LARGE)])
+    transport._spare.close()
+    transport.release("last")  # by a thread that is late
+    transport.close()
+    assert open_files() == before
+    assert files_in(tmp_path) == []
+
+
+def test_the_source_reads_what_it_published_to_be_read_where_the_others_look(tmp_path: Path) -> None:
+    source, other = (SharedMemoryTransport("job", rank, directory=tmp_path) for rank in range(2))
+    for name, to_read in (("read", True), ("kept", False)):
+        parcel = source.publish(name, [some(LARGE)], to_read=to_read)
+        (here,), (there,) = source.receive(parcel, 1.0), other.receive(parcel, 1.0)
+        assert np.shares_memory(here, source._published[name].buffer) == to_read
+        there[:] = 0  # the others' memory is theirs alone, whatever the source has
+        source.release(name)
+        assert here.tobytes() == some(LARGE).tobytes()
+        assert source._to_read == {}
+    source.close()
+    other.close()
+
+
+def test_what_cannot_be_named_or_mapped_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
+    before = open_files()
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for owner, name in ((os, "link"), (files, "map_shared")):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, broken)
+            with pytest.raises(OSError, match="Input/output error"):
+                transport.publish("one", [some(10)])
+        assert files_in(tmp_path) == []
+        assert open_files() == before
+    first = transport.publish("one", [some(10)])
+    with pytest.raises(FileExistsError):
+        transport.publish("one", [some(11)])
+    assert transport.receive(first, 1.0)[0].tobytes() == some(10).tobytes()
+    transport.close()
+
+
+def test_a_full_file_system_for_the_spare_is_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
+    transport.publish("one", [some(LARGE)])
+    refused = []
+
+    def full(*_: object) -> None:
+        refused.append(True)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        transport.release("one")
+        assert transport._spare.take() is None
+    assert refused, "the fault did not fire"
+    transport.publish("two", [some(LARGE)])
+    transport.close()
+    assert files_in(tmp_path) == []
+
+
+def test_a_spare_gives_way_to_what_is_needed_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
+    transport.publish("one", [some(LARGE)])
+    transport.release("one")
+    fallocate, before = os.posix_fallocate, open_files()
+    with transport._spare._changing:
+        making = transport._spare._making
+    assert making is not None
+    making.join()
+
+    def full_until_it_goes(descriptor: int, offset: int, nbytes: int) -> None:
+        if open_files() > before + 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fallocate(descriptor, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", full_until_it_goes)
+    parcel = transport.publish("two", [some(2 * LARGE)])
+    assert transport.receive(parcel, 1.0)[0].tobytes() == some(2 * LARGE).tobytes()
+    transport.close()
+
+
+def test_a_spare_after_the_end_is_not_made(tmp_path: Path) -> None:
+    spare = Spare(tmp_path)
+    spare.close()
+    spare.prepare(1 << 20)
+    assert spare.take() is None
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_flipped_bit_is_noticed_by_exactly_one_of_those_who_share_the_memory(
+    size: int, tmp_path: Path
+) -> None:
+    ranks = range(size)
+    mates = [SharedMemoryTransport("job", rank, directory=tmp_path, mates=ranks) for rank in ranks]
+    for block in range(4):
+        name = f"p{block}"
+        parcel = mates[0].publish(name, [np.zeros(3 * BLOCK_BYTES + 1, np.uint8)], to_read=True)
+        with (tmp_path / f"{PREFIX}job-{name}").open("r+b") as file:
+            file.seek(block * BLOCK_BYTES)
+            file.write(b"\1")
+        refusals = []
+        for transport in mates:
+            try:
+                transport.receive(parcel, 1.0)
+            except UpdateRefused as refusal:
+                refusals.append(refusal)
+        (refusal,) = refusals
+        assert f"damaged at worker {refusal.worker}" in refusal.problem
+        assert f"of block {block}" in str(refusal.expected)
+        mates[0].release(name)
+    for transport in mates:
+        transport.close()
+
+
+def test_arrays_that_live_on_hold_no_file_open(tmp_path: Path) -> None:
+    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
+    before = open_files()
+    kept = []
+    for number in range(50):
+        parcel = transport.publish(str(number), [some(20, number)], to_read=number % 2 == 0)
+        kept += transport.receive(parcel, 1.0)
+        transport.release(str(number))
+    assert open_files() == before
+    transport.close()
+    assert all(array.tobytes() == some(20, number).tobytes() for number, array in enumerate(kept))
+
+
+def test_a_forked_process_changes_nothing_of_what_its_parent_received(tmp_path: Path) -> None:
+    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
+    parcel = transport.publish("one", [some(LARGE)])
+    (mine,) = transport.receive(parcel, 1.0)
+    child = os.fork()
+    if child == 0:
+        mine[:] = 0
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert mine.tobytes() == transport.receive(parcel, 1.0)[0].tobytes() == some(LARGE).tobytes()
+    transport.close()
 
 
 def test_one_dead_worker_of_a_live_job_takes_nothing_from_the_others(tmp_path: Path) -> None:
     transport = SharedMemoryTransport("job", 1, directory=tmp_path)
-    other = held_by_another_process(tmp_path, "job")
-    end(other)
     parcel = transport.publish("two", [some(10)])
-    assert remove_leftovers(tmp_path) == []
+    end(held_by_another_process(tmp_path, "job"))
+    assert remove_leftovers(tmp_path, PREFIX) == [tmp_path / f"{PREFIX}job-one"]
     assert transport.receive(parcel, 1.0)[0].tobytes() == some(10).tobytes()
     transport.close()
-    assert files_in(tmp_path) == [], "the last one leaves nothing, also not what the dead one published"
-
-
-def test_the_last_to_close_removes_the_directory(tmp_path: Path) -> None:
-    first, second = (SharedMemoryTransport("job", rank, directory=tmp_path) for rank in range(2))
-    first.close()
-    assert (tmp_path / f"{PREFIX}job").is_dir()
-    second.close()
     assert files_in(tmp_path) == []
 
 
-def test_nothing_that_is_not_a_directory_of_this_user_is_touched(tmp_path: Path) -> None:
+def test_a_file_is_locked_before_it_has_a_name(tmp_path: Path) -> None:
+    file = SharedFile(tmp_path, 64)
+    assert files_in(tmp_path) == []
+    file.complete(tmp_path / f"{PREFIX}x")
+    assert remove_leftovers(tmp_path, PREFIX) == []
+    file.remove()
+    assert files_in(tmp_path) == []
+
+
+def test_only_files_of_this_user_with_our_name_are_removed_or_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place, elsewhere = tmp_path / "shm", tmp_path / "elsewhere"
-    for directory in (place, elsewhere):
+    for directory in (place, elsewhere, place / f"{PREFIX}directory"):
         directory.mkdir()
     (elsewhere / "precious").write_text("kept")
-    (place / f"{PREFIX}link").symlink_to(elsewhere)
-    (place / f"{PREFIX}file").write_text("kept")
-    (place / "replicast-other").mkdir()
-    assert remove_leftovers(place) == []
-    assert files_in(place) == [f"{PREFIX}file", f"{PREFIX}link", "replicast-other"]
+    (place / f"{PREFIX}link").symlink_to(elsewhere / "precious")
+    (place / "replicast-notes").write_text("kept")
+    os.mkfifo(place / f"{PREFIX}pipe")
+    assert remove_leftovers(place, PREFIX) == [place / f"{PREFIX}pipe"], "it waits for nobody"
+    assert files_in(place) == [f"{PREFIX}directory", f"{PREFIX}link", "replicast-notes"]
     assert files_in(elsewhere) == ["precious"]
+    transport = SharedMemoryTransport("job", 0, directory=place)
+    parcel = transport.publish("one", [some(10)])
+    other_user = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other_user)
+    (place / f"{PREFIX}job-one").rename(transport._path("one"))
+    with pytest.raises(UpdateRefused, match="waited"):
+        transport.receive(parcel, 0.01)
+    transport.close()
 
 
-def test_a_link_in_the_place_of_a_job_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / f"{PREFIX}job").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ClusterError, match="symbolic link"):
-        SharedMemoryTransport("job", 0, directory=tmp_path)
-    assert files_in(tmp_path / "elsewhere") == []
-
-
-def test_a_directory_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    (tmp_path / f"{PREFIX}job").mkdir()
-    (tmp_path / f"{PREFIX}job").chmod(0o755)
-    with pytest.raises(ClusterError, match="mode 755"):
-        SharedMemoryTransport("job", 0, directory=tmp_path)
-
-
-def test_a_directory_removed_while_it_is_being_opened_is_made_again(
+def test_a_directory_that_cannot_hold_unnamed_files_is_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_lock, removed = directory_module._open_lock, []
+    def unsupported(*_: object) -> int:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    def overtaken(descriptor: int) -> int:
-        if not removed:  # another process finds the directory without an owner, just before we own it
-            removed.append(True)
-            monkeypatch.setattr(directory_module, "_open_lock", open_lock)
-            assert remove_leftovers(tmp_path) == [tmp_path / f"{PREFIX}job"]
-            monkeypatch.setattr(directory_module, "_open_lock", overtaken)
-        return open_lock(descriptor)
-
-    monkeypatch.setattr(directory_module, "_open_lock", overtaken)
-    held = JobDirectory(tmp_path, "job")
-    assert removed, "the race was not run"
-    assert files_in(tmp_path) == [f"{PREFIX}job", f"{PREFIX}job/lock"]
-    held.close()
+    monkeypatch.setattr(os, "open", unsupported)
+    with pytest.raises(ClusterError, match="REPLICAST_SHM_DIR.*not supported"):
+        SharedMemoryTransport("job", 0, directory=tmp_path)
 
 
-def test_a_directory_removed_between_opening_and_locking_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    locked, removed = directory_module._locked, []
-
-    def overtaken(lock: int, kind: int) -> bool:
-        if not removed:
-            removed.append(True)
-            assert remove_leftovers(tmp_path) == [tmp_path / f"{PREFIX}job"]
-        return locked(lock, kind)
-
-    monkeypatch.setattr(directory_module, "_locked", overtaken)
-    held = JobDirectory(tmp_path, "job")
-    assert removed, "the race was not run"
-    assert (tmp_path / f"{PREFIX}job" / "lock").stat().st_nlink == 1
-    held.close()
-    assert files_in(tmp_path) == []
+def test_a_release_never_raises_even_when_the_directory_is_gone(tmp_path: Path) -> None:
+    place = tmp_path / "shm"
+    place.mkdir()
+    transport = SharedMemoryTransport("job", 0, directory=place)
+    before = open_files()
+    transport.publish("one", [some(LARGE)])
+    shutil.rmtree(place)
+    transport.release("one")
+    transport.close()
+    assert open_files() == before

@@ -1,5 +1,7 @@
 import contextlib
+import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from replicast.core.stage import Stage
 from replicast.edits import DTYPES, RESETS, Operation
 from replicast.errors import UpdateRefused
 from replicast.files import tensor_chunks
+from replicast.mapping import LARGE_BYTES
 from replicast.update import Update
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -412,3 +415,34 @@ def test_a_plain_file_without_operation_says_how_to_push_it(tmp_path: Path) -> N
 def test_stages_are_words() -> None:
     assert Stage("verified") is Stage.VERIFIED
     assert len(set(Stage)) == 10
+
+
+def test_large_values_are_copied_row_major_and_read_only() -> None:
+    mine = np.asfortranarray(np.arange(2 * LARGE_BYTES, dtype=np.float32).reshape(2, -1).T)
+    expected = mine.tobytes()
+    (found,) = Update().add("x", mine).arrays()
+    mine[:] = 0
+    assert found.flags.c_contiguous
+    assert found.tobytes() == expected
+    with pytest.raises(ValueError, match="read-only"):
+        found[0] = 1
+
+
+def test_a_deep_copy_is_the_update_itself_because_nothing_of_it_can_change() -> None:
+    update = Update(note="why").add("x", np.ones(3, np.float32))
+    assert copy.deepcopy([update])[0] is update
+
+
+@pytest.mark.parametrize("id_", [None, "mine"])
+def test_an_update_can_be_pickled(id_: str | None) -> None:
+    values = np.arange(LARGE_BYTES, dtype=np.float32)
+    update = Update(note="why", author="me", id=id_, reset_slots=True).add("x", values).scale("y", 0.5)
+    found = pickle.loads(pickle.dumps(update))
+    assert (found.id, found.id_was_given, found.note, found.author) == (
+        update.id,
+        id_ is not None,
+        "why",
+        "me",
+    )
+    assert found.content_digest() == update.content_digest()
+    assert not found.arrays()[0].flags.writeable

@@ -667,7 +667,7 @@ def transports_opened() -> Iterator[list[Any]]:
 
 
 def flipped(data: np.ndarray) -> np.ndarray:
-    data[::64] ^= 1  # in every array: workers check a share each
+    data[::64] ^= 1  # in every array: workers check a share each, and worker 0 the first
     return data
 
 
@@ -685,9 +685,9 @@ def cannot_stage(strategy: Any) -> list[str]:
         assert isinstance(transport, SharedMemoryTransport)
         mapped, publish = transport.mapped, transport.publish
 
-        def published_and_damaged(parcel_id: str, given: Any, announce: Any = None, **how: Any) -> Any:
+        def published_and_damaged(parcel_id: str, given: Any, **how: Any) -> Any:
             parcel = publish(parcel_id, given)
-            with (transport._directory.path / f"parcel-{parcel_id}").open("r+b") as file:
+            with transport._path(parcel_id).open("r+b") as file:
                 first = file.read(1)
                 file.seek(0)
                 file.write(bytes([first[0] ^ 1]))
@@ -696,7 +696,7 @@ def cannot_stage(strategy: Any) -> list[str]:
         damaged_here = mock.patch.object(transport, "mapped", lambda *given: flipped(mapped(*given)))
         damaged_there = mock.patch.object(transport, "publish", published_and_damaged)
         full = mock.patch("os.posix_fallocate", no_room)
-        for worker, fault in ((2, damaged_here), (1, damaged_there), (1, full)):
+        for worker, fault in ((0, damaged_here), (1, damaged_there), (1, full)):
             with fault if strategy.rank == worker else contextlib.nullcontext():
                 ticket = replicas.propose(mark(0)) if strategy.rank == 1 else None
                 quietly(replicas, lambda step: None, lambda ticket=ticket: ticket is None or ticket.done())
@@ -715,8 +715,8 @@ def cannot_stage(strategy: Any) -> list[str]:
 def test_a_worker_that_cannot_stage_refuses_for_all_and_is_named(pool3: Pool) -> None:
     _, said, _ = pool3.run(cannot_stage)
     alone, everywhere, full = said
-    assert alone.startswith("2: ")
-    assert "damaged at worker 2" in alone
+    assert alone.startswith("0: ")
+    assert "damaged at worker 0" in alone
     assert "damaged" in everywhere
     assert full.startswith("1: ")
     assert "no room" in full

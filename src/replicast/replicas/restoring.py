@@ -305,7 +305,7 @@ def _memory_for(worker: _Worker, names: Sequence[str]) -> Arrays:
     shapes = {variable.name: variable for variable in worker.state.schema}
     like = [np.broadcast_to(np.zeros((), dtype_of(shapes[name])), shapes[name].shape) for name in names]
     pieces, nbytes = lay_out(like)
-    return dict(zip(names, arrays_in(fresh_memory(nbytes), Parcel("", 0, nbytes, pieces)), strict=True))
+    return dict(zip(names, arrays_in(fresh_memory(nbytes), pieces), strict=True))
 
 
 def _check_first(worker: _Worker, reader: CheckpointReader | None, what: str, told: dict[str, Any]) -> str:

@@ -61,8 +61,7 @@ class Parcels:
         parcel_id = f"{self._name}-{self._rank}-{next(self._numbers)}"
         # A variable may live in what it was assigned; from all other values it is computed.
         to_read = all(edit.operation is not Operation.ASSIGN for edit in update.edits)
-        arrays = [*update.arrays(), described]
-        parcel = self._transport.publish(parcel_id, arrays, store=update.store, to_read=to_read)
+        parcel = self._transport.publish(parcel_id, [*update.arrays(), described], to_read=to_read)
         with self._lock:
             self._published[parcel.id] = (update.id, ticket)
         return parcel

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from replicast.blocks import DIGITS, digest_of_blocks
 from replicast.errors import UpdateRefused
-from replicast.storing import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +37,14 @@ class Parcel:
         source: The rank of the worker whose arrays these are.
         nbytes: The size of the whole buffer, padding included.
         arrays: The arrays in the order in which they were given.
-        blocks: The digests of the arrays' blocks, one behind the other; none before they are known.
-        file: The file on its source's host, if it was handed over there and not written for this parcel.
-        is_finite: Its source has looked, and no number in it is NaN or infinite; else others have to.
+        blocks: The digests of the arrays' blocks, one after the other.
     """
 
     id: str
     source: int
     nbytes: int
     arrays: tuple[Piece, ...]
-    blocks: str = ""
-    file: str = ""
-    is_finite: bool = False
-
-    @property
-    def handed_over(self) -> bool:
-        """Whether its source had nothing to write; then it takes its share in checking it."""
-        return bool(self.file)
+    blocks: str
 
     @property
     def digest(self) -> str:
@@ -73,8 +63,6 @@ class Parcel:
             "nbytes": self.nbytes,
             "arrays": [[piece.dtype, list(piece.shape), piece.offset] for piece in self.arrays],
             "blocks": self.blocks,
-            "file": self.file,
-            "is_finite": self.is_finite,
         }
 
     @classmethod
@@ -86,69 +74,49 @@ class Parcel:
             nbytes=described["nbytes"],
             arrays=tuple(Piece(dtype, tuple(shape), offset) for dtype, shape, offset in described["arrays"]),
             blocks=described["blocks"],
-            file=described["file"],
-            is_finite=described["is_finite"],
         )
 
 
-Announce = Callable[[Parcel], None]
 Look = Callable[[int, "npt.NDArray[Any]"], None]
-"""Given a part of an array, flat, and the array's place in the parcel."""
+"""Given an array's place in the parcel, and a flat part of the array."""
 
 
 class Transport(abc.ABC):
     """Carries parcels from one worker to all. Made on every worker.
 
-    One thread of a worker receives; any thread may publish and release.
-
     ```
     source:  publish ──► words to all ──► receive ──► all have it ──► release
     others:              words arrive ──► receive ──► say so      ──► release
     ```
-    Large parcels may be announced while they are being published, so that the others can `expect` them.
+    All methods may be called from any thread, also `receive` for several parcels at once.
+
+    **Between hosts, all workers must begin to receive parcels in the same order**, with one thread or several.
+    A parcel is sent when one thread of every host's first worker is in `receive` for it. In different orders,
+    each may wait for a parcel that another has not begun to receive, until the time is up and all refuse. On
+    one host there is no such rule.
     """
 
     @abc.abstractmethod
-    def publish(
-        self,
-        parcel_id: str,
-        arrays: Sequence[npt.NDArray[Any]],
-        announce: Announce | None = None,
-        *,
-        store: Store | None = None,
-        to_read: bool = False,
-    ) -> Parcel:
+    def publish(self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], *, to_read: bool = False) -> Parcel:
         """Makes the arrays ready to be received. Only on the source.
 
-        The arrays are read before it returns and may be changed afterwards, but for those in the store.
+        The arrays are copied before it returns and may be changed afterwards.
 
         Args:
-            parcel_id: What to call it.
+            parcel_id: Its id.
             arrays: What is in it.
-            announce: Called with the parcel, without digests, before a large one is written.
-            store: Where large arrays are already; a transport that can hand it over copies none of them.
-            to_read: This worker will only read what it receives of it, and then may be given the very memory
-                that the others look at.
+            to_read: This worker only reads what it receives of it, and so needs no mapping of its own: it may
+                get the very memory that the others look at.
 
         Raises:
             UpdateRefused: There is no room. Nothing is left behind.
-        """
-
-    def expect(self, parcel: Parcel, look: Look = lambda *_: None) -> None:  # noqa: B027
-        """A parcel is announced: takes what is there of it already. Never raises, and never waits.
-
-        Only a hint. It may be lost, and what was announced may never come.
-
-        Args:
-            parcel: What was announced; its digests are not known yet.
-            look: As of `receive`, and may be called in another thread until that has returned.
         """
 
     @abc.abstractmethod
     def receive(
         self, parcel: Parcel, timeout_secs: float, look: Look = lambda *_: None
     ) -> list[npt.NDArray[Any]]:
-        """Takes the arrays. On every worker, the source included, parcel after parcel in the same order.
+        """Takes the arrays. On every worker, the source included.
 
         Blocks until the bytes are here, at most `timeout_secs`; only a worker in the middle of a transfer
         between hosts goes on with it, because giving it up would end the job. The arrays belong to this
@@ -161,8 +129,7 @@ class Transport(abc.ABC):
         Args:
             parcel: What the source said of it.
             timeout_secs: How long to wait for it.
-            look: Called for all parts of this worker's share, unless the source has looked at them. It may be
-                called again for the same part.
+            look: Called for all parts of this worker's share.
 
         Raises:
             UpdateRefused: They did not arrive in time, arrived damaged, or found no room here. Nothing is

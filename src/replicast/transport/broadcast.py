@@ -15,8 +15,8 @@ has said that it is there and has room, and whether it is sent is decided once f
 A leader that has waited long enough writes the decision "refused" itself. The key of the decision is written
 once, by whoever comes first, so all leaders follow the same one.
 
-The leader that sends removes the words about a parcel when it releases it: the update is applied or refused
-then, and all workers have read them.
+A leader removes its words about a parcel when it releases it. The decision is removed by the leader that
+sends: while that one may still begin to send, it has to find it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ import numpy.typing as npt
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed, UpdateRefused
 from replicast.mapping import Bytes
-from replicast.storing import Store
-from replicast.transport.base import Announce, Look, Parcel, Transport, not_arrived
+from replicast.transport.base import Look, Parcel, Transport, not_arrived
+from replicast.transport.files import SharedFile
 from replicast.transport.keys import chunk_ranges, group_key, instance_keys, leaders_of, next_block
-from replicast.transport.shared import Draft, SharedMemoryTransport
+from replicast.transport.shared import SharedMemoryTransport
 
 IN_FLIGHT = 4
 """Chunks on their way at once: while one is copied, others are sent."""
@@ -74,22 +74,14 @@ class BroadcastTransport(Transport):
         self._chunk_bytes = chunk_bytes
         self._leaders = leaders_of(hosts)
         self._leader = self._leaders[hosts[rank]]
-        self._sent: set[str] = set()
+        self._own_words: dict[str, tuple[str, ...]] = {}
 
     def publish(  # noqa: D102
-        self,
-        parcel_id: str,
-        arrays: Sequence[npt.NDArray[Any]],
-        announce: Announce | None = None,
-        *,
-        store: Store | None = None,
-        to_read: bool = False,
+        self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], *, to_read: bool = False
     ) -> Parcel:
-        return self._shared.publish(parcel_id, arrays, announce, store=store, to_read=to_read)
-
-    def expect(self, parcel: Parcel, look: Look = lambda *_: None) -> None:  # noqa: D102
-        if self._hosts[parcel.source] == self._hosts[self._rank]:
-            self._shared.expect(parcel, look)
+        if self._rank == self._leader:
+            self._own_words[parcel_id] = ("decision",)
+        return self._shared.publish(parcel_id, arrays, to_read=to_read)
 
     def receive(  # noqa: D102
         self, parcel: Parcel, timeout_secs: float, look: Look = lambda *_: None
@@ -97,8 +89,10 @@ class BroadcastTransport(Transport):
         until = time.monotonic() + timeout_secs
         sender = self._leaders[self._hosts[parcel.source]]
         if self._rank == sender:
+            self._own_words[parcel.id] = ("decision",)
             return self._receive_and_send(parcel, timeout_secs, until, look)
         if self._rank == self._leader:
+            self._own_words[parcel.id] = (f"room/{self._rank}", f"here/{self._rank}")
             self._receive_for_host(parcel, timeout_secs, until, sender)
         else:
             self._follow(self._word(parcel, "decision", until, sender, timeout_secs))
@@ -108,10 +102,9 @@ class BroadcastTransport(Transport):
 
     def release(self, parcel_id: str) -> None:  # noqa: D102
         self._shared.release(parcel_id)
-        if parcel_id in self._sent:
-            self._sent.discard(parcel_id)
+        for what in self._own_words.pop(parcel_id, ()):
             with contextlib.suppress(JobFailed):
-                self._forget(parcel_id)
+                self._coordination.delete(self._key(parcel_id, what))
 
     def close(self) -> None:  # noqa: D102
         self._shared.close()
@@ -119,7 +112,6 @@ class BroadcastTransport(Transport):
     def _receive_and_send(
         self, parcel: Parcel, timeout_secs: float, until: float, look: Look
     ) -> list[npt.NDArray[Any]]:
-        self._sent.add(parcel.id)
         try:
             arrays = self._shared.receive(parcel, timeout_secs, look)
             for leader in self._leaders.values():
@@ -137,7 +129,7 @@ class BroadcastTransport(Transport):
 
     def _receive_for_host(self, parcel: Parcel, timeout_secs: float, until: float, sender: int) -> None:
         try:
-            draft = self._shared.reserve(parcel.nbytes)
+            file = self._shared.reserve(parcel.nbytes)
         except UpdateRefused as refusal:
             self._say(parcel, f"room/{self._rank}", {"refused": refusal.to_json()})
             raise
@@ -145,11 +137,11 @@ class BroadcastTransport(Transport):
             self._say(parcel, f"room/{self._rank}", {})
             decision = self._decision_of_others(parcel, timeout_secs, until, sender)
             self._follow(decision)
-            self._transfer(parcel, decision["block"], _receiving(draft))
+            self._transfer(parcel, decision["block"], _receiving(file))
+            self._shared.complete(parcel.id, file)
         except BaseException:
-            draft.discard()
+            file.remove()
             raise
-        self._shared.complete(parcel.id, draft)
         self._say(parcel, f"here/{self._rank}", {})
 
     def _decision_of_others(
@@ -165,12 +157,6 @@ class BroadcastTransport(Transport):
         if self._say(parcel, "decision", decision):
             return decision
         return self._word(parcel, "decision", time.monotonic() + 10.0, 0, 10.0)  # it is there
-
-    def _forget(self, parcel_id: str) -> None:
-        self._coordination.delete(self._key(parcel_id, "decision"))
-        for leader in self._leaders.values():
-            for what in ("room", "here") if leader != self._rank else ():
-                self._coordination.delete(self._key(parcel_id, f"{what}/{leader}"))
 
     def _transfer(self, parcel: Parcel, block: int, move: Callable[[int, int, int, int, int], None]) -> None:
         ranges = chunk_ranges(parcel.nbytes, self._chunk_bytes)
@@ -224,7 +210,7 @@ def _sending(data: Bytes) -> Callable[[int, int, int, int, int], None]:
     return send
 
 
-def _receiving(draft: Draft) -> Callable[[int, int, int, int, int], None]:
+def _receiving(file: SharedFile) -> Callable[[int, int, int, int, int], None]:
     import tensorflow as tf
 
     def receive(start: int, stop: int, size: int, group: int, key: int) -> None:
@@ -237,7 +223,7 @@ def _receiving(draft: Draft) -> Callable[[int, int, int, int, int], None]:
                 T=tf.int64,
                 timeout_seconds=TRANSFER_SECS,
             )
-        draft.write(start, np.asarray(memoryview(chunk)).view(np.uint8))
+        file.buffer[start:stop] = np.asarray(memoryview(chunk)).view(np.uint8)
 
     return receive
 

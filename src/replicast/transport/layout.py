@@ -1,17 +1,17 @@
-"""How arrays lie in one buffer: pure functions from arrays to bytes and back."""
+"""How arrays lie in one buffer, and whether they arrived whole: pure functions between arrays and bytes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from replicast.blocks import bytes_of, digest_blocks
+from replicast.blocks import blocks_of, digest_block
 from replicast.mapping import ALIGNMENT, Bytes, aligned
-from replicast.transport.base import Parcel, Piece
+from replicast.transport.base import Look, Parcel, Piece, damaged
 
 _PARCEL_ID = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -22,10 +22,10 @@ def checked_id(parcel_id: str) -> str:
     Raises:
         ValueError: It cannot.
     """
-    if not _PARCEL_ID.fullmatch(parcel_id) or len(parcel_id) > 200:
+    if not _PARCEL_ID.fullmatch(parcel_id) or len(parcel_id) > 100:
         raise ValueError(
-            "A parcel's id is made of at most 200 letters, digits, dots, hyphens and underscores. "
-            f"Received: {parcel_id!r}"
+            "The id of a parcel or a job is made of at most 100 letters, digits, dots, hyphens and "
+            f"underscores. Received: {parcel_id!r}"
         )
     return parcel_id
 
@@ -46,24 +46,52 @@ def lay_out(arrays: Sequence[npt.NDArray[Any]]) -> tuple[tuple[Piece, ...], int]
     return tuple(pieces), max(end, ALIGNMENT)
 
 
-def write_out(
-    arrays: Sequence[npt.NDArray[Any]], pieces: Sequence[Piece], write: Callable[[int, Bytes], None]
-) -> str:
-    """Hands the arrays to `write`, offset and bytes, in order; returns the digests of their blocks."""
+def write_out(arrays: Sequence[npt.NDArray[Any]], pieces: Sequence[Piece], buffer: Bytes) -> str:
+    """Copies the arrays into a buffer; returns the digests of the copies' blocks."""
+    digests = []
+    for place, start, content in blocks_of(arrays):
+        target = buffer[pieces[place].offset + start :]
 
-    def written(offset: int, chunk: Bytes) -> Bytes:
-        write(offset, chunk)
-        return chunk
+        def copy(at: int, chunk: Bytes, target: Bytes = target) -> Bytes:
+            written = target[at : at + len(chunk)]
+            written[:] = chunk
+            return written
 
-    def write_one(array: npt.NDArray[Any], piece: Piece) -> str:
-        return digest_blocks(bytes_of(array), lambda start, chunk: written(piece.offset + start, chunk))
-
-    return "".join(write_one(array, piece) for array, piece in zip(arrays, pieces, strict=True))
+        digests.append(digest_block(content, copy))
+    return "".join(digests)
 
 
-def arrays_in(data: Bytes, parcel: Parcel) -> list[npt.NDArray[Any]]:
-    """The arrays of a parcel as views of its buffer, which they keep alive."""
-    return [_view(data, piece) for piece in parcel.arrays]
+def arrays_in(buffer: Bytes, pieces: Sequence[Piece]) -> list[npt.NDArray[Any]]:
+    """The arrays in a buffer, as views that keep it alive."""
+    return [_view(buffer, piece) for piece in pieces]
+
+
+def check_share(
+    parcel: Parcel, arrays: Sequence[npt.NDArray[Any]], rank: int, mates: Sequence[int], look: Look
+) -> None:
+    """Checks the blocks of a parcel that are this worker's to check, and looks at them meanwhile.
+
+    Args:
+        parcel: The parcel.
+        arrays: Its arrays.
+        rank: This worker.
+        mates: All workers that look at the same memory.
+        look: Called for every part of the share.
+
+    Raises:
+        UpdateRefused: A block is not what the source published.
+    """
+    for number, (place, _, content) in enumerate(blocks_of(arrays)):
+        if mates[number % len(mates)] != rank:
+            continue
+
+        def looked(_: int, chunk: Bytes, place: int = place) -> Bytes:
+            look(place, chunk.view(arrays[place].dtype))
+            return chunk
+
+        found, expected = digest_block(content, looked), parcel.digest_of(number)
+        if found != expected:
+            raise damaged(parcel, f"digest {expected} of block {number}", f"digest {found}", rank)
 
 
 def aligned_buffer(nbytes: int) -> Bytes:
@@ -73,10 +101,10 @@ def aligned_buffer(nbytes: int) -> Bytes:
     return raw[start : start + nbytes]
 
 
-def _view(data: Bytes, piece: Piece) -> npt.NDArray[Any]:
+def _view(buffer: Bytes, piece: Piece) -> npt.NDArray[Any]:
     dtype = _dtype_named(piece.dtype)
     size = int(np.prod(piece.shape, dtype=np.int64)) * dtype.itemsize
-    return data[piece.offset : piece.offset + size].view(dtype).reshape(piece.shape)
+    return buffer[piece.offset : piece.offset + size].view(dtype).reshape(piece.shape)
 
 
 def _dtype_named(name: str) -> np.dtype[Any]:

@@ -9,10 +9,8 @@ from typing import Any
 import numpy.typing as npt
 
 from replicast.mapping import Bytes
-from replicast.storing import Store
-from replicast.transport.base import Announce, Look, Parcel, Transport, no_room, not_arrived
-from replicast.transport.checking import check_share
-from replicast.transport.layout import aligned_buffer, arrays_in, checked_id, lay_out, write_out
+from replicast.transport.base import Look, Parcel, Transport, no_room, not_arrived
+from replicast.transport.layout import aligned_buffer, arrays_in, check_share, checked_id, lay_out, write_out
 
 
 class MemoryTransport(Transport):
@@ -68,24 +66,14 @@ class MemoryTransport(Transport):
         self._published: set[str] = set()
 
     def publish(  # noqa: D102
-        self,
-        parcel_id: str,
-        arrays: Sequence[npt.NDArray[Any]],
-        announce: Announce | None = None,
-        *,
-        store: Store | None = None,
-        to_read: bool = False,
+        self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], *, to_read: bool = False
     ) -> Parcel:
         pieces, nbytes = lay_out(arrays)
         free = self._board.free()
         if free is not None and nbytes > free:
             raise no_room(nbytes, free, "memory", self._rank, "Propose a smaller update")
         buffer = aligned_buffer(nbytes)
-
-        def write(offset: int, chunk: Bytes) -> None:
-            buffer[offset : offset + len(chunk)] = chunk
-
-        blocks = write_out(arrays, pieces, write)
+        blocks = write_out(arrays, pieces, buffer)
         self._board.put(checked_id(parcel_id), buffer)
         self._published.add(parcel_id)
         return Parcel(parcel_id, self._rank, nbytes, pieces, blocks)
@@ -100,7 +88,7 @@ class MemoryTransport(Transport):
             published = board.buffers[parcel.id]
         private = aligned_buffer(parcel.nbytes)
         private[:] = published
-        arrays = arrays_in(private, parcel)
+        arrays = arrays_in(private, parcel.arrays)
         check_share(parcel, arrays, self._rank, [self._rank], look)
         return arrays
 

@@ -1,0 +1,184 @@
+"""One file of shared memory with one owner: it ends with its owner, however that ends.
+
+The file is made without a name and locked by the process that made it; only then it gets its name. The kernel
+drops the lock when the process dies, kill -9 included. So a named file whose lock can be taken has no owner
+left, and whoever starts next removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from replicast.errors import ClusterError
+from replicast.mapping import Bytes, map_shared
+
+logger = logging.getLogger("replicast")
+
+
+class SharedFile:
+    """A file of this process that others can map once it is complete.
+
+    Args:
+        directory: Where shared memory is.
+        nbytes: Its size. All of it is reserved at once: a full file system says so here, and not later by a
+            signal that ends the process.
+
+    Attributes:
+        buffer: The file's bytes, for writing. They never change again once the file has its name: a variable
+            may live in a worker's mapping of it.
+
+    Raises:
+        OSError: There is no room.
+    """
+
+    def __init__(self, directory: Path, nbytes: int) -> None:
+        self._path: Path | None = None
+        self._descriptor = _unnamed_file(directory)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(self._descriptor, 0, nbytes)
+            self.buffer: Bytes = map_shared(self._descriptor, nbytes)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return len(self.buffer)
+
+    def complete(self, path: Path) -> None:
+        """Gives it its name: it is written, and others may map it.
+
+        Raises:
+            FileExistsError: The name is taken.
+        """
+        # Only with a directory's descriptor does Python follow the link in /proc; it is not looked at.
+        os.link(f"/proc/self/fd/{self._descriptor}", path, src_dir_fd=self._descriptor)
+        self._path = path
+
+    def remove(self) -> None:
+        """Gives it up; mappings of it stay valid. Never raises. To be called once."""
+        if self._path is not None:
+            with contextlib.suppress(OSError):  # the directory may be gone
+                self._path.unlink()
+        os.close(self._descriptor)
+
+
+class Spare:
+    """A file that a thread makes ready for the next parcel, which is often as large as the last.
+
+    Finding and clearing the pages of a new file takes four times as long as copying the bytes into it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._changing = threading.Lock()
+        self._making: threading.Thread | None = None
+        self._file: SharedFile | None = None
+        self._closed = False
+
+    def prepare(self, nbytes: int) -> None:
+        """Begins to make one, in place of the one that is here."""
+        with self._changing:
+            self._remove()
+            if not self._closed:
+                self._making = threading.Thread(
+                    target=self._make, args=(nbytes,), name="replicast-spare", daemon=True
+                )
+                self._making.start()
+
+    def take(self) -> SharedFile | None:
+        """The spare, if there is one; waits until it is made."""
+        with self._changing:
+            return self._take()
+
+    def close(self) -> None:
+        """Removes it; there will be none again."""
+        with self._changing:
+            self._closed = True
+            self._remove()
+
+    def _take(self) -> SharedFile | None:
+        if self._making is not None:
+            self._making.join()
+        file, self._file, self._making = self._file, None, None
+        return file
+
+    def _remove(self) -> None:
+        file = self._take()
+        if file is not None:
+            file.remove()
+
+    def _make(self, nbytes: int) -> None:
+        with contextlib.suppress(OSError):  # no room: then there is no spare
+            self._file = SharedFile(self._directory, nbytes)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A complete file of this user, open for reading.
+
+    Raises:
+        FileNotFoundError: It is not there, or not this user's.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(descriptor).st_uid != os.getuid():
+            raise FileNotFoundError(errno.ENOENT, "A file of another user", str(path))
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def check_directory(directory: Path) -> None:
+    """Checks that a directory can hold such files.
+
+    Raises:
+        ClusterError: Its file system has no files without a name.
+    """
+    try:
+        os.close(_unnamed_file(directory))
+    except OSError as error:
+        raise ClusterError(
+            f"{directory} cannot be used for shared memory",
+            received=str(error),
+            remedy="Set REPLICAST_SHM_DIR to a directory in a tmpfs, such as /dev/shm",
+        ) from error
+
+
+def remove_leftovers(directory: Path, prefix: str) -> list[Path]:
+    """Removes the files that begin with `prefix` and whose owner is dead; returns which."""
+    removed = []
+    with contextlib.suppress(OSError):
+        for path in sorted(directory.glob(f"{prefix}*")):
+            if _remove_if_left(path):
+                removed.append(path)
+                logger.info("removed %s, which a process that has died left behind", path)
+    return removed
+
+
+def _remove_if_left(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # a link, another user's, or already gone
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+    except OSError:  # its owner is alive, or it is a directory
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _unnamed_file(directory: Path) -> int:
+    return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
