@@ -1,9 +1,8 @@
-"""`replicast demo`: checks that it can be played, then hands over to the runner."""
+"""`replicast demo`: checks that it can be run, then hands over to the story."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import signal
 import sys
 import tempfile
@@ -25,13 +24,14 @@ _INSTALL_DATA = "pip install 'replicast[demo]'"
     "--run-dir",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Where logs and notes go; made if it is not there. [default: a new temporary directory]",
+    help="Where the demo makes a directory for its runs. [default: among the temporary files]",
 )
 def demo(run_dir: Path | None) -> None:
     """See it work, in under a minute.
 
-    Two real workers on this machine train one model, and the screen shows what becomes of their replicas when
-    one of them changes a weight.
+    Two real workers on this machine train one model. One of them changes a weight, the usual way and through
+    replicast; a process outside of the job changes another; a worker is killed. The screen shows what becomes
+    of the replicas.
 
     \b
     Examples:
@@ -42,9 +42,16 @@ def demo(run_dir: Path | None) -> None:
     was started.
     """  # noqa: D301 - click wants a real backspace
     check_installed()
+    from replicast.demo.job import DemoFailed
+    from replicast.demo.story import make_console, play
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Stops the workers, as Ctrl-C does.
     try:
-        sys.exit(_play(_made(run_dir)))
-    except KeyboardInterrupt:  # Before or after the workers ran; while they do, the supervisor takes it.
+        play(_made(run_dir), make_console())
+    except DemoFailed as failure:
+        click.echo(f"Failed: {failure}", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
         click.echo("Stopped.")
         sys.exit(128 + signal.SIGINT)
 
@@ -64,13 +71,6 @@ def check_installed() -> None:
 
 
 def _made(run_dir: Path | None) -> Path:
-    chosen = Path(tempfile.mkdtemp(prefix="replicast-demo-")) if run_dir is None else run_dir
-    return make_run_dir(chosen, program="demo", now=datetime.now())
-
-
-def _play(run_dir: Path) -> int:
-    from replicast.demo.acts import programme
-    from replicast.demo.runner import run_demo
-    from replicast.demo.screen import make_console
-
-    return run_demo(programme(), run_dir, make_console(), os.environ)
+    """A new directory: the runs of a demo before are not to be continued."""
+    parent = None if run_dir is None else make_run_dir(run_dir, program="demo", now=datetime.now())
+    return Path(tempfile.mkdtemp(prefix="replicast-demo-", dir=parent))

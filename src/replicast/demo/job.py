@@ -1,0 +1,144 @@
+"""The commands of the demo, each a process of its own: `replicast run`, which it follows, and the others."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+WORKERS = 2
+JOB_SECS, COMMAND_SECS = 180.0, 60.0
+STOP_SECS = 20.0
+"""More than `replicast run` gives its workers to end."""
+LOOK_SECS = 0.05
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "-1",  # Two workers on one GPU would compete for its memory.
+    "KERAS_BACKEND": "tensorflow",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+_REPORT = re.compile(r"^\[worker (\d+)\] step (\d+), process (\d+), weights ([0-9a-f]{64})$", re.MULTILINE)
+
+
+class DemoFailed(Exception):  # noqa: N818 - reads as a sentence: raise DemoFailed
+    """Something that the demo claims did not happen; the message says what."""
+
+
+class Report(NamedTuple):
+    """What a worker says about its replica: the digest of all weights at a step, and its process id."""
+
+    worker: int
+    step: int
+    process: int
+    weights: str
+
+
+def parse_reports(output: str) -> list[Report]:
+    """The reports of train.py in the output of `replicast run --tee all`, in their order."""
+    found = _REPORT.findall(output)
+    return [Report(int(worker), int(step), int(process), weights) for worker, step, process, weights in found]
+
+
+class Job:
+    """A running `replicast run … --tee all …`. On exit it is stopped, if it still runs.
+
+    Args:
+        directory: Where it runs; its output goes into `run.log` there.
+        command: As people type it.
+    """
+
+    def __init__(self, directory: Path, command: str) -> None:
+        self._command = command
+        self._output = directory / "run.log"
+        self._deadline = time.monotonic() + JOB_SECS
+        inherited = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(
+                _argv(command),
+                cwd=directory,
+                env={**inherited, **ENVIRONMENT},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,  # Ctrl-C is for the demo, which then stops the job.
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(STOP_SECS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # Its workers end with it.
+
+    def wait_for_step(self, step: int) -> dict[int, Report]:
+        """Waits until all workers have reported a step, and returns these reports by worker.
+
+        Raises:
+            DemoFailed: The job has ended before, or takes too long.
+        """
+        while self._process.poll() is None and time.monotonic() < self._deadline:
+            reached = {report.worker: report for report in self._reports() if report.step == step}
+            if len(reached) == WORKERS:
+                return reached
+            time.sleep(LOOK_SECS)
+        raise self._failed(f"All workers should report step {step}")
+
+    def finish(self) -> list[Report]:
+        """Waits for the end of the job, and returns all reports.
+
+        Raises:
+            DemoFailed: It ended with another exit code than 0, or takes too long.
+        """
+        try:
+            code: int | None = self._process.wait(max(0.0, self._deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            code = None
+        if code != 0:
+            raise self._failed("The job should end with exit code 0")
+        return self._reports()
+
+    def _reports(self) -> list[Report]:
+        return parse_reports(self._output.read_text(encoding="utf-8", errors="replace"))
+
+    def _failed(self, claim: str) -> DemoFailed:
+        code = self._process.poll()
+        state = f"still running after {JOB_SECS:.0f} s" if code is None else f"exit code {code}"
+        output = self._output.read_text(encoding="utf-8", errors="replace")
+        return DemoFailed(f"{claim}. Received: {state}. `{self._command}` said:\n{output}")
+
+
+def run_command(directory: Path, command: str, expected: int = 0) -> list[str]:
+    """Runs a `replicast …` command, as people type it, and returns the lines that it printed.
+
+    Raises:
+        DemoFailed: It had another exit code than the expected one, or took too long.
+    """
+    try:
+        done = subprocess.run(
+            _argv(command), cwd=directory, capture_output=True, text=True, timeout=COMMAND_SECS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise DemoFailed(f"`{command}` has not ended after {COMMAND_SECS:.0f} s") from None
+    if done.returncode != expected:
+        said = done.stdout + done.stderr
+        raise DemoFailed(
+            f"`{command}` should end with {expected}. Received: {done.returncode}. It said:\n{said}"
+        )
+    return done.stdout.splitlines()
+
+
+def _argv(command: str) -> list[str]:
+    # -P: a file of the current directory must not take the place of a module.
+    return [sys.executable, "-P", "-m", "replicast.cli", *shlex.split(command)[1:]]

@@ -1,0 +1,259 @@
+"""The three parts of the demo. Each runs commands, requires what must come of them, and only then says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from replicast.demo.job import WORKERS, DemoFailed, Job, Report, run_command
+
+TRAIN = Path(__file__).with_name("train.py")
+CHANGE_STEP, LAST_STEP = 100, 600
+"""When worker 1 changes a weight, and how long the training is: as in train.py."""
+PUSH_STEP, KILL_STEP = 300, 400
+CHANGED = "hidden/kernel"
+_WIDEST = 96
+"""Lines longer than this are hard to read, however wide the terminal."""
+
+Weights = Mapping[int, Sequence[str]]
+"""For each reported step the digests of the weights, by worker."""
+
+
+def make_console() -> Console:
+    """The console for standard output, not too wide to read."""
+    width = Console().width
+    return Console(width=min(width, _WIDEST), highlight=False, markup=False)
+
+
+def play(directory: Path, console: Console, train: Path = TRAIN) -> None:
+    """Plays all parts. Nothing that it started is left running.
+
+    Args:
+        directory: An empty one, for a copy of the training script and the run directories.
+        console: The screen.
+        train: The training script.
+
+    Raises:
+        DemoFailed: Something did not happen as the demo claims.
+    """
+    began = time.monotonic()
+    shutil.copyfile(train, directory / "train.py")
+    story = Story(directory, console)
+    with console.status("two workers are at work", spinner="line"):
+        assigned = story.one_worker_assigns()
+        undisturbed = story.every_replica_follows(assigned)
+        story.a_worker_is_killed(undisturbed)
+    took = f"{time.monotonic() - began:.0f} s"
+    console.print(f"\nAll of this happened, in {took}. train.py and its runs: {directory}", soft_wrap=True)
+
+
+class Story:
+    """The parts, each run in the same directory."""
+
+    def __init__(self, directory: Path, console: Console) -> None:
+        self._directory = directory
+        self._console = console
+
+    def one_worker_assigns(self) -> Weights:
+        """Part 1: the usual way. Returns the weights that it leads to."""
+        self._heading("Part 1: one worker assigns, as people do today")
+        self._console.print(
+            "Two workers train one model of handwritten digits. Each holds a replica of all weights, "
+            "and the replicas must stay equal: the table has digests of all their bits. "
+            f"At step {CHANGE_STEP} worker 1 runs kernel.assign_add(0.05):"
+        )
+        with self._start(
+            "replicast run -n 2 --tee all --run-dir assign train.py --assign --epochs 20"
+        ) as job:
+            weights = weights_by_step(job.finish(), last=2 * CHANGE_STEP)
+        self._print_digests({f"step {step}": digests for step, digests in weights.items()})
+        for step, digests in weights.items():
+            wanted = "be equal" if step < CHANGE_STEP else "differ"
+            holds = all_equal(digests) == (step < CHANGE_STEP)
+            require(holds, f"The replicas should {wanted} at step {step}", digests)
+        audit = self._last_audit("assign", expected=1)  # The exit code for replicas that differ.
+        names = [difference["variable"] for difference in audit["differences"]]
+        only = len(names) == 1 and names[0].endswith(CHANGED)
+        require(only, f"The audit should find that {CHANGED} differs, and nothing else", names)
+        by = audit["differences"][0]["differing"]["1"]
+        self._console.print(
+            f"No error, exit code 0, but since step {CHANGE_STEP} the replicas differ. More training "
+            "does not help: it synchronises gradients, never weights. At its end train.py calls "
+            f"replicas.audit(), which finds it: {names[0]} of worker 1 differs in {by['count']} of "
+            f"{by['of']} elements, by up to {by['largest_absolute']:.2g}; the other "
+            f"{audit['variables'] - 1} variables are equal."
+        )
+        return weights
+
+    def every_replica_follows(self, assigned: Weights) -> Weights:
+        """Part 2: through replicast, from a worker and from outside. Returns the weights it leads to."""
+        self._heading("Part 2: the same change through replicast, and one from outside of the job")
+        self._console.print(
+            f"The same training, but for step {CHANGE_STEP} worker 1 calls replicas.propose(update). "
+            f"While both train, another process, which is no worker, pushes a change for step {PUSH_STEP}:"
+        )
+        with self._start("replicast run -n 2 --tee all --run-dir undisturbed train.py") as job:
+            job.wait_for_step(0)
+            push = f"replicast push undisturbed --scale {CHANGED}=0.9 --at-step {PUSH_STEP} --wait"
+            self._print_output(self._run(push))
+            weights = weights_by_step(job.finish(), last=LAST_STEP)
+        steps = (CHANGE_STEP - 50, CHANGE_STEP, PUSH_STEP, LAST_STEP)
+        self._print_digests({f"step {step}": weights[step] for step in steps})
+        for step, digests in weights.items():
+            require(all_equal(digests), f"The replicas should be equal at step {step}", digests)
+        same = weights[CHANGE_STEP] == [assigned[CHANGE_STEP][1]] * WORKERS
+        claim = f"At step {CHANGE_STEP} all replicas should be as worker 1's alone was in part 1"
+        require(same, claim, weights[CHANGE_STEP])
+        updates = check_receipts(self._records("replicast log undisturbed --json"))
+        audit = self._last_audit("undisturbed", expected=0)
+        found_none = audit["equal"] and audit["step"] == LAST_STEP
+        require(found_none, f"The audit of step {LAST_STEP} should find no difference", audit)
+        self._console.print(
+            f"At step {CHANGE_STEP} both replicas have, bit for bit, the weights that worker 1 alone had "
+            "in part 1. The receipts: the digest of what was changed, as each worker computed it:"
+        )
+        self._print_output(map(receipt_text, updates))
+        self._console.print(
+            f"The replicas were equal each of the {len(weights)} times that the workers reported, and "
+            f"the last audit finds all {audit['variables']} variables equal, the optimizer's too."
+        )
+        return weights
+
+    def a_worker_is_killed(self, undisturbed: Weights) -> None:
+        """Part 3: the training of part 2 again, with a crash."""
+        self._heading("Part 3: a worker is killed")
+        self._console.print(f"Part 2 again. At step {KILL_STEP} worker 1 is killed:")
+        run = "replicast run -n 2 --tee all --max-restarts 1 --run-dir killed train.py"
+        with self._start(run) as job:
+            before = {worker: report.process for worker, report in job.wait_for_step(0).items()}
+            self._run(f"replicast push killed --scale {CHANGED}=0.9 --at-step {PUSH_STEP}")
+            job.wait_for_step(KILL_STEP)
+            self._kill(before[1])
+            reports = job.finish()
+        restored = restored_step(report for report in reports if report.process not in before.values())
+        weights = weights_by_step(reports, last=LAST_STEP)
+        self._print_digests(
+            {
+                f"restored, step {restored}": weights[restored],
+                f"recovered, step {LAST_STEP}": weights[LAST_STEP],
+                f"part 2, step {LAST_STEP}": undisturbed[LAST_STEP],
+            }
+        )
+        same = weights[LAST_STEP] == undisturbed[LAST_STEP]
+        require(same, "The killed job should end with the weights of part 2", weights[LAST_STEP])
+        updates = check_receipts(self._records("replicast log killed --json"))
+        again = ", ".join(str(update["step"]) for update in updates if update["step"] > restored)
+        self._console.print(
+            "The launcher ended worker 0 too and started both again. The new processes restored the "
+            f"checkpoint of step {restored} and trained on; the journal applied the updates after it "
+            f"again, each at its step ({again or 'none'}). The job ended with the bits of part 2: the crash "
+            "lost nothing."
+        )
+
+    def _start(self, command: str) -> Job:
+        self._print_command(command)
+        return Job(self._directory, command)
+
+    def _run(self, command: str) -> list[str]:
+        self._print_command(command)
+        return run_command(self._directory, command)
+
+    def _records(self, command: str, expected: int = 0) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in run_command(self._directory, command, expected)]
+
+    def _last_audit(self, run: str, expected: int) -> dict[str, Any]:
+        audits = self._records(f"replicast audit {run} --last 1 --json", expected)
+        require(len(audits) == 1, "The replicas should have been audited", audits)
+        return audits[0]
+
+    def _kill(self, process: int) -> None:
+        self._print_command(f"kill -9 {process}")
+        try:
+            os.kill(process, signal.SIGKILL)
+        except ProcessLookupError:
+            raise DemoFailed(f"Process {process} ended before it could be killed") from None
+
+    def _heading(self, title: str) -> None:
+        self._console.print(f"\n{title}", style="bold cyan")
+
+    def _print_command(self, command: str) -> None:
+        self._console.print(f"   $ {command}", style="bold")
+
+    def _print_output(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._console.print(Padding(line, (0, 0, 0, 3)))
+
+    def _print_digests(self, rows: Mapping[str, Sequence[str]]) -> None:
+        table = Table("weights at", "worker 0", "worker 1", "equal?", box=box.SIMPLE_HEAD, show_edge=False)
+        for moment, digests in rows.items():
+            equal = all_equal(digests)
+            cells = [*(digest[:8] for digest in digests), "yes" if equal else "NO"]
+            table.add_row(moment, *(Text(cell, style="green" if equal else "bold red") for cell in cells))
+        self._console.print(Padding(table, (1, 0)))
+
+
+def require(holds: bool, claim: str, received: object) -> None:
+    """Raises `DemoFailed` when a claim does not hold."""
+    if not holds:
+        raise DemoFailed(f"{claim}. Received: {received}")
+
+
+def all_equal(digests: Iterable[str]) -> bool:
+    """Whether all workers have the same bits."""
+    return len(set(digests)) == 1
+
+
+def weights_by_step(reports: Iterable[Report], last: int) -> Weights:
+    """The digests by step and worker; of a step that was repeated after a restart, the later ones.
+
+    Raises:
+        DemoFailed: A worker has not reported a step that another one has, or nobody the last one.
+    """
+    found: dict[int, dict[int, str]] = {}
+    for report in reports:
+        found.setdefault(report.step, {})[report.worker] = report.weights
+    for step in (*found, last):
+        reported = sorted(found.get(step, ()))
+        require(len(reported) == WORKERS, f"All workers should report step {step}", reported)
+    return {step: [found[step][worker] for worker in range(WORKERS)] for step in sorted(found)}
+
+
+def restored_step(reports: Iterable[Report]) -> int:
+    """The step of the checkpoint with which all processes of a restarted job began."""
+    first: dict[int, int] = {}
+    for report in reports:
+        first.setdefault(report.worker, report.step)
+    steps = set(first.values())
+    restored = len(first) == WORKERS and len(steps) == 1 and 0 not in steps
+    require(restored, "New processes of all workers should begin with one checkpoint", first)
+    return steps.pop()
+
+
+def check_receipts(updates: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Requires that both updates are verified, each at its step, with one digest. Returns them by step."""
+    updates = sorted(updates, key=lambda update: int(update["step"]))
+    steps = [update["step"] for update in updates]
+    require(steps == [CHANGE_STEP, PUSH_STEP], "Each update should be applied once, at its step", steps)
+    for update in updates:
+        digests = (update["digests"] or {}).values()
+        verified = update["stage"] == "verified" and len(digests) == WORKERS and all_equal(digests)
+        require(verified, f"The update of step {update['step']} should have one digest everywhere", update)
+    return updates
+
+
+def receipt_text(update: Mapping[str, Any]) -> str:
+    """A receipt in one line."""
+    digests = ", ".join(f"{digest[:8]} on worker {worker}" for worker, digest in update["digests"].items())
+    return f"step {update['step']}, by {update['author']}: {digests}; {update['stage']}"

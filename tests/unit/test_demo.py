@@ -1,0 +1,239 @@
+"""`replicast demo` without its workers: what it requires before it says so, and how its commands end."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import io
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+import replicast
+from replicast.cli import main
+from replicast.demo import job, story
+from replicast.demo.job import DemoFailed, Job, Report, parse_reports, run_command
+
+NO_PROCESS = 2**22
+"""Above what the kernel gives out."""
+
+
+def trained(first: int, last: int, process: int, changes: dict[int, str]) -> list[Report]:
+    """Reports of both workers; `changes` has for some steps the digests of both, a character each."""
+    return [
+        Report(worker, step, NO_PROCESS + process + worker, changes.get(step, f"{step % 7}" * 2)[worker] * 64)
+        for step in [first, *range(first // 50 * 50 + 50, last + 1, 50)]
+        for worker in range(2)
+    ]
+
+
+def update(step: int, author: str, **other: Any) -> dict[str, Any]:
+    digest = f"{step}abcdef01"
+    fields = {"step": step, "author": author, "stage": "verified", "digests": {"0": digest, "1": digest}}
+    return {**fields, **other}
+
+
+class Happened:
+    """What the commands of a demo lead to when all claims hold; a test falsifies a part of it."""
+
+    def __init__(self) -> None:
+        by = {"count": 2048, "of": 2048, "largest_absolute": 0.05000025}
+        difference = {"variable": "classifier/hidden/kernel", "differing": {"1": by}}
+        self.assigned = trained(0, 200, 1, {100: "ab", 150: "cd", 200: "ef"})
+        self.undisturbed = trained(0, 600, 11, {100: "bb", 600: "99"})
+        self.killed = trained(0, 400, 21, {}) + trained(225, 600, 31, {600: "99"})
+        self.found = [{"variables": 14, "step": 200, "equal": False, "differences": [difference]}]
+        self.found_later = [{"variables": 14, "step": 600, "equal": True, "differences": []}]
+        self.updates = [update(300, "user@host"), update(100, "worker 1")]
+        self.updates_again = [update(300, "user@host"), update(100, "worker 1")]
+        self.signalled: list[tuple[int, int]] = []
+
+    def play(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+        """Plays the story, and returns what the screen shows at 80 columns without a terminal."""
+        runs = {"assign": self.assigned, "undisturbed": self.undisturbed, "killed": self.killed}
+        printed = {
+            "audit assign": self.found,
+            "audit undisturbed": self.found_later,
+            "log undisturbed": self.updates,
+            "log killed": self.updates_again,
+        }
+
+        class PlayedJob:
+            def __init__(self, directory: Path, command: str) -> None:
+                (self._run,) = (run for run in runs if f"--run-dir {run} " in command)
+
+            def __enter__(self) -> PlayedJob:
+                return self
+
+            def __exit__(self, *error: object) -> None:
+                pass
+
+            def wait_for_step(self, step: int) -> dict[int, Report]:
+                return {report.worker: report for report in runs[self._run][::-1] if report.step == step}
+
+            def finish(self) -> list[Report]:
+                return runs[self._run]
+
+        def played_command(directory: Path, command: str, expected: int = 0) -> list[str]:
+            if command.startswith("replicast push"):
+                return ["pushed"]
+            return [json.dumps(record) for record in printed[" ".join(command.split()[1:3])]]
+
+        monkeypatch.setattr(story, "Job", PlayedJob)
+        monkeypatch.setattr(story, "run_command", played_command)
+        monkeypatch.setattr(os, "kill", lambda process, signum: self.signalled.append((process, signum)))
+        file = io.StringIO()
+        story.play(directory, Console(file=file, width=80, highlight=False, markup=False))
+        return file.getvalue()
+
+
+def test_the_story_says_what_happened_in_plain_text_of_80_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened = Happened()
+    shown = happened.play(tmp_path, monkeypatch)
+    words = " ".join(shown.split())
+    assert happened.signalled == [(NO_PROCESS + 22, 9)]
+    assert "differs in 2048 of 2048 elements, by up to 0.05; the other 13 variables are equal" in words
+    assert "step 100, by worker 1: 100abcde on worker 0, 100abcde on worker 1; verified" in words
+    assert "restored the checkpoint of step 225" in words
+    assert "each at its step (300)" in words
+    narration = shown[: shown.index("All of this happened")]
+    assert all(character.isprintable() or character == "\n" for character in narration)
+    assert max(map(len, narration.splitlines())) <= 80
+    assert (tmp_path / "train.py").read_bytes() == story.TRAIN.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("falsify", "expected"),
+    [
+        (lambda h: setattr(h, "assigned", trained(0, 200, 1, {50: "ab"})), "be equal at step 50"),
+        (lambda h: setattr(h, "assigned", trained(0, 200, 1, {})), "differ at step 100"),
+        (lambda h: setattr(h, "assigned", trained(0, 150, 1, {})), "report step 200. Received: \\[\\]"),
+        (lambda h: h.found[0]["differences"].clear(), "hidden/kernel differs, and nothing else"),
+        (lambda h: h.found.clear(), "should have been audited"),
+        (lambda h: h.undisturbed.pop(), "All workers should report step 600. Received: \\[0\\]"),
+        (lambda h: setattr(h, "undisturbed", trained(0, 600, 11, {350: "ab"})), "be equal at step 350"),
+        (lambda h: setattr(h, "undisturbed", trained(0, 600, 11, {100: "aa"})), "as worker 1's alone was"),
+        (lambda h: h.found_later[0].update(equal=False), "step 600 should find no difference"),
+        (lambda h: h.updates.pop(), "applied once, at its step. Received: \\[300\\]"),
+        (lambda h: h.updates[0].update(step=301), "Received: \\[100, 301\\]"),
+        (lambda h: h.updates[0].update(stage="failed", digests=None), "step 300 should have one digest"),
+        (lambda h: h.updates[1].update(digests={"0": "a", "1": "b"}), "step 100 should have one digest"),
+        (lambda h: h.updates[1].update(digests={"0": "a"}), "step 100 should have one digest"),
+        (lambda h: setattr(h, "killed", trained(0, 600, 21, {600: "99"})), "New processes of all workers"),
+        (
+            lambda h: setattr(h, "killed", trained(0, 400, 21, {}) + trained(0, 600, 31, {600: "99"})),
+            "begin with one checkpoint. Received: {0: 0, 1: 0}",
+        ),
+        (
+            lambda h: setattr(h, "killed", trained(0, 400, 21, {}) + trained(225, 600, 31, {600: "88"})),
+            "end with the weights of part 2",
+        ),
+        (lambda h: h.updates_again.append(update(300, "user@host")), "Received: \\[100, 300, 300\\]"),
+    ],
+)
+def test_a_claim_that_does_not_hold_fails_the_demo_and_is_named(
+    falsify: Callable[[Happened], None], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened = Happened()
+    falsify(happened)
+    with pytest.raises(DemoFailed, match=expected):
+        happened.play(tmp_path, monkeypatch)
+
+
+def test_reports_are_found_among_other_output_and_not_before_their_line_is_complete() -> None:
+    digest = "0123456789abcdef" * 4
+    output = (
+        "replicast: 2 workers, attempt 0\n"
+        f"[worker 1] step 50, process 77, weights {digest}\n"
+        f"[worker 0] said: step 50, process 77, weights {digest}\n"
+        f"[worker 0] step 50, process 76, weights {digest[:-1]}"
+    )
+    assert parse_reports(output) == [Report(worker=1, step=50, process=77, weights=digest)]
+
+
+def test_a_command_with_another_exit_code_fails_with_what_it_said(tmp_path: Path) -> None:
+    (line,) = run_command(tmp_path, "replicast --version")
+    assert replicast.__version__ in line
+    with pytest.raises(DemoFailed, match=r"should end with 0. Received: 2.*(?s:.*)no-run"):
+        run_command(tmp_path, "replicast log no-run")
+
+
+def test_a_job_that_fails_or_ends_too_early_fails_with_its_output(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("raise SystemExit('broken on purpose')")
+    with (
+        Job(tmp_path, "replicast run --tee all fails.py") as failing,
+        pytest.raises(DemoFailed, match=r"exit code 0. Received: exit code 1(?s:.*)broken on purpose"),
+    ):
+        failing.finish()
+    (tmp_path / "ends.py").write_text("print('done')")
+    with (
+        Job(tmp_path, "replicast run --tee all ends.py") as ending,
+        pytest.raises(DemoFailed, match=r"report step 50. Received: exit code 0(?s:.*)done"),
+    ):
+        ending.wait_for_step(50)
+
+
+def test_a_job_that_takes_too_long_fails_and_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "JOB_SECS", 3.0)
+    (tmp_path / "sleeps.py").write_text(
+        "import os, pathlib, time\npathlib.Path('process').write_text(str(os.getpid()))\ntime.sleep(60)"
+    )
+    with (
+        Job(tmp_path, "replicast run --tee all sleeps.py") as sleeping,
+        pytest.raises(DemoFailed, match="still running after 3 s"),
+    ):
+        sleeping.wait_for_step(50)
+    process = int((tmp_path / "process").read_text())
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{process}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{process}").exists()
+
+
+def test_the_training_script_uses_only_the_public_face() -> None:
+    tree = ast.parse(story.TRAIN.read_text())
+    imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "replicast"
+    }
+    assert imported == ["typing", "sklearn.datasets"]
+    assert used == {"Replicas", "Strategy", "Update"}
+    assert used <= set(replicast.__all__)
+
+
+@pytest.mark.parametrize(
+    ("missing", "expected"),
+    [
+        (["sklearn"], "needs scikit-learn, not installed"),
+        (["tensorflow", "sklearn"], "needs TensorFlow and scikit-learn, not installed"),
+    ],
+)
+def test_what_is_missing_is_named_with_the_command_that_installs_it(
+    missing: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+
+    def found(name: str, *arguments: Any) -> Any:
+        return None if name in missing else find(name, *arguments)
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    result = CliRunner().invoke(main, ["demo"])
+    assert result.exit_code == 2
+    assert expected in result.output
+    assert "pip install 'replicast[" in result.output
+    assert result.output.count(os.linesep) == 1
