@@ -16,8 +16,6 @@ from unittest import mock
 import keras
 import numpy as np
 import pytest
-from replicast.replicas.complaining import complained
-from replicast.replicas.saving import Saver
 
 import replicast
 from replicast import inbox

@@ -20,8 +20,8 @@ from replicast.replicas.restoring import Restored
 from replicast.replicas.training import Training
 from replicast.state import MemoryState
 from replicast.strategy import resuming
-from replicast.strategy.feeding import Place
-from replicast.strategy.resuming import Lengths, place_of, read_to
+from replicast.strategy.feeding import DataPosition
+from replicast.strategy.resuming import Lengths, data_position, read_to
 from tests.pool import Pool
 
 BATCHES, EPOCHS = 5, 3
@@ -30,23 +30,23 @@ BATCHES, EPOCHS = 5, 3
 @pytest.mark.parametrize(
     ("epochs", "batch", "lengths", "expected"),
     [
-        (0, 3, Lengths(5, None), Place(0, 3, epoch=0)),
-        (2, 3, Lengths(5, None), Place(4, 3, epoch=2)),
-        (2, 3, Lengths(None, None), Place(2, 3, epoch=2)),
-        (2, 3, Lengths(None, 4), Place(0, 11, epoch=0)),
-        (2, 1, Lengths(15, 5), Place(0, 11, epoch=0)),
-        (3, 1, Lengths(15, 5), Place(1, 1, epoch=2)),
-        (2, 0, Lengths(5, 5), Place(2, 0, epoch=1)),
-        (1, 1, Lengths(5, 4), Place(0, 5, epoch=0)),
-        (2, 3, Lengths(5, 4), Place(1, 3, epoch=1)),  # the second epoch has a single batch
-        (2, 0, Lengths(None, 3, execution=2), Place(0, 8, epoch=0)),
-        (2, 2, Lengths(7, 4, execution=2), Place(1, 2, epoch=1)),
+        (0, 3, Lengths(5, None), DataPosition(0, 3, epoch=0)),
+        (2, 3, Lengths(5, None), DataPosition(4, 3, epoch=2)),
+        (2, 3, Lengths(None, None), DataPosition(2, 3, epoch=2)),
+        (2, 3, Lengths(None, 4), DataPosition(0, 11, epoch=0)),
+        (2, 1, Lengths(15, 5), DataPosition(0, 11, epoch=0)),
+        (3, 1, Lengths(15, 5), DataPosition(1, 1, epoch=2)),
+        (2, 0, Lengths(5, 5), DataPosition(2, 0, epoch=1)),
+        (1, 1, Lengths(5, 4), DataPosition(0, 5, epoch=0)),
+        (2, 3, Lengths(5, 4), DataPosition(1, 3, epoch=1)),  # the second epoch has a single batch
+        (2, 0, Lengths(None, 3, execution=2), DataPosition(0, 8, epoch=0)),
+        (2, 2, Lengths(7, 4, execution=2), DataPosition(1, 2, epoch=1)),
     ],
 )
 def test_the_place_in_the_data_follows_from_epochs_and_batches(
-    epochs: int, batch: int, lengths: Lengths, expected: Place
+    epochs: int, batch: int, lengths: Lengths, expected: DataPosition
 ) -> None:
-    assert place_of(epochs, batch, lengths) == expected
+    assert data_position(epochs, batch, lengths) == expected
 
 
 @pytest.mark.parametrize(

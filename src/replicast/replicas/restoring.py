@@ -38,7 +38,7 @@ from replicast.replicas.position import Position
 from replicast.runtime import Exchange, Session
 from replicast.runtime.codec import decode, encode
 from replicast.state import Arrays, State
-from replicast.transport import Parcel, Transport
+from replicast.transport import Transport
 from replicast.transport.layout import arrays_in, lay_out
 
 logger = logging.getLogger("replicast")

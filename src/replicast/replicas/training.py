@@ -15,7 +15,7 @@ from replicast.replicas.position import Fit, Position
 from replicast.replicas.restoring import Restored
 from replicast.runtime import Session
 from replicast.state import State
-from replicast.strategy.passes import Batches, length_of, rest_of, position_problem
+from replicast.strategy.passes import Batches, length_of, position_problem, rest_of
 
 logger = logging.getLogger("replicast")
 
