@@ -16,6 +16,7 @@ from rich.console import Console
 from benchmarks import audit, checkpoint, checkpoint_restart, fit, hosts, idle, rows, stall, update
 from benchmarks.report import Result, machine_facts, show, write_json
 from replicast.config import shared_memory_directory
+from replicast.transport.files import remove_leftovers
 
 TABLES = ("fit", "update", "stall", "idle", "rows", "hosts", "checkpoint", "audit")
 

@@ -134,7 +134,7 @@ def test_leftovers_of_a_killed_process_are_removed_and_those_of_a_live_one_are_n
         transport.close()
     finally:
         end(alive)
-    assert remove_leftovers(tmp_path, PREFIX) == [tmp_path / f"{PREFIX}alive-one"]
+    assert remove_leftovers(tmp_path) == [tmp_path / f"{PREFIX}alive-one"]
     assert files_in(tmp_path) == []
 
 
@@ -331,7 +331,7 @@ def test_one_dead_worker_of_a_live_job_takes_nothing_from_the_others(tmp_path: P
     transport = SharedMemoryTransport("job", 1, directory=tmp_path)
     parcel = transport.publish("two", [some(10)])
     end(held_by_another_process(tmp_path, "job"))
-    assert remove_leftovers(tmp_path, PREFIX) == [tmp_path / f"{PREFIX}job-one"]
+    assert remove_leftovers(tmp_path) == [tmp_path / f"{PREFIX}job-one"]
     assert transport.receive(parcel, 1.0)[0].tobytes() == some(10).tobytes()
     transport.close()
     assert files_in(tmp_path) == []
@@ -341,7 +341,7 @@ def test_a_file_is_locked_before_it_has_a_name(tmp_path: Path) -> None:
     file = SharedFile(tmp_path, 64)
     assert files_in(tmp_path) == []
     file.complete(tmp_path / f"{PREFIX}x")
-    assert remove_leftovers(tmp_path, PREFIX) == []
+    assert remove_leftovers(tmp_path) == []
     file.remove()
     assert files_in(tmp_path) == []
 
@@ -356,7 +356,7 @@ def test_only_files_of_this_user_with_our_name_are_removed_or_mapped(
     (place / f"{PREFIX}link").symlink_to(elsewhere / "precious")
     (place / "replicast-notes").write_text("kept")
     os.mkfifo(place / f"{PREFIX}pipe")
-    assert remove_leftovers(place, PREFIX) == [place / f"{PREFIX}pipe"], "it waits for nobody"
+    assert remove_leftovers(place) == [place / f"{PREFIX}pipe"], "it waits for nobody"
     assert files_in(place) == [f"{PREFIX}directory", f"{PREFIX}link", "replicast-notes"]
     assert files_in(elsewhere) == ["precious"]
     transport = SharedMemoryTransport("job", 0, directory=place)
@@ -376,7 +376,7 @@ def test_a_directory_that_cannot_hold_unnamed_files_is_refused_at_the_start(
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     monkeypatch.setattr(os, "open", unsupported)
-    with pytest.raises(ClusterError, match="REPLICAST_SHM_DIR.*not supported"):
+    with pytest.raises(ClusterError, match=r"REPLICAST_SHM_DIR.*not supported"):
         SharedMemoryTransport("job", 0, directory=tmp_path)
 
 

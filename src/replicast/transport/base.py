@@ -90,7 +90,7 @@ class Transport(abc.ABC):
     ```
     All methods may be called from any thread, also `receive` for several parcels at once.
 
-    **Between hosts, all workers must begin to receive parcels in the same order**, with one thread or several.
+    **Between hosts, all workers must begin to receive parcels in the same order**, by one thread or several.
     A parcel is sent when one thread of every host's first worker is in `receive` for it. In different orders,
     each may wait for a parcel that another has not begun to receive, until the time is up and all refuse. On
     one host there is no such rule.

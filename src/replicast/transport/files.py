@@ -154,11 +154,16 @@ def check_directory(directory: Path) -> None:
         ) from error
 
 
-def remove_leftovers(directory: Path, prefix: str) -> list[Path]:
-    """Removes the files that begin with `prefix` and whose owner is dead; returns which."""
+def name_prefix() -> str:
+    """How the names of this user's files begin."""
+    return f"replicast-memory-{os.getuid()}-"
+
+
+def remove_leftovers(directory: Path) -> list[Path]:
+    """Removes the files of this user whose owner is dead; returns which."""
     removed = []
     with contextlib.suppress(OSError):
-        for path in sorted(directory.glob(f"{prefix}*")):
+        for path in sorted(directory.glob(f"{name_prefix()}*")):
             if _remove_if_left(path):
                 removed.append(path)
                 logger.info("removed %s, which a process that has died left behind", path)

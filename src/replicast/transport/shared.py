@@ -15,7 +15,14 @@ import numpy.typing as npt
 from replicast.errors import UpdateRefused
 from replicast.mapping import Bytes, map_private
 from replicast.transport.base import Look, Parcel, Transport, damaged, no_room, not_arrived
-from replicast.transport.files import SharedFile, Spare, check_directory, opened, remove_leftovers
+from replicast.transport.files import (
+    SharedFile,
+    Spare,
+    check_directory,
+    name_prefix,
+    opened,
+    remove_leftovers,
+)
 from replicast.transport.layout import arrays_in, check_share, checked_id, lay_out, write_out
 
 SPARE_BYTES = (1 << 20, 1 << 28)
@@ -48,7 +55,7 @@ class SharedMemoryTransport(Transport):
         self._to_read: dict[str, list[npt.NDArray[Any]]] = {}
         self._spare = Spare(directory)
         check_directory(directory)
-        remove_leftovers(directory, _prefix())
+        remove_leftovers(directory)
 
     def publish(  # noqa: D102
         self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], *, to_read: bool = False
@@ -134,7 +141,7 @@ class SharedMemoryTransport(Transport):
         self._published[parcel_id] = file
 
     def _path(self, parcel_id: str) -> Path:
-        return self._directory / f"{_prefix()}{self._job}-{parcel_id}"
+        return self._directory / f"{name_prefix()}{self._job}-{parcel_id}"
 
     def _no_room(self, nbytes: int, free: int) -> UpdateRefused:
         return no_room(
@@ -145,7 +152,3 @@ class SharedMemoryTransport(Transport):
             "Make room there, or set REPLICAST_SHM_DIR to a directory that has it (in a container, give it "
             "a larger /dev/shm)",
         )
-
-
-def _prefix() -> str:
-    return f"replicast-memory-{os.getuid()}-"
