@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from replicast.transport.directory import remove_leftovers
 from rich.console import Console
 
 from benchmarks import audit, checkpoint, checkpoint_restart, fit, hosts, idle, rows, stall, update

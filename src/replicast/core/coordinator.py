@@ -103,8 +103,8 @@ class Coordinator(Tickets):
             self._note_proposer(operation, rank)
         elif proposal.source is None and proposal.digest != digest_of(known, record):
             problem = (
-                f"An update with the id {proposal.id} and other content was proposed before. Give this one an "
-                "id of its own"
+                f"An update with the id {proposal.id} and other content was proposed before. Give this one "
+                "an id of its own"
             )
             self._refuse(Tell(proposal.id, (ticket,), Stage.REFUSED, outcome=Refusal(problem)))
         elif known is not None and known.outcome is None:

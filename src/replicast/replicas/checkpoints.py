@@ -1,13 +1,13 @@
-"""Checkpoints of a running job: when they are made, what each worker contributes, how worker 0 writes them.
+"""Checkpoints of a running job: what each worker contributes, and how worker 0 writes them.
 
     training threads    at one boundary: worker 0 copies its state, the others digest theirs
-    training threads    when they go on behind that boundary: report it, after all that they proposed up to here
-    coordinator         compares the digests; waits for the payloads of what was proposed (`core/operations/save.py`)
+    training threads    when they go on behind it: report that, after all that they proposed up to here
+    coordinator         compares; waits until proposals are stored (`core/operations/save.py`)
     saver lane          on worker 0: writes the copy
 
 A state that is not the same on all workers is never saved as if it were one. Of what may differ, the mean is
-saved. A restarted script does not come again to what callbacks have proposed at the boundary of the checkpoint,
-so that is part of the checkpoint.
+saved. A restarted script does not run again what callbacks did at the boundary of the checkpoint, so what they
+proposed there is part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SaveEvery = int | timedelta | Literal["epoch"]
 WhenBusy = Literal["wait", "skip"]
 LOOK_SECS = 0.5
 MOST_AVERAGED_BYTES = 2**20
-"""Values that may differ travel as text. Moving statistics are far smaller; of larger ones, worker 0's is saved."""
+"""Values that may differ travel as text. Of larger ones than this together, worker 0's are saved."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class Expectation:
     """The last checkpoint, and what the journal has changed since. On worker 0, while all stand still.
 
     It is the truth for a variable that training has not changed since the checkpoint: one that is frozen, a
-    learning rate, or any at the very step of the checkpoint. Otherwise no worker has it, and nothing is decided.
+    learning rate, or any at the very step of the checkpoint. Otherwise nobody has it, and nothing is decided.
     """
 
     def __init__(self, session: Session, state: State, run_dir: Path, *, durable: bool) -> None:

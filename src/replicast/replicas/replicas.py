@@ -118,13 +118,13 @@ class Replicas(ReplicasView):
         """The callback to give to `fit`, on all workers.
 
         Args:
-            save_every: Makes a checkpoint after this number of steps, after a `datetime.timedelta`, or "epoch".
+            save_every: Makes a checkpoint after a number of steps, after a `datetime.timedelta`, or "epoch".
             keep: How many of the latest checkpoints stay.
             keep_best: A metric and "min" or "max": the best one by it stays too.
             when_busy: What happens to a checkpoint that is due while the one before is being written: the
                 training can "wait" for that, or "skip" the new one.
-            audit_every: Compares all replicas after this number of steps, at every epoch's end and at the end; None
-                for never.
+            audit_every: Compares all replicas after this number of steps, at every epoch's end and at the
+                end; None for never.
             on_divergence: "heal" makes replicas that differ equal again and says so in the log, "raise" ends
                 the training on all workers, "warn" only says so. Default: "heal"; without audits, "raise".
         """

@@ -3,9 +3,9 @@
     down/17      the coordinator's log, read by every other worker in order
     up/2/5       what worker 2 has sent to the coordinator, in order
 
-Each key holds the messages of one moment. The coordinator's worker 0 talks to itself without the service,
-which takes a dozen thread switches when the cores are busy. A key is deleted when it was read: of the log, when
-all workers have; each of them says how far it has read with whatever it sends.
+Each key holds the messages of one moment. Worker 0 talks to itself without the service, which takes a dozen
+thread switches when the cores are busy. A key is deleted when it was read: of the log, when all workers have;
+each of them says how far it has read with whatever it sends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Values that training threads exchange directly, while all of them are at the same line of the script.
 
-Joining and restoring happen before the first boundary, or between trainings: every worker calls the same thing,
-and waits for what the others say. Each wait has a deadline, and names who did not come.
+Joining and restoring happen before the first boundary: every worker calls the same thing, and waits for what
+the others say. Each wait has a deadline, and names who did not come.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where the training thread and the event loop meet: the boundaries of one worker.
 
 The training thread enters with an event (it has arrived, it rests, it waits for a ticket) and stays until the
-loop lets it go. Meanwhile it carries out the orders that the loop hands it: only this thread touches variables.
+loop lets it go. Meanwhile it carries out the loop's orders: only this thread touches variables.
 """
 
 from __future__ import annotations

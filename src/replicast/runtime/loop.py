@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 IDLE_SECS = 1.0
+_NOTHING = object()
 
 
 class Loop:
@@ -41,14 +42,18 @@ class Loop:
     def run(self) -> None:
         """Until it is stopped."""
         while not self._stopped() or not self._events.empty():
-            try:
-                self._handle(self._events.get(timeout=self._secs_to_next_timer()))
-            except queue.Empty:
-                pass
+            event = self._next()
+            if event is not _NOTHING:
+                self._handle(event)
             while self._timers and self._timers[0][0] <= time.monotonic():
                 self._handle(heapq.heappop(self._timers)[2])
 
-    def _secs_to_next_timer(self) -> float:
-        if not self._timers:
-            return IDLE_SECS
-        return min(IDLE_SECS, max(0.0, self._timers[0][0] - time.monotonic()))
+    def _next(self) -> Any:
+        """The next event; nothing when a timer is due first."""
+        secs = IDLE_SECS
+        if self._timers:
+            secs = min(secs, max(0.0, self._timers[0][0] - time.monotonic()))
+        try:
+            return self._events.get(timeout=secs)
+        except queue.Empty:
+            return _NOTHING

@@ -1,6 +1,6 @@
 """The bytes of updates on one worker: what it has published for all, and what it has prepared to apply.
 
-publish    the author, a function's source, worker 0 for what it loads from the journal: bytes that all can fetch
+publish    the author, a function's source, worker 0 for what it loads: bytes that all can fetch
 prepare    every worker: fetched, checked, kept until it is applied or discarded
 release    both are given back
 """

@@ -58,7 +58,7 @@ from replicast.validate import Limits, planned
 logger = logging.getLogger("replicast")
 
 UNBEGUN_SECS = 5.0
-"""How long a training thread waits for a ticket before training: nothing is decided until all workers begin."""
+"""How long a training thread waits for a ticket before training: until all begin, nothing is decided."""
 _ToCoordinator = e.FromWorker | e.Written
 
 
@@ -227,7 +227,7 @@ class Session:
         return outcome.result if isinstance(outcome, Outcome) else outcome
 
     def begin(self) -> None:
-        """All workers are about to train, or to do something together: what earlier attempts left comes first."""
+        """All workers are about to do something together: what earlier attempts left comes first."""
         if not self.begun:
             self.rest("begin")
             self.begun = True
@@ -291,7 +291,7 @@ class Session:
         return ticket
 
     def request(self, kind: str, asked_by: tuple[str, ...] = ()) -> None:
-        """Asks for an operation of all workers at one of the next boundaries. A signal handler may call it."""
+        """Asks for an operation of all workers at a next boundary. A signal handler may call it."""
         self._outbox.do(lambda: self._loop.post(Request(kind, asked_by)))
 
     def propose_from_outside(

@@ -136,8 +136,8 @@ def log_trial(receipt: Receipt) -> None:
         logger.info("update %s is kept after its trial: %s", receipt.id, trial.reason)
         return
     logger.warning(
-        "update %s is reverted at step %d: %s. Every replica has the state of step %d again, as it was before "
-        "the update; the batches of the %d steps since are not used again",
+        "update %s is reverted at step %d: %s. Every replica has the state of step %d again, as before the "
+        "update; the batches of the %d steps since are not used again",
         receipt.id,
         trial.step,
         trial.reason,
