@@ -6,8 +6,8 @@
     saver lane          on worker 0: writes the copy
 
 A state that is not the same on all workers is never saved as if it were one. Of what may differ, the mean is
-saved. A restarted script does not run again what callbacks did at the boundary of the checkpoint, so what they
-proposed there is part of the checkpoint.
+saved. A restarted script does not run again what callbacks did at the boundary of a checkpoint, so what they
+proposed there is part of it.
 """
 
 from __future__ import annotations
