@@ -89,6 +89,8 @@ class Gate:
                 self._check()
                 return item[0]
             self._carry_out(item)
+            if isinstance(item.order, Exit):  # the script ends by itself, and nothing more is decided
+                return None
             self.since = time.monotonic()
 
     def perform(self, command: Perform) -> None:

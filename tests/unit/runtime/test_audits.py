@@ -1,0 +1,369 @@
+"""Audits on real threads: who differs, where, by how much, since when, and all equal again."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from replicast.core.entries import Payload
+from replicast.core.operations.audit import AuditReport
+from replicast.core.refusal import Refusal
+from replicast.core.stage import Stage
+from replicast.errors import ReplicasDiverged, UpdateRefused
+from replicast.runtime import Ticket
+from replicast.storage.journal import MemoryJournal, NotWritten
+from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
+from tests.unit.runtime.playing import bias, flip
+
+
+def audit(job: Job, policy: str = "heal") -> AuditReport:
+    """All workers call for an audit between steps; what they were told, all the same."""
+    reports = job.on_all(lambda worker: worker.session.rest("audit", policy))
+    assert reports == reports[:1] * job.size
+    assert isinstance(reports[0], AuditReport)
+    return reports[0]
+
+
+def what_an_audit_raises(job: Job, policy: str) -> list[AuditReport]:
+    """The report that each worker was given before it raised."""
+
+    def ask(worker: Worker) -> AuditReport:
+        with pytest.raises(ReplicasDiverged):
+            worker.session.rest("audit", policy)
+        return worker.reports[-1]
+
+    return job.on_all(ask)
+
+
+def ended_reports(job: Job) -> list[AuditReport]:
+    """Of all audits that have ended, as worker 0 hears of them; also those for which nobody stopped."""
+    results = [ended.outcome.result for ended in job.ended if ended.kind == "audit"]
+    return [result for result in results if isinstance(result, AuditReport)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_equal_replicas_are_found_equal_and_nothing_is_written(size: int) -> None:
+    with Job(size) as job:
+        job.train(3)
+        report = audit(job, "raise")
+        assert (report.outcome, report.step, report.found_at, report.number) == ("equal", 3, 3, 1)
+        assert (report.differences, report.healed) == ((), ())
+        assert job.journal.history().committed == {}
+
+
+@pytest.mark.parametrize(("size", "bad"), [(size, bad) for size in (2, 3, 4) for bad in range(size)])
+def test_one_flipped_bit_is_located_and_healed_whichever_worker_has_it(size: int, bad: int) -> None:
+    with Job(size) as job:
+        job.train(3)
+        before = job.values()
+        flip(job.workers[bad], "dense/kernel", place=7, bit=3)
+        report = audit(job)
+        (difference,) = report.differences
+        reference, other = (0, 1) if size == 2 else (min(set(range(size)) - {bad}), bad)
+        assert (difference.variable, difference.reference) == ("dense/kernel", reference)
+        assert difference.rule == ("coordinator" if size == 2 else "majority")
+        assert difference.groups[1:] == ((other,),)
+        found = difference.deviations[other]
+        assert (found.count, found.of, found.first_index) == (1, 12, (2, 1))
+        assert (report.outcome, report.healed) == ("healed", (1,))
+        assert job.values() == [job.values()[reference]] * size
+        if size > 2:
+            assert job.values() == before
+        history = job.journal.history()
+        assert (history.committed[1].step, history.committed[1].heals) == (3, True)
+        assert history.receipts[1].stage is Stage.VERIFIED
+        assert audit(job).outcome == "equal"
+        eventually(lambda: not job.board.buffers)
+
+
+def test_two_variables_with_different_minorities_are_healed_by_their_own_majorities() -> None:
+    with Job(3) as job:
+        before = job.values()
+        flip(job.workers[0], "dense/bias", place=2, bit=30)
+        flip(job.workers[2], "table/embeddings", place=5)
+        report = audit(job)
+        found = {one.variable: (one.groups, one.reference) for one in report.differences}
+        assert found == {"dense/bias": (((1, 2), (0,)), 1), "table/embeddings": (((0, 1), (2,)), 0)}
+        assert report.healed == (1, 2)
+        assert job.values() == before
+
+
+def test_a_tie_goes_to_whoever_has_what_checkpoint_and_journal_give() -> None:
+    with Job(4) as job:
+        right = job.workers[3].state.digests(["dense/bias"])["dense/bias"]
+        flip(job.workers[0], "dense/bias")
+        flip(job.workers[1], "dense/bias")
+        asked: list[str] = []
+
+        def expectation(name: str) -> str:
+            asked.append(name)
+            return right
+
+        job.workers[0].session.replica.expectation = expectation
+        (difference,) = audit(job).differences
+        assert asked == ["dense/bias"]
+        assert (difference.reference, difference.rule) == (2, "checkpoint and journal")
+        assert difference.groups == ((2, 3), (0, 1))
+        assert not job.workers[0].state.values["dense/bias"].any()
+
+
+def test_warn_tells_and_changes_nothing() -> None:
+    with Job(3) as job:
+        flip(job.workers[1], "dense/bias")
+        values = job.values()
+        report = audit(job, "warn")
+        assert report.outcome == "warned"
+        assert report.differences[0].deviations[1].count == 1
+        assert job.values() == values
+        assert job.journal.history().committed == {}
+        eventually(lambda: not job.board.buffers)
+
+
+def test_who_asks_with_raise_hears_it_raised_on_every_worker_and_may_go_on() -> None:
+    with Job(3) as job:
+        flip(job.workers[1], "dense/bias")
+        reports = what_an_audit_raises(job, "raise")
+        assert [report.outcome for report in reports] == ["raised"] * 3
+        job.train(3)
+
+
+@pytest.mark.parametrize("policy", ["raise", "heal", "warn"])
+def test_a_planned_audit_that_finds_a_difference_is_looked_into_by_the_policy(policy: str) -> None:
+    with Job(3, audit_policy=policy) as job:
+        raised: list[int] = []
+        barrier = threading.Barrier(3)
+
+        def script(worker: Worker) -> None:
+            try:
+                for step in range(1, 41):
+                    barrier.wait(DEADLINE_SECS)
+                    worker.step()
+                    if (worker.rank, step) == (2, 13):
+                        flip(worker, "dense/kernel", place=4)
+                    if step in (10, 20):
+                        worker.audit_in_passing()
+                worker.session.rest("close")
+            except ReplicasDiverged:
+                raised.append(worker.rank)
+
+        job.on_all(script)
+        assert sorted(raised) == ([0, 1, 2] if policy == "raise" else [])
+        reports = [worker.reports for worker in job.workers]
+        assert reports == [reports[0]] * 3
+        report = reports[0][0]
+        assert (report.found_at, report.last_equal) == (20, 10)
+        assert 20 <= report.step <= 40
+        assert report.outcome == {"raise": "raised", "heal": "healed", "warn": "warned"}[policy]
+        assert (job.values() == job.values()[:1] * 3) == (policy == "heal")
+
+
+def test_quiet_audits_are_numbered_and_keep_nobody() -> None:
+    with Job(3) as job:
+        job.train(30, lambda worker, step: worker.audit_in_passing() if step % 5 == 0 else None)
+        eventually(lambda: len(ended_reports(job)) == 6)
+        reports = ended_reports(job)
+        assert [report.number for report in reports] == [1, 2, 3, 4, 5, 6]
+        assert [report.last_equal for report in reports] == [None, 5, 10, 15, 20, 25]
+        assert all(report.outcome == "equal" for report in reports)
+        assert [worker.reports for worker in job.workers] == [[], [], []]
+
+
+def test_a_difference_at_the_last_step_is_healed_before_training_returns() -> None:
+    with Job(2) as job:
+
+        def act(worker: Worker, step: int) -> None:
+            if step == 10:
+                if worker.rank == 1:
+                    flip(worker, "dense/bias")
+                worker.audit_in_passing()
+
+        job.train(10, act)
+        assert job.values()[0] == job.values()[1]
+        report = job.workers[1].reports[-1]
+        assert (report.step, report.found_at, report.outcome) == (10, 10, "healed")
+
+
+def test_an_audit_that_was_asked_for_is_answered_with_who_asked_while_training_goes_on() -> None:
+    with Job(2) as job:
+        job.workers[1].session.request("audit", ("request-1",))
+        job.train(30)
+        eventually(lambda: ended_reports(job))
+        report = ended_reports(job)[0]
+        assert (report.asked_by, report.outcome) == (("request-1",), "equal")
+        assert job.workers[1].reports == [report]
+
+
+def test_updates_and_audits_at_the_same_time_leave_all_equal() -> None:
+    with Job(3, audit_policy="raise") as job:
+        tickets: list[Ticket] = []
+
+        def act(worker: Worker, step: int) -> None:
+            if worker.rank == 0 and step % 3 == 0:
+                worker.session.request("audit")
+            if worker.rank == step % 3:
+                tickets.append(worker.session.propose(bias(1.0, id=f"at-{step}")))
+
+        job.train(60, act)
+        assert [ticket.result(DEADLINE_SECS).stage for ticket in tickets] == [Stage.VERIFIED] * 60
+        assert {report.outcome for report in job.workers[1].reports} == {"equal"}
+        assert job.values() == job.values()[:1] * 3
+
+
+def test_a_heal_is_in_the_journal_and_is_applied_again_after_a_restart() -> None:
+    with Job(2) as first:
+        first.train(5)
+        flip(first.workers[1], "dense/bias", bit=24)
+        assert audit(first).healed == (1,)
+        first.train(3)
+        applied, values = first.workers[0].applied, first.values()
+        assert applied == first.workers[1].applied
+    with first.next_attempt() as second:
+        second.train(10)
+        assert second.workers[0].applied == applied
+        assert second.values() == values
+        flip(second.workers[0], "dense/bias", bit=24)
+        assert audit(second).healed == (2,)
+
+
+def test_what_may_differ_is_listed_and_never_healed() -> None:
+    with Job(3) as job:
+        for worker in job.workers:
+            worker.session.replica.may_differ = frozenset({"dense/bias", "optimizer/learning_rate"})
+        flip(job.workers[1], "dense/bias")
+        report = audit(job, "raise")
+        assert report.outcome == "equal"
+        assert dict(report.free) == {"dense/bias": True, "optimizer/learning_rate": False}
+        job.train(4, lambda worker, step: worker.audit_in_passing() if step == 2 else None)
+        eventually(lambda: len(ended_reports(job)) == 2)
+        assert dict(ended_reports(job)[1].free) == {"dense/bias": True, "optimizer/learning_rate": False}
+        assert job.journal.history().committed == {}
+
+
+def test_a_disk_that_is_full_makes_heal_raise_instead() -> None:
+    class FullJournal(MemoryJournal):
+        def write(self, entry: Any, update: Any = None) -> None:
+            if isinstance(entry, Payload):
+                raise NotWritten("No space left on device")
+            super().write(entry, update)
+
+    with Job(2, FullJournal()) as job:
+        flip(job.workers[1], "dense/bias")
+        report = what_an_audit_raises(job, "heal")[0]
+        assert (report.outcome, report.healed) == ("raised", ())
+        assert report.differences[0].deviations[1].count == 1
+        job.train(3)
+        eventually(lambda: not job.board.buffers)
+
+
+def test_values_that_a_worker_cannot_take_are_reported_without_distances() -> None:
+    with Job(2) as job:
+        flip(job.workers[1], "dense/bias")
+
+        def no_room(*_: Any) -> Any:
+            raise UpdateRefused("There is no room in shared memory")
+
+        job.workers[1].transport.receive = no_room  # type: ignore[method-assign]
+        report = what_an_audit_raises(job, "heal")[0]
+        assert report.outcome == "raised"
+        assert [(one.variable, dict(one.deviations)) for one in report.differences] == [("dense/bias", {})]
+        eventually(lambda: not job.board.buffers)
+
+
+def test_workers_that_have_not_trained_equally_far_are_not_healed() -> None:
+    with Job(2) as job:
+        for worker in job.workers:
+            worker.session.replica.trained = lambda worker=worker: worker.rank
+        flip(job.workers[1], "dense/bias")
+        assert [report.outcome for report in what_an_audit_raises(job, "heal")] == ["raised", "raised"]
+
+
+def test_a_state_that_is_not_the_same_on_all_workers_is_not_saved_but_healed() -> None:
+    with Job(2) as job:
+        flip(job.workers[1], "dense/bias")
+        job.train(3, lambda worker, step: worker.save_in_passing() if step == 1 else None)
+        eventually(lambda: [ended for ended in job.ended if ended.kind == "save"])
+        outcomes = [ended.outcome for ended in job.ended if ended.kind == "save"]
+        assert isinstance(outcomes[0].result, Refusal)
+        assert "orker 1 differs from worker 0 at step 1" in outcomes[0].result.problem
+        assert outcomes[0].result.workers == (1,)
+        assert job.checkpoints == []
+        job.train(3)
+        assert job.workers[0].reports[0].outcome == "healed"
+        assert job.values()[0] == job.values()[1]
+
+
+# With sync.
+
+
+@pytest.mark.parametrize("asked", ["in passing", "for"])
+def test_who_asks_to_be_made_equal_is_not_told_instead_that_they_differ(asked: str) -> None:
+    with Job(2, audit_policy="raise") as job:
+
+        def script(worker: Worker) -> None:
+            worker.step()
+            if worker.rank == 1:
+                flip(worker, "dense/bias", bit=24)
+            if asked == "in passing":
+                worker.audit_in_passing()
+            elif worker.rank == 0:
+                worker.session.request("audit")
+            worker.session.rest("sync", 0)
+
+        job.on_all(script)
+        assert job.values()[0] == job.values()[1]
+        assert {report.outcome for report in job.workers[0].reports} <= {"warned", "equal"}
+        job.train(3)
+
+
+def test_a_difference_after_a_sync_is_not_as_old_as_the_one_before_it() -> None:
+    with Job(2) as job:
+        job.train(3)
+        audit(job, "raise")
+        seen = []
+        for steps in (2, 4):
+            flip(job.workers[1], "dense/bias", bit=24)
+            job.train(steps)
+            report = what_an_audit_raises(job, "raise")[0]
+            seen.append((report.last_equal, report.found_at))
+            job.on_all(lambda worker: worker.session.rest("sync", 0))
+        assert seen == [(3, 5), (5, 9)]
+
+
+def test_a_sync_of_some_variables_leaves_the_others_alone() -> None:
+    with Job(3) as job:
+        for name in ("dense/bias", "dense/kernel"):
+            flip(job.workers[2], name, bit=24)
+        receipts = job.on_all(lambda worker: worker.session.rest("sync", 2, "dense/bias"))
+        assert [receipt.sequence for receipt in receipts] == [1, 1, 1]
+        values = job.values()
+        assert len({one["dense/bias"] for one in values}) == 1
+        assert values[0]["dense/kernel"] == values[1]["dense/kernel"] != values[2]["dense/kernel"]
+        assert job.on_all(lambda worker: worker.session.rest("sync", 2, "dense/bias")) == [None] * 3
+
+
+def test_every_bit_counts_for_every_dtype() -> None:
+    kinds = ["float16", "float32", "float64", "int8", "int32", "uint32", "uint8", "int64"]
+    values: dict[str, Any] = {kind: np.arange(6).astype(kind).reshape(2, 3) for kind in kinds}
+    values["bool"] = np.array([True, False, True])
+    values["bfloat16"] = np.arange(6).astype(ml_dtypes.bfloat16)
+    values["zero"] = np.zeros(2, np.float32)
+    values["nan"] = np.full(2, np.nan, np.float32)
+    with Job(3, values=values) as job:
+        bad = job.workers[1].state.values
+        for name in [*kinds, "bfloat16"]:
+            flat = bad[name].reshape(-1)
+            flat.view(f"u{flat.dtype.itemsize}")[4] ^= 1
+        bad["bool"][2] = False
+        bad["zero"][1] = -0.0
+        bad["nan"].view(np.uint32)[0] ^= 1
+        report = audit(job)
+        where = {one.variable: one.deviations[1].first_index for one in report.differences}
+        expected = {**dict.fromkeys(kinds, (1, 1)), "bfloat16": (4,), "bool": (2,), "zero": (1,), "nan": (0,)}
+        assert where == expected
+        assert all(one.deviations[1].count == 1 for one in report.differences)
+        assert report.outcome == "healed"
+        assert job.values() == job.values()[:1] * 3

@@ -1,0 +1,321 @@
+"""Trials on real threads: what is measured, what decides, what authors are told, and which bits are back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from replicast.core.refusal import Refusal
+from replicast.core.stage import Stage
+from replicast.errors import ReplicasDiverged
+from replicast.runtime import Ticket
+from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
+from replicast.trial import Trial, TrialOutcome
+from replicast.update import Update
+from tests.unit.runtime.playing import adding, bias, bias_of, flip, loss_of_bias, refusal, scheduled
+
+TRIAL = Trial(steps=5, max_increase=0.1)
+At = dict[int, Callable[[Worker], Any]]
+
+
+class Run:
+    """A training that measures, and what the state of each worker was after each boundary."""
+
+    def __init__(self, job: Job, one_step: Callable[[Worker, int], Mapping[str, Any]] = loss_of_bias) -> None:
+        self.job = job
+        self.one_step = one_step
+        self.seen: list[dict[int, dict[str, bytes]]] = [{} for _ in job.workers]
+        self.tickets: list[Ticket] = []
+
+    def train(self, steps: int, at: At | None = None, **how: Any) -> None:
+        def after_each(worker: Worker, step: int) -> None:
+            values = worker.state.values.items()
+            self.seen[worker.rank][step] = {name: value.tobytes() for name, value in values}
+            if at is not None and step in at:
+                at[step](worker)
+
+        self.job.train(steps, after_each, one_step=self.one_step, **how)
+
+    def propose(self, rank: int, update: Update, at_step: int, trial: Trial | None = TRIAL) -> Any:
+        """On this worker; nobody goes on before its step is agreed on."""
+
+        def act(worker: Worker) -> None:
+            if worker.rank == rank:
+                self.tickets.append(scheduled(worker.session.propose(update, at_step, trial)))
+
+        return act
+
+
+def outcome_of(ticket: Ticket) -> TrialOutcome:
+    outcome = ticket.result(DEADLINE_SECS).trial
+    assert outcome is not None
+    return outcome
+
+
+def losses(of: Callable[[Worker, int], float]) -> Callable[[Worker, int], Mapping[str, float]]:
+    return lambda worker, step: {"loss": of(worker, step)}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_trial_that_makes_it_worse_ends_with_the_bits_of_before_on_every_replica(size: int) -> None:
+    with Job(size) as job:
+        run = Run(job)
+        run.train(20, {4: run.propose(size - 1, bias(1.0), at_step=6)})
+        receipt = run.tickets[0].result(DEADLINE_SECS)
+        trial = outcome_of(run.tickets[0])
+        assert (run.tickets[0].stage, receipt.stage) == (Stage.REVERTED, Stage.REVERTED)
+        assert (trial.outcome, trial.step, trial.metric) == ("reverted", 11, "loss")
+        assert (trial.before, trial.during) == (1.0, 2.0)
+        assert "at most 1.1" in trial.reason
+        for seen in run.seen:
+            # At that boundary all but the update was there already: what is gone is the update alone.
+            assert seen[11] == {**seen[6], "dense/bias": np.zeros(3, np.float32).tobytes()}
+            assert seen[12] != seen[11]
+        assert job.values() == job.values()[:1] * size
+
+
+def test_a_trial_that_helps_is_kept_and_training_was_never_disturbed() -> None:
+    with Job(2) as job:
+        run = Run(job)
+        run.train(20, {4: run.propose(0, bias(-0.5), at_step=6)})
+        trial = outcome_of(run.tickets[0])
+        assert (run.tickets[0].stage, trial.outcome) == (Stage.VERIFIED, "kept")
+        assert (trial.before, trial.during) == (1.0, 0.5)
+    with Job(2) as plain:
+        without = Run(plain)
+        without.train(20, {4: without.propose(0, bias(-0.5), at_step=6, trial=None)})
+        assert plain.values() == job.values()
+
+
+@pytest.mark.parametrize(
+    ("trial", "amount", "outcome"),
+    [
+        (Trial(5, max_increase=0.5), 0.5, "kept"),
+        (Trial(5, max_increase=0.49), 0.5, "reverted"),
+        (Trial(5, max_increase=-0.5), -0.25, "reverted"),
+        (Trial(5, "accuracy", 1.0, "max"), 1.0, "kept"),
+        (Trial(5, "accuracy", 0.9, "max"), 1.0, "reverted"),
+        (Trial(1, max_increase=0.0), 0.0, "kept"),
+    ],
+)
+def test_how_much_worse_it_may_get_is_the_authors_choice(trial: Trial, amount: float, outcome: str) -> None:
+    with Job(1) as job:
+        run = Run(job)
+        run.train(15, {4: run.propose(0, bias(amount), 6, trial)})
+        assert outcome_of(run.tickets[0]).outcome == outcome
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_one_value_that_is_no_finite_number_on_one_worker_ends_with_the_state_of_before(wrong: float) -> None:
+    with Job(3) as job:
+        run = Run(job, losses(lambda worker, step: wrong if step == 8 and worker.rank == 1 else 1.0))
+        run.train(15, {4: run.propose(2, bias(1.0), at_step=6)})
+        outcome = outcome_of(run.tickets[0])
+        assert (outcome.outcome, outcome.during) == ("reverted", None)
+        assert "finite" in outcome.reason
+        assert [bias_of(worker) for worker in job.workers] == [0.0] * 3
+
+
+def test_the_mean_over_the_workers_decides_for_all() -> None:
+    with Job(2) as job:
+        run = Run(job, losses(lambda worker, step: 1.0 if step <= 6 or worker.rank == 0 else 1.1))
+        run.train(15, {4: run.propose(0, bias(1.0), 6, Trial(5, max_increase=0.05))})
+        outcome = outcome_of(run.tickets[0])
+        assert outcome.outcome == "kept"
+        assert outcome.during == pytest.approx(1.05)
+
+
+def test_what_is_proposed_in_a_trial_waits_for_its_end_in_its_order_and_says_so() -> None:
+    with Job(3) as job:
+        run = Run(job)
+        waits_for: list[str] = []
+
+        def others(worker: Worker) -> None:
+            if worker.rank == 2:
+                run.tickets += [worker.session.propose(bias(float(n), id=f"other-{n}")) for n in (2, 3)]
+                eventually(lambda: all(ticket.waits_for for ticket in run.tickets[1:]))
+                waits_for.extend(ticket.waits_for for ticket in run.tickets[1:])
+
+        run.train(30, {4: run.propose(1, bias(1.0, id="first"), at_step=6), 7: others})
+        assert waits_for == ["the trial of first, until step 11"] * 2
+        assert [ticket.waits_for for ticket in run.tickets] == ["", "", ""]
+        assert [id_ for _, id_ in job.workers[1].applied] == ["first", "other-2", "other-3"]
+        assert min(ticket.result(DEADLINE_SECS).step for ticket in run.tickets[1:]) >= 11
+        assert [bias_of(worker) for worker in job.workers] == [5.0] * 3
+
+
+def test_two_trials_for_given_steps_that_overlap_come_one_after_the_other() -> None:
+    with Job(2) as job:
+        run = Run(job)
+        first = run.propose(0, bias(1.0, id="one"), at_step=6)
+        second = run.propose(0, bias(-0.5, id="two"), at_step=8)
+        run.train(30, {2: lambda worker: (first(worker), second(worker))})
+        outcomes = [outcome_of(ticket) for ticket in run.tickets]
+        assert [(one.outcome, one.step) for one in outcomes] == [("reverted", 11), ("kept", 16)]
+
+
+def test_training_that_ends_first_decides_with_what_was_measured() -> None:
+    with Job(2) as job:
+        run = Run(job)
+        run.train(8, {3: run.propose(1, bias(1.0), 5, Trial(100))})
+        outcome = outcome_of(run.tickets[0])
+        assert (outcome.outcome, outcome.step, outcome.during) == ("reverted", 8, 2.0)
+        assert "(3 of its 100 steps)" in outcome.reason
+
+
+def test_training_that_ends_before_anything_was_measured_goes_back() -> None:
+    with Job(2) as job:
+        run = Run(job)
+        run.train(5, {3: run.propose(1, bias(-0.5), at_step=5)})
+        outcome = outcome_of(run.tickets[0])
+        assert (outcome.outcome, outcome.during) == ("reverted", None)
+        assert outcome.reason.endswith("measured in the trial")
+        assert [bias_of(worker) for worker in job.workers] == [0.0, 0.0]
+
+
+def test_a_trial_for_a_step_that_training_does_not_reach_holds_nobody_up() -> None:
+    with Job(2) as job:
+        run = Run(job)
+        run.train(6, {2: run.propose(0, bias(1.0), at_step=50), 4: run.propose(1, bias(2.0), 5, None)})
+        assert not run.tickets[0].done()
+        assert run.tickets[1].result(DEADLINE_SECS).step == 5
+        run.train(60)
+        assert outcome_of(run.tickets[0]).outcome == "reverted"
+
+
+def test_boundaries_of_several_steps_end_a_trial_at_the_first_one_that_is_far_enough() -> None:
+    with Job(2) as job:
+        run = Run(job)
+        run.train(40, {8: run.propose(0, bias(1.0), 9, Trial(6))}, steps_per_boundary=4)
+        receipt, outcome = run.tickets[0].result(DEADLINE_SECS), outcome_of(run.tickets[0])
+        assert (receipt.step, outcome.step, outcome.outcome) == (12, 20, "reverted")
+
+
+def test_a_function_can_be_on_trial() -> None:
+    with Job(2) as job:
+        run = Run(job)
+
+        def propose(worker: Worker) -> None:
+            run.tickets.append(worker.session.propose_function("f", adding(1.0), 1, None, TRIAL))
+
+        run.train(20, {4: propose})
+        assert [outcome_of(ticket).outcome for ticket in run.tickets] == ["reverted"] * 2
+        assert [bias_of(worker) for worker in job.workers] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("trial", "steps", "loss", "said"),
+    [
+        (Trial(5, "mae"), 4, 1.0, "one of loss"),
+        (Trial(5), 0, 1.0, "nothing was measured yet"),
+        (Trial(5), 4, math.nan, "no finite value before"),
+    ],
+)
+def test_a_trial_that_cannot_be_judged_is_refused(trial: Trial, steps: int, loss: float, said: str) -> None:
+    with Job(2) as job:
+        run = Run(job, losses(lambda worker, step: loss))
+        run.train(steps)
+        ticket = job.workers[1].session.propose(bias(1.0), trial=trial)
+        job.on_all(lambda worker: worker.session.rest("close"))
+        error = refusal(ticket)
+        assert said in str(error)
+        assert error.remedy is not None or error.expected is not None
+        assert not job.journal.history().committed
+        eventually(lambda: not job.board.buffers)
+
+
+def test_a_sync_and_a_save_in_a_trial_are_refused_on_all_workers_and_it_goes_on() -> None:
+    with Job(2) as job:
+        run = Run(job)
+        told: list[Any] = []
+
+        def ask(worker: Worker) -> None:
+            told.extend([worker.session.rest("sync", 0), worker.session.rest("save")])
+
+        run.train(20, {4: run.propose(1, bias(1.0, id="tried"), at_step=6), 8: ask})
+        assert len(told) == 4
+        for refused in told:
+            assert isinstance(refused, Refusal)
+            assert "The trial of tried" in refused.problem
+        assert outcome_of(run.tickets[0]).outcome == "reverted"
+        assert job.checkpoints == []
+
+
+def test_a_planned_save_in_a_trial_is_made_when_it_is_over() -> None:
+    with Job(2) as job:
+        run = Run(job)
+        run.train(20, {4: run.propose(1, bias(1.0), at_step=6), 8: lambda worker: worker.save_in_passing()})
+        eventually(lambda: job.checkpoints)
+        assert job.checkpoints[0].step >= 11
+        assert [ended.kind for ended in job.ended].count("save") == 1
+
+
+def test_replicas_that_are_not_equal_after_a_trial_are_reported() -> None:
+    with Job(2) as job:
+        run = Run(job)
+
+        def spoil(worker: Worker) -> None:
+            if worker.rank == 1:
+                flip(worker, "table/embeddings")
+
+        run.train(20, {4: run.propose(0, bias(-0.5), at_step=6), 8: spoil})
+        with pytest.raises(
+            ReplicasDiverged, match="at the end of its trial the replicas' states are not equal"
+        ):
+            run.tickets[0].result(DEADLINE_SECS)
+
+
+def test_what_a_trial_that_was_taken_back_has_measured_counts_for_no_other() -> None:
+    with Job(1) as job:
+        run = Run(job)
+        second = run.propose(0, bias(0.5, id="second"), 12, Trial(5, max_increase=0.6))
+        run.train(30, {4: run.propose(0, bias(1.0), at_step=6), 7: second})
+        outcomes = [outcome_of(ticket) for ticket in run.tickets]
+        assert [(one.outcome, one.before) for one in outcomes] == [("reverted", 1.0), ("kept", 1.0)]
+
+
+def test_an_audit_heals_in_the_middle_of_a_trial_and_again_at_the_same_step_after_a_restart() -> None:
+    def spoil(worker: Worker) -> None:
+        if worker.rank == 1:
+            flip(worker, "table/embeddings", place=5)
+
+    with Job(3) as job:
+        run = Run(job)
+        audit = {8: spoil, 9: lambda worker: worker.session.rest("audit", "heal")}
+        run.train(20, {4: run.propose(2, bias(1.0, id="tried"), at_step=6), **audit})
+        assert outcome_of(run.tickets[0]).outcome == "reverted"
+        applied, values = job.workers[1].applied, job.values()
+        assert [step for step, _ in applied] == [6, 9]
+        assert values == values[:1] * 3
+    with job.next_attempt() as again:
+        Run(again).train(20)
+        assert again.workers[1].applied == applied
+        assert again.values() == values
+
+
+def test_a_trial_that_was_decided_is_not_decided_again_whatever_is_measured() -> None:
+    with Job(2) as job:
+        run = Run(job)
+        run.train(8, {4: run.propose(1, bias(1.0, id="tried"), 6, Trial(100))})
+        wanted = outcome_of(run.tickets[0])
+        assert (wanted.step, wanted.outcome) == (8, "reverted")
+    with job.next_attempt() as again:
+        Run(again, losses(lambda worker, step: 1.0 / step)).train(20)
+        assert again.workers[0].session.receipts[0].trial == wanted
+        assert [bias_of(worker) for worker in again.workers] == [0.0, 0.0]
+
+
+def test_a_trial_from_outside_is_told_to_who_pushed_it() -> None:
+    with Job(2) as job:
+        run = Run(job)
+        run.train(4)
+        ticket = job.push(bias(1.0), at_step=6, trial=TRIAL)
+        eventually(lambda: [one["stage"] for one in job.workers[0].session.operations()] == ["scheduled"])
+        run.train(16)
+        eventually(lambda: ticket in job.outcomes)
+        tell = job.outcomes[ticket]
+        assert (tell.stage, tell.outcome.trial.outcome) == (Stage.REVERTED, "reverted")

@@ -1,0 +1,84 @@
+"""Whatever is not committed can be taken back; then nobody applies it, in no start of the job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from replicast.core.stage import Stage
+from replicast.fence import Fence
+from replicast.storage.journal import FileJournal
+from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
+from replicast.trial import Trial
+from tests.unit.runtime.playing import bias, bias_of, loss_of_bias, refusal, scheduled
+
+
+@pytest.mark.parametrize("author", [0, 1])
+def test_an_update_that_is_scheduled_for_a_later_step_is_applied_by_nobody(author: int) -> None:
+    with Job(2) as job:
+        session = job.workers[author].session
+        first = scheduled(session.propose(bias(1.0, id="first"), at_step=10))
+        second = scheduled(session.propose(bias(10.0, id="second"), at_step=11))
+        job.train(3)
+        ticket = job.withdraw("first")
+        eventually(lambda: ticket in job.outcomes)
+        assert job.outcomes[ticket].stage is Stage.WITHDRAWN
+        assert "withdrawn" in str(refusal(first))
+        assert first.stage is Stage.WITHDRAWN
+        job.train(12)
+        assert second.result(DEADLINE_SECS).step == 11
+        assert [bias_of(worker) for worker in job.workers] == [10.0, 10.0]
+        again = session.propose(bias(1.0, id="first"))
+        assert "withdrawn" in str(refusal(again)), "its id is used up"
+
+
+def test_an_update_that_waits_behind_a_trial_is_applied_by_nobody() -> None:
+    with Job(2) as job:
+        tried = scheduled(job.workers[0].session.propose(bias(-0.5, id="tried"), 6, Trial(5)))
+
+        def withdraw(worker: Worker, step: int) -> None:
+            if worker.rank == 1 and step == 8:
+                behind = worker.session.propose(bias(10.0, id="behind"))
+                eventually(lambda: "trial of tried" in behind.waits_for)
+                job.withdraw("behind")
+                eventually(lambda: behind.stage is Stage.WITHDRAWN)
+
+        job.train(20, withdraw, one_step=loss_of_bias)
+        trial = tried.result(DEADLINE_SECS).trial
+        assert trial is not None
+        assert trial.outcome == "kept"
+        assert [bias_of(worker) for worker in job.workers] == [-0.5, -0.5]
+        assert list(job.journal.history().by_id) == ["tried"]
+
+
+def test_what_is_applied_already_stays_and_who_withdraws_it_is_told() -> None:
+    with Job(2) as job:
+        ticket = job.workers[0].session.propose(bias(1.0, id="done"))
+        job.train(4)
+        ticket.result(DEADLINE_SECS)
+        for id_ in ("done", "nobody-knows-it"):
+            told = job.withdraw(id_)
+            eventually(lambda told=told: told in job.outcomes)
+            assert job.outcomes[told].stage is Stage.REFUSED
+            assert id_ in job.outcomes[told].outcome.problem
+        assert [bias_of(worker) for worker in job.workers] == [1.0, 1.0]
+        assert job.journal.history().withdrawn == set()
+
+
+def test_a_later_start_does_not_apply_what_was_withdrawn_and_can_withdraw_too(tmp_path: Path) -> None:
+    with Job(2, FileJournal(tmp_path, Fence(tmp_path, attempt=0))) as job:
+        tickets = [
+            scheduled(job.workers[0].session.propose(bias(10.0**n, id=f"number-{n}"), at_step=8 + n))
+            for n in range(3)
+        ]
+        job.withdraw("number-1")
+        refusal(tickets[1])
+    with job.next_attempt(journal=FileJournal(tmp_path, Fence(tmp_path, attempt=1))) as again:
+        again.train(3)
+        waiting = again.workers[1].session.propose(bias(100.0, id="number-2"), at_step=10)
+        again.withdraw("number-2")
+        refusal(waiting)
+        again.train(10)
+        assert [bias_of(worker) for worker in again.workers] == [1.0, 1.0]
+        assert again.journal.history().withdrawn == {"number-1", "number-2"}
