@@ -133,7 +133,7 @@ class Tickets(Engine):
     def _tell(self, tell: Tell) -> None:
         self._say(tell)
         if tell.stage.is_final:
-            for ticket in self._inbox.intersection(tell.tickets):
+            for ticket in [one for one in dict.fromkeys(tell.tickets) if one in self._inbox]:
                 self._inbox.discard(ticket)
                 self._commands.append(CloseInbox(ticket, tell))
 

@@ -118,7 +118,7 @@ def _order(thing: Any) -> str:
         case TakeSnapshot():
             return "Snapshot"
         case Report(report, raises):
-            return f"Report {_value(report)}{', raise it' if raises else ''}"
+            return f"Report{' to raise' if raises else ''}: {_value(report)}"
     return ""
 
 
@@ -128,8 +128,12 @@ def _value(thing: Any) -> str:
             return "done"
         case Refusal(problem):
             return f"refused: {problem}"
-        case Outcome(stage, result):
-            return f"{stage}{f', {_value(result)}' if isinstance(result, Refusal | AuditReport) else ''}"
+        case Outcome(stage, Refusal(problem)):
+            return f"{stage}: {problem}"
+        case Outcome(stage, AuditReport() as report):
+            return f"{stage}, {_value(report)}"
+        case Outcome(stage):
+            return str(stage)
         case AuditReport(outcome=outcome, differences=differences, healed=healed):
             differ = ", ".join(one.variable for one in differences)
             by = f" by update {', '.join(map(str, healed))}" if healed else ""
