@@ -23,11 +23,14 @@ from replicast.errors import (
 )
 
 if TYPE_CHECKING:
+    from replicast.core.entries import Receipt
+    from replicast.core.operation import Timeouts
     from replicast.guard import Guard
     from replicast.replicas import Replicas
     from replicast.strategy import Strategy
     from replicast.trial import Trial
     from replicast.update import Update
+    from replicast.validate import Limits
 
 __version__ = "0.1.0"
 
@@ -37,11 +40,14 @@ __all__ = [
     "FileDamaged",
     "Guard",
     "JobFailed",
+    "Limits",
     "NotSupported",
+    "Receipt",
     "Replicas",
     "ReplicasDiverged",
     "ReplicastError",
     "Strategy",
+    "Timeouts",
     "Trial",
     "Update",
     "UpdateFailed",
@@ -54,6 +60,9 @@ _NEEDS_TENSORFLOW = {"Replicas": "replicast.replicas", "Strategy": "replicast.st
 _LATE = {
     **_NEEDS_TENSORFLOW,
     "Guard": "replicast.guard",
+    "Limits": "replicast.validate",
+    "Receipt": "replicast.core.entries",
+    "Timeouts": "replicast.core.operation",
     "Trial": "replicast.trial",
     "Update": "replicast.update",
 }
