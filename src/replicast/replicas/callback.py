@@ -16,8 +16,8 @@ from replicast.strategy.resuming import ResumedEpoch, callbacks_of, resume_fit, 
 
 if TYPE_CHECKING:
     from replicast.replicas.auditing import AuditPlan
-    from replicast.replicas.checkpoints import SavePlan
     from replicast.replicas.replicas import Replicas
+    from replicast.replicas.saving import SavePlan
 
 logger = logging.getLogger("replicast")
 

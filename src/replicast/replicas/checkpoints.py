@@ -18,13 +18,11 @@ import errno
 import json
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from dataclasses import replace
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +39,7 @@ from replicast.digest import digest_array
 from replicast.edits import FLOAT_DTYPES, Array
 from replicast.errors import CheckpointError, JobFailed, NotSupported, ReplicasDiverged, ReplicastError
 from replicast.replicas.position import Position
+from replicast.replicas.saving import SavePlan, Saving
 from replicast.runtime import Session
 from replicast.runtime.measures import History, mean_history
 from replicast.runtime.replica import joined
@@ -49,121 +48,8 @@ from replicast.state import Arrays, State
 
 logger = logging.getLogger("replicast")
 
-SaveEvery = int | timedelta | Literal["epoch"]
-WhenBusy = Literal["wait", "skip"]
-LOOK_SECS = 0.5
 MOST_AVERAGED_BYTES = 2**20
 """Values that may differ travel as text. Of larger ones than this together, worker 0's are saved."""
-
-
-@dataclass(frozen=True, slots=True)
-class Keeping:
-    """Which checkpoints stay.
-
-    Attributes:
-        last: The number of latest ones to keep.
-        best: A metric and whether its smallest or largest value is the best: that one stays too.
-    """
-
-    last: int = 3
-    best: tuple[str, Literal["min", "max"]] | None = None
-
-    def __post_init__(self) -> None:
-        if type(self.last) is not int or self.last < 1:  # `type`, since True is an int to isinstance
-            raise ValueError(f"keep is a number of checkpoints, at least 1. Received: {self.last!r}")
-        pair = isinstance(self.best, tuple | list) and len(self.best) == 2 and isinstance(self.best[0], str)
-        if self.best is not None and not (pair and self.best[1] in ("min", "max")):
-            raise ValueError(
-                f'keep_best is a metric and "min" or "max", as in ("loss", "min"). Received: {self.best!r}'
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class SavePlan:
-    """When checkpoints are made, and which of them stay.
-
-    Attributes:
-        every: A number of steps, a time, or "epoch"; None for never.
-        keeping: Which ones stay.
-        when_busy: What happens to one that is due while the one before is still being written.
-    """
-
-    every: SaveEvery | None = None
-    keeping: Keeping = field(default_factory=Keeping)
-    when_busy: WhenBusy = "wait"
-
-    def __post_init__(self) -> None:
-        wrong = isinstance(self.every, bool) or (isinstance(self.every, int) and self.every < 1)
-        wrong = wrong or (isinstance(self.every, timedelta) and self.every < timedelta(0))
-        if wrong or not (
-            self.every is None or self.every == "epoch" or isinstance(self.every, int | timedelta)
-        ):
-            raise ValueError(
-                f'save_every is a number of steps, a datetime.timedelta or "epoch". Received: {self.every!r}'
-            )
-        if self.when_busy not in ("wait", "skip"):
-            raise ValueError(f'when_busy must be "wait" or "skip". Received: {self.when_busy!r}')
-
-
-class Saving:
-    """A checkpoint that is being written. The other workers hold one too, which is done at once.
-
-    Args:
-        check: Raises when nobody will write it any more.
-    """
-
-    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
-        self._check = check
-        self._done = threading.Event()
-        self._manifest: Manifest | None = None
-        self._error: Exception | None = None
-        self.told = False
-        """Whether somebody was given its failure."""
-
-    def done(self) -> bool:
-        """Whether it is written, or never will be."""
-        return self._done.is_set()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Blocks until it is done, at most `timeout` seconds; says whether it is.
-
-        Raises:
-            JobFailed: The job ended before.
-        """
-        ends = math.inf if timeout is None else time.monotonic() + timeout
-        while not self._done.wait(max(0.0, min(LOOK_SECS, ends - time.monotonic()))):
-            self._check()
-            if time.monotonic() >= ends:
-                return False
-        return True
-
-    def result(self, timeout: float | None = None) -> Manifest | None:
-        """Blocks until the checkpoint is durable, at most `timeout` seconds.
-
-        Returns:
-            Its manifest; None on the workers that do not write, and when it was skipped.
-
-        Raises:
-            ReplicasDiverged: The workers' states differ: nothing was saved.
-            CheckpointError: It could not be written.
-            JobFailed: The job ended before.
-        """
-        if not self.wait(timeout):
-            raise CheckpointError("The checkpoint is still being written", received=f"after {timeout} s")
-        if self._error is not None:
-            self.told = True
-            raise self._error
-        return self._manifest
-
-    def failure(self) -> str:
-        """Why it was not written; empty when it was, or is not done yet."""
-        return "" if self._error is None else str(self._error)
-
-    def finish(self, manifest: Manifest | None = None, error: Exception | None = None) -> None:
-        """Settles it; the first outcome stays."""
-        if not self.done():
-            self._manifest, self._error = manifest, error
-            self._done.set()
 
 
 class StateCopy:

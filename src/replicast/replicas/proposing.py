@@ -96,7 +96,7 @@ class Proposing:
         error = UpdateRefused(
             f"Step {at_step} is past", expected=f"a step after {step}", received=f"at_step={at_step}"
         )
-        return self._session.refuse(id_, error)
+        return self._session.proposals.refuse(id_, error)
 
     def _next_id(self, prefix: str) -> str:
         """An id that a restarted job gives to the same proposal, so that it is applied once all the same.

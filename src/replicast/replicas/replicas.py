@@ -19,11 +19,12 @@ from replicast.errors import ReplicastError
 from replicast.guard import Guard
 from replicast.replicas.auditing import AuditPlan
 from replicast.replicas.callback import BoundaryCallback
-from replicast.replicas.checkpoints import Keeping, SaveEvery, SavePlan, Saving, WhenBusy, no_run_dir
+from replicast.replicas.checkpoints import no_run_dir
 from replicast.replicas.joining import Durability, Parts, check_not_compiled_again, join, settle, strategy_of
 from replicast.replicas.model_files import on_worker_0, read_model, write_model
 from replicast.replicas.proposing import checked_worker
 from replicast.replicas.restoring import Restored, restore
+from replicast.replicas.saving import Keeping, SaveEvery, SavePlan, Saving, WhenBusy
 from replicast.replicas.signals import leave_on_sigterm
 from replicast.replicas.uncounted import holds_callback, warn_of_missing_callback
 from replicast.replicas.view import ReplicasView

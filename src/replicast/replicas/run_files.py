@@ -231,7 +231,7 @@ class RunFiles:
             ticket = f"{path.name}@{status.st_ino}-{status.st_mtime_ns}"
             taken = inbox.take(run_dir, path, self._session.limits.max_bytes)
             if taken is not None:
-                self._session.propose_from_outside(ticket, taken.update, taken.at_step, taken.trial)
+                self._session.proposals.propose_from_outside(ticket, taken.update, taken.at_step, taken.trial)
                 self._proposed[ticket] = path
         except FileNotFoundError:
             return  # withdrawn just now
@@ -302,4 +302,6 @@ class RunFiles:
     def _look_for_withdrawals(self, run_dir: Path) -> None:
         for update_id in inbox.take_withdrawals(run_dir) if self.training else ():
             self._withdrawals += 1
-            self._session.withdraw_from_outside(f"withdraw-{update_id}-{self._withdrawals}", update_id)
+            self._session.proposals.withdraw_from_outside(
+                f"withdraw-{update_id}-{self._withdrawals}", update_id
+            )

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from replicast.replicas.checkpoints import Checkpoints, SavePlan, Saving
+from replicast.replicas.checkpoints import Checkpoints
 from replicast.replicas.fits import Fits
 from replicast.replicas.frozen import FrozenVariables
 from replicast.replicas.leaving import Leaving
 from replicast.replicas.position import Fit, Position
 from replicast.replicas.restoring import Restored
+from replicast.replicas.saving import SavePlan, Saving
 from replicast.runtime import Session
 from replicast.state import State
 from replicast.strategy.passes import Batches, length_of, position_problem, rest_of

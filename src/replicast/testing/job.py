@@ -235,13 +235,13 @@ class Job:
             UpdateRefused: It cannot be applied to this state, or the guard does not allow it.
         """
         ticket = f"push-{next(self._numbers)}"
-        self.workers[0].session.propose_from_outside(ticket, update, at_step, trial)
+        self.workers[0].session.proposals.propose_from_outside(ticket, update, at_step, trial)
         return ticket
 
     def withdraw(self, id_: str) -> str:
         """Somebody outside takes an update back; `outcomes` will say what came of that."""
         ticket = f"withdraw-{next(self._numbers)}"
-        self.workers[0].session.withdraw_from_outside(ticket, id_)
+        self.workers[0].session.proposals.withdraw_from_outside(ticket, id_)
         return ticket
 
     def on_all(self, act: Callable[[Worker], Any]) -> list[Any]:
