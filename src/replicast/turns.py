@@ -222,8 +222,8 @@ class Turns:
         return JobFailed(
             f"worker {stands['worker']} waits for the others at the boundary of step {stands['step']}, and "
             f"worker {self._rank} went on to another step: one of them has missed a boundary, or made one "
-            "too many. Every worker must call replicas.boundary() after each step, and come to the same calls "
-            "of replicast",
+            "too many. Every worker must call replicas.boundary() after each step, and come to the same "
+            "calls of replicast",
             worker=self._rank,
         )
 

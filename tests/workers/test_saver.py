@@ -19,7 +19,8 @@ from replicast.checkpoint import CheckpointStore, Draft, Manifest, saved_of
 from replicast.config import TOLD_TO_END
 from replicast.core.entries import Payload
 from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged
-from replicast.replicas.checkpoints import Checkpoints, Keeping, SavePlan, Saving
+from replicast.replicas.checkpoints import Checkpoints
+from replicast.replicas.saving import Keeping, SavePlan, Saving
 from replicast.replicas.training import Training
 from replicast.storage.journal import MemoryJournal
 from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually
