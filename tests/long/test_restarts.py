@@ -16,6 +16,7 @@ import pytest
 
 from replicast import inbox
 from replicast.checkpoint import CheckpointStore
+from replicast.storage.updates import committed_updates
 from tests.pool.checks import assert_equal_on_all
 
 DEADLINE_SECS = 120.0

@@ -272,7 +272,7 @@ def commit_others_during_a_trial() -> Any:
 
 @mutation
 def save_during_a_trial() -> Any:
-    return broken(TakeSnapshot, "perform", lambda self, replica: replica.snapshot())
+    return broken(TakeSnapshot, "perform", lambda self, replica: replica.snapshot(due=self.due))
 
 
 @mutation

@@ -407,6 +407,38 @@ def test_of_the_updates_around_a_checkpoint_those_in_it_are_not_applied_again_an
     assert found["again"] == found["lived"]
 
 
+def payloads(run_dir: Path) -> int:
+    return len([*run_dir.glob("groups/**/*.safetensors")])
+
+
+def needed_no_more(strategy: Any, run_dir: Path) -> dict[str, Any]:
+    """One update before a checkpoint, one for a step behind it; of two checkpoints, the last one stays."""
+    model = perceptron(strategy, adam)
+    with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
+        if strategy.rank == 1:
+            replicas.propose(doubled("before"))
+            replicas.propose(doubled("behind"), at_step=3)
+        replicas.sync()
+        for _ in range(2):
+            trained(replicas, 1, save_every=1, keep=1)
+        lived = trained(replicas, 2)
+    left = payloads(run_dir)
+    scramble(model, strategy.rank)
+    with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
+        assert replicas.restore().step == 2
+        again = trained(replicas, 2)
+    return {"left": left, "lived": lived, "again": again}
+
+
+def test_the_bytes_of_an_update_go_when_every_checkpoint_holds_it_and_a_later_start_does_without_them(
+    pool2: Pool, tmp_path: Path
+) -> None:
+    first, second = pool2.run(needed_no_more, tmp_path)
+    assert first["left"] == 1
+    assert first["lived"] == first["again"] == second["lived"] == second["again"]
+    assert [record.id for record in committed_updates(tmp_path)] == ["before", "behind"]
+
+
 def inbox_first(strategy: Any, run_dir: Path) -> dict[str, Any]:
     """Something waits in the inbox when a job starts, and the job takes its time before it restores."""
     model = perceptron(strategy)

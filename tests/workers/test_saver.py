@@ -20,6 +20,7 @@ from replicast.config import TOLD_TO_END
 from replicast.core.entries import Payload
 from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged
 from replicast.replicas.checkpoints import Checkpoints
+from replicast.replicas.position import Position
 from replicast.replicas.saving import Keeping, SavePlan, Saving
 from replicast.replicas.training import Training
 from replicast.storage.journal import MemoryJournal
@@ -214,7 +215,9 @@ def test_nobody_waits_for_a_checkpoint_whose_thread_has_died(tmp_path: Path) -> 
         made = savers(job, tmp_path)
         plan = faults.set_plan([faults.Fault(0, faults.Point.WRITE, action=faults.Action.RAISE)])
         try:
-            assert "No checkpoint is written any more" in result_of(saved(job, made))
+            saving = made[0].checkpoints.save_in_passing()
+            made[0].checkpoints.report()
+            assert "No checkpoint is written any more" in result_of(saving)
         finally:
             faults.set_plan([])
         assert plan is not None
@@ -381,6 +384,56 @@ def test_a_checkpoint_in_passing_waits_for_the_payload_of_what_was_proposed_befo
     assert journal.overtaken == []
     assert [one.id for one in manifest.pending] == ["mine"]
     assert saved_of(manifest).holds == frozenset()
+
+
+def steps_until(
+    job: Job, made: list[Saver], enough: Callable[[], object], act: Callable[[Saver], None]
+) -> None:
+    """Trains until it is enough, and lets all workers act after each step."""
+    for _ in range(1000):
+        job.on_all(lambda worker: made[worker.rank].step())
+        job.on_all(lambda worker: act(made[worker.rank]))
+        if enough():
+            return
+    raise AssertionError("it never was")
+
+
+def test_what_is_proposed_at_the_boundary_of_a_checkpoint_that_somebody_asked_for_belongs_to_it(
+    tmp_path: Path,
+) -> None:
+    def propose(saver: Saver) -> None:
+        step = saver.worker.session.step
+        if saver.worker.rank == 1:
+            update = Update(id=f"at-{step}").add("dense/bias", np.ones(3, np.float32))
+            saver.worker.session.propose(update, at_step=10**6)
+
+    with Job(2) as job:
+        made = savers(job, tmp_path)
+        job.workers[0].session.request("save")
+        steps_until(job, made, CheckpointStore(tmp_path).list, propose)
+    (manifest,) = CheckpointStore(tmp_path).list()
+    assert {f"at-{step}" for step in range(1, manifest.step + 1)} <= {one.id for one in manifest.pending}
+
+
+def test_a_checkpoint_that_somebody_asked_for_at_the_last_batch_of_an_epoch_waits_for_its_end(
+    tmp_path: Path,
+) -> None:
+    with Job(2) as job:
+        made = savers(job, tmp_path)
+        store, first = CheckpointStore(tmp_path), job.workers[0].session
+
+        def is_last_batch(saver: Saver) -> None:
+            saver.training.reached(Position(1), {}, epoch_ends=True)
+
+        job.on_all(lambda worker: is_last_batch(made[worker.rank]))
+        first.request("save")
+        eventually(first.operations)
+        steps_until(job, made, lambda: not first.operations(), is_last_batch)
+        assert store.list() == []
+        step = first.step
+        job.on_all(lambda worker: made[worker.rank].training.after_epoch())
+        job.on_all(lambda worker: made[worker.rank].checkpoints.settle())
+        assert [manifest.step for manifest in store.list()] == [step]
 
 
 # Which ones stay.

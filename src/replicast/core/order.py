@@ -67,8 +67,13 @@ class Replica(Protocol):
     def deviations(self, id_: str, digest: str, names: tuple[str, ...]) -> Mapping[str, Any]:
         """How far this replica's values of these variables are from those of a prepared update."""
 
-    def snapshot(self) -> Snapshot:
-        """Copies the state on worker 0, and digests it on all."""
+    def snapshot(self, *, due: bool) -> Snapshot:
+        """Copies the state on worker 0, and digests it on all.
+
+        Args:
+            due: Nobody waits for it. All replicas may report it later, as one that they have planned, and
+                give an empty one here.
+        """
 
     def keep_copy(self) -> None:
         """Copies the state, to go back to it."""

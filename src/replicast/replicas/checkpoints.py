@@ -78,6 +78,7 @@ class Checkpoints:
         position: Where in its data the training stands.
         metrics: The last loss and metrics.
         named: The step of a checkpoint that stays: the script asked for it, and does so again if restarted.
+        save_due: Makes a checkpoint that is due at this boundary. Written before the first boundary.
         policy: What happens when replicas differ, for messages. Written before the first boundary.
         remove_payloads: Removes from the journal what no checkpoint needs. Written before the first boundary.
     """
@@ -96,6 +97,7 @@ class Checkpoints:
         self.position = Position()
         self.metrics: Mapping[str, Any] = {}
         self.named: int | None = None
+        self.save_due: Callable[[], object] = self.save_in_passing
         self.policy: Callable[[], str] = lambda: "raise"
         self.remove_payloads: Callable[[], None] = lambda: None
         session.replica.take_snapshot = self._take_when_asked
@@ -153,8 +155,7 @@ class Checkpoints:
             self._unreported = lambda: None
             return _done()
         if self.is_busy and self._plan.when_busy == "skip":
-            skipped = Snapshot(self._session.step, "", frozenset(replica.holds), None)
-            self._unreported = lambda: skipped
+            self._unreported = self._empty
             return _done()
         self.settle()
         self._unreported = self._take()
@@ -197,12 +198,18 @@ class Checkpoints:
                     "The checkpoint before is still being written", received=f"after {timeout_secs} s"
                 )
 
-    def _take_when_asked(self) -> Callable[[], Snapshot]:
-        """For a checkpoint for which all workers stand still. It is never skipped: the script may end here.
+    def _take_when_asked(self, due: bool) -> Callable[[], Snapshot]:
+        """For a checkpoint for which all workers stand still.
+
+        One that is due is made in passing: what callbacks propose at this boundary belongs to it, and the end
+        of an epoch comes first. Another one is never skipped: the script may end here.
 
         Raises:
             Refuse: The one before is still being written, and takes too long.
         """
+        if due:
+            self.save_due()
+            return self._empty
         self.report()
         secs = 0.9 * self._session.timeouts.compute_secs  # before the coordinator stops waiting for this
         try:
@@ -210,6 +217,10 @@ class Checkpoints:
         except CheckpointError as error:
             raise Refuse(str(error), (self._session.rank,)) from error
         return self._take()
+
+    def _empty(self) -> Snapshot:
+        """For a checkpoint that is not made."""
+        return Snapshot(self._session.step, "", frozenset(self._session.replica.holds), None)
 
     def _take(self) -> Callable[[], Snapshot]:
         """What this worker contributes to a checkpoint of now; the rest is done in the background."""

@@ -40,6 +40,7 @@ class Training:
         self._warned = False
         self._epoch_ends = False
         self._due_after_epoch = False
+        checkpoints.save_due = self._save_due
         self.frozen_variables = FrozenVariables(session, state)
         self.leaving = Leaving(
             session,

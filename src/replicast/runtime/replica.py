@@ -53,7 +53,7 @@ class StateReplica:
         may_differ: The variables that may differ between workers.
         trained: How far this worker has trained, in a unit that all workers count alike.
         step: The boundary at which the training thread is.
-        take_snapshot: What this worker contributes to a checkpoint of now.
+        take_snapshot: What this worker contributes to a checkpoint of now; given whether nobody waits for it.
         expectation: The digest that checkpoint and journal give for a variable, if they do.
         on_report: Told of each audit's report.
         on_leave: What to do before the process ends.
@@ -87,7 +87,7 @@ class StateReplica:
         self.may_differ: frozenset[str] = frozenset()
         self.trained: Callable[[], int] = lambda: 0
         self.step: Callable[[], int] = lambda: 0
-        self.take_snapshot: Callable[[], Any] = lambda: None
+        self.take_snapshot: Callable[[bool], Any] = lambda due: None
         self.expectation: Callable[[str], str | None] = lambda name: None
         self.on_report: Callable[[Any, bool], None] = lambda report, raises: None
         self.on_leave: Callable[[str], None] = lambda problem: None
@@ -226,9 +226,9 @@ class StateReplica:
                     found[edit.variable] = deviation(mine, value)
         return found
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, *, due: bool) -> Snapshot:
         """As in `Replica`."""
-        snapshot: Snapshot = self.take_snapshot()()
+        snapshot: Snapshot = self.take_snapshot(due)()
         return snapshot
 
     def keep_copy(self) -> None:

@@ -66,7 +66,7 @@ class Save(Operation):
             yield Boundary()
             if job.trial is not None:
                 raise Refuse(f"{under_way(job.trial)}: what may be reverted is not saved")
-            snapshots = yield Go(TakeSnapshot(), resume=True)
+            snapshots = yield Go(TakeSnapshot(due=not self.tokens), resume=True)
         return (yield from saved(job, snapshots))
 
 
@@ -102,10 +102,15 @@ def saved(job: Job, snapshots: Snapshots) -> Generator[AnyRequest, Any, Outcome]
 
 @dataclass(frozen=True, slots=True)
 class TakeSnapshot:
-    """Worker, in the training thread: the digest of the state; on worker 0 also a copy of it."""
+    """Worker, in the training thread: the digest of the state; on worker 0 also a copy of it.
 
+    Attributes:
+        due: Nobody waits for it: see `Replica.snapshot`.
+    """
+
+    due: bool = False
     in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> Snapshot | None:
         """None while a trial is under way."""
-        return None if replica.on_trial else replica.snapshot()
+        return None if replica.on_trial else replica.snapshot(due=self.due)
