@@ -1,0 +1,130 @@
+"""The bytes of updates in shared memory: who looks at which values, and what is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from replicast import finite
+from replicast.blocks import BLOCK_BYTES
+from replicast.errors import UpdateRefused
+from replicast.runtime import parcels
+from replicast.runtime.parcels import Parcels
+from replicast.schema import Schema, Variable
+from replicast.transport import Parcel, SharedMemoryTransport
+from replicast.update import Update
+from replicast.validate import Limits
+
+ROWS, WIDTH = BLOCK_BYTES // 16 + 1, 4  # more than a block each
+NAMES = [f"table_{number}" for number in range(5)]
+SCHEMA = Schema(Variable(name, (ROWS, WIDTH), "float32", "trainable") for name in NAMES)
+
+
+class Host:
+    """Workers on one host, of which worker 0 publishes."""
+
+    def __init__(self, size: int, directory: Path) -> None:
+        self.directory = directory
+        self.transports = [
+            SharedMemoryTransport("job", rank, directory=directory, mates=range(size)) for rank in range(size)
+        ]
+        self.workers = [
+            Parcels(transport, "job", rank, SCHEMA, Limits())
+            for rank, transport in enumerate(self.transports)
+        ]
+
+    def publish(self, update: Update) -> Parcel:
+        return self.workers[0].publish(update, "ticket")
+
+    def refusals(self, parcel: Parcel) -> list[UpdateRefused]:
+        """Of the workers that cannot prepare it."""
+        found = []
+        for worker in self.workers:
+            try:
+                worker.prepare("update", parcel.digest, parcel, 30.0)
+            except UpdateRefused as error:
+                found.append(error)
+        return found
+
+    def large_files(self) -> list[Path]:
+        files = (path for path in self.directory.rglob("*") if path.is_file())
+        return [path for path in files if path.stat().st_size > BLOCK_BYTES]
+
+
+@pytest.fixture(params=[1, 2, 3])
+def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Host]:
+    host = Host(request.param, tmp_path)
+    yield host
+    for transport in host.transports:
+        transport.close()
+
+
+def an_update(spoilt: int | None = None) -> Update:
+    """An edit of each table; with rows in the middle, so that edits and arrays are counted differently."""
+    update = Update(id="update")
+    for place, name in enumerate(NAMES):
+        values = np.full((ROWS, WIDTH), float(place), np.float32)
+        if place == spoilt:
+            values[0 if place % 2 else -1, -1] = np.nan  # in the first or the last part that is looked at
+        update = update.add_rows(name, np.arange(ROWS), values) if place == 2 else update.add(name, values)
+    return update
+
+
+def test_a_value_that_is_not_finite_is_found_by_exactly_one_worker(host: Host) -> None:
+    for spoilt, name in enumerate(NAMES):
+        (refusal,) = host.refusals(host.publish(an_update(spoilt)))
+        assert refusal.variable == name
+        assert "nan at" in str(refusal)
+        for worker in host.workers:
+            worker.discard("update")
+        host.workers[0].release_ticket("ticket")
+    assert host.large_files() == []
+
+
+@pytest.mark.parametrize("factor", [float("nan"), 1e39])
+def test_a_factor_that_is_not_finite_is_found_by_all_beside_large_arrays(host: Host, factor: float) -> None:
+    blended = an_update().blend(NAMES[0], np.zeros((ROWS, WIDTH), np.float32), factor)
+    for update in (an_update().scale(NAMES[0], factor), blended):
+        refusals = host.refusals(host.publish(update))
+        assert [error.variable for error in refusals] == [NAMES[0]] * len(host.workers)
+        host.workers[0].release_ticket("ticket")
+
+
+def test_every_number_is_looked_at_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+
+    def counting(array: npt.NDArray[Any]) -> bool:
+        looked.append(array.size if array.dtype == np.float32 else 0)
+        return finite.is_finite(array)
+
+    monkeypatch.setattr(parcels, "is_finite", counting)
+    assert host.refusals(host.publish(an_update())) == []
+    assert sum(looked) == 5 * ROWS * WIDTH
+
+
+def test_a_proposal_that_has_its_outcome_leaves_no_file_whatever_was_prepared(host: Host) -> None:
+    first, second = host.publish(an_update()), host.publish(an_update().labelled("somebody", "why"))
+    assert first.digest == second.digest, "author and note do not belong to the content"
+    assert host.refusals(first) == []
+    for worker in host.workers:
+        worker.discard("update")
+        worker.discard("update")
+    assert host.large_files()
+    host.workers[0].release_ticket("ticket")
+    assert host.large_files() == []
+
+
+def test_what_was_prepared_is_kept_by_id_and_content(host: Host) -> None:
+    parcel = host.publish(an_update())
+    assert host.refusals(parcel) == []
+    for worker in host.workers:
+        assert [edit.variable for edit in worker.prepared("update", parcel.digest).edits] == NAMES
+        with pytest.raises(KeyError):
+            worker.take("update", "another digest")
+        update, parcel_id = worker.take("update", parcel.digest)
+        assert (update.id, parcel_id) == ("update", parcel.id)
