@@ -16,7 +16,7 @@ CAUGHT_BY: dict[str, int] = {
     "pass a boundary in spite of a stop": 4,
     "choose the earliest boundary instead of the latest": 13,
     "apply twice": 0,
-    "leave a stop up when a rest ends": 13689,
+    "leave a stop up when a rest ends": 495183,
     "end a rest while another operation has the turn": 2249,
     "apply in another order on one worker": 98,
     "commit others during a trial": 59,
