@@ -12,7 +12,7 @@ from replicast.testing.simulation import World, random_plan
 from tests.simulation.mutations import CAUGHT_BY, MUTATIONS, is_caught
 from tests.simulation.stories import STORIES, TRANSCRIPTS, transcript
 
-SEEDS = int(os.environ.get("REPLICAST_TEST_SEEDS", "2500"))
+SEEDS = int(os.environ.get("REPLICAST_TEST_SEEDS", "10000"))
 
 
 def test_whatever_happens_all_workers_end_where_the_sequential_model_does() -> None:

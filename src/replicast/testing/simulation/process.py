@@ -14,7 +14,7 @@ from replicast.core import events as e
 from replicast.core.coordinator import Coordinator
 from replicast.core.entries import Saved
 from replicast.core.operations.leave import Exit
-from replicast.core.operations.update import Prepare
+from replicast.core.operations.update import Load, Prepare
 from replicast.core.refusal import Refuse
 from replicast.core.worker import Worker
 from replicast.testing.simulation.replica import SimulatedReplica
@@ -27,7 +27,7 @@ class Process(TrainingThread):
     """One process.
 
     Attributes:
-        hangs: The next thing that it does in the background never ends.
+        hangs: The next bytes that it fetches never come.
         commands_left: It dies after so many commands; None when it does not.
     """
 
@@ -162,7 +162,7 @@ class Process(TrainingThread):
     def _perform(self, machine: Worker, command: c.Perform) -> None:
         delay = self.story.random.random()
         if command.order.in_background:
-            if self.hangs:
+            if self.hangs and isinstance(command.order, Load | Prepare):
                 self.hangs = False
                 self.story.notes.fired("hung transfer")
                 return

@@ -186,8 +186,9 @@ class TrainingThread(ABC):
 
     def rests_with_a_report_to_raise(self) -> bool:
         """Whether its training thread was forgotten when an audit let all others raise what it found."""
-        stopped = self.frozen_until > self.clock.now or self._waits_since is not None
-        return self.alive and self.replica.report_to_raise is not None and not stopped
+        rests = (self._is_unfinished or self._is_done) and self._waits_since is None
+        stopped = self.frozen_until > self.clock.now
+        return self.alive and self.replica.report_to_raise is not None and rests and not stopped
 
     def _raise(self) -> None:
         """The script ends with what an audit has found, and the process with it."""
