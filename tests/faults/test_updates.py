@@ -139,8 +139,8 @@ def test_a_job_that_was_killed_comes_to_the_weights_of_an_undisturbed_one(
     assert [record[1:] for record in orders[0]] == [
         ("worker-1-step-3-1", 3),
         ("worker-1-step-3-2", 3),
-        ("worker-1-step-3-3", 9),
         ("function-0-step-5-1", 5),
+        ("worker-1-step-3-3", 9),
         ("worker-1-step-20-1", 20),
     ]
     assert not list((tmp_path / "shm").iterdir()), "the killed job's memory is still there"

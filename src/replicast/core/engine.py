@@ -103,7 +103,7 @@ class Engine(ABC):
         if isinstance(event, FromWorker):
             self._on_message(event.rank, event.message)
         elif isinstance(event, Written):
-            self._written(event.number, event.outcome)
+            self._written(event)
         else:
             self._timers.pop(event.number, lambda: None)()
         while not self._over and (
@@ -278,14 +278,14 @@ class Engine(ABC):
         self._writes[number] = entry, then
         self._commands.append(Write(number, entry))
 
-    def _written(self, number: int, outcome: WriteOutcome) -> None:
-        entry, then = self._writes.pop(number)
-        match outcome:
+    def _written(self, written: Written) -> None:
+        entry, then = self._writes.pop(written.number)
+        match written.outcome:
             case WriteOutcome.DURABLE:
                 self.history.add(entry)
                 then(None)
             case WriteOutcome.FAILED:
-                then(Refusal("The journal cannot be written: make room on the disk of the run directory"))
+                then(Refusal(written.problem or "The journal cannot be written: make room on its disk"))
             case WriteOutcome.UNKNOWN:
                 self._end_job("It is unknown whether the journal was written: only a new start can tell")
             case WriteOutcome.FENCED:

@@ -29,10 +29,15 @@ class FromWorker:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """To the coordinator: a write has ended."""
+    """To the coordinator: a write has ended.
+
+    Attributes:
+        problem: Why it failed, and what to do.
+    """
 
     number: int
     outcome: WriteOutcome
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)

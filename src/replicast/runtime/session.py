@@ -338,7 +338,9 @@ class Session:
     def _write(self, number: int, entry: Entry) -> None:
         if self._writer is not None:
             self._writer.write(
-                entry, self._parcels, lambda outcome: self._machines.post(e.Written(number, outcome))
+                entry,
+                self._parcels,
+                lambda outcome, problem: self._machines.post(e.Written(number, outcome, problem)),
             )
 
     def _perform(self, command: c.Perform) -> None:

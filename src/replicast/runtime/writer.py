@@ -55,19 +55,19 @@ class Writer:
             history.add(saved)
         return history
 
-    def write(self, entry: Entry, parcels: Parcels, then: Callable[[WriteOutcome], None]) -> None:
-        """Writes an entry, and then says what came of it. Returns at once."""
+    def write(self, entry: Entry, parcels: Parcels, then: Callable[[WriteOutcome, str], None]) -> None:
+        """Writes an entry, and then says what came of it, and why if it failed. Returns at once."""
         if isinstance(entry, Saved):
-            self._saver.do(lambda: then(self.write_checkpoint(entry)))
+            self._saver.do(lambda: then(self.write_checkpoint(entry), "The checkpoint cannot be written"))
             return
         update = parcels.prepared(entry.id, entry.digest) if isinstance(entry, Payload) else None
-        self._entries.do(lambda: then(self._written(entry, update)))
+        self._entries.do(lambda: then(*self._written(entry, update)))
 
     def remove_payloads(self) -> None:
         """Removes the payloads that no kept checkpoint needs. Returns at once."""
         self._entries.do(lambda: self.journal.remove_payloads(self.held_by_all()))
 
-    def _written(self, entry: Entry, update: Update | None) -> WriteOutcome:
+    def _written(self, entry: Entry, update: Update | None) -> tuple[WriteOutcome, str]:
         point = _POINTS_BEFORE.get(type(entry))
         if point is not None:
             faults.point(point)
@@ -75,13 +75,13 @@ class Writer:
             self.journal.write(entry, update)
         except NotWritten as error:
             logger.warning("%s", error)
-            return WriteOutcome.FAILED
+            return WriteOutcome.FAILED, str(error)
         except (PerhapsWritten, FileDamaged) as error:
             logger.error("%s", error)
-            return WriteOutcome.UNKNOWN
+            return WriteOutcome.UNKNOWN, str(error)
         except JobFailed as error:
             logger.error("%s", error)
-            return WriteOutcome.FENCED
+            return WriteOutcome.FENCED, str(error)
         if isinstance(entry, Committed):
             faults.point("commit")
-        return WriteOutcome.DURABLE
+        return WriteOutcome.DURABLE, ""
