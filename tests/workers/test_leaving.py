@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import logging
+import errno
 import os
 import signal
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import pytest
@@ -17,6 +18,7 @@ from replicast.checkpoint import CheckpointStore
 from replicast.config import TOLD_TO_END
 from tests.pool import Pool
 from tests.workers.recipes import arrays, perceptron
+from tests.workers.test_audit import logged
 from tests.workers.test_updates import adam, forget_hosts
 
 LONG = 400
@@ -79,13 +81,31 @@ def test_sigterm_is_heeded_when_replicas_were_closed_and_others_made(pool2: Pool
         assert told["second"] == [told["steps"][1]]
 
 
+def no_room_for_the_first(strategy: Any, directory: Path) -> list[str]:
+    """What is said when the disk is full for the model that is not trained just now."""
+    written = CheckpointStore.write
+
+    def fails(store: CheckpointStore, *given: Any) -> Any:
+        if store.directory.is_relative_to(directory / "first"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return written(store, *given)
+
+    with mock.patch.object(CheckpointStore, "write", fails), logged() as said:
+        told_while_the_second_model_trains(strategy, directory, close_first=False)
+    return [each for each in said if "was told to end" in each]
+
+
+def test_sigterm_says_on_every_worker_which_model_could_not_be_saved(pool2: Pool, tmp_path: Path) -> None:
+    for second, first in pool2.run(no_room_for_the_first, tmp_path):
+        assert "was told to end: the state is saved" in second
+        assert "was told to end: the state is not saved. " in first
+        assert "No space left on device" in first
+    assert saved(tmp_path / "first") == []
+
+
 def leaves_in_a_thread(strategy: Any, directory: Path) -> dict[str, Any]:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     forget_hosts(strategy)
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("replicast").addHandler(handler)
     found: dict[str, Any] = {}
 
     class Leave(keras.callbacks.Callback):
@@ -100,10 +120,10 @@ def leaves_in_a_thread(strategy: Any, directory: Path) -> dict[str, Any]:
         found["code"] = ended.value.code
         replicas.close()
 
-    thread = threading.Thread(target=script)
-    thread.start()
-    thread.join()
-    logging.getLogger("replicast").removeHandler(handler)
+    with logged() as said:
+        thread = threading.Thread(target=script)
+        thread.start()
+        thread.join()
     return {"code": found.get("code"), "said": said, "saved": saved(directory)}
 
 

@@ -122,10 +122,14 @@ class Leaving:
             self._session.exchange.agree("leave", "", self._session.timeouts.answer_secs)
 
     def _save_too(self) -> None:
+        """Saves this model while another one leaves. All workers do, and hear from worker 0 what came of it."""
         try:
             problem = self._save()
         except (ReplicastError, OSError) as error:
             problem = str(error)
+        with contextlib.suppress(ReplicastError):
+            secs = self._session.timeouts.join_secs
+            problem = self._session.exchange.agree("saved", problem, secs)[0] or problem
         self._say(problem)
 
     def _say(self, problem: str) -> None:
