@@ -14,10 +14,9 @@ from replicast.core.operations.audit import AuditReport
 from replicast.core.refusal import Refusal
 from replicast.core.stage import Stage
 from replicast.errors import ReplicasDiverged, UpdateRefused
-from replicast.runtime import Ticket
 from replicast.storage.journal import MemoryJournal, NotWritten
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
-from tests.unit.runtime.playing import bias, flip
+from tests.unit.runtime.playing import flip
 
 
 def audit(job: Job, policy: str = "heal") -> AuditReport:
@@ -195,22 +194,6 @@ def test_an_audit_that_was_asked_for_is_answered_with_who_asked_while_training_g
         report = ended_reports(job)[0]
         assert (report.asked_by, report.outcome) == (("request-1",), "equal")
         assert job.workers[1].reports == [report]
-
-
-def test_updates_and_audits_at_the_same_time_leave_all_equal() -> None:
-    with Job(3, audit_policy="raise") as job:
-        tickets: list[Ticket] = []
-
-        def act(worker: Worker, step: int) -> None:
-            if worker.rank == 0 and step % 3 == 0:
-                worker.session.request("audit")
-            if worker.rank == step % 3:
-                tickets.append(worker.session.propose(bias(1.0, id=f"at-{step}")))
-
-        job.train(60, act)
-        assert [ticket.result(DEADLINE_SECS).stage for ticket in tickets] == [Stage.VERIFIED] * 60
-        assert {report.outcome for report in job.workers[1].reports} == {"equal"}
-        assert job.values() == job.values()[:1] * 3
 
 
 def test_a_heal_is_in_the_journal_and_is_applied_again_after_a_restart() -> None:

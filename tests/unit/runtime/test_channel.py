@@ -8,7 +8,7 @@ from replicast.coordination import MemoryCoordination
 from replicast.core.messages import Release, Request
 from replicast.errors import JobFailed
 from replicast.runtime import Channel, Exchange, Ticket
-from replicast.testing.job import DEADLINE_SECS, Job, Worker
+from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from tests.unit.runtime.playing import bias
 
 
@@ -60,8 +60,10 @@ def test_a_thousand_updates_leave_nothing_in_the_service_and_never_pile_up() -> 
         job.train(100, propose)
         receipts = [ticket.result(DEADLINE_SECS) for ticket in tickets]
         assert [receipt.sequence for receipt in receipts] == list(range(1, 1001))
-        assert most[0] <= 200, "of many thousand messages"
-        assert len(job.store.values) <= 20
+        assert most[0] <= 500, "of many thousand messages"
+        for _ in range(2):  # every worker says how far it has read
+            job.on_all(lambda worker: worker.session.rest("close"))
+        eventually(lambda: len(job.store.values) <= 3)
 
 
 def test_what_worker_0_says_to_itself_does_not_go_through_the_service() -> None:

@@ -169,17 +169,6 @@ def test_an_error_in_applying_ends_the_worker_and_is_its_own(fail_at: Callable[[
             job.train(3)
 
 
-def test_an_error_in_preparing_is_a_refusal_and_the_job_goes_on(fail_at: Callable[[str], None]) -> None:
-    with Job(2) as job:
-        fail_at("stage")
-        bad = job.workers[1].session.propose(bias(1.0))
-        job.train(3)
-        assert "FaultInjected" in str(refusal(bad))
-        good = job.workers[1].session.propose(bias(2.0))
-        job.train(3)
-        assert good.result(DEADLINE_SECS).sequence == 1
-
-
 # The journal.
 
 

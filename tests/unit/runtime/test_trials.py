@@ -148,16 +148,6 @@ def test_what_is_proposed_in_a_trial_waits_for_its_end_in_its_order_and_says_so(
         assert [bias_of(worker) for worker in job.workers] == [5.0] * 3
 
 
-def test_two_trials_for_given_steps_that_overlap_come_one_after_the_other() -> None:
-    with Job(2) as job:
-        run = Run(job)
-        first = run.propose(0, bias(1.0, id="one"), at_step=6)
-        second = run.propose(0, bias(-0.5, id="two"), at_step=8)
-        run.train(30, {2: lambda worker: (first(worker), second(worker))})
-        outcomes = [outcome_of(ticket) for ticket in run.tickets]
-        assert [(one.outcome, one.step) for one in outcomes] == [("reverted", 11), ("kept", 16)]
-
-
 def test_training_that_ends_first_decides_with_what_was_measured() -> None:
     with Job(2) as job:
         run = Run(job)
@@ -175,16 +165,6 @@ def test_training_that_ends_before_anything_was_measured_goes_back() -> None:
         assert (outcome.outcome, outcome.during) == ("reverted", None)
         assert outcome.reason.endswith("measured in the trial")
         assert [bias_of(worker) for worker in job.workers] == [0.0, 0.0]
-
-
-def test_a_trial_for_a_step_that_training_does_not_reach_holds_nobody_up() -> None:
-    with Job(2) as job:
-        run = Run(job)
-        run.train(6, {2: run.propose(0, bias(1.0), at_step=50), 4: run.propose(1, bias(2.0), 5, None)})
-        assert not run.tickets[0].done()
-        assert run.tickets[1].result(DEADLINE_SECS).step == 5
-        run.train(60)
-        assert outcome_of(run.tickets[0]).outcome == "reverted"
 
 
 def test_boundaries_of_several_steps_end_a_trial_at_the_first_one_that_is_far_enough() -> None:
@@ -276,37 +256,6 @@ def test_what_a_trial_that_was_taken_back_has_measured_counts_for_no_other() -> 
         run.train(30, {4: run.propose(0, bias(1.0), at_step=6), 7: second})
         outcomes = [outcome_of(ticket) for ticket in run.tickets]
         assert [(one.outcome, one.before) for one in outcomes] == [("reverted", 1.0), ("kept", 1.0)]
-
-
-def test_an_audit_heals_in_the_middle_of_a_trial_and_again_at_the_same_step_after_a_restart() -> None:
-    def spoil(worker: Worker) -> None:
-        if worker.rank == 1:
-            flip(worker, "table/embeddings", place=5)
-
-    with Job(3) as job:
-        run = Run(job)
-        audit = {8: spoil, 9: lambda worker: worker.session.rest("audit", "heal")}
-        run.train(20, {4: run.propose(2, bias(1.0, id="tried"), at_step=6), **audit})
-        assert outcome_of(run.tickets[0]).outcome == "reverted"
-        applied, values = job.workers[1].applied, job.values()
-        assert [step for step, _ in applied] == [6, 9]
-        assert values == values[:1] * 3
-    with job.next_attempt() as again:
-        Run(again).train(20)
-        assert again.workers[1].applied == applied
-        assert again.values() == values
-
-
-def test_a_trial_that_was_decided_is_not_decided_again_whatever_is_measured() -> None:
-    with Job(2) as job:
-        run = Run(job)
-        run.train(8, {4: run.propose(1, bias(1.0, id="tried"), 6, Trial(100))})
-        wanted = outcome_of(run.tickets[0])
-        assert (wanted.step, wanted.outcome) == (8, "reverted")
-    with job.next_attempt() as again:
-        Run(again, losses(lambda worker, step: 1.0 / step)).train(20)
-        assert again.workers[0].session.receipts[0].trial == wanted
-        assert [bias_of(worker) for worker in again.workers] == [0.0, 0.0]
 
 
 def test_a_trial_from_outside_is_told_to_who_pushed_it() -> None:
