@@ -25,7 +25,7 @@ ORIGINAL = {
         (Coordinator, "_propose"),
         (Coordinator, "_serve"),
         (Coordinator, "_withdraw"),
-        (Coordinator, "_written"),
+        (Coordinator, "handle"),
         (History, "after"),
         (Meeting, "step"),
         (Worker, "_do"),

@@ -11,7 +11,7 @@ from replicast.core.boundaries import Boundaries
 from replicast.core.coordinator import Coordinator
 from replicast.core.engine import UNDECIDED
 from replicast.core.entries import Committed
-from replicast.core.events import WriteOutcome
+from replicast.core.events import WriteOutcome, Written
 from replicast.core.history import History
 from replicast.core.operation import Ask, Boundary, EarlierSettled, Outcome
 from replicast.core.operations import leave as leave_module
@@ -33,11 +33,12 @@ def let_a_stale_groups_records_count() -> Any:
 
 @mutation
 def do_not_look_for_a_later_claim_after_a_write() -> Any:
-    def written(self: Coordinator, number: int, outcome: WriteOutcome) -> None:
-        fenced = outcome is WriteOutcome.FENCED
-        ORIGINAL[Coordinator, "_written"](self, number, WriteOutcome.DURABLE if fenced else outcome)
+    def handle(self: Coordinator, event: Any) -> Any:
+        if isinstance(event, Written) and event.outcome is WriteOutcome.FENCED:
+            event = replace(event, outcome=WriteOutcome.DURABLE)
+        return ORIGINAL[Coordinator, "handle"](self, event)
 
-    return broken(Coordinator, "_written", written)
+    return broken(Coordinator, "handle", handle)
 
 
 @mutation
