@@ -144,7 +144,9 @@ def test_every_order_of_every_operation_is_among_those() -> None:
     assert {type(order) for order in ORDERS} == orders
 
 
-@pytest.mark.parametrize("value", [object(), np.float32(1.0), {1, 2}, b"bytes", Request], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value", [object(), np.float32(1.0), {1, 2}, b"bytes", Request], ids=lambda value: type(value).__name__
+)
 def test_what_no_message_may_have_is_not_sent(value: Any) -> None:
     with pytest.raises(TypeError, match="Received: "):
         encode(Answer(1, value))
