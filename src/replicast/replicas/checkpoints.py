@@ -198,7 +198,7 @@ class Checkpoints:
                     "The checkpoint before is still being written", received=f"after {timeout_secs} s"
                 )
 
-    def _take_when_asked(self, due: bool) -> Callable[[], Snapshot]:
+    def _take_when_asked(self, due: bool, again: bool) -> Callable[[], Snapshot]:
         """For a checkpoint for which all workers stand still.
 
         One that is due is made in passing: what callbacks propose at this boundary belongs to it, and the end
@@ -207,6 +207,8 @@ class Checkpoints:
         Raises:
             Refuse: The one before is still being written, and takes too long.
         """
+        if again and self._current is not None:
+            self._current.finish()  # what was copied for it is not written
         if due:
             self.save_due()
             return self._empty

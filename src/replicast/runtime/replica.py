@@ -87,7 +87,7 @@ class StateReplica:
         self.may_differ: frozenset[str] = frozenset()
         self.trained: Callable[[], int] = lambda: 0
         self.step: Callable[[], int] = lambda: 0
-        self.take_snapshot: Callable[[bool], Any] = lambda due: None
+        self.take_snapshot: Callable[[bool, bool], Any] = lambda due, again: None
         self.expectation: Callable[[str], str | None] = lambda name: None
         self.on_report: Callable[[Any, bool], None] = lambda report, raises: None
         self.on_leave: Callable[[str], None] = lambda problem: None
@@ -226,9 +226,9 @@ class StateReplica:
                     found[edit.variable] = deviation(mine, value)
         return found
 
-    def snapshot(self, *, due: bool) -> Snapshot:
+    def snapshot(self, *, due: bool, again: bool) -> Snapshot:
         """As in `Replica`."""
-        snapshot: Snapshot = self.take_snapshot(due)()
+        snapshot: Snapshot = self.take_snapshot(due, again)()
         return snapshot
 
     def keep_copy(self) -> None:

@@ -131,7 +131,7 @@ class Worker:
     def _leave(self, problem: str) -> None:
         self.left = problem
 
-    def _take_snapshot(self, due: bool = True) -> Callable[[], Snapshot]:
+    def _take_snapshot(self, due: bool = True, again: bool = False) -> Callable[[], Snapshot]:
         replica, step = self.session.replica, self.session.step
         digest, holds = replica.digest(), frozenset(replica.holds)
         values = {name: value.copy() for name, value in self.state.values.items()}

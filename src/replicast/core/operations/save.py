@@ -66,7 +66,8 @@ class Save(Operation):
             yield Boundary()
             if job.trial is not None:
                 raise Refuse(f"{under_way(job.trial)}: what may be reverted is not saved")
-            snapshots = yield Go(TakeSnapshot(due=not self.tokens), resume=True)
+            again = any(one is not None for one in snapshots.values())
+            snapshots = yield Go(TakeSnapshot(due=not self.tokens, again=again), resume=True)
         return (yield from saved(job, snapshots))
 
 
@@ -106,11 +107,13 @@ class TakeSnapshot:
 
     Attributes:
         due: Nobody waits for it: see `Replica.snapshot`.
+        again: Those that were reported are not used: see `Replica.snapshot`.
     """
 
     due: bool = False
+    again: bool = False
     in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> Snapshot | None:
         """None while a trial is under way."""
-        return None if replica.on_trial else replica.snapshot(due=self.due)
+        return None if replica.on_trial else replica.snapshot(due=self.due, again=self.again)

@@ -210,7 +210,7 @@ class SimulatedReplica:
         values = {name: number for _, name, number in self._edits(id_, digest)}
         return {name: self.values[name] - values[name] for name in names}
 
-    def snapshot(self, *, due: bool) -> Snapshot:
+    def snapshot(self, *, due: bool, again: bool) -> Snapshot:
         """As in `Replica`."""
         details = tuple(self.values.items()), self.place()
         return Snapshot(self.step, self.digest(), frozenset(self.holds), details)
