@@ -22,6 +22,7 @@ from replicast.update import Update
 from tests.unit.runtime.playing import adding, bias, bias_of, refusal
 
 SOON_SECS = 5.0
+FULL = "The journal cannot be written: make room on the disk of the run directory"
 
 
 @pytest.fixture
@@ -176,14 +177,14 @@ def test_an_error_in_applying_ends_the_worker_and_is_its_own(fail_at: Callable[[
 def test_a_full_disk_refuses_the_update_and_the_job_goes_on(entry: type[Entry]) -> None:
     journal = FaultyJournal()
     with Job(2, journal) as job:
-        journal.raises[entry] = NotWritten("No space left on device")
+        journal.raises[entry] = NotWritten(FULL)
         bad = job.workers[1].session.propose(bias(1.0, id="bad"))
         job.train(3)
-        assert "make room on the disk" in str(refusal(bad))
+        assert FULL in str(refusal(bad))
         computed = job.on_all(lambda worker: worker.session.propose_function("f", adding(1.0), 1, None))
-        journal.raises[entry] = NotWritten("No space left on device")
+        journal.raises[entry] = NotWritten(FULL)
         job.train(3)
-        assert "make room on the disk" in str(refusal(computed[0]))
+        assert FULL in str(refusal(computed[0]))
         good = job.workers[1].session.propose(bias(2.0, id="bad"))
         job.train(3)
         assert good.result(DEADLINE_SECS).sequence == 1
@@ -194,7 +195,7 @@ def test_a_full_disk_refuses_the_update_and_the_job_goes_on(entry: type[Entry]) 
 def test_a_receipt_that_cannot_be_written_is_told_all_the_same_also_in_the_next_attempt() -> None:
     journal = FaultyJournal()
     with Job(2, journal) as job:
-        journal.raises[Receipt] = NotWritten("No space left on device")
+        journal.raises[Receipt] = NotWritten(FULL)
         ticket = job.workers[1].session.propose(bias(1.0, id="fix"))
         job.train(3)
         assert ticket.result(DEADLINE_SECS).stage is Stage.VERIFIED

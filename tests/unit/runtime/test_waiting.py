@@ -124,7 +124,7 @@ def test_a_time_limit_that_was_not_waited_for_is_not_said_to_have_passed() -> No
 def test_another_thread_may_wait_while_the_training_goes_on() -> None:
     with Job(2) as job:
         receipts: list[Any] = []
-        ticket = job.workers[0].session.propose(bias(1.0), at_step=20)
+        ticket = scheduled(job.workers[0].session.propose(bias(1.0), at_step=20))
         waits = threading.Thread(target=lambda: receipts.append(ticket.result()), daemon=True)
         waits.start()
         job.train(25)
