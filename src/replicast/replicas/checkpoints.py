@@ -135,10 +135,11 @@ class Checkpoints:
         self.report()
         outcome = self._session.rest("save")
         if isinstance(outcome, Refusal):
+            in_trial = "Save when the trial is decided; save_every of the callback does so by itself"
             raise CheckpointError(
                 f"The state is not saved. {outcome.problem}",
                 step=self._session.step,
-                remedy="Save when the trial is decided; save_every of the callback does so by itself",
+                remedy=in_trial if self._session.replica.on_trial else None,
             )
         return self._current if self._session.rank == 0 and self._current is not None else _done()
 
