@@ -127,6 +127,11 @@ class Worker:
         self._on_event[type(event)](event)
         return commands
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the coordinator waits for this training thread to come to a boundary."""
+        return any(meeting not in self._scheduled for meeting in self._stops)
+
     def passes(self, step: int) -> bool:
         """Whether nothing is to be done at this boundary: then the training thread has passed it.
 

@@ -90,6 +90,7 @@ class Checkpoints:
         self._attempt = attempt
         self._plan = SavePlan()
         self._buffers: Arrays = {}
+        self._reports = 0
         self._unreported: Callable[[], Snapshot | None] | None = None
         self._current: Saving | None = None
         self._failed: tuple[Saving, Exception] | None = None
@@ -155,17 +156,20 @@ class Checkpoints:
                 logger.warning("the checkpoint of step %d is made when the trial ends", self._session.step)
             self._unreported = lambda: None
             return _done()
-        if self.is_busy and self._plan.when_busy == "skip":
+        if self.is_busy and not self._waits_for_current():
             self._unreported = self._empty
             return _done()
-        self.settle()
         self._unreported = self._take()
-        return self._current if self._session.rank == 0 and self._current is not None else _done()
+        if self._session.rank != 0 or self._current is None:
+            return _done()
+        self._current.report = self._reports + 1
+        return self._current
 
     def report(self) -> None:
         """This worker's training goes on: what it has proposed so far belongs to the last checkpoint."""
         unreported, self._unreported = self._unreported, None
         if unreported is not None:
+            self._reports += 1
             self._session.report("save", unreported)
 
     def check(self) -> None:
@@ -189,15 +193,38 @@ class Checkpoints:
         if self._current is None:
             return
         ends = math.inf if timeout_secs is None else time.monotonic() + timeout_secs
-        while not self._current.wait(0.05):
-            self._session.check()
-            if self._session.threads.stopping.is_set() and not self._current.done():
-                # Its lane may still be writing: whoever goes on would change the copy that it writes.
-                raise _ended_before()
+        while not self._is_done_soon(self._current):
             if time.monotonic() > ends:
                 raise CheckpointError(
                     "The checkpoint before is still being written", received=f"after {timeout_secs} s"
                 )
+
+    def _is_done_soon(self, saving: Saving) -> bool:
+        """Waits a moment for a checkpoint; says whether it is done."""
+        if saving.wait(0.05):
+            return True
+        self._session.check()
+        if self._session.threads.stopping.is_set() and not saving.done():
+            # Its lane may still be writing: whoever goes on would change the copy that it writes.
+            raise _ended_before()
+        return False
+
+    def _waits_for_current(self) -> bool:
+        """Waits for the checkpoint that is being written, if the plan says so; says whether it is done.
+
+        Not for one for which this training thread has to come to a boundary first.
+        """
+        current = self._current
+        if current is None or self._plan.when_busy == "skip":
+            return current is None
+        while not self._is_done_soon(current):
+            if not current.is_writing and self._session.is_wanted:
+                logger.warning(
+                    "the checkpoint of step %d is skipped: the one before it is not decided yet",
+                    self._session.step,
+                )
+                return False
+        return True
 
     def _take_when_asked(self, due: bool, again: bool) -> Callable[[], Snapshot]:
         """For a checkpoint for which all workers stand still.
@@ -208,8 +235,8 @@ class Checkpoints:
         Raises:
             Refuse: The one before is still being written, and takes too long.
         """
-        if again and self._current is not None:
-            self._current.finish()  # what was copied for it is not written
+        if self._current is not None and (again or not due):
+            self._current.replace()  # what was copied for it is not written
         if due:
             self.save_due()
             return self._empty
@@ -278,6 +305,8 @@ class Checkpoints:
         """Writes a checkpoint, in the saver lane. Whatever happens, nobody waits for it any more."""
         copy: StateCopy = saved.state[0]
         others: Sequence[dict[str, Any]] = saved.state[1:]
+        if not copy.saving.begin_writing():  # another one has replaced it, and the memory of its copy
+            return WriteOutcome.FAILED
         try:
             manifest = self._written(copy, others, saved)
         except JobFailed as error:
@@ -305,7 +334,8 @@ class Checkpoints:
     def ended(self, ended: Ended) -> None:
         """A checkpoint that was not written: says why. In the event loop's thread."""
         stage, refusal, current = ended.outcome.stage, ended.outcome.result, self._current
-        if current is None or current.done() or not isinstance(refusal, Refusal):
+        is_current = current is not None and not current.done() and current.report == ended.number
+        if current is None or not is_current or not isinstance(refusal, Refusal):
             return
         if stage is Stage.FAILED:
             error: ReplicastError = ReplicasDiverged(

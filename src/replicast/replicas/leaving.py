@@ -122,7 +122,7 @@ class Leaving:
             self._session.exchange.agree("leave", "", self._session.timeouts.answer_secs)
 
     def _save_too(self) -> None:
-        """Saves this model while another one leaves. All workers do, and hear from worker 0 what came of it."""
+        """Saves this model while another one leaves. All workers do, and worker 0 says what came of it."""
         try:
             problem = self._save()
         except (ReplicastError, OSError) as error:

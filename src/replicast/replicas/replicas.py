@@ -348,8 +348,9 @@ class Replicas(ReplicasView):
         parts.run_files.training = False
         try:
             self._counted()
-            parts.checkpoints.settle()
+            parts.checkpoints.report()
             parts.training.leaving.settle()
+            parts.checkpoints.settle()
         except ReplicastError as error:
             logger.debug("the updates could not be settled at the end: %s", error)
         parts.training.warn_of_what_was_left()
@@ -384,14 +385,14 @@ class Replicas(ReplicasView):
     def training_ends(self) -> None:
         """All workers: called by the callback. Everything proposed so far is settled when it returns."""
         parts = self._active()
-        parts.checkpoints.settle()
-        parts.checkpoints.check()
+        parts.checkpoints.report()
         parts.auditing.after_training()
         try:
-            parts.session.rest("close")
+            parts.session.rest("close")  # with it, a checkpoint that needs another boundary
         finally:
             parts.auditing.training_ended()
         parts.checkpoints.settle()
+        parts.checkpoints.check()
         parts.run_files.training = False
 
     def _together(self) -> Parts:

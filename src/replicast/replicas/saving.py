@@ -81,6 +81,11 @@ class Saving:
         self._error: Exception | None = None
         self.told = False
         """Whether somebody was given its failure."""
+        self._lock = threading.Lock()
+        self.is_writing = False
+        """Whether it is being written: until then it may be replaced by another one."""
+        self.report = 0
+        """Which report of this worker it belongs to; 0 for one that was asked for at a boundary."""
 
     def done(self) -> bool:
         """Whether it is written, or never will be."""
@@ -120,6 +125,18 @@ class Saving:
     def failure(self) -> str:
         """Why it was not written; empty when it was, or is not done yet."""
         return "" if self._error is None else str(self._error)
+
+    def begin_writing(self) -> bool:
+        """It is being written from now on; says whether that may be."""
+        with self._lock:
+            self.is_writing = not self.done()
+            return self.is_writing
+
+    def replace(self) -> None:
+        """Another one takes its place, unless it is being written."""
+        with self._lock:
+            if not self.is_writing:
+                self.finish()
 
     def finish(self, manifest: Manifest | None = None, error: Exception | None = None) -> None:
         """Settles it; the first outcome stays."""

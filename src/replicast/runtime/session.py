@@ -179,6 +179,12 @@ class Session:
         """The last boundary that the training thread has come to. Any thread."""
         return self._machines.worker.step
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the others wait for this training thread to come to a boundary. Any thread."""
+        with self._machines.lock:
+            return self._machines.worker.is_wanted
+
     def in_training_thread(self) -> bool:
         """Whether the caller is the thread that comes to the boundaries. Any thread."""
         return threading.current_thread() is self._gate.thread
