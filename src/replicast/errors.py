@@ -10,6 +10,7 @@ ReplicastError
 │   └── ReplicasDiverged    the workers' digests differ
 ├── UpdatePending       an update is not applied yet, and waiting longer here cannot help
 ├── CheckpointError     a checkpoint is missing, incomplete, or of another model
+├── PayloadRemoved      the values of an update are not kept any more
 └── FileDamaged         a file of the run directory is damaged
 
 Each has its details as fields, so that code does not have to parse the message.
@@ -260,6 +261,21 @@ class FileDamaged(ReplicastError):  # noqa: N818 - reads as a sentence: raise Fi
         super().__init__(f"{path} is damaged: {_sentence(problem)}" if problem else str(path))
         self.path = Path(path)
         self.problem = problem
+
+
+class PayloadRemoved(ReplicastError):  # noqa: N818 - reads as a sentence: raise PayloadRemoved
+    """The values of an update are removed when every checkpoint that is kept contains it.
+
+    Attributes:
+        update_id: The update's id.
+    """
+
+    def __init__(self, update_id: str) -> None:
+        super().__init__(
+            f"The values of update {update_id} are not kept any more: every checkpoint that is kept contains "
+            "it. Restore a checkpoint first, or use another run directory."
+        )
+        self.update_id = update_id
 
 
 def refusal_of(error: Exception) -> UpdateRefused:

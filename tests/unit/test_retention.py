@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from replicast.core.entries import Committed, Payload, Refused, Scheduled, Withdrawn
-from replicast.errors import FileDamaged
+from replicast.errors import PayloadRemoved
 from replicast.fence import Fence
 from replicast.storage.journal import FileJournal, MemoryJournal
 from replicast.storage.updates import committed_updates, load_update
@@ -66,9 +66,9 @@ def test_a_start_that_needs_what_was_removed_is_told_what_to_do(tmp_path: Path) 
     start(tmp_path).remove_payloads({1})
     journal = start(tmp_path)
     (first, _) = journal.history().after(frozenset())
-    with pytest.raises(FileDamaged, match="restore a checkpoint first, or use another run directory"):
+    with pytest.raises(PayloadRemoved, match="Restore a checkpoint first"):
         journal.load(first.id, first.digest)
-    with pytest.raises(FileDamaged, match="restore a checkpoint first"):
+    with pytest.raises(PayloadRemoved, match="Restore a checkpoint first"):
         load_update(tmp_path, 1)
     assert load_update(tmp_path, 2).id == "u2"
 
@@ -87,7 +87,7 @@ def test_what_was_refused_or_withdrawn_is_removed_and_what_waits_is_not(tmp_path
     for id_ in ("waiting", "again", "scheduled"):
         assert journal.load(id_, digest_of(id_)).id == id_
     for id_ in ("refused", "withdrawn"):
-        with pytest.raises(FileDamaged):
+        with pytest.raises(PayloadRemoved):
             journal.load(id_, digest_of(id_))
 
 

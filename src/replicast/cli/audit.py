@@ -31,7 +31,12 @@ _LATE_SECS = 3.0  # A worker writes a note every second: below this, which note 
 @click.command()
 @run_argument
 @click.option(
-    "-n", "--last", type=click.IntRange(min=1), default=10, metavar="N", help="Number of reports to show."
+    "-n",
+    "--last",
+    type=click.IntRange(min=1),
+    default=10,
+    metavar="N",
+    help="Number of reports to show. [default: 10]",
 )
 @click.option("--json", "as_json", is_flag=True, help="One object per line: everything about an audit.")
 @click.option("--now", is_flag=True, help="Ask the running job for an audit, and show what it finds.")

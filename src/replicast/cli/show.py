@@ -14,7 +14,7 @@ from replicast.cli.rundirs import run_argument
 from replicast.cli.tables import facts_table, make_console
 from replicast.cli.update_views import UpdateView, edits_text, find, stage_cell
 from replicast.core.entries import Receipt
-from replicast.errors import UpdateRefused
+from replicast.errors import PayloadRemoved, UpdateRefused
 from replicast.runfiles import read_run_info
 from replicast.storage.updates import load_update
 from replicast.update import Update
@@ -110,9 +110,11 @@ def _edits(run: Path, view: UpdateView) -> list[EditView]:
 
 
 def _update(run: Path, view: UpdateView) -> Update | None:
-    if view.committed is not None:
-        return load_update(run, view.committed.sequence)
     try:
+        if view.committed is not None:
+            return load_update(run, view.committed.sequence)
         return None if view.path is None else Update.load(view.path)
+    except PayloadRemoved:  # Every checkpoint contains it.
+        return None
     except UpdateRefused:  # That may be why it was refused; or the job has just taken it away.
         return None

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from replicast import inbox
 from replicast.cli import Failed, texts
+from replicast.cli.rundirs import is_running
 from replicast.cli.tables import make_table
 from replicast.core.entries import Receipt
 from replicast.core.stage import Stage
@@ -101,7 +102,7 @@ class UpdateView:
 def committed_views(run: Path, journal: Updates, sequences: Iterable[int]) -> list[UpdateView]:
     """Some of the committed updates."""
     notes = read_worker_notes(run)
-    attempt = max((note.attempt for note in notes), default=0)
+    attempt = max((note.attempt for note in notes), default=0) if is_running(notes) else 0
     reached = max((note.step for note in notes if note.attempt == attempt), default=0)
     updates = [journal.committed_update(*journal.committed[sequence]) for sequence in sequences]
     return [_committed_view(run, update, attempt, reached) for update in updates]

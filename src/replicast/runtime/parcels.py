@@ -23,6 +23,9 @@ from replicast.transport import Look, Parcel, Transport
 from replicast.update import Update
 from replicast.validate import Limits, planned
 
+NO_LIMITS = Limits(max_bytes=2**62, max_edits=2**62)
+"""For what a replica publishes of its own state, and for what its author has checked."""
+
 
 class Parcels:
     """One worker's. Any thread publishes and releases; one thread prepares; the training thread takes.
@@ -32,15 +35,13 @@ class Parcels:
         name: In front of the names of all parcels.
         rank: Which worker this is.
         schema: The state that updates change.
-        limits: What is refused as too large.
     """
 
-    def __init__(self, transport: Transport, name: str, rank: int, schema: Schema, limits: Limits) -> None:
+    def __init__(self, transport: Transport, name: str, rank: int, schema: Schema) -> None:
         self._transport = transport
         self._name = name
         self._rank = rank
         self._schema = schema
-        self._limits = limits
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._prepared: dict[tuple[str, str], tuple[Update, str]] = {}
@@ -86,7 +87,7 @@ class Parcels:
         def look_at(place: int) -> bool:  # to say which value it is, and where
             return not doubtful.isdisjoint(range(first[place], first[place + 1]))
 
-        update = planned(update, self._schema, self._limits, look_at=look_at)
+        update = planned(update, self._schema, NO_LIMITS, look_at=look_at)
         with self._lock:
             self._prepared[id_, digest] = update, parcel.id
         faults.point("ready")

@@ -15,12 +15,12 @@ from replicast.core.refusal import Refuse
 from replicast.core.reports import Applied, Seen, Snapshot
 from replicast.distances import deviation
 from replicast.edits import Edit
-from replicast.errors import FileDamaged, UpdateRefused
+from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused
 from replicast.guard import Guard
 from replicast.runtime.functions import Function, computed_update
 from replicast.runtime.gate import Gate
 from replicast.runtime.measures import Measures
-from replicast.runtime.parcels import Parcels
+from replicast.runtime.parcels import NO_LIMITS, Parcels
 from replicast.runtime.threads import Lane
 from replicast.runtime.ticket import refusal_of
 from replicast.state import Arrays, State
@@ -102,7 +102,7 @@ class StateReplica:
             raise Refuse("Only worker 0 reads the journal")
         try:
             return self._parcels.publish(self.journal.load(id_, digest))
-        except FileDamaged as error:
+        except (FileDamaged, PayloadRemoved) as error:
             raise Refuse(str(error)) from error
         except UpdateRefused as error:
             raise _refuse(error, self.rank) from error
@@ -179,7 +179,7 @@ class StateReplica:
             value.flags.writeable = False  # ours alone: no second copy
             update = update.assign(name, value)
         try:
-            return self._published(planned(update, self.state.schema, self._limits))
+            return self._published(planned(update, self.state.schema, NO_LIMITS))
         except UpdateRefused as error:
             raise _refuse(error, self.rank) from error
 

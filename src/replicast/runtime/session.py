@@ -108,7 +108,7 @@ class Session:
         self._outbox = self.threads.lane("outbox")
         self._preparing = self.threads.lane("prepare")
         self._releasing = self.threads.lane("release")
-        self._parcels = Parcels(transport, exchange.name, self.rank, state.schema, self.limits)
+        self._parcels = Parcels(transport, exchange.name, self.rank, state.schema)
         self.replica = self._gate.replica = StateReplica(
             self.rank,
             state,

@@ -30,7 +30,7 @@ from replicast.core.entries import (
     Withdrawn,
 )
 from replicast.edits import Edit
-from replicast.errors import FileDamaged, UpdateRefused
+from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused
 from replicast.files import read_bytes, read_sealed
 from replicast.groups import entry_path, group_directory
 from replicast.strictjson import described
@@ -182,14 +182,11 @@ def read_payload(path: Path, stored: StoredPayload) -> Update:
     """The update in a payload's file.
 
     Raises:
-        FileDamaged: The file is not there, or not what was written.
+        PayloadRemoved: The file is not there.
+        FileDamaged: It is not what was written.
     """
     if not path.exists():
-        problem = (
-            f"update {stored.id} is not there any more. Its bytes are removed when every checkpoint that is "
-            "kept contains it: restore a checkpoint first, or use another run directory"
-        )
-        raise FileDamaged(path, problem)
+        raise PayloadRemoved(stored.id)
     try:
         content = read_bytes(path, max_bytes=stored.nbytes, follow=False)
         if hashlib.sha256(content).hexdigest() != stored.sha256:

@@ -18,7 +18,6 @@ from replicast.runtime.parcels import Parcels
 from replicast.schema import Schema, Variable
 from replicast.transport import Parcel, SharedMemoryTransport
 from replicast.update import Update
-from replicast.validate import Limits
 
 ROWS, WIDTH = BLOCK_BYTES // 16 + 1, 4  # more than a block each
 NAMES = [f"table_{number}" for number in range(5)]
@@ -34,7 +33,7 @@ class Host:
             SharedMemoryTransport("job", rank, directory=directory, mates=range(size)) for rank in range(size)
         ]
         self.workers = [
-            Parcels(transport, "job", rank, SCHEMA, Limits())
+            Parcels(transport, "job", rank, SCHEMA)
             for rank, transport in enumerate(self.transports)
         ]
 

@@ -18,7 +18,7 @@ A restart that finds the decision takes it, at its step, whatever it measures; o
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, ClassVar
 
@@ -83,7 +83,7 @@ def tried(
     ends = start + trial.steps if decided is None else decided.step
     job.trial, operation.must_run = operation, True
     job.promise(operation, ends)
-    yield Go(Begin(record.id, record.digest, record.sequence))
+    begun = yield Go(Begin(record.id, record.digest, record.sequence))
     operation.stage = Stage.APPLIED
     operation.waits_for, operation.waits_until = f"the end of its trial at step {ends}", ends
     if replayed:
@@ -93,7 +93,8 @@ def tried(
     if decided is None:
         decided = yield from _decided(job, trial, record, end)
     job.trial = None
-    reports = yield Go(End(decided.kept))
+    ended = yield Go(End(decided.kept))
+    reports = {rank: replace(begun[rank], digest=ended[rank].digest) for rank in ended}
     return (yield from verified(job, record, proposal, start, reports, outcome_of(trial, record, decided)))
 
 
