@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,35 @@ def test_a_file_imports_only_from_its_own_layer_and_those_below(path: Path) -> N
 def test_every_module_has_its_layer() -> None:
     modules = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
     assert modules == set().union(*LAYERS)
+
+
+def test_no_two_files_import_each_other_for_type_checking_neither() -> None:
+    names = {name_of(path): path for path in PACKAGE.rglob("*.py")}
+    graph = {name: modules_in(path, names) - {name} for name, path in names.items()}
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, f"a cycle: {' → '.join((*way, name))}"
+        if name not in done:
+            for other in sorted(graph[name]):
+                visit(other, (*way, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def modules_in(path: Path, names: Collection[str]) -> set[str]:
+    """The files of the package that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module in names:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in names else str(node.module))
+    return found

@@ -3,23 +3,66 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import keras
 
 from replicast.errors import NotSupported
+from replicast.replicas.auditing import Auditing, AuditPlan
 from replicast.replicas.position import Fit, Position
+from replicast.replicas.proposing import Proposing
+from replicast.replicas.saving import SavePlan
+from replicast.replicas.training import Training
+from replicast.schema import Schema
 from replicast.strategy import start_at_epoch
 from replicast.strategy.progress import count_done_batches
 from replicast.strategy.resuming import ResumedEpoch, callbacks_of, resume_fit, skip_fit
 
-if TYPE_CHECKING:
-    from replicast.replicas.auditing import AuditPlan
-    from replicast.replicas.replicas import Replicas
-    from replicast.replicas.saving import SavePlan
-
 logger = logging.getLogger("replicast")
+
+
+class FitReplicas(Protocol):
+    """What the callback needs of `Replicas`."""
+
+    model: keras.Model
+    called_by: BoundaryCallback | None
+
+    @property
+    def rank(self) -> int:
+        """As in `Replicas`."""
+
+    @property
+    def step(self) -> int:
+        """As in `Replicas`."""
+
+    @property
+    def schema(self) -> Schema:
+        """As in `Replicas`."""
+
+    @property
+    def training(self) -> Training:
+        """As in `Replicas`."""
+
+    @property
+    def auditing(self) -> Auditing:
+        """As in `Replicas`."""
+
+    @property
+    def proposing(self) -> Proposing:
+        """As in `Replicas`."""
+
+    def begin_epoch(self, epoch: int | None) -> None:
+        """As in `Replicas`."""
+
+    def boundary(self, *, steps: int, logs: Mapping[str, Any] | None, batches: int | None) -> None:
+        """As in `Replicas`."""
+
+    def training_begins(self) -> None:
+        """As in `Replicas`."""
+
+    def training_ends(self) -> None:
+        """As in `Replicas`."""
 
 
 class LastOfAll(keras.callbacks.Callback):
@@ -61,7 +104,7 @@ class BoundaryCallback(keras.callbacks.Callback):
     Give it to `fit` on all workers.
     """
 
-    def __init__(self, replicas: Replicas, saves: SavePlan, audits: AuditPlan) -> None:
+    def __init__(self, replicas: FitReplicas, saves: SavePlan, audits: AuditPlan) -> None:
         super().__init__()
         self._replicas = replicas
         self._saves = saves

@@ -33,8 +33,7 @@ class Host:
             SharedMemoryTransport("job", rank, directory=directory, mates=range(size)) for rank in range(size)
         ]
         self.workers = [
-            Parcels(transport, "job", rank, SCHEMA)
-            for rank, transport in enumerate(self.transports)
+            Parcels(transport, "job", rank, SCHEMA) for rank, transport in enumerate(self.transports)
         ]
 
     def publish(self, update: Update) -> Parcel:
