@@ -10,8 +10,8 @@ from benchmarks.audit import EVERY
 from benchmarks.seats import Contestant, lasted
 from benchmarks.training import Training
 from benchmarks.update_replicast import Weights
-from replicast.digest import digest_array
 from replicast.strategy import KerasState
+from replicast.update.digest import digest_array
 
 REPEATS = 5
 AUDITS_PER_TURN = 5

@@ -12,7 +12,7 @@ import replicast
 from benchmarks.checkpoint_task import Keeping
 from benchmarks.seats import Array, lasted
 from benchmarks.update_replicast import Weights
-from replicast.checkpoint import CheckpointStore
+from replicast.storage.checkpoint import CheckpointStore
 
 RESULT_SECS = 40.0
 KEPT_ROUND = 3

@@ -9,7 +9,7 @@ import tensorflow as tf
 from sklearn.datasets import load_digits
 
 import replicast
-from replicast.digest import digest_state
+from replicast.update.digest import digest_state
 
 BATCH = 64
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from sklearn.datasets import load_digits
 
 import replicast
-from replicast.digest import digest_state
+from replicast.update.digest import digest_state
 
 keras.utils.set_random_seed(1)
 tf.config.experimental.enable_op_determinism()  # So that repeated steps give the same bits.

@@ -8,7 +8,7 @@ import keras
 from sklearn.datasets import load_digits
 
 import replicast
-from replicast.digest import digest_state
+from replicast.update.digest import digest_state
 
 keras.utils.set_random_seed(1)
 strategy = replicast.Strategy()  # The extra line. Without TF_CONFIG, a job with one worker.

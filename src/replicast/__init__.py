@@ -25,12 +25,12 @@ from replicast.errors import (
 if TYPE_CHECKING:
     from replicast.core.entries import Receipt
     from replicast.core.operation import Timeouts
-    from replicast.guard import Guard
     from replicast.replicas import Replicas
     from replicast.strategy import Strategy
-    from replicast.trial import Trial
-    from replicast.update import Update
-    from replicast.validate import Limits
+    from replicast.update.guard import Guard
+    from replicast.update.trial import Trial
+    from replicast.update.update import Update
+    from replicast.update.validate import Limits
 
 __version__ = "0.1.0"
 
@@ -59,12 +59,12 @@ __all__ = [
 _NEEDS_TENSORFLOW = {"Replicas": "replicast.replicas", "Strategy": "replicast.strategy"}
 _LATE = {
     **_NEEDS_TENSORFLOW,
-    "Guard": "replicast.guard",
-    "Limits": "replicast.validate",
+    "Guard": "replicast.update.guard",
+    "Limits": "replicast.update.validate",
     "Receipt": "replicast.core.entries",
     "Timeouts": "replicast.core.operation",
-    "Trial": "replicast.trial",
-    "Update": "replicast.update",
+    "Trial": "replicast.update.trial",
+    "Update": "replicast.update.update",
 }
 """What is loaded on first use: the command line answers before numpy could be loaded."""
 

@@ -325,7 +325,7 @@ sys.exit(5 if rank == 1 and attempt < 2 else 0)
 
 def test_the_last_step_of_a_job_is_in_its_closing_line(launch: Launcher) -> None:
     script = """
-from replicast.runfiles import WorkerNote, write_worker_note
+from replicast.storage.runfiles import WorkerNote, write_worker_note
 for step, of_attempt in ((900, attempt - 1), (1200, attempt)):
     note = WorkerNote(rank + attempt - of_attempt, os.getpid(), "host", step, of_attempt, 0.0, False, "")
     write_worker_note(Path(os.environ["REPLICAST_RUN_DIR"]), note)

@@ -5,9 +5,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from replicast.checkpoint import CheckpointStore, Draft, PendingUpdate, open_checkpoint
-from replicast.schema import Schema, Variable
-from replicast.trial import Trial
+from replicast.storage.checkpoint import CheckpointStore, Draft, PendingUpdate, open_checkpoint
+from replicast.update.schema import Schema, Variable
+from replicast.update.trial import Trial
 
 FOLDER = Path(__file__).parent / "files" / "checkpoint"
 FILES = ("COMMITTED", "manifest.json", "state.safetensors")

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from replicast.digest import digest_array, digest_state
+from replicast.update.digest import digest_array, digest_state
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

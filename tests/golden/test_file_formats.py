@@ -21,17 +21,17 @@ from replicast.core.entries import (
     Withdrawn,
 )
 from replicast.core.stage import Stage
-from replicast.fence import Fence
-from replicast.groups import Claim, last_claim
-from replicast.runfiles import RunInfo, read_run_info, write_run_info
-from replicast.schema import Schema, Variable
 from replicast.storage.counted import counted_entries
+from replicast.storage.fence import Fence
+from replicast.storage.groups import Claim, last_claim
 from replicast.storage.index import write_index
 from replicast.storage.journal import FileJournal
+from replicast.storage.runfiles import RunInfo, read_run_info, write_run_info
 from replicast.storage.updates import committed_updates, load_update
 from replicast.strictjson import sealed
-from replicast.trial import Trial, TrialOutcome
-from replicast.update import Update
+from replicast.update.schema import Schema, Variable
+from replicast.update.trial import Trial, TrialOutcome
+from replicast.update.update import Update
 
 TIME = 1700000000.25
 FOLDER = Path(__file__).parent / "files"

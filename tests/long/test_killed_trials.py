@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from replicast.checkpoint import CheckpointStore
 from replicast.faults import Fault, Point, read_fired
+from replicast.storage.checkpoint import CheckpointStore
 from replicast.storage.updates import committed_updates
 from tests.faults.test_updates import finish, start, states
 from tests.pool.checks import assert_equal_on_all

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replicast import inbox
-from replicast.checkpoint import CheckpointStore
+from replicast.storage import inbox
+from replicast.storage.checkpoint import CheckpointStore
 from replicast.storage.updates import committed_updates
 from tests.pool.checks import assert_equal_on_all
 
@@ -26,9 +26,9 @@ TRAIN = """
 import os, signal, sys, time
 from pathlib import Path
 import keras, numpy as np, tensorflow as tf, replicast
-from replicast import inbox
+from replicast.storage import inbox
 from replicast.storage.updates import has_promised
-from replicast.update import Update
+from replicast.update.update import Update
 
 tf.config.experimental.enable_op_determinism()
 strategy = replicast.Strategy()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from replicast.core.proposal import Proposal
 from replicast.testing.simulation import Plan, World
-from replicast.trial import Trial
+from replicast.update.trial import Trial
 
 TRANSCRIPTS = Path(__file__).parent.parent / "golden" / "transcripts"
 ADD = (("add", "d", 5),)

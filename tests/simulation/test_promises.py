@@ -10,7 +10,7 @@ from replicast.core.entries import Committed
 from replicast.core.proposal import Proposal
 from replicast.core.stage import Stage
 from replicast.testing.simulation import Plan, World
-from replicast.trial import Trial
+from replicast.update.trial import Trial
 
 ADD = Proposal("add", "digest-of-add", (("add", "d", 5),))
 SCALE = Proposal("scale", "digest-of-scale", (("scale", "d", 2),))

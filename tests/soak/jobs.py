@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from replicast import Update, inbox
+from replicast import Update
 from replicast.faults import Action, Fault, read_fired
+from replicast.storage import inbox
 from replicast.storage.updates import committed_updates
 
 PUSHED = "pushed"

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 import replicast
-from replicast.digest import digest_state
+from replicast.update.digest import digest_state
 
 STEPS_PER_EPOCH, EPOCHS, BATCH = 24, 3, 6
 SAVE_EVERY = 6

@@ -11,20 +11,20 @@ import pytest
 import safetensors.numpy
 from click.testing import CliRunner, Result
 
-from replicast import inbox
 from replicast.cli import main
 from replicast.core.entries import Committed, Decided, Payload, Receipt, Scheduled, Withdrawn
 from replicast.core.stage import Stage
 from replicast.errors import UpdateRefused
-from replicast.fence import Fence
 from replicast.processes import this_process
-from replicast.runfiles import FORMAT, RunInfo, WorkerNote, write_run_info, write_worker_note
-from replicast.schema import Schema, Variable
+from replicast.storage import inbox
 from replicast.storage.entry_files import fields_of
+from replicast.storage.fence import Fence
 from replicast.storage.journal import FileJournal
-from replicast.trial import TrialOutcome
-from replicast.update import Update
-from replicast.validate import planned
+from replicast.storage.runfiles import FORMAT, RunInfo, WorkerNote, write_run_info, write_worker_note
+from replicast.update.schema import Schema, Variable
+from replicast.update.trial import TrialOutcome
+from replicast.update.update import Update
+from replicast.update.validate import planned
 
 BIAS = np.arange(3, dtype=np.float32)
 SCHEMA = Schema(

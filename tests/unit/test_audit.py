@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from replicast.audit import (
+from replicast.audits.report import (
     AuditReport,
     Declared,
     Deviation,
@@ -23,7 +23,7 @@ from replicast.audit import (
     reference_of,
     what_follows,
 )
-from replicast.edits import DTYPES
+from replicast.update.edits import DTYPES
 
 EVERY_DTYPE = sorted(DTYPES)
 

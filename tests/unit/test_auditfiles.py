@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from replicast import inbox, runfiles
-from replicast.auditfiles import (
+from replicast.storage import inbox, runfiles
+from replicast.storage.auditfiles import (
     answer_to,
     append_audit,
     audit_requests,
@@ -16,8 +16,8 @@ from replicast.auditfiles import (
     request_audit,
     withdraw_request,
 )
-from replicast.fence import Fence
-from replicast.runfiles import FORMAT, RunInfo, lines_from_the_end, write_run_info
+from replicast.storage.fence import Fence
+from replicast.storage.runfiles import FORMAT, RunInfo, lines_from_the_end, write_run_info
 from tests.unit.played_job import SCHEMA
 from tests.unit.test_audit import report
 

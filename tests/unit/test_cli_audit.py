@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from replicast.audit import Deviation, Difference
-from replicast.auditfiles import append_audit, audit_requests
-from replicast.runfiles import WorkerNote, write_worker_note
+from replicast.audits.report import Deviation, Difference
+from replicast.storage.auditfiles import append_audit, audit_requests
+from replicast.storage.runfiles import WorkerNote, write_worker_note
 from tests.unit.played_job import heard_of, invoke, made_run, meanwhile
 from tests.unit.test_audit import report
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replicast.checkpoint import CheckpointStore, open_checkpoint
-from replicast.digest import digest_state
-from replicast.state import MemoryState
-from replicast.update import Update
-from replicast.validate import planned
+from replicast.storage.checkpoint import CheckpointStore, open_checkpoint
+from replicast.update.digest import digest_state
+from replicast.update.state import MemoryState
+from replicast.update.update import Update
+from replicast.update.validate import planned
 from tests.unit.checkpoint.samples import Arrays, draft_of, flip
 from tests.unit.played_job import BIAS, SCHEMA, invoke, made_run, tensors
 

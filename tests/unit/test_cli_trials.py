@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from replicast import inbox
 from replicast.cli.push import follow, live_line
 from replicast.core.stage import Stage
-from replicast.trial import Trial, TrialOutcome
-from replicast.update import Update
+from replicast.storage import inbox
+from replicast.update.trial import Trial, TrialOutcome
+from replicast.update.update import Update
 from tests.unit.played_job import PlayedJob, heard_of, invoke, made_run
 
 

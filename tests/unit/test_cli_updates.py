@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replicast import inbox
 from replicast.core.stage import Stage
-from replicast.runfiles import WITHOUT_CALLBACK
+from replicast.storage import inbox
+from replicast.storage.runfiles import WITHOUT_CALLBACK
 from replicast.strictjson import sealed, unsealed
-from replicast.update import Update
-from replicast.validate import planned
+from replicast.update.update import Update
+from replicast.update.validate import planned
 from tests.unit.played_job import (
     BIAS,
     SCHEMA,

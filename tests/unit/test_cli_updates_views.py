@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from replicast import inbox
 from replicast.cli import status, texts
 from replicast.cli.examination import values_of, views_of
 from replicast.core.stage import Stage
-from replicast.edits import BFLOAT16
-from replicast.fence import Fence
-from replicast.runfiles import (
+from replicast.storage import inbox
+from replicast.storage.entry_files import fields_of
+from replicast.storage.fence import Fence
+from replicast.storage.runfiles import (
     ENDED,
     WorkerNote,
     append_metrics,
@@ -27,8 +27,8 @@ from replicast.runfiles import (
     write_run_info,
     write_worker_note,
 )
-from replicast.storage.entry_files import fields_of
-from replicast.update import Update
+from replicast.update.edits import BFLOAT16
+from replicast.update.update import Update
 from tests.unit.played_job import BIAS, PlayedJob, heard_of, invoke, made_run, tensors
 
 

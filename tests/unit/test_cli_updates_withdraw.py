@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from replicast import inbox
 from replicast.core.stage import Stage
 from replicast.files import write_durably
 from replicast.processes import this_process
-from replicast.runfiles import ENDED, WorkerNote, write_worker_note
-from replicast.update import Update
+from replicast.storage import inbox
+from replicast.storage.runfiles import ENDED, WorkerNote, write_worker_note
+from replicast.update.update import Update
 from tests.unit.played_job import PlayedJob, heard_of, invoke, made_run, meanwhile
 
 

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from replicast.digest import begun_digest, digest_array, digest_state
+from replicast.update.digest import begun_digest, digest_array, digest_state
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

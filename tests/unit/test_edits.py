@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from replicast.edits import ARRAY_NAMES, Edit, Operation, apply_edit, factor_as, touched
+from replicast.update.edits import ARRAY_NAMES, Edit, Operation, apply_edit, factor_as, touched
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64)]

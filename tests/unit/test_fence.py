@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from replicast.checkpoint import CheckpointStore
 from replicast.core.entries import (
     Committed,
     Decided,
@@ -24,15 +23,16 @@ from replicast.core.entries import (
     Withdrawn,
 )
 from replicast.core.stage import Stage
-from replicast.digest import digest_state
 from replicast.errors import ClusterError, FileDamaged, JobFailed
-from replicast.fence import Fence
-from replicast.runfiles import FORMAT, RunInfo, read_run_info, write_run_info
-from replicast.schema import Schema
 from replicast.storage import counted
+from replicast.storage.checkpoint import CheckpointStore
+from replicast.storage.fence import Fence
 from replicast.storage.journal import FileJournal
+from replicast.storage.runfiles import FORMAT, RunInfo, read_run_info, write_run_info
 from replicast.storage.updates import committed_updates, load_update
-from replicast.update import Update
+from replicast.update.digest import digest_state
+from replicast.update.schema import Schema
+from replicast.update.update import Update
 from tests.unit.checkpoint.operations import Operations
 from tests.unit.checkpoint.samples import draft_of, state_of
 
@@ -360,7 +360,7 @@ def test_a_damaged_claim_is_named_and_nobody_guesses_what_counts(tmp_path: Path,
 HOLDER = """
 import sys
 from pathlib import Path
-from replicast.fence import Fence
+from replicast.storage.fence import Fence
 fence = Fence(Path(sys.argv[1]), attempt=0)
 print("claimed", flush=True)
 if sys.stdin.readline() == "release\\n":

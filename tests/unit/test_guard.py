@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from replicast.errors import UpdateRefused
-from replicast.guard import Guard, checked_guard
-from replicast.schema import Schema, Variable
-from replicast.update import Update
-from replicast.validate import planned
+from replicast.update.guard import Guard, checked_guard
+from replicast.update.schema import Schema, Variable
+from replicast.update.update import Update
+from replicast.update.validate import planned
 
 KERNEL = np.array([[3.0, 0.0], [0.0, 4.0], [0.0, 0.0]], np.float32)
 LIVE: dict[str, np.ndarray[Any, Any]] = {

@@ -10,11 +10,11 @@ import pytest
 
 from replicast.core.entries import Committed, Payload
 from replicast.errors import FileDamaged
-from replicast.fence import Fence
+from replicast.storage.fence import Fence
 from replicast.storage.journal import FileJournal
 from replicast.storage.updates import committed_updates, has_promised, load_update
 from replicast.strictjson import _seal_of, sealed, unsealed
-from replicast.update import Update
+from replicast.update.update import Update
 
 UPDATE = Update(id="u1").scale("x", 2.0)
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replicast import inbox
-from replicast.auditfiles import last_audits
-from replicast.checkpoint import CheckpointStore
-from replicast.checkpoint.choosing import choose
 from replicast.errors import FileDamaged, UpdateRefused
-from replicast.runfiles import (
+from replicast.storage import inbox
+from replicast.storage.auditfiles import last_audits
+from replicast.storage.checkpoint import CheckpointStore
+from replicast.storage.checkpoint.choosing import choose
+from replicast.storage.runfiles import (
     WorkerNote,
     append_metrics,
     last_metrics,
@@ -26,7 +26,7 @@ from replicast.runfiles import (
     read_worker_notes,
     write_worker_note,
 )
-from replicast.update import Update
+from replicast.update.update import Update
 from tests.unit.checkpoint.samples import assert_holds, state_of, written
 from tests.unit.played_job import invoke, made_run
 

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from replicast import inbox
-from replicast.checkpoint import CheckpointStore
 from replicast.core.entries import Committed, Payload, Refused, Saved, Scheduled
 from replicast.core.proposal import Pending, Proposal
 from replicast.core.stage import Stage
 from replicast.errors import UpdateRefused
-from replicast.fence import Fence
 from replicast.files import write_durably
+from replicast.storage import inbox
+from replicast.storage.checkpoint import CheckpointStore
+from replicast.storage.fence import Fence
 from replicast.storage.journal import FileJournal
-from replicast.trial import Trial
-from replicast.update import Update
+from replicast.update.trial import Trial
+from replicast.update.update import Update
 from tests.unit.checkpoint.samples import draft_of, state_of
 
 ONES = np.ones(3, np.float32)

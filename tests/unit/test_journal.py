@@ -25,10 +25,10 @@ from replicast.core.entries import (
 )
 from replicast.core.stage import Stage
 from replicast.errors import FileDamaged
-from replicast.fence import Fence
 from replicast.storage import journal as journal_module
 from replicast.storage.counted import counted_entries
 from replicast.storage.entry_files import summary
+from replicast.storage.fence import Fence
 from replicast.storage.journal import FileJournal, Journal, MemoryJournal, NotWritten, PerhapsWritten
 from replicast.storage.updates import (
     committed_updates,
@@ -38,8 +38,8 @@ from replicast.storage.updates import (
     withdrawn_ids,
 )
 from replicast.strictjson import sealed, unsealed
-from replicast.trial import Trial, TrialOutcome
-from replicast.update import Update
+from replicast.update.trial import Trial, TrialOutcome
+from replicast.update.update import Update
 
 OUTCOME = TrialOutcome(1, "reverted", 14, "loss", 1.0, 2.0, "why")
 

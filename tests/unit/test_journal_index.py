@@ -12,14 +12,14 @@ import pytest
 from replicast.core.entries import Committed, Payload, Receipt, Withdrawn
 from replicast.core.stage import Stage
 from replicast.errors import FileDamaged, JobFailed
-from replicast.fence import Fence
 from replicast.storage import journal as journal_module
 from replicast.storage.counted import counted_entries
 from replicast.storage.entry_files import EntryFile, read_entry
+from replicast.storage.fence import Fence
 from replicast.storage.index import counts, read_index, write_index
 from replicast.storage.journal import FileJournal
 from replicast.storage.updates import committed_updates, load_update
-from replicast.update import Update
+from replicast.update.update import Update
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,10 @@ import pytest
 import replicast
 
 LAYERS = [
-    {"errors", "config", "faults", "processes", "silence", "strictjson"},
-    {"digest", "edits", "schema", "mapping", "blocks", "finite"},
-    {"files", "tensorfiles", "parts"},
-    {"update", "state", "trial", "distances", "agreement", "audit", "guard"},
+    {"errors", "config", "faults", "processes", "silence", "strictjson", "mapping", "files"},
+    {"update", "audits"},
     {"core"},
-    {"groups", "fence", "validate", "storage", "inbox", "runfiles", "auditfiles", "checkpoint"},
+    {"storage"},
     {"coordination"},
     {"transport", "lifetime", "turns"},
     {"strategy"},

@@ -10,10 +10,10 @@ import pytest
 
 from replicast.core.entries import Committed, Payload, Refused, Scheduled, Withdrawn
 from replicast.errors import PayloadRemoved
-from replicast.fence import Fence
+from replicast.storage.fence import Fence
 from replicast.storage.journal import FileJournal, MemoryJournal
 from replicast.storage.updates import committed_updates, load_update
-from replicast.update import Update
+from replicast.update.update import Update
 
 
 def start(run: Path) -> FileJournal:

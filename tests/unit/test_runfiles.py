@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from replicast.errors import FileDamaged
-from replicast.fence import Fence
-from replicast.runfiles import (
+from replicast.storage.fence import Fence
+from replicast.storage.runfiles import (
     FORMAT,
     RunInfo,
     WorkerNote,
@@ -18,8 +18,8 @@ from replicast.runfiles import (
     write_run_info,
     write_worker_note,
 )
-from replicast.schema import Schema, Variable
 from replicast.strictjson import sealed
+from replicast.update.schema import Schema, Variable
 
 INFO = RunInfo(
     FORMAT, Schema([Variable("x", (2, 3), "bfloat16", "trainable")]), workers=2, attempt=1, created_at=1.5

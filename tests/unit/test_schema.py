@@ -3,7 +3,7 @@ import json
 import pytest
 
 from replicast.errors import UpdateRefused
-from replicast.schema import Schema, Variable
+from replicast.update.schema import Schema, Variable
 
 
 def variable(name: str, *slots: tuple[str, float]) -> Variable:

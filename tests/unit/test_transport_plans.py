@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import replicast
-from replicast.blocks import BLOCK_BYTES, blocks_of, digest_block, digest_of_blocks
 from replicast.config import host_id, shared_memory_directory
 from replicast.coordination import MemoryCoordination
 from replicast.errors import ClusterError, JobFailed, UpdateRefused
@@ -28,6 +27,7 @@ from replicast.transport import (
     opening,
 )
 from replicast.transport.layout import aligned_buffer, arrays_in, check_share, lay_out, write_out
+from replicast.update.blocks import BLOCK_BYTES, blocks_of, digest_block, digest_of_blocks
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 dtypes = st.sampled_from(["float32", "float16", "int8", "int64", "bool", "uint16", "complex128"])

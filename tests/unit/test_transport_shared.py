@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replicast.blocks import BLOCK_BYTES
 from replicast.errors import ClusterError, UpdateRefused
 from replicast.transport import SharedMemoryTransport, files
 from replicast.transport.files import SharedFile, Spare, remove_leftovers
 from replicast.transport.shared import SPARE_BYTES
+from replicast.update.blocks import BLOCK_BYTES
 from tests.unit.test_transport_conformance import some
 
 PREFIX = f"replicast-memory-{os.getuid()}-"

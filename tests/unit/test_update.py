@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from replicast.core.stage import Stage
-from replicast.edits import DTYPES, RESETS, Operation
 from replicast.errors import UpdateRefused
 from replicast.files import tensor_chunks
 from replicast.mapping import LARGE_BYTES
-from replicast.update import Update
+from replicast.update.edits import DTYPES, RESETS, Operation
+from replicast.update.update import Update
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ONES = np.ones(3, np.float32)

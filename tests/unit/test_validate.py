@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicast.edits import Edit, Operation, apply_edit
 from replicast.errors import UpdateRefused
-from replicast.schema import Schema, Variable
-from replicast.update import Update
-from replicast.validate import Limits, planned
+from replicast.update.edits import Edit, Operation, apply_edit
+from replicast.update.schema import Schema, Variable
+from replicast.update.update import Update
+from replicast.update.validate import Limits, planned
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = ["float16", "bfloat16", "float32", "float64"]

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from replicast.edits import Edit, Operation
 from replicast.strategy import KerasState, optimizers_by_name
+from replicast.update.edits import Edit, Operation
 from tests.workers.test_update_edits import values_of
 
 

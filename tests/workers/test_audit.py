@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import replicast
-from replicast.auditfiles import answer_to, last_audits, request_audit
 from replicast.replicas.auditing import AuditPlan
+from replicast.storage.auditfiles import answer_to, last_audits, request_audit
 from replicast.storage.updates import committed_updates
-from replicast.update import Update
+from replicast.update.update import Update
 from tests.pool import Pool
 from tests.workers.changing import flip
 from tests.workers.recipes import CLASSES, FEATURES, arrays

@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 
 import replicast
-from replicast import inbox
-from replicast.checkpoint import CheckpointStore, open_checkpoint, patch
-from replicast.digest import digest_state
-from replicast.edits import DTYPES
 from replicast.errors import CheckpointError
+from replicast.storage import inbox
+from replicast.storage.checkpoint import CheckpointStore, open_checkpoint, patch
 from replicast.storage.updates import committed_updates
 from replicast.strategy.writes import component
-from replicast.update import Update
+from replicast.update.digest import digest_state
+from replicast.update.edits import DTYPES
+from replicast.update.update import Update
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all
 from tests.workers.changing import scramble

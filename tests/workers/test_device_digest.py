@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 import xxhash
 
-from replicast.edits import DTYPES
 from replicast.strategy import device_digest
 from replicast.strategy.device_digest import device_digests
+from replicast.update.edits import DTYPES
 from tests.pool import Pool
 from tests.workers.changing import state_of
 from tests.workers.recipes import perceptron

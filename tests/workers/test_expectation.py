@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replicast.checkpoint import CheckpointStore, Draft
 from replicast.core.entries import Saved
 from replicast.errors import FileDamaged
-from replicast.fence import Fence
 from replicast.replicas import expectation
 from replicast.replicas.expectation import Expectation
+from replicast.storage.checkpoint import CheckpointStore, Draft
+from replicast.storage.fence import Fence
 from replicast.storage.journal import FileJournal
 from replicast.testing.job import DEADLINE_SECS, Job
-from replicast.update import Update
+from replicast.update.update import Update
 
 
 class Reads:

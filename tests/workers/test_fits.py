@@ -7,13 +7,13 @@ import json
 import numpy as np
 import pytest
 
-from replicast.edits import Edit, Operation
 from replicast.errors import CheckpointError
 from replicast.replicas.fits import Fits
 from replicast.replicas.frozen import FrozenVariables
 from replicast.replicas.position import Fit, Position
 from replicast.testing.job import DEADLINE_SECS, Job, Worker
-from replicast.update import Update
+from replicast.update.edits import Edit, Operation
+from replicast.update.update import Update
 
 FIRST, SECOND, THIRD = Fit(4, 9), Fit(3, 5), Fit(1, None)
 

@@ -12,9 +12,9 @@ import pytest
 
 import replicast
 from replicast.core.stage import Stage
-from replicast.runfiles import last_metrics
+from replicast.storage.runfiles import last_metrics
 from replicast.transport import BroadcastTransport
-from replicast.update import Update
+from replicast.update.update import Update
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, state
 from tests.workers.recipes import CLASSES, perceptron

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import replicast
-from replicast import inbox
-from replicast.update import Update
+from replicast.storage import inbox
+from replicast.update.update import Update
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, digest
 from tests.workers.recipes import arrays, perceptron

@@ -14,8 +14,8 @@ import keras
 import pytest
 
 import replicast
-from replicast.checkpoint import CheckpointStore
 from replicast.config import TOLD_TO_END
+from replicast.storage.checkpoint import CheckpointStore
 from tests.pool import Pool
 from tests.workers.recipes import arrays, perceptron
 from tests.workers.test_audit import logged

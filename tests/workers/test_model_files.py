@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import replicast
-from replicast.update import Update
+from replicast.update.update import Update
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all
 from tests.workers.recipes import CLASSES, arrays, perceptron

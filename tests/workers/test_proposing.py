@@ -11,7 +11,7 @@ from replicast.errors import UpdateRefused
 from replicast.replicas.proposing import Proposing, checked_worker
 from replicast.runtime import Ticket
 from replicast.testing.job import DEADLINE_SECS, Job, Worker
-from replicast.update import Update
+from replicast.update.update import Update
 
 
 def propose(proposing: Proposing, what: object) -> Ticket:

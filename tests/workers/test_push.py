@@ -17,11 +17,11 @@ import pytest
 import safetensors.numpy
 from click.testing import CliRunner
 
-from replicast import inbox
 from replicast.cli import main
 from replicast.core.stage import Stage
-from replicast.runfiles import last_metrics
-from replicast.update import Update
+from replicast.storage import inbox
+from replicast.storage.runfiles import last_metrics
+from replicast.update.update import Update
 
 DEADLINE_SECS = 180.0
 WORKERS = 3
@@ -33,7 +33,7 @@ import keras
 import numpy as np
 
 import replicast
-from replicast.digest import digest_state
+from replicast.update.digest import digest_state
 
 keras.utils.set_random_seed(1)
 strategy = replicast.Strategy()

@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 
-from replicast.checkpoint import CheckpointStore
 from replicast.errors import CheckpointError
 from replicast.replicas import restoring
+from replicast.storage.checkpoint import CheckpointStore
 from tests.pool import Pool
 from tests.workers.changing import scramble
 from tests.workers.recipes import perceptron

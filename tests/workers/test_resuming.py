@@ -18,10 +18,10 @@ from replicast.replicas.checkpoints import Checkpoints
 from replicast.replicas.position import Position
 from replicast.replicas.restoring import Restored
 from replicast.replicas.training import Training
-from replicast.state import MemoryState
 from replicast.strategy import resuming
 from replicast.strategy.feeding import DataPosition
 from replicast.strategy.resuming import Lengths, data_position, read_to
+from replicast.update.state import MemoryState
 from tests.pool import Pool
 
 BATCHES, EPOCHS = 5, 3

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replicast import inbox
 from replicast.core.stage import Stage
 from replicast.errors import JobFailed, UpdateRefused
-from replicast.fence import Fence
 from replicast.replicas import run_files
 from replicast.replicas.run_files import RunFiles
-from replicast.runfiles import WorkerNote, read_worker_notes, write_worker_note
+from replicast.storage import inbox
+from replicast.storage.fence import Fence
+from replicast.storage.runfiles import WorkerNote, read_worker_notes, write_worker_note
 from replicast.testing.job import Job, eventually
-from replicast.update import Update
+from replicast.update.update import Update
 from tests.pool import Pool
 from tests.workers.recipes import perceptron
 from tests.workers.test_updates import replicas_of
@@ -209,7 +209,9 @@ def test_an_entry_with_an_absurd_number_is_refused_and_the_job_goes_on(job: Job,
     eventually(lambda: inbox.waiting(tmp_path) == [])
 
 
-@pytest.mark.parametrize("where", ["replicast.inbox.take", "replicast.runtime.parcels.Parcels.publish"])
+@pytest.mark.parametrize(
+    "where", ["replicast.storage.inbox.take", "replicast.runtime.parcels.Parcels.publish"]
+)
 def test_an_entry_that_causes_an_unexpected_error_is_refused_with_it_and_the_job_goes_on(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from replicast import faults
-from replicast.checkpoint import CheckpointStore, Draft, Manifest, saved_of
 from replicast.config import TOLD_TO_END
 from replicast.core.entries import Payload
 from replicast.core.stage import Stage
@@ -24,9 +23,10 @@ from replicast.replicas.checkpoints import Checkpoints
 from replicast.replicas.position import Position
 from replicast.replicas.saving import Keeping, SavePlan, Saving
 from replicast.replicas.training import Training
+from replicast.storage.checkpoint import CheckpointStore, Draft, Manifest, saved_of
 from replicast.storage.journal import MemoryJournal
 from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually
-from replicast.update import Update
+from replicast.update.update import Update
 
 Arrays = Iterable[tuple[str, np.ndarray[Any, Any]]]
 

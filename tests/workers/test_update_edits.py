@@ -1,4 +1,4 @@
-"""Edits of real variables: the bits that `replicast.edits` defines, and the names that variables go by."""
+"""Edits of real variables: the bits that `update/edits.py` defines, and the names that variables go by."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 import tensorflow as tf
 
 import replicast
-from replicast.edits import DTYPES, FLOAT_DTYPES, apply_edit
-from replicast.schema import Schema
 from replicast.strategy import KerasState, optimizers_by_name
 from replicast.strategy.variables import as_tensor
 from replicast.strategy.writes import component
-from replicast.update import Update
-from replicast.validate import planned
+from replicast.update.edits import DTYPES, FLOAT_DTYPES, apply_edit
+from replicast.update.schema import Schema
+from replicast.update.update import Update
+from replicast.update.validate import planned
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, digest
 from tests.workers.recipes import FEATURES, arrays, perceptron

@@ -15,7 +15,7 @@ import pytest
 
 import replicast
 from replicast.transport import BroadcastTransport
-from replicast.update import Update
+from replicast.update.update import Update
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, digest
 from tests.workers.recipes import CLASSES, FEATURES, perceptron

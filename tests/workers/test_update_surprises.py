@@ -10,7 +10,7 @@ import pytest
 
 import replicast
 from replicast.errors import NotSupported, UpdateRefused
-from replicast.update import Update
+from replicast.update.update import Update
 from tests.pool import Pool, WorkerFailed
 from tests.pool.checks import assert_equal_on_all, state
 from tests.workers.recipes import CLASSES, FEATURES, arrays, perceptron

@@ -21,13 +21,13 @@ import pytest
 import tensorflow as tf
 
 import replicast
-from replicast import inbox
-from replicast.edits import apply_edit
+from replicast.storage import inbox
 from replicast.storage.updates import committed_updates
 from replicast.strategy.writes import component
 from replicast.transport import SharedMemoryTransport, open_transport
-from replicast.update import Update
-from replicast.validate import Limits, planned
+from replicast.update.edits import apply_edit
+from replicast.update.update import Update
+from replicast.update.validate import Limits, planned
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, digest, state
 from tests.workers.recipes import CLASSES, FEATURES, arrays, perceptron
@@ -39,8 +39,8 @@ STEPS = 5
 OUTSIDE = """
 import sys
 from pathlib import Path
-from replicast import inbox
-from replicast.update import Update
+from replicast.storage import inbox
+from replicast.update.update import Update
 for place in sys.argv[2:]:
     inbox.submit(Path(sys.argv[1]), Update.load(place))
 assert "tensorflow" not in sys.modules

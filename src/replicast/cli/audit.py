@@ -10,8 +10,7 @@ from pathlib import Path
 
 import click
 
-from replicast.audit import AuditReport, workers_text
-from replicast.auditfiles import answer_to, last_audits, request_audit, withdraw_request
+from replicast.audits.report import AuditReport, workers_text
 from replicast.cli import Failed, texts
 from replicast.cli.rundirs import (
     ABSENT_SECS,
@@ -21,7 +20,8 @@ from replicast.cli.rundirs import (
     run_argument,
     timeout_option,
 )
-from replicast.runfiles import WorkerNote, read_run_info, read_worker_notes
+from replicast.storage.auditfiles import answer_to, last_audits, request_audit, withdraw_request
+from replicast.storage.runfiles import WorkerNote, read_run_info, read_worker_notes
 
 NO_ANSWER = 3
 _MOST_LINES = 10  # Of each audit in the list: two for a variable that differs on one worker.

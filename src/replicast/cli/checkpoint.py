@@ -12,16 +12,16 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from replicast.checkpoint import CheckpointStore, Comparison, Manifest, Verdict, open_checkpoint
-from replicast.checkpoint import diff as compare
-from replicast.checkpoint import patch as patch_checkpoint
-from replicast.checkpoint.writing import COMMITTED, MANIFEST, STATE
 from replicast.cli import Failed, texts
 from replicast.cli.edit_options import EditCommand, check_usage, edit_options, update_of
 from replicast.cli.examination import examine, print_examination, print_problems
 from replicast.cli.rundirs import checked_run
 from replicast.cli.tables import facts_table, make_console, make_table, progress_bar
 from replicast.errors import CheckpointError, FileDamaged
+from replicast.storage.checkpoint import CheckpointStore, Comparison, Manifest, Verdict, open_checkpoint
+from replicast.storage.checkpoint import diff as compare
+from replicast.storage.checkpoint import patch as patch_checkpoint
+from replicast.storage.checkpoint.writing import COMMITTED, MANIFEST, STATE
 
 _PATH = click.Path(path_type=Path)
 _NONE_YET = "The run has no checkpoints yet."

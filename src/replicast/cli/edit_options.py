@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 import click
 
-from replicast.edits import Array, Operation
 from replicast.errors import UpdateRefused
 from replicast.files import parse_tensors, read_tensor_bytes
-from replicast.parts import MAX_TENSORS, edits_of_tensors
-from replicast.update import Update
+from replicast.update.edits import Array, Operation
+from replicast.update.parts import MAX_TENSORS, edits_of_tensors
+from replicast.update.update import Update
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _ORDER = "replicast.order"

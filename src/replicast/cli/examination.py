@@ -14,12 +14,12 @@ from rich.text import Text
 
 from replicast.cli import texts
 from replicast.cli.tables import make_console, make_table
-from replicast.edits import FLOAT_DTYPES, RESETS, Array, Edit, Operation
 from replicast.errors import UpdateRefused
-from replicast.parts import factor_to_json
-from replicast.schema import Schema, Variable
-from replicast.update import Update
-from replicast.validate import planned
+from replicast.update.edits import FLOAT_DTYPES, RESETS, Array, Edit, Operation
+from replicast.update.parts import factor_to_json
+from replicast.update.schema import Schema, Variable
+from replicast.update.update import Update
+from replicast.update.validate import planned
 
 _CHUNK = 2**20  # Elements that are widened to float64 at a time.
 _BEFORE_FACTOR = {Operation.SCALE: "by ", Operation.BLEND: "with weight "} | dict.fromkeys(RESETS, "to ")

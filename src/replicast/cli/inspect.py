@@ -12,9 +12,9 @@ from replicast.cli.edit_options import read_file, update_of_tensors
 from replicast.cli.examination import examine, print_examination, values_of
 from replicast.cli.rundirs import checked_run
 from replicast.cli.tables import make_console, make_table
-from replicast.edits import Array
-from replicast.runfiles import read_run_info
-from replicast.update import Update
+from replicast.storage.runfiles import read_run_info
+from replicast.update.edits import Array
+from replicast.update.update import Update
 
 _AS = ("add", "assign", "scale", "blend", "add-rows", "assign-rows", "add-low-rank")
 

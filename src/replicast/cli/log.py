@@ -10,7 +10,7 @@ import click
 from replicast.cli.rundirs import run_argument
 from replicast.cli.tables import make_console
 from replicast.cli.update_views import committed_views, updates_table
-from replicast.runfiles import read_run_info
+from replicast.storage.runfiles import read_run_info
 from replicast.storage.updates import Updates
 
 

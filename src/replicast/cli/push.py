@@ -14,7 +14,6 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from replicast import inbox
 from replicast.cli import texts
 from replicast.cli.edit_options import EditCommand, check_usage, edit_options, files_of, update_of
 from replicast.cli.examination import examine, print_examination, print_problems
@@ -30,12 +29,13 @@ from replicast.cli.tables import is_live, make_console
 from replicast.cli.update_views import UpdateView, look
 from replicast.core.stage import Stage
 from replicast.errors import UpdateRefused
-from replicast.runfiles import WITHOUT_CALLBACK, WorkerNote, read_run_info, read_worker_notes
-from replicast.schema import Schema
+from replicast.storage import inbox
+from replicast.storage.runfiles import WITHOUT_CALLBACK, WorkerNote, read_run_info, read_worker_notes
 from replicast.storage.updates import Updates
-from replicast.trial import Trial
-from replicast.update import Update
-from replicast.validate import planned
+from replicast.update.schema import Schema
+from replicast.update.trial import Trial
+from replicast.update.update import Update
+from replicast.update.validate import planned
 
 TIME_IS_UP, REVERTED, STOPPED = 3, 4, 128 + signal.SIGINT
 _FROM_0, _FROM_1 = click.IntRange(min=0), click.IntRange(min=1)

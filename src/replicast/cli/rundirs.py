@@ -11,7 +11,7 @@ from time import monotonic, sleep
 import click
 
 from replicast.cli import texts
-from replicast.runfiles import ENDED, WorkerNote, read_worker_notes
+from replicast.storage.runfiles import ENDED, WorkerNote, read_worker_notes
 
 ABSENT_SECS = 10.0
 """A worker writes a note every second; after this long without one it counts as not running."""

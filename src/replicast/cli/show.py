@@ -15,9 +15,9 @@ from replicast.cli.tables import facts_table, make_console
 from replicast.cli.update_views import UpdateView, edits_text, find, stage_cell
 from replicast.core.entries import Receipt
 from replicast.errors import PayloadRemoved, UpdateRefused
-from replicast.runfiles import read_run_info
+from replicast.storage.runfiles import read_run_info
 from replicast.storage.updates import load_update
-from replicast.update import Update
+from replicast.update.update import Update
 
 
 @click.command()

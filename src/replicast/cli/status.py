@@ -16,8 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from replicast.audit import AuditReport
-from replicast.auditfiles import last_audits
+from replicast.audits.report import AuditReport
 from replicast.cli import texts
 from replicast.cli.log import no_updates_text
 from replicast.cli.rundirs import ABSENT_SECS, is_running, not_running_text, run_argument, running_beside
@@ -35,9 +34,10 @@ from replicast.cli.update_views import (
 from replicast.core.stage import Stage
 from replicast.errors import FileDamaged
 from replicast.files import read_json
-from replicast.parts import factor_to_json
-from replicast.runfiles import ENDED, WorkerNote, last_metrics, read_run_info, read_worker_notes
+from replicast.storage.auditfiles import last_audits
+from replicast.storage.runfiles import ENDED, WorkerNote, last_metrics, read_run_info, read_worker_notes
 from replicast.storage.updates import Updates
+from replicast.update.parts import factor_to_json
 
 WATCH_SECS = 1.0
 _LAST = 5  # So many of the last updates, and of the last refusals, are shown.

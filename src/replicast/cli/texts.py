@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 
 from replicast.errors import CheckpointError, UpdateRefused
-from replicast.trial import Trial, TrialOutcome
+from replicast.update.trial import Trial, TrialOutcome
 
 _RANDOM_ID = re.compile(r"[0-9a-f]{32}")
 _LABELS = {

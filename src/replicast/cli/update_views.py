@@ -15,18 +15,18 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from replicast import inbox
 from replicast.cli import Failed, texts
 from replicast.cli.rundirs import is_running
 from replicast.cli.tables import make_table
 from replicast.core.entries import Receipt
 from replicast.core.stage import Stage
-from replicast.edits import RESETS
 from replicast.errors import UpdateRefused
-from replicast.runfiles import read_worker_notes
+from replicast.storage import inbox
+from replicast.storage.runfiles import read_worker_notes
 from replicast.storage.updates import CommittedUpdate, ScheduledUpdate, Updates
 from replicast.strictjson import described
-from replicast.trial import TrialOutcome
+from replicast.update.edits import RESETS
+from replicast.update.trial import TrialOutcome
 
 _STYLES = dict.fromkeys(Stage, "yellow") | {
     Stage.COMMITTED: "cyan",

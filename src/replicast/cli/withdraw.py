@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from replicast import inbox
 from replicast.cli import Failed, texts
 from replicast.cli.rundirs import is_running, not_running_text, polls, run_argument
 from replicast.cli.update_views import UpdateView, find, look
 from replicast.core.stage import Stage
-from replicast.runfiles import ENDED, read_worker_notes
+from replicast.storage import inbox
+from replicast.storage.runfiles import ENDED, read_worker_notes
 
 _LISTEN_SECS = 5.0
 _ANSWER_SECS = 30.0

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from replicast.core.proposal import Content, Pending
 from replicast.core.stage import Stage
-from replicast.trial import Trial, TrialOutcome
+from replicast.update.trial import Trial, TrialOutcome
 
 
 @dataclass(frozen=True, slots=True)

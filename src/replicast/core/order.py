@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 from replicast.core.proposal import Content, Published
 from replicast.core.reports import Applied, Seen, Snapshot
-from replicast.trial import Trial
+from replicast.update.trial import Trial
 
 
 class Replica(Protocol):

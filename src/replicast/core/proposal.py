@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from replicast.trial import Trial
+from replicast.update.trial import Trial
 
 Content = Hashable
 """Where the bytes of an update are. The core hands it on and never looks inside."""

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from replicast.audit import AuditReport, Declared, Difference, Policy, checked_policy
-from replicast.auditfiles import append_audit
+from replicast.audits.report import AuditReport, Declared, Difference, Policy, checked_policy
 from replicast.core.commands import Ended
 from replicast.core.operations.audit import AuditReport as CoreReport
 from replicast.core.refusal import Refusal
-from replicast.edits import FLOAT_DTYPES
 from replicast.errors import ClusterError, ReplicasDiverged
 from replicast.runtime import Session
-from replicast.schema import Schema
+from replicast.storage.auditfiles import append_audit
+from replicast.update.edits import FLOAT_DTYPES
+from replicast.update.schema import Schema
 
 logger = logging.getLogger("replicast")
 

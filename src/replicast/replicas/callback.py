@@ -14,10 +14,10 @@ from replicast.replicas.position import Fit, Position
 from replicast.replicas.proposing import Proposing
 from replicast.replicas.saving import SavePlan
 from replicast.replicas.training import Training
-from replicast.schema import Schema
 from replicast.strategy import start_at_epoch
 from replicast.strategy.progress import count_done_batches
 from replicast.strategy.resuming import ResumedEpoch, callbacks_of, resume_fit, skip_fit
+from replicast.update.schema import Schema
 
 logger = logging.getLogger("replicast")
 

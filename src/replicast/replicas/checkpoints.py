@@ -27,24 +27,24 @@ from typing import Any
 import numpy as np
 
 from replicast import faults
-from replicast.audit import what_follows
-from replicast.checkpoint import CheckpointStore, Draft, Manifest, file_order, saved_of
+from replicast.audits.report import what_follows
 from replicast.core.commands import Ended
 from replicast.core.entries import Saved
 from replicast.core.events import WriteOutcome
 from replicast.core.refusal import Refusal, Refuse
 from replicast.core.reports import Snapshot
 from replicast.core.stage import Stage
-from replicast.digest import digest_array
-from replicast.edits import FLOAT_DTYPES, Array
 from replicast.errors import CheckpointError, JobFailed, NotSupported, ReplicasDiverged, ReplicastError
 from replicast.replicas.position import Position
 from replicast.replicas.saving import SavePlan, Saving
 from replicast.runtime import Session
 from replicast.runtime.measures import History, mean_history
 from replicast.runtime.replica import joined
-from replicast.schema import Schema
-from replicast.state import Arrays, State
+from replicast.storage.checkpoint import CheckpointStore, Draft, Manifest, file_order, saved_of
+from replicast.update.digest import digest_array
+from replicast.update.edits import FLOAT_DTYPES, Array
+from replicast.update.schema import Schema
+from replicast.update.state import Arrays, State
 
 logger = logging.getLogger("replicast")
 

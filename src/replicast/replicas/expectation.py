@@ -6,12 +6,12 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from replicast.checkpoint import CheckpointStore, Manifest, saved_of
-from replicast.edits import Array, apply_edit
 from replicast.errors import ReplicastError
 from replicast.runtime import Session
-from replicast.state import State
+from replicast.storage.checkpoint import CheckpointStore, Manifest, saved_of
 from replicast.storage.updates import CommittedUpdate, committed_updates, load_update
+from replicast.update.edits import Array, apply_edit
+from replicast.update.state import State
 
 logger = logging.getLogger("replicast")
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from replicast.edits import Edit, Operation
 from replicast.runtime import Session
-from replicast.state import Arrays, State
+from replicast.update.edits import Edit, Operation
+from replicast.update.state import Arrays, State
 
 
 class FrozenVariables:

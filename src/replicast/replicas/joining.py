@@ -13,12 +13,9 @@ from typing import Literal
 
 import keras
 
-from replicast.checkpoint import CheckpointStore, saved_of
 from replicast.config import read_launch
 from replicast.core.operation import Timeouts
 from replicast.errors import ClusterError, NotSupported, ReplicastError
-from replicast.fence import Fence, check_free
-from replicast.guard import Guard, checked_guard
 from replicast.replicas.auditing import Auditing, AuditPlan, declared
 from replicast.replicas.checkpoints import Checkpoints
 from replicast.replicas.expectation import Expectation
@@ -26,12 +23,15 @@ from replicast.replicas.proposing import Proposing
 from replicast.replicas.run_files import RunFiles
 from replicast.replicas.training import Training
 from replicast.replicas.uncounted import Uncounted
-from replicast.runfiles import FORMAT, RunInfo, clean_run, read_run_info, write_run_info
 from replicast.runtime import Channel, Exchange, Session, Writer
+from replicast.storage.checkpoint import CheckpointStore, saved_of
+from replicast.storage.fence import Fence, check_free
 from replicast.storage.journal import FileJournal, MemoryJournal
+from replicast.storage.runfiles import FORMAT, RunInfo, clean_run, read_run_info, write_run_info
 from replicast.strategy import KerasState, Strategy, optimizers_by_name
 from replicast.transport import Transport, open_transport
-from replicast.validate import Limits
+from replicast.update.guard import Guard, checked_guard
+from replicast.update.validate import Limits
 
 logger = logging.getLogger("replicast")
 

@@ -9,8 +9,8 @@ from typing import Any
 from replicast.errors import UpdateRefused
 from replicast.runtime import Session, Ticket
 from replicast.runtime.functions import Function
-from replicast.trial import Trial
-from replicast.update import Update
+from replicast.update.trial import Trial
+from replicast.update.update import Update
 
 
 class Proposing:

@@ -10,13 +10,11 @@ from typing import Any, Literal
 
 import keras
 
-from replicast.audit import AuditReport, Policy
-from replicast.checkpoint import CheckpointStore
+from replicast.audits.report import AuditReport, Policy
 from replicast.core.entries import Receipt
 from replicast.core.operation import Timeouts
 from replicast.core.refusal import Refusal
 from replicast.errors import ReplicastError
-from replicast.guard import Guard
 from replicast.replicas.auditing import AuditPlan
 from replicast.replicas.callback import BoundaryCallback
 from replicast.replicas.checkpoints import no_run_dir
@@ -31,10 +29,12 @@ from replicast.replicas.view import ReplicasView
 from replicast.runtime import Ticket
 from replicast.runtime.functions import Function
 from replicast.runtime.ticket import refused
+from replicast.storage.checkpoint import CheckpointStore
 from replicast.strategy.passes import Batches
-from replicast.trial import Trial
-from replicast.update import Update
-from replicast.validate import Limits
+from replicast.update.guard import Guard
+from replicast.update.trial import Trial
+from replicast.update.update import Update
+from replicast.update.validate import Limits
 
 logger = logging.getLogger("replicast")
 

@@ -20,7 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from replicast.checkpoint import (
+from replicast.config import host_id
+from replicast.core.entries import Saved
+from replicast.errors import CheckpointError, FileDamaged, ReplicastError
+from replicast.mapping import fresh_memory
+from replicast.replicas.position import Position
+from replicast.runtime import Exchange, Session
+from replicast.runtime.codec import decode, encode
+from replicast.storage.checkpoint import (
     CheckpointReader,
     CheckpointStore,
     advice,
@@ -29,17 +36,10 @@ from replicast.checkpoint import (
     dtype_of,
     saved_of,
 )
-from replicast.config import host_id
-from replicast.core.entries import Saved
-from replicast.edits import Edit, Operation
-from replicast.errors import CheckpointError, FileDamaged, ReplicastError
-from replicast.mapping import fresh_memory
-from replicast.replicas.position import Position
-from replicast.runtime import Exchange, Session
-from replicast.runtime.codec import decode, encode
-from replicast.state import Arrays, State
 from replicast.transport import Transport
 from replicast.transport.layout import arrays_in, lay_out
+from replicast.update.edits import Edit, Operation
+from replicast.update.state import Arrays, State
 
 logger = logging.getLogger("replicast")
 

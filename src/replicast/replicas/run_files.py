@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from replicast import inbox
-from replicast.auditfiles import audit_requests
 from replicast.core.entries import Receipt
 from replicast.core.messages import Tell
 from replicast.core.stage import Stage
@@ -28,14 +26,16 @@ from replicast.errors import (
     UpdateRefused,
     refusal_of,
 )
-from replicast.fence import Fence
 from replicast.files import write_quickly
 from replicast.processes import this_process
 from replicast.replicas.checkpoints import numbers
-from replicast.runfiles import ENDED, WorkerNote, append_metrics, write_worker_note
 from replicast.runtime import Session
 from replicast.runtime.ticket import diverged, refused
+from replicast.storage import inbox
+from replicast.storage.auditfiles import audit_requests
 from replicast.storage.entry_files import fields_of
+from replicast.storage.fence import Fence
+from replicast.storage.runfiles import ENDED, WorkerNote, append_metrics, write_worker_note
 
 logger = logging.getLogger("replicast")
 

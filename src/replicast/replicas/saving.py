@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
 
-from replicast.checkpoint import Manifest
 from replicast.errors import CheckpointError
+from replicast.storage.checkpoint import Manifest
 
 SaveEvery = int | timedelta | Literal["epoch"]
 WhenBusy = Literal["wait", "skip"]

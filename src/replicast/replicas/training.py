@@ -15,8 +15,8 @@ from replicast.replicas.position import Fit, Position
 from replicast.replicas.restoring import Restored
 from replicast.replicas.saving import SavePlan, Saving
 from replicast.runtime import Session
-from replicast.state import State
 from replicast.strategy.passes import Batches, length_of, position_problem, rest_of
+from replicast.update.state import State
 
 logger = logging.getLogger("replicast")
 

@@ -9,8 +9,8 @@ from typing import Any
 import keras
 
 from replicast.replicas.run_files import RunFiles
-from replicast.runfiles import WITHOUT_CALLBACK
 from replicast.runtime import Session
+from replicast.storage.runfiles import WITHOUT_CALLBACK
 
 logger = logging.getLogger("replicast")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from replicast.audit import AuditReport
+from replicast.audits.report import AuditReport
 from replicast.core.entries import Receipt
 from replicast.errors import NotSupported
 from replicast.replicas.auditing import Auditing
@@ -16,8 +16,8 @@ from replicast.replicas.joining import Parts, Settings
 from replicast.replicas.position import Position
 from replicast.replicas.proposing import Proposing
 from replicast.replicas.training import Training
-from replicast.schema import Schema
 from replicast.strategy import Strategy
+from replicast.update.schema import Schema
 
 
 class ReplicasView:

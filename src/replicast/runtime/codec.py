@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from replicast.audits.distances import Deviation
 from replicast.core import entries, messages, operation, proposal, refusal, reports
 from replicast.core.operations import audit, function, leave, save, sync, trial, update
 from replicast.core.stage import Stage
-from replicast.distances import Deviation
 from replicast.transport import Parcel, Piece
-from replicast.trial import Trial, TrialOutcome
+from replicast.update.trial import Trial, TrialOutcome
 
 _CLASSES: tuple[type[Any], ...] = (
     *(messages.Propose, messages.Withdraw, messages.Request, messages.At, messages.Answer, messages.Rest),

@@ -8,8 +8,8 @@ from typing import Any
 import numpy.typing as npt
 
 from replicast.errors import UpdateRefused
-from replicast.state import State
-from replicast.update import Update
+from replicast.update.state import State
+from replicast.update.update import Update
 
 Function = Callable[[Mapping[str, npt.NDArray[Any]]], "Update | Mapping[str, Any] | None"]
 

@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from replicast import faults
-from replicast.edits import Operation
-from replicast.finite import is_finite
-from replicast.schema import Schema
 from replicast.transport import Look, Parcel, Transport
-from replicast.update import Update
-from replicast.validate import Limits, planned
+from replicast.update.edits import Operation
+from replicast.update.finite import is_finite
+from replicast.update.schema import Schema
+from replicast.update.update import Update
+from replicast.update.validate import Limits, planned
 
 NO_LIMITS = Limits(max_bytes=2**62, max_edits=2**62)
 """For what a replica publishes of its own state, and for what its author has checked."""

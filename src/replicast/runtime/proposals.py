@@ -21,9 +21,9 @@ from replicast.runtime.parcels import Parcels
 from replicast.runtime.replica import StateReplica
 from replicast.runtime.threads import Lane
 from replicast.runtime.ticket import Ticket
-from replicast.trial import Trial
-from replicast.update import Update
-from replicast.validate import Limits, planned
+from replicast.update.trial import Trial
+from replicast.update.update import Update
+from replicast.update.validate import Limits, planned
 
 logger = logging.getLogger("replicast")
 

@@ -10,25 +10,25 @@ from typing import Any
 import xxhash
 
 from replicast import faults
+from replicast.audits.distances import deviation
 from replicast.core.proposal import Content, Published
 from replicast.core.refusal import Refuse
 from replicast.core.reports import Applied, Seen, Snapshot
-from replicast.distances import deviation
-from replicast.edits import Edit
 from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused
-from replicast.guard import Guard
 from replicast.runtime.functions import Function, computed_update
 from replicast.runtime.gate import Gate
 from replicast.runtime.measures import Measures
 from replicast.runtime.parcels import NO_LIMITS, Parcels
 from replicast.runtime.threads import Lane
 from replicast.runtime.ticket import refusal_of
-from replicast.state import Arrays, State
 from replicast.storage.journal import Journal
 from replicast.transport import Parcel
-from replicast.trial import Trial
-from replicast.update import Update
-from replicast.validate import Limits, planned
+from replicast.update.edits import Edit
+from replicast.update.guard import Guard
+from replicast.update.state import Arrays, State
+from replicast.update.trial import Trial
+from replicast.update.update import Update
+from replicast.update.validate import Limits, planned
 
 logger = logging.getLogger("replicast")
 

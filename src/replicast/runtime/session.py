@@ -30,7 +30,6 @@ from replicast.core.operations.update import Load
 from replicast.core.refusal import Refusal, Refuse
 from replicast.core.worker import Worker
 from replicast.errors import ClusterError, JobFailed, UpdateRefused
-from replicast.guard import Guard
 from replicast.runtime.channel import Channel
 from replicast.runtime.exchange import Exchange
 from replicast.runtime.functions import Function
@@ -42,11 +41,12 @@ from replicast.runtime.replica import StateReplica
 from replicast.runtime.threads import Threads
 from replicast.runtime.ticket import Ticket, log_trial, refusal_of
 from replicast.runtime.writer import Writer
-from replicast.state import State
 from replicast.transport import Transport
-from replicast.trial import Trial
-from replicast.update import Update
-from replicast.validate import Limits
+from replicast.update.guard import Guard
+from replicast.update.state import State
+from replicast.update.trial import Trial
+from replicast.update.update import Update
+from replicast.update.validate import Limits
 
 logger = logging.getLogger("replicast")
 

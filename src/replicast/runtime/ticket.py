@@ -12,7 +12,7 @@ from replicast.core.messages import Tell
 from replicast.core.refusal import Refusal
 from replicast.core.stage import Stage
 from replicast.errors import ReplicasDiverged, ReplicastError, UpdatePending, UpdateRefused
-from replicast.trial import Trial
+from replicast.update.trial import Trial
 
 logger = logging.getLogger("replicast")
 

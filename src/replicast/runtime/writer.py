@@ -13,7 +13,7 @@ from replicast.errors import FileDamaged, JobFailed
 from replicast.runtime.parcels import Parcels
 from replicast.runtime.threads import Threads
 from replicast.storage.journal import Journal, NotWritten, PerhapsWritten
-from replicast.update import Update
+from replicast.update.update import Update
 
 logger = logging.getLogger("replicast")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from replicast.core.entries import Committed
 from replicast.errors import FileDamaged
-from replicast.groups import Claim, entry_kinds, group_directory, last_claim
 from replicast.storage.entry_files import EntryFile, read_entry
+from replicast.storage.groups import Claim, entry_kinds, group_directory, last_claim
 from replicast.storage.index import Covered, counts, covered_by, indexes_of, read_index
 
 _TRIES = 3

@@ -29,12 +29,12 @@ from replicast.core.entries import (
     Started,
     Withdrawn,
 )
-from replicast.edits import Edit
 from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused
 from replicast.files import read_bytes, read_sealed
-from replicast.groups import entry_path, group_directory
+from replicast.storage.groups import entry_path, group_directory
 from replicast.strictjson import described
-from replicast.update import Update
+from replicast.update.edits import Edit
+from replicast.update.update import Update
 
 PAYLOAD = ".safetensors"
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from replicast.files import MAX_JSON_BYTES, read_small, write_quickly
-from replicast.groups import group_directory, group_numbers
 from replicast.storage.entry_files import EntryFile, parsed
+from replicast.storage.groups import group_directory, group_numbers
 from replicast.strictjson import parse_object
 
 FORMAT = 1

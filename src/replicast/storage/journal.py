@@ -18,7 +18,6 @@ from replicast import faults
 from replicast.core.entries import Committed, Entry, Payload, Saved
 from replicast.core.history import History
 from replicast.errors import FileDamaged, ReplicastError
-from replicast.fence import Fence
 from replicast.files import write_durably
 from replicast.storage.counted import counted_entries
 from replicast.storage.entry_files import (
@@ -31,9 +30,10 @@ from replicast.storage.entry_files import (
     read_payload,
     summary,
 )
+from replicast.storage.fence import Fence
 from replicast.storage.index import write_index
 from replicast.storage.retention import remove_void, unneeded_payloads
-from replicast.update import Update
+from replicast.update.update import Update
 
 INDEX_EVERY = 1000
 """After so many entries a group writes an index."""

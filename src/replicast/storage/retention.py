@@ -7,8 +7,8 @@ from pathlib import Path
 
 from replicast.core.entries import Committed, Refused, Withdrawn
 from replicast.files import remove_leftovers
-from replicast.groups import entry_kinds, entry_path, group_directory, group_numbers, last_claim
 from replicast.storage.entry_files import PAYLOAD, EntryFile, payload_path
+from replicast.storage.groups import entry_kinds, entry_path, group_directory, group_numbers, last_claim
 
 
 def unneeded_payloads(files: Iterable[EntryFile], held: Container[int]) -> Iterator[EntryFile]:

@@ -12,8 +12,8 @@ from replicast.core.stage import Stage
 from replicast.errors import FileDamaged
 from replicast.storage.counted import counted_entries
 from replicast.storage.entry_files import EntryFile, StoredPayload, read_entry, read_payload
-from replicast.trial import Trial
-from replicast.update import Update
+from replicast.update.trial import Trial
+from replicast.update.update import Update
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ The bits of each element, as an integer w, and its index i in row-major order gi
 
 Each is a bijection of w, so a change of one element always changes the digest, and a change of several almost
 certainly does. The numbers are summed with wrap-around, so the result does not depend on the order in which
-the hardware adds. The name of the dtype and the shape are mixed in as in `replicast.digest`. These digests
+the hardware adds. The name of the dtype and the shape are mixed in as in `update/digest.py`. These digests
 are not xxh3: workers of one job compare them with each other; they are not for files.
 
 Large variables are processed in chunks, so that the integers take only a few megabytes.

@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from replicast.digest import begun_digest, digest_array, digest_state
-from replicast.edits import Edit, Operation, factor_as
 from replicast.mapping import ALIGNMENT
-from replicast.schema import Schema, Variable
-from replicast.state import Arrays, State, touched_parts
 from replicast.strategy.device_digest import device_digests
 from replicast.strategy.optimizers import held_optimizers
 from replicast.strategy.writes import component
+from replicast.update.digest import begun_digest, digest_array, digest_state
+from replicast.update.edits import Edit, Operation, factor_as
+from replicast.update.schema import Schema, Variable
+from replicast.update.state import Arrays, State, touched_parts
 
 _NOT_IN_BUFFERS = frozenset({tf.bfloat16.as_numpy_dtype, tf.float16.as_numpy_dtype})
 """Dtypes for which Python's buffer protocol has no format."""
@@ -181,7 +181,7 @@ def _can_be_shared(array: npt.NDArray[Any]) -> bool:
 
 
 def _change(variable: tf.Variable, edit: Edit) -> None:
-    """Applies one edit with TensorFlow operations that give the same bits as `replicast.edits.apply_edit`."""
+    """Applies one edit with TensorFlow operations that give the same bits as `apply_edit`."""
     arrays = {name: as_tensor(array) for name, array in edit.arrays.items() if name != "indices"}
     match edit.operation:
         case Operation.ADD:

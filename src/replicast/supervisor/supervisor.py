@@ -164,7 +164,7 @@ def _who(job: Job) -> str:
 
 def _last_step(run_dir: Path, attempt: int) -> int | None:
     """The last step of an attempt; None if its workers write no notes, as in a job without Replicas."""
-    from replicast.runfiles import read_worker_notes  # Imports numpy, which nothing else here needs.
+    from replicast.storage.runfiles import read_worker_notes  # Imports numpy, which nothing else here needs.
 
     return max((note.step for note in read_worker_notes(run_dir) if note.attempt == attempt), default=None)
 

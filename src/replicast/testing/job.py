@@ -32,13 +32,13 @@ from replicast.core.operation import Timeouts
 from replicast.core.operations.audit import AuditReport
 from replicast.core.reports import Snapshot
 from replicast.errors import JobFailed, ReplicasDiverged
-from replicast.guard import Guard
 from replicast.runtime import Channel, Exchange, Session, Writer
-from replicast.state import MemoryState
 from replicast.storage.journal import Journal, MemoryJournal
 from replicast.transport import MemoryTransport
-from replicast.trial import Trial
-from replicast.update import Update
+from replicast.update.guard import Guard
+from replicast.update.state import MemoryState
+from replicast.update.trial import Trial
+from replicast.update.update import Update
 
 DEADLINE_SECS = 20.0
 QUICK = Timeouts(prepare_secs=15, answer_secs=5, meet_secs=10, decide_secs=20, compute_secs=5, join_secs=10)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy.typing as npt
 
-from replicast.blocks import DIGITS, digest_of_blocks
 from replicast.errors import UpdateRefused
+from replicast.update.blocks import DIGITS, digest_of_blocks
 
 
 @dataclass(frozen=True, slots=True)

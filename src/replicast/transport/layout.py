@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replicast.blocks import blocks_of, digest_block
 from replicast.mapping import ALIGNMENT, Bytes, aligned
 from replicast.transport.base import Look, Parcel, Piece, damaged
+from replicast.update.blocks import blocks_of, digest_block
 
 _PARCEL_ID = re.compile(r"[A-Za-z0-9._-]+")
 

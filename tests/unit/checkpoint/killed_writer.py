@@ -13,8 +13,8 @@ import signal
 import sys
 from pathlib import Path
 
-from replicast.checkpoint import CheckpointStore, patch
-from replicast.update import Update
+from replicast.storage.checkpoint import CheckpointStore, patch
+from replicast.update.update import Update
 from tests.unit.checkpoint.operations import Operations
 from tests.unit.checkpoint.samples import draft_of, state_of
 

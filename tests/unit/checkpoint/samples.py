@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from replicast.checkpoint import CheckpointStore, Draft, Manifest
-from replicast.schema import Schema, Variable
+from replicast.storage.checkpoint import CheckpointStore, Draft, Manifest
+from replicast.update.schema import Schema, Variable
 
 Arrays = dict[str, npt.NDArray[Any]]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

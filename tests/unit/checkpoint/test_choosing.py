@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from replicast.checkpoint import CheckpointStore, choose
 from replicast.errors import CheckpointError
+from replicast.storage.checkpoint import CheckpointStore, choose
 from tests.unit.checkpoint.samples import flip, written
 
 

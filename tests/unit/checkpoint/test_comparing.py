@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from replicast.checkpoint import (
+from replicast.errors import CheckpointError, FileDamaged
+from replicast.storage.checkpoint import (
     CheckpointStore,
     Comparison,
     Difference,
@@ -19,7 +20,6 @@ from replicast.checkpoint import (
     differences,
     open_checkpoint,
 )
-from replicast.errors import CheckpointError, FileDamaged
 from tests.unit.checkpoint.samples import BFLOAT16, Arrays, draft_of, flip, schema_of, state_of
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from replicast.checkpoint import CheckpointStore
 from replicast.errors import CheckpointError, FileDamaged
+from replicast.storage.checkpoint import CheckpointStore
 from tests.unit.checkpoint.samples import assert_holds, flip, state_of, written
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from replicast.checkpoint import CheckpointStore, open_checkpoint, patch
-from replicast.digest import digest_state
-from replicast.update import Update
+from replicast.storage.checkpoint import CheckpointStore, open_checkpoint, patch
+from replicast.update.digest import digest_state
+from replicast.update.update import Update
 from tests.unit.checkpoint.operations import Operations
 from tests.unit.checkpoint.samples import draft_of, state_of
 

@@ -6,11 +6,11 @@ import json
 import shutil
 from pathlib import Path
 
-from replicast.checkpoint import CheckpointStore, saved_of
 from replicast.core.entries import Saved
 from replicast.core.proposal import Pending, Proposal
-from replicast.fence import Fence
-from replicast.trial import Trial
+from replicast.storage.checkpoint import CheckpointStore, saved_of
+from replicast.storage.fence import Fence
+from replicast.update.trial import Trial
 from tests.unit.checkpoint.samples import draft_of, state_of
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replicast.checkpoint import CheckpointStore, open_checkpoint, patch
 from replicast.errors import CheckpointError, FileDamaged, UpdateRefused
-from replicast.schema import Schema, Variable
-from replicast.state import MemoryState
-from replicast.update import Update
-from replicast.validate import planned
+from replicast.storage.checkpoint import CheckpointStore, open_checkpoint, patch
+from replicast.update.schema import Schema, Variable
+from replicast.update.state import MemoryState
+from replicast.update.update import Update
+from replicast.update.validate import planned
 from tests.unit.checkpoint.samples import BFLOAT16, Arrays, draft_of, state_of
 
 
@@ -158,8 +158,8 @@ MEMORY = """
 import resource, sys
 from pathlib import Path
 import numpy as np
-from replicast.checkpoint import patch
-from replicast.update import Update
+from replicast.storage.checkpoint import patch
+from replicast.update.update import Update
 
 generator = np.random.default_rng(0)
 columns = generator.normal(size=(1, 1_000)).astype(np.float32)

@@ -14,11 +14,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from replicast.checkpoint import CheckpointStore, open_checkpoint, patch, patching
-from replicast.checkpoint.slices import apply_edits, blocks_of
-from replicast.edits import HAVE_FACTOR, RESETS, ROWS, Edit, Operation, apply_edit
-from replicast.schema import Variable
-from replicast.update import Update
+from replicast.storage.checkpoint import CheckpointStore, open_checkpoint, patch, patching
+from replicast.storage.checkpoint.slices import apply_edits, blocks_of
+from replicast.update.edits import HAVE_FACTOR, RESETS, ROWS, Edit, Operation, apply_edit
+from replicast.update.schema import Variable
+from replicast.update.update import Update
 from tests.unit.checkpoint.samples import BFLOAT16, Arrays, draft_of
 
 DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BFLOAT16, np.dtype(np.int32)]

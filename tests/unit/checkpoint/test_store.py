@@ -14,10 +14,10 @@ import numpy.typing as npt
 import pytest
 import safetensors.numpy
 
-from replicast.checkpoint import CheckpointStore, Manifest, file_order, open_checkpoint
-from replicast.digest import digest_array, digest_state
 from replicast.errors import CheckpointError
-from replicast.schema import Schema, Variable
+from replicast.storage.checkpoint import CheckpointStore, Manifest, file_order, open_checkpoint
+from replicast.update.digest import digest_array, digest_state
+from replicast.update.schema import Schema, Variable
 from tests.unit.checkpoint.samples import assert_holds, draft_of, flip, schema_of, state_of, written
 
 

@@ -15,7 +15,7 @@ PURE = {
     "typing",
 }
 """No threads, locks, clocks, files, sockets, subprocesses, numpy or TensorFlow among them."""
-BELOW_CORE = {"replicast.agreement", "replicast.trial"}
+BELOW_CORE = {"replicast.audits.agreement", "replicast.update.trial"}
 
 
 def imports_of(path: Path) -> set[str]:
@@ -45,7 +45,9 @@ CORE = sorted((PACKAGE / "core").rglob("*.py"))
 SIMULATION = sorted((PACKAGE / "testing" / "simulation").rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", [*CORE, PACKAGE / "agreement.py", PACKAGE / "trial.py"], ids=name_of)
+@pytest.mark.parametrize(
+    "path", [*CORE, PACKAGE / "audits" / "agreement.py", PACKAGE / "update" / "trial.py"], ids=name_of
+)
 def test_a_file_of_the_core_imports_only_the_core_and_what_is_pure(path: Path) -> None:
     others = {
         name

@@ -12,7 +12,7 @@ from replicast.core.stage import Stage
 from replicast.errors import UpdatePending, UpdateRefused
 from replicast.runtime import Ticket
 from replicast.testing.job import DEADLINE_SECS, Worker, eventually
-from replicast.update import Update
+from replicast.update.update import Update
 
 
 def bias(amount: float, **options: Any) -> Update:

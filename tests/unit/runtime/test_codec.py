@@ -11,6 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from replicast.audits.distances import deviation
 from replicast.core import operations
 from replicast.core.entries import Receipt
 from replicast.core.messages import (
@@ -35,10 +36,9 @@ from replicast.core.proposal import Proposal, Published
 from replicast.core.refusal import Refusal
 from replicast.core.reports import Applied, Seen, Snapshot
 from replicast.core.stage import Stage
-from replicast.distances import deviation
 from replicast.runtime.codec import decode, encode
 from replicast.transport import Parcel, Piece
-from replicast.trial import Trial, TrialOutcome
+from replicast.update.trial import Trial, TrialOutcome
 
 PARCEL = Parcel("test-1-1", 1, 128, (Piece("float32", (4, 3), 0), Piece("bfloat16", (), 64)), "ab" * 16)
 TRIAL = Trial(5, "accuracy", -0.1, "max")

@@ -18,7 +18,7 @@ from replicast.errors import JobFailed
 from replicast.runtime import Ticket
 from replicast.storage.journal import MemoryJournal, NotWritten, PerhapsWritten
 from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually
-from replicast.update import Update
+from replicast.update.update import Update
 from tests.unit.runtime.playing import adding, bias, bias_of, refusal
 
 SOON_SECS = 5.0

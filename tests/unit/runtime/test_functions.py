@@ -11,7 +11,7 @@ import pytest
 from replicast.errors import UpdateRefused
 from replicast.runtime import Session, Ticket
 from replicast.testing.job import DEADLINE_SECS, QUICK, Job, Worker, eventually
-from replicast.update import Update
+from replicast.update.update import Update
 from tests.unit.runtime.playing import adding, bias, bias_of, refusal
 
 

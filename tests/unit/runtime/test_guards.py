@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from replicast.errors import UpdateRefused
-from replicast.guard import Guard
 from replicast.testing.job import DEADLINE_SECS, Job
+from replicast.update.guard import Guard
 from tests.unit.runtime.playing import bias, bias_of, refusal
 
 

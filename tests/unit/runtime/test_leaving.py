@@ -10,7 +10,7 @@ from replicast.config import TOLD_TO_END
 from replicast.core.stage import Stage
 from replicast.runtime import Ticket
 from replicast.testing.job import Job, Worker, eventually
-from replicast.trial import Trial
+from replicast.update.trial import Trial
 from tests.unit.runtime.playing import bias, bias_of, loss_of_bias, pending, scheduled
 
 

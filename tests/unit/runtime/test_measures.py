@@ -12,8 +12,8 @@ import pytest
 
 from replicast.errors import UpdateRefused
 from replicast.runtime.measures import MOST, History, Measures, mean_history
-from replicast.state import MemoryState
-from replicast.trial import Trial, judged
+from replicast.update.state import MemoryState
+from replicast.update.trial import Trial, judged
 
 
 def running_means(values: list[float], epoch: int, per_boundary: int) -> list[tuple[int, int, float]]:

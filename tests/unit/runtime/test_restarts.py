@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from replicast.errors import JobFailed
-from replicast.fence import Fence
 from replicast.runtime import Ticket
+from replicast.storage.fence import Fence
 from replicast.storage.journal import FileJournal, Journal, MemoryJournal
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from tests.unit.runtime.playing import bias, bias_of, pending, scheduled

@@ -19,13 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from replicast.core.stage import Stage
-from replicast.edits import apply_edit
 from replicast.errors import UpdatePending, UpdateRefused
 from replicast.runtime import Ticket
-from replicast.state import MemoryState
 from replicast.testing.job import QUICK, Job, Worker, eventually, start_values
-from replicast.update import Update
-from replicast.validate import planned
+from replicast.update.edits import apply_edit
+from replicast.update.state import MemoryState
+from replicast.update.update import Update
+from replicast.update.validate import planned
 
 STEPS = 12
 EXAMPLES = int(os.environ.get("REPLICAST_TEST_EXAMPLES", "150"))

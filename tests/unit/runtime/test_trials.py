@@ -14,8 +14,8 @@ from replicast.core.stage import Stage
 from replicast.errors import ReplicasDiverged
 from replicast.runtime import Ticket
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
-from replicast.trial import Trial, TrialOutcome
-from replicast.update import Update
+from replicast.update.trial import Trial, TrialOutcome
+from replicast.update.update import Update
 from tests.unit.runtime.playing import adding, bias, bias_of, flip, loss_of_bias, refusal, scheduled
 
 TRIAL = Trial(steps=5, max_increase=0.1)

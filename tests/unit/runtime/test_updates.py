@@ -11,7 +11,7 @@ from replicast.core.stage import Stage
 from replicast.errors import ReplicasDiverged, UpdateRefused
 from replicast.runtime import Ticket
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
-from replicast.update import Update
+from replicast.update.update import Update
 from tests.unit.runtime.playing import bias, bias_of, refusal, scheduled
 
 

@@ -12,7 +12,7 @@ from replicast.core.stage import Stage
 from replicast.errors import ClusterError, JobFailed, UpdatePending
 from replicast.runtime import Ticket, session
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
-from replicast.trial import Trial
+from replicast.update.trial import Trial
 from tests.unit.runtime.playing import bias, loss_of_bias, pending, scheduled
 
 TRIAL = Trial(steps=5, max_increase=0.1)

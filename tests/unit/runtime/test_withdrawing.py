@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from replicast.core.stage import Stage
-from replicast.fence import Fence
+from replicast.storage.fence import Fence
 from replicast.storage.journal import FileJournal
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
-from replicast.trial import Trial
+from replicast.update.trial import Trial
 from tests.unit.runtime.playing import bias, bias_of, loss_of_bias, refusal, scheduled
 
 

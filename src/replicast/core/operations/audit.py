@@ -20,7 +20,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from replicast.agreement import groups_of, reference_first, reference_of
+from replicast.audits.agreement import groups_of, reference_first, reference_of
 from replicast.core.operation import (
     AnyRequest,
     Ask,

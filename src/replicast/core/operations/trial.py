@@ -30,8 +30,8 @@ from replicast.core.proposal import Proposal
 from replicast.core.refusal import JobEnds, Refuse
 from replicast.core.reports import Applied
 from replicast.core.stage import Stage
-from replicast.trial import Outcome as Kept
-from replicast.trial import Trial, TrialOutcome, judged
+from replicast.update.trial import Outcome as Kept
+from replicast.update.trial import Trial, TrialOutcome, judged
 
 
 class TrialUpdate(Update):

@@ -38,7 +38,7 @@ from replicast.core.proposal import Content, Proposal
 from replicast.core.refusal import JobEnds, Refuse
 from replicast.core.reports import Applied
 from replicast.core.stage import Stage
-from replicast.trial import TrialOutcome
+from replicast.update.trial import TrialOutcome
 
 
 class Update(Operation):

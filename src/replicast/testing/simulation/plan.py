@@ -8,7 +8,7 @@ from typing import Any
 
 from replicast.core.proposal import Proposal
 from replicast.testing.simulation.replica import Edit
-from replicast.trial import Trial
+from replicast.update.trial import Trial
 
 Action = tuple[Any, ...]
 """What the script of every worker does behind a boundary; some of it on one worker only:

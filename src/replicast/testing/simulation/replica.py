@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from replicast.core.proposal import Published
 from replicast.core.refusal import Refuse
 from replicast.core.reports import Applied, Seen, Snapshot
-from replicast.trial import Trial
+from replicast.update.trial import Trial
 
 
 class StoryFailed(AssertionError):  # noqa: N818 - read as a sentence

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from replicast.files import TEMPORARY, sync_directory
-from replicast.groups import checkpoint_name, checkpoint_parts, last_claim
+from replicast.storage.groups import checkpoint_name, checkpoint_parts, last_claim
 
 logger = logging.getLogger("replicast")
 

@@ -8,13 +8,23 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from replicast.edits import BFLOAT16, COPY_BITS, FLOAT_DTYPES, RESETS, ROWS, Array, Edit, Operation, factor_as
 from replicast.errors import UpdateRefused
 from replicast.files import MAX_BYTES
-from replicast.finite import nonfinite
-from replicast.parts import cast_loose
-from replicast.schema import Schema, Variable
-from replicast.update import Update
+from replicast.update.edits import (
+    BFLOAT16,
+    COPY_BITS,
+    FLOAT_DTYPES,
+    RESETS,
+    ROWS,
+    Array,
+    Edit,
+    Operation,
+    factor_as,
+)
+from replicast.update.finite import nonfinite
+from replicast.update.parts import cast_loose
+from replicast.update.schema import Schema, Variable
+from replicast.update.update import Update
 
 
 @dataclass(frozen=True, slots=True)

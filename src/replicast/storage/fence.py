@@ -15,7 +15,8 @@ from typing import Any
 
 from replicast.errors import ClusterError, FileDamaged, JobFailed
 from replicast.files import make_durably, sync_directory, write_durably
-from replicast.groups import (
+from replicast.processes import is_alive, is_on_this_host, this_process
+from replicast.storage.groups import (
     CLAIM,
     GROUPS,
     Claim,
@@ -26,7 +27,6 @@ from replicast.groups import (
     group_numbers,
     last_claim,
 )
-from replicast.processes import is_alive, is_on_this_host, this_process
 from replicast.strictjson import sealed
 
 _ENDED = "ended"

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
-from replicast.checkpoint.layout import dtype_of
-from replicast.checkpoint.manifest import Draft, Manifest
-from replicast.checkpoint.reading import CheckpointReader, Progress, open_checkpoint
-from replicast.checkpoint.slices import apply_edits, blocks_of
-from replicast.checkpoint.writing import Pieces, put_in_place, temporary_directory, write_contents
-from replicast.edits import Edit
 from replicast.errors import CheckpointError
-from replicast.groups import checkpoint_parts
-from replicast.update import Update
-from replicast.validate import planned
+from replicast.storage.checkpoint.layout import dtype_of
+from replicast.storage.checkpoint.manifest import Draft, Manifest
+from replicast.storage.checkpoint.reading import CheckpointReader, Progress, open_checkpoint
+from replicast.storage.checkpoint.slices import apply_edits, blocks_of
+from replicast.storage.checkpoint.writing import Pieces, put_in_place, temporary_directory, write_contents
+from replicast.storage.groups import checkpoint_parts
+from replicast.update.edits import Edit
+from replicast.update.update import Update
+from replicast.update.validate import planned
 
 
 def patch(

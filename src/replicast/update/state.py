@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from replicast.digest import digest_array, digest_state
-from replicast.edits import Edit, Operation, apply_edit
-from replicast.schema import Schema, Variable
+from replicast.update.digest import digest_array, digest_state
+from replicast.update.edits import Edit, Operation, apply_edit
+from replicast.update.schema import Schema, Variable
 
 Arrays = dict[str, npt.NDArray[Any]]
 

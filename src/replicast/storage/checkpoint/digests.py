@@ -1,4 +1,4 @@
-"""Digests of what passes by in pieces: the same as `replicast.digest` gives for whole arrays."""
+"""Digests of what passes by in pieces: the same as `replicast.update.digest` gives for whole arrays."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import xxhash
 
-from replicast.schema import Variable
+from replicast.update.schema import Variable
 
 
 class PassingDigest:

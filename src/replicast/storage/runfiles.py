@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from replicast.errors import FileDamaged
-from replicast.fence import Fence
 from replicast.files import (
     make_durably,
     open_plain,
@@ -24,10 +23,11 @@ from replicast.files import (
     write_durably,
     write_quickly,
 )
-from replicast.groups import GROUPS, group_directory, group_numbers, last_claim
-from replicast.parts import factor_to_json
-from replicast.schema import Schema
+from replicast.storage.fence import Fence
+from replicast.storage.groups import GROUPS, group_directory, group_numbers, last_claim
 from replicast.strictjson import described, parse_json, sealed
+from replicast.update.parts import factor_to_json
+from replicast.update.schema import Schema
 
 FORMAT = 2
 RUN_FILE = "run.json"

@@ -11,14 +11,14 @@ from types import TracebackType
 
 import numpy as np
 
-from replicast.checkpoint.digests import PassingDigest
-from replicast.checkpoint.layout import Layout, Span, dtype_of, layout_of
-from replicast.checkpoint.manifest import Manifest
-from replicast.checkpoint.writing import COMMITTED, MANIFEST, PIECE_BYTES, STATE
-from replicast.edits import Array
 from replicast.errors import CheckpointError, FileDamaged
 from replicast.files import MAX_JSON_BYTES, open_plain, read_small
+from replicast.storage.checkpoint.digests import PassingDigest
+from replicast.storage.checkpoint.layout import Layout, Span, dtype_of, layout_of
+from replicast.storage.checkpoint.manifest import Manifest
+from replicast.storage.checkpoint.writing import COMMITTED, MANIFEST, PIECE_BYTES, STATE
 from replicast.strictjson import parse_object
+from replicast.update.edits import Array
 
 Progress = Callable[[int, int], None]
 """Called now and then with the bytes that are done and those there are."""

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from replicast import faults
-from replicast.checkpoint.digests import PassingDigest, digest_of_digests
-from replicast.checkpoint.layout import Layout, layout_of
-from replicast.checkpoint.manifest import Draft, Manifest
 from replicast.errors import CheckpointError
 from replicast.files import TEMPORARY, json_bytes, make_durably, start_writing, sync_directory
+from replicast.storage.checkpoint.digests import PassingDigest, digest_of_digests
+from replicast.storage.checkpoint.layout import Layout, layout_of
+from replicast.storage.checkpoint.manifest import Draft, Manifest
 
 STATE, MANIFEST, COMMITTED = "state.safetensors", "manifest.json", "COMMITTED"
 PIECE_BYTES = 4 * 2**20  # Written and digested while it is in the processor's cache.

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from replicast.edits import FLOAT_DTYPES, Array
+from replicast.update.edits import FLOAT_DTYPES, Array
 
 _CHUNK = 2**16  # Elements. Small enough that what is computed of them stays in the processor's cache.
 

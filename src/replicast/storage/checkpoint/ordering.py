@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
-from replicast.checkpoint.manifest import Manifest
+from replicast.storage.checkpoint.manifest import Manifest
 
 Best: TypeAlias = tuple[str, Literal["min", "max"]]
 """A metric, and which of its values is the best."""

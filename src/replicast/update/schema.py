@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import xxhash
 
-from replicast.edits import DTYPES
 from replicast.errors import UpdateRefused
+from replicast.update.edits import DTYPES
 
 Kind: TypeAlias = Literal["trainable", "non_trainable", "optimizer"]
 MAX_DIMENSIONS = 32

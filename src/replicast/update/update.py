@@ -11,8 +11,6 @@ from typing import Any
 
 import xxhash
 
-from replicast.digest import digest_array
-from replicast.edits import Array, Edit, Operation
 from replicast.errors import UpdateRefused
 from replicast.files import (
     loads_strictly,
@@ -21,7 +19,9 @@ from replicast.files import (
     tensor_chunks,
     write_durably,
 )
-from replicast.parts import (
+from replicast.update.digest import digest_array
+from replicast.update.edits import Array, Edit, Operation
+from replicast.update.parts import (
     MAX_TENSORS,
     array_to_json,
     checked_id,

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from replicast.edits import BFLOAT16, Array
 from replicast.errors import UpdateRefused
 from replicast.strictjson import parse_json
+from replicast.update.edits import BFLOAT16, Array
 
 MAX_HEADER_BYTES = 32 * 2**20
 _MAX_DIMENSIONS = 32

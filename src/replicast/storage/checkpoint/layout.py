@@ -13,10 +13,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from replicast.edits import BFLOAT16, Array
 from replicast.errors import CheckpointError
 from replicast.files import tensor_chunks
-from replicast.schema import Schema, Variable
+from replicast.update.edits import BFLOAT16, Array
+from replicast.update.schema import Schema, Variable
 
 METADATA = {"replicast": "checkpoint 1"}
 _RESERVED = "__metadata__"

@@ -10,9 +10,18 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from replicast.edits import BFLOAT16, FLOAT_DTYPES, RESETS, Array, Edit, Operation, apply_edit, factor_as
 from replicast.errors import UpdateRefused
-from replicast.schema import Schema
+from replicast.update.edits import (
+    BFLOAT16,
+    FLOAT_DTYPES,
+    RESETS,
+    Array,
+    Edit,
+    Operation,
+    apply_edit,
+    factor_as,
+)
+from replicast.update.schema import Schema
 
 Read = Callable[[Iterable[str]], Mapping[str, Array]]
 _CHUNK = 2**16  # Elements. In float64 they stay in the processor's cache.

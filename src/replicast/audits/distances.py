@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from replicast.edits import FLOAT_DTYPES, Array
-from replicast.parts import factor_to_json
 from replicast.strictjson import reading
+from replicast.update.edits import FLOAT_DTYPES, Array
+from replicast.update.parts import factor_to_json
 
 _PIECE_BYTES = 2**20  # In float64 and with temporary arrays, a piece takes up to forty times its size.
 

@@ -9,9 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from replicast.edits import ARRAY_NAMES, DTYPES, FLOAT_DTYPES, HAVE_FACTOR, RESETS, Array, Edit, Operation
 from replicast.errors import UpdateRefused
 from replicast.mapping import copied
+from replicast.update.edits import (
+    ARRAY_NAMES,
+    DTYPES,
+    FLOAT_DTYPES,
+    HAVE_FACTOR,
+    RESETS,
+    Array,
+    Edit,
+    Operation,
+)
 
 MAX_EDITS_IN_FILE = 100_000
 MAX_TENSORS = 2 * MAX_EDITS_IN_FILE

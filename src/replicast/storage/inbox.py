@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replicast.checkpoint import CheckpointStore
 from replicast.core.stage import Stage
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import (
@@ -36,11 +35,12 @@ from replicast.files import (
     write_durably,
     write_quickly,
 )
-from replicast.parts import MAX_TENSORS, checked_id
 from replicast.processes import is_alive, is_on_this_host, this_process
+from replicast.storage.checkpoint import CheckpointStore
 from replicast.storage.updates import has_promised, refused
-from replicast.trial import Trial
-from replicast.update import Update
+from replicast.update.parts import MAX_TENSORS, checked_id
+from replicast.update.trial import Trial
+from replicast.update.update import Update
 
 _UPDATE, _STAGE, _WITHDRAW = ".safetensors", ".stage.json", ".withdraw.json"
 _KEEP_SECS = 3600.0

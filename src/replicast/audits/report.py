@@ -1,7 +1,7 @@
 """Audit reports: which replicas differ, in which variables, by how much, and since when.
 
 An audit compares the digests of every variable of the state between all workers, at one boundary. This module
-holds the data and its text form; `replicast.agreement` and `replicast.distances` compute it.
+holds the data and its text form; `replicast.audits.agreement` and `replicast.audits.distances` compute it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, cast, get_args
 
-from replicast.agreement import Groups, Rule, groups_of, reference_first, reference_of
-from replicast.distances import Deviation, deviation
+from replicast.audits.agreement import Groups, Rule, groups_of, reference_first, reference_of
+from replicast.audits.distances import Deviation, deviation
 from replicast.strictjson import reading
 
 __all__ = [

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from replicast.checkpoint.layout import dtype_of
-from replicast.checkpoint.reading import CheckpointReader, Progress, open_checkpoint
-from replicast.distances import Distance, distance
-from replicast.edits import Array
-from replicast.parts import factor_to_json
-from replicast.schema import Schema, Variable
+from replicast.audits.distances import Distance, distance
+from replicast.storage.checkpoint.layout import dtype_of
+from replicast.storage.checkpoint.reading import CheckpointReader, Progress, open_checkpoint
+from replicast.update.edits import Array
+from replicast.update.parts import factor_to_json
+from replicast.update.schema import Schema, Variable
 
 NOTHING = "nothing"
 _PIECE_BYTES = 2**20

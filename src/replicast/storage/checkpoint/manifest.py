@@ -10,10 +10,10 @@ from typing import Any
 from replicast.core.entries import Saved
 from replicast.core.proposal import Pending, Proposal
 from replicast.files import json_bytes
-from replicast.parts import factor_to_json
-from replicast.schema import Schema
 from replicast.strictjson import described, reading
-from replicast.trial import Trial
+from replicast.update.parts import factor_to_json
+from replicast.update.schema import Schema
+from replicast.update.trial import Trial
 
 FORMAT = 2
 MAX_SEQUENCE = 2**24

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from replicast.checkpoint.reading import CheckpointReader
-from replicast.checkpoint.store import CheckpointStore
 from replicast.errors import CheckpointError, FileDamaged
+from replicast.storage.checkpoint.reading import CheckpointReader
+from replicast.storage.checkpoint.store import CheckpointStore
 
 logger = logging.getLogger("replicast")
 

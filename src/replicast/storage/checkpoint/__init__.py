@@ -6,13 +6,13 @@ an update to one; `diff` compares two, and `differences` two models.
 
 from __future__ import annotations
 
-from replicast.checkpoint.choosing import choose
-from replicast.checkpoint.comparing import Comparison, Difference, Verdict, diff, differences
-from replicast.checkpoint.layout import dtype_of, file_order
-from replicast.checkpoint.manifest import Draft, Manifest, PendingUpdate, saved_of
-from replicast.checkpoint.patching import patch
-from replicast.checkpoint.reading import CheckpointReader, Progress, advice, open_checkpoint
-from replicast.checkpoint.store import CheckpointStore
+from replicast.storage.checkpoint.choosing import choose
+from replicast.storage.checkpoint.comparing import Comparison, Difference, Verdict, diff, differences
+from replicast.storage.checkpoint.layout import dtype_of, file_order
+from replicast.storage.checkpoint.manifest import Draft, Manifest, PendingUpdate, saved_of
+from replicast.storage.checkpoint.patching import patch
+from replicast.storage.checkpoint.reading import CheckpointReader, Progress, advice, open_checkpoint
+from replicast.storage.checkpoint.store import CheckpointStore
 
 __all__ = [
     "CheckpointReader",

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from replicast.edits import Array, Edit, Operation, apply_edit
-from replicast.schema import Variable
+from replicast.update.edits import Array, Edit, Operation, apply_edit
+from replicast.update.schema import Variable
 
 SLICE_ELEMENTS = 2**20
 """Arithmetic takes about ten arrays of this size, and is quicker where they stay in the processor's cache."""

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from replicast.audit import AuditReport
+from replicast.audits.report import AuditReport
 from replicast.errors import ReplicastError
 from replicast.files import write_quickly
-from replicast.runfiles import append_line, lines_from_the_end, read_run_info
+from replicast.storage.runfiles import append_line, lines_from_the_end, read_run_info
 from replicast.strictjson import parse_object
 
 _REQUEST = ".audit.json"

@@ -15,23 +15,23 @@ from typing import TypeAlias
 
 import numpy as np
 
-from replicast.checkpoint.layout import dtype_of
-from replicast.checkpoint.manifest import Draft, Manifest
-from replicast.checkpoint.ordering import Best, best_of, latest_first, line_of_next, with_unreadable
-from replicast.checkpoint.places import Places
-from replicast.checkpoint.reading import CheckpointReader, advice, open_checkpoint
-from replicast.checkpoint.writing import (
+from replicast.errors import CheckpointError, FileDamaged
+from replicast.files import sync_directory
+from replicast.storage.checkpoint.layout import dtype_of
+from replicast.storage.checkpoint.manifest import Draft, Manifest
+from replicast.storage.checkpoint.ordering import Best, best_of, latest_first, line_of_next, with_unreadable
+from replicast.storage.checkpoint.places import Places
+from replicast.storage.checkpoint.reading import CheckpointReader, advice, open_checkpoint
+from replicast.storage.checkpoint.writing import (
     PIECE_BYTES,
     Pieces,
     put_in_place,
     temporary_directory,
     write_contents,
 )
-from replicast.edits import Array
-from replicast.errors import CheckpointError, FileDamaged
-from replicast.fence import Fence
-from replicast.files import sync_directory
-from replicast.schema import Variable
+from replicast.storage.fence import Fence
+from replicast.update.edits import Array
+from replicast.update.schema import Variable
 
 logger = logging.getLogger("replicast")
 

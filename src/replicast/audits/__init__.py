@@ -1,0 +1,1 @@
+"""What an audit found, and whose value counts. Data and arithmetic."""
