@@ -88,6 +88,9 @@ class Happened:
 
         monkeypatch.setattr(story, "Job", PlayedJob)
         monkeypatch.setattr(story, "run_command", played_command)
+        monkeypatch.setattr(
+            story, "push_in_pause", lambda directory, command, run: played_command(directory, command)
+        )
         monkeypatch.setattr(os, "kill", lambda process, signum: self.signalled.append((process, signum)))
         file = io.StringIO()
         story.play(directory, Console(file=file, width=80, highlight=False, markup=False))

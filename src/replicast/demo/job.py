@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -9,12 +10,15 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
 WORKERS = 2
 JOB_SECS, COMMAND_SECS = 180.0, 60.0
+PAUSE = "pause"
+"""While this file exists, train.py waits: the push must come before its step."""
 STOP_SECS = 20.0
 """More than `replicast run` gives its workers to end."""
 LOOK_SECS = 0.05
@@ -137,6 +141,24 @@ def run_command(directory: Path, command: str, expected: int = 0) -> list[str]:
             f"`{command}` should end with {expected}. Received: {done.returncode}. It said:\n{said}"
         )
     return done.stdout.splitlines()
+
+
+def push_in_pause(directory: Path, command: str, run: str) -> list[str]:
+    """Runs `replicast push` while train.py waits for it to be scheduled; returns what it printed.
+
+    Raises:
+        DemoFailed: The update is not scheduled, or the push fails.
+    """
+    deadline = time.monotonic() + COMMAND_SECS
+    with ThreadPoolExecutor(1) as pushing:
+        pushed = pushing.submit(run_command, directory, command)
+        while not json.loads("".join(run_command(directory, f"replicast status {run} --json")))["scheduled"]:
+            if time.monotonic() > deadline or (pushed.done() and pushed.exception() is not None):
+                (directory / PAUSE).unlink()
+                pushed.result()
+                raise DemoFailed(f"`{command}`: the update is not scheduled after {COMMAND_SECS:.0f} s")
+        (directory / PAUSE).unlink()
+        return pushed.result()
 
 
 def _argv(command: str) -> list[str]:

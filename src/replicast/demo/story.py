@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from replicast.demo.job import WORKERS, DemoFailed, Job, Report, run_command
+from replicast.demo.job import PAUSE, WORKERS, DemoFailed, Job, Report, push_in_pause, run_command
 
 TRAIN = Path(__file__).with_name("train.py")
 CHANGE_STEP, LAST_STEP = 100, 600
@@ -104,10 +104,10 @@ class Story:
             f"The same training, but for step {CHANGE_STEP} worker 1 calls replicas.propose(update). "
             f"While both train, another process, which is no worker, pushes a change for step {PUSH_STEP}:"
         )
-        with self._start("replicast run -n 2 --tee all --run-dir undisturbed train.py") as job:
+        with self._start("replicast run -n 2 --tee all --run-dir undisturbed train.py --pause pause") as job:
             job.wait_for_step(0)
             push = f"replicast push undisturbed --scale {CHANGED}=0.9 --at-step {PUSH_STEP} --wait"
-            self._print_output(self._run(push))
+            self._print_output(self._push(push, "undisturbed"))
             weights = weights_by_step(job.finish(), last=LAST_STEP)
         steps = (CHANGE_STEP - 50, CHANGE_STEP, PUSH_STEP, LAST_STEP)
         self._print_digests({f"step {step}": weights[step] for step in steps})
@@ -135,10 +135,10 @@ class Story:
         """Part 3: the training of part 2 again, with a crash."""
         self._heading("Part 3: a worker is killed")
         self._console.print(f"Part 2 again. At step {KILL_STEP} worker 1 is killed:")
-        run = "replicast run -n 2 --tee all --max-restarts 1 --run-dir killed train.py"
+        run = "replicast run -n 2 --tee all --max-restarts 1 --run-dir killed train.py --pause pause"
         with self._start(run) as job:
             before = {worker: report.process for worker, report in job.wait_for_step(0).items()}
-            self._run(f"replicast push killed --scale {CHANGED}=0.9 --at-step {PUSH_STEP}")
+            self._push(f"replicast push killed --scale {CHANGED}=0.9 --at-step {PUSH_STEP}", "killed")
             job.wait_for_step(KILL_STEP)
             self._kill(before[1])
             reports = job.finish()
@@ -164,11 +164,17 @@ class Story:
 
     def _start(self, command: str) -> Job:
         self._print_command(command)
+        if PAUSE in command.split():
+            (self._directory / PAUSE).touch()
         return Job(self._directory, command)
 
     def _run(self, command: str) -> list[str]:
         self._print_command(command)
         return run_command(self._directory, command)
+
+    def _push(self, command: str, run: str) -> list[str]:
+        self._print_command(command)
+        return push_in_pause(self._directory, command, run)
 
     def _records(self, command: str, expected: int = 0) -> list[dict[str, Any]]:
         return [json.loads(line) for line in run_command(self._directory, command, expected)]

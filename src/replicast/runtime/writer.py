@@ -17,8 +17,6 @@ from replicast.update.update import Update
 
 logger = logging.getLogger("replicast")
 
-_POINTS_BEFORE: dict[type[Entry], str] = {Receipt: "verify", Decided: "decide"}
-
 
 class Writer:
     """Writes what the coordinator decides.
@@ -68,9 +66,10 @@ class Writer:
         self._entries.do(lambda: self.journal.remove_payloads(self.held_by_all()))
 
     def _written(self, entry: Entry, update: Update | None) -> tuple[WriteOutcome, str]:
-        point = _POINTS_BEFORE.get(type(entry))
-        if point is not None:
-            faults.point(point)
+        if isinstance(entry, Receipt):
+            faults.point("verify")
+        elif isinstance(entry, Decided):
+            faults.point("decide")
         try:
             self.journal.write(entry, update)
         except NotWritten as error:

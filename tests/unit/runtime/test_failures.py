@@ -22,7 +22,7 @@ from replicast.update.update import Update
 from tests.unit.runtime.playing import adding, bias, bias_of, refusal
 
 SOON_SECS = 5.0
-FULL = "The journal cannot be written: make room on the disk of the run directory"
+FULL = "No space left on device"
 
 
 @pytest.fixture
