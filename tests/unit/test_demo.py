@@ -214,7 +214,7 @@ def test_the_training_script_uses_only_the_public_face() -> None:
         and isinstance(node.value, ast.Name)
         and node.value.id == "replicast"
     }
-    assert imported == ["typing", "sklearn.datasets"]
+    assert imported == ["pathlib", "typing", "sklearn.datasets"]
     assert used == {"Replicas", "Strategy", "Update"}
     assert used <= set(replicast.__all__)
 

@@ -18,10 +18,10 @@ from replicast.replicas.checkpoints import Checkpoints
 from replicast.replicas.position import Position
 from replicast.replicas.restoring import Restored
 from replicast.replicas.training import Training
+from replicast.state import MemoryState
 from replicast.strategy import resuming
 from replicast.strategy.feeding import DataPosition
 from replicast.strategy.resuming import Lengths, data_position, read_to
-from replicast.update.state import MemoryState
 from tests.pool import Pool
 
 BATCHES, EPOCHS = 5, 3
@@ -234,11 +234,7 @@ def test_fit_goes_on_with_the_next_batch_after_any_step(pool1: Pool, kind: str) 
 
 
 CANNOT: dict[str, tuple[Callable[[], dict[str, Any]], Position, str]] = {
-    "foreign": (
-        lambda: {"x": rows().batch(2)},
-        Position(0, 3),
-        "a tf.data.Dataset, a keras.utils.PyDataset or arrays",
-    ),
+    "foreign": (lambda: {"x": rows().batch(2)}, Position(0, 3), "a tf.data.Dataset, a keras"),
     "generator": (lambda: {"x": generated(4)}, Position(0, 9), "a generator must be a new one"),
     "dataset": (lambda: {"x": rows().batch(2)}, Position(0, 9), "9 batches done of an epoch that has 5"),
     "threads": (lambda: {"x": Reshuffled(workers=2)}, Position(1, 2), "Keras reads it ahead"),
