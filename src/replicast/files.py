@@ -23,7 +23,7 @@ import numpy as np
 from replicast import faults
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.strictjson import json_bytes, parse_object, unsealed
-from replicast.update.tensorfiles import (
+from replicast.tensorfiles import (
     TensorFile,
     check_header,
     header_bytes,

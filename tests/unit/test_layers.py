@@ -11,7 +11,7 @@ import pytest
 import replicast
 
 LAYERS = [
-    {"errors", "config", "faults", "processes", "silence", "strictjson", "mapping", "files"},
+    {"errors", "config", "faults", "processes", "silence", "strictjson", "mapping", "files", "tensorfiles"},
     {"update", "audits"},
     {"core"},
     {"storage"},

@@ -12,13 +12,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from replicast.state import MemoryState
 
 from replicast.replicas.callback import BoundaryCallback
 from replicast.replicas.checkpoints import Checkpoints
 from replicast.replicas.position import Position
 from replicast.replicas.restoring import Restored
 from replicast.replicas.training import Training
-from replicast.state import MemoryState
 from replicast.strategy import resuming
 from replicast.strategy.feeding import DataPosition
 from replicast.strategy.resuming import Lengths, data_position, read_to

@@ -9,14 +9,17 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
 from replicast.errors import UpdateRefused
 from replicast.strictjson import parse_json
-from replicast.update.edits import BFLOAT16, Array
 
+Array: TypeAlias = npt.NDArray[Any]
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 MAX_HEADER_BYTES = 32 * 2**20
 _MAX_DIMENSIONS = 32
 _METADATA = "__metadata__"
