@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from replicast.state import MemoryState
+from replicast.update.state import MemoryState
 
 from replicast.replicas.callback import BoundaryCallback
 from replicast.replicas.checkpoints import Checkpoints
