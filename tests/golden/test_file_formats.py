@@ -95,7 +95,7 @@ def test_an_update_file_stays_what_it_is() -> None:
 
 
 def test_the_digest_of_an_updates_content_stays_what_it_is() -> None:
-    assert update().content_digest() == "ff7c6c371f4fbd8a7202bc013c9fb3ca"
+    assert update().content_digest() == "e97358eb7e009af8504f36fad76c085f"
 
 
 def test_what_a_group_writes_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

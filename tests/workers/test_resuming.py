@@ -12,7 +12,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from replicast.update.state import MemoryState
 
 from replicast.replicas.callback import BoundaryCallback
 from replicast.replicas.checkpoints import Checkpoints
@@ -22,6 +21,7 @@ from replicast.replicas.training import Training
 from replicast.strategy import resuming
 from replicast.strategy.feeding import DataPosition
 from replicast.strategy.resuming import Lengths, data_position, read_to
+from replicast.update.state import MemoryState
 from tests.pool import Pool
 
 BATCHES, EPOCHS = 5, 3

@@ -8,11 +8,9 @@ release    both are given back
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from replicast import faults
@@ -51,18 +49,16 @@ class Parcels:
         """Makes a planned update's bytes, and what it does with them, available to all workers.
 
         Args:
-            update: Its author and note do not belong to its content.
+            update: Which one.
             ticket: The proposal of this worker that it belongs to, if it does.
 
         Raises:
             UpdateRefused: There is no room.
         """
-        update = update.labelled("", "")
-        described = np.frombuffer(json.dumps(update.describe()).encode(), np.uint8)
         parcel_id = f"{self._name}-{self._rank}-{next(self._numbers)}"
         # A variable may live in what it was assigned; from all other values it is computed.
         to_read = all(edit.operation is not Operation.ASSIGN for edit in update.edits)
-        parcel = self._transport.publish(parcel_id, [*update.arrays(), described], to_read=to_read)
+        parcel = self._transport.publish(parcel_id, update.content(), to_read=to_read)
         with self._lock:
             self._published[parcel.id] = (update.id, ticket)
         return parcel
@@ -78,8 +74,7 @@ class Parcels:
         """
         faults.point("stage")
         doubtful: set[int] = set()
-        *arrays, described = self._transport.receive(parcel, timeout_secs, _looking(doubtful))
-        update = Update.from_parts(json.loads(described.tobytes()), arrays)
+        update = Update.from_content(id_, self._transport.receive(parcel, timeout_secs, _looking(doubtful)))
         first = [0]
         for edit in update.edits:
             first.append(first[-1] + len(edit.arrays))

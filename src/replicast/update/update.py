@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import xxhash
+import numpy as np
 
 from replicast.errors import UpdateRefused
 from replicast.files import (
@@ -19,7 +19,7 @@ from replicast.files import (
     tensor_chunks,
     write_durably,
 )
-from replicast.update.digest import digest_array
+from replicast.update.blocks import blocks_of, digest_block, digest_of_blocks
 from replicast.update.edits import Array, Edit, Operation
 from replicast.update.parts import (
     MAX_TENSORS,
@@ -30,13 +30,13 @@ from replicast.update.parts import (
     edit_to_json,
     edits_from_json,
     edits_of_tensors,
-    factor_to_json,
     head_from_json,
     ordered_arrays,
 )
 
 FORMAT = 1
 _METADATA = "replicast"
+_LABELS = ("id", "author", "note")
 
 
 class Update:
@@ -189,17 +189,32 @@ class Update:
         """Every array, edit after edit, in the order that `describe` lists them."""
         return [array for edit in self._edits for _, array in ordered_arrays(edit)]
 
+    def content(self) -> list[Array]:
+        """The arrays, and after them as JSON what is done with them: what workers receive and digest.
+
+        Without id, author and note: two updates that do the same have the same content.
+        """
+        described = {name: value for name, value in self.describe().items() if name not in _LABELS}
+        text = json.dumps(described, sort_keys=True, separators=(",", ":"))
+        return [*self.arrays(), np.frombuffer(text.encode(), np.uint8)]
+
     def content_digest(self) -> str:
-        """Equal for two updates that do the same: edits and flags, not id, author or note."""
-        described = {
-            "edits": [[edit.operation, edit.variable, factor_to_json(edit.factor)] for edit in self._edits],
-            "reset_slots": self._reset_slots,
-            "allow_nonfinite": self._allow_nonfinite,
-        }
-        hasher = xxhash.xxh3_128(json.dumps(described, sort_keys=True, separators=(",", ":")).encode())
-        for array in self.arrays():
-            hasher.update(bytes.fromhex(digest_array(array)))
-        return hasher.hexdigest()
+        """The digest of `content`: equal for two updates that do the same."""
+        return digest_of_blocks("".join(digest_block(block.content) for block in blocks_of(self.content())))
+
+    @classmethod
+    def from_content(cls, id_: str, content: Sequence[Array]) -> Update:
+        """The update that `content` came from, under an id.
+
+        Args:
+            id_: The id.
+            content: What `content` returned, or views of the same bytes. Kept as they are, without a copy.
+
+        Raises:
+            UpdateRefused: It is not the content of an update.
+        """
+        *arrays, described = content
+        return cls.from_parts({**json.loads(described.tobytes()), "id": id_}, arrays)
 
     def describe(self) -> dict[str, Any]:
         """Everything but the bytes, as JSON values: with `arrays()`, what `from_parts` needs."""

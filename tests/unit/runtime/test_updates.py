@@ -300,3 +300,14 @@ def test_no_room_for_an_update_is_refused_with_what_is_missing() -> None:
         again = job.workers[1].session.propose(bias(1.0))
         job.train(3)
         assert again.result(DEADLINE_SECS).sequence == 1
+
+
+def test_an_update_has_one_digest_for_its_author_its_bytes_and_the_journal() -> None:
+    with Job(2) as job:
+        update = Update(id="one", note="why").add("dense/bias", np.ones(3, np.float32))
+        ticket = job.workers[1].session.propose(update)
+        job.train(3)
+        assert ticket.result(DEADLINE_SECS).id == "one"
+        (record,) = job.journal.history().committed.values()
+        assert record.digest == update.content_digest()
+        assert job.journal.load("one", record.digest).content_digest() == record.digest
