@@ -161,6 +161,10 @@ class Session:
     def stop(self, timeout_secs: float = 5.0) -> None:
         """Ends the threads; open tickets say that the job is over."""
         self._closed = True
+        if not self.threads.stopping.is_set():  # what is still in the outbox, somebody may wait for
+            is_sent = threading.Event()
+            self._outbox.do(is_sent.set)
+            is_sent.wait(timeout_secs)
         self.threads.stopping.set()
         self._machines.post(None)
         self.threads.stop(timeout_secs)

@@ -240,3 +240,18 @@ def test_a_worker_that_has_waited_long_goes_on_only_when_the_others_know_it(
 
         assert job.on_all(come)[0] == [0, None]
         is_done.set()
+
+
+def test_what_a_worker_reports_last_of_all_is_sent_before_its_threads_end() -> None:
+    """Worker 0 waits for that part of a checkpoint, and no other comes."""
+    with Job(2) as job:
+
+        def report(worker: Worker) -> None:
+            snapshot = worker.session.replica.take_snapshot(True, False)()
+            slow = threading.Event()
+            worker.session.report("save", lambda: (slow.wait(0.5), snapshot)[1])
+            if worker.rank == 1:
+                worker.session.stop()
+
+        job.on_all(report)
+        eventually(lambda: job.checkpoints)
