@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 import replicast
-from replicast.replicas.auditing import AuditPlan
+from replicast.replicas.auditing import Auditing, AuditPlan
 from replicast.storage.auditfiles import answer_to, last_audits, request_audit
 from replicast.storage.updates import committed_updates
+from replicast.testing.job import Job, Worker, eventually
+from replicast.update.schema import Schema
 from replicast.update.update import Update
 from tests.pool import Pool
 from tests.workers.changing import flip
@@ -351,3 +353,36 @@ def test_what_may_differ_is_told_never_healed_and_one_mean_in_a_checkpoint(
     np.testing.assert_allclose(now_first[name], (first[name] + second[name]) / 2, rtol=1e-6)
     np.testing.assert_array_equal(now_first[name], now_second[name])
     np.testing.assert_array_equal(now_second["audited/stored/int32"], first["audited/stored/int32"])
+
+
+# What is written down.
+
+
+class SlowSchema(Schema):
+    """Takes a moment to be counted, so that two threads that do it meet."""
+
+    def __len__(self) -> int:
+        time.sleep(0.05)
+        return super().__len__()
+
+
+def test_an_audit_that_the_script_asked_for_is_written_down_once(tmp_path: Path) -> None:
+    """Worker 0 hears of it twice at the same time: in its training thread and in the background."""
+    with Job(2) as job:
+
+        def make(worker: Worker) -> Auditing:
+            schema = SlowSchema(worker.state.schema)
+            return Auditing(worker.session, schema, tmp_path, AuditPlan())
+
+        made = job.on_all(make)
+        ended: list[Any] = []
+
+        def tell(report: Any) -> None:
+            made[0].ended(report)
+            ended.append(report)
+
+        job.workers[0].session.on_ended = tell
+        reports = job.on_all(lambda worker: made[worker.rank].audit(None))
+        eventually(lambda: ended)
+        assert [one.number for one in made[0].reports] == [reports[0].number]
+        assert len(last_audits(tmp_path, 10)) == 1

@@ -142,6 +142,25 @@ def test_fit_saves_when_it_was_asked_to(
     assert places_in(tmp_path) == places
 
 
+def saved_by_worker_0_only(strategy: Any, run_dir: Path) -> str:
+    model = perceptron(strategy)
+    x, y = arrays(4 * 8)
+    with replicas_of(model, run_dir=run_dir) as replicas:
+        different = replicas.callback(save_every=1 if strategy.rank == 0 else None)
+        with pytest.raises(replicast.ClusterError) as caught:
+            model.fit(x, y, batch_size=8, verbose=0, callbacks=[different])
+        return str(caught.value)
+
+
+def test_workers_that_save_at_different_steps_are_told_before_one_waits_for_the_other(
+    pool2: Pool, tmp_path: Path
+) -> None:
+    first, second = pool2.run(saved_by_worker_0_only, tmp_path)
+    assert first == second
+    assert first.startswith("Worker 1 has another save_every than worker 0.")
+    assert "Received: None, worker 0: 1" in first
+
+
 def saved_in_time(strategy: Any, run_dir: Path) -> list[str]:
     with replicas_of(perceptron(strategy), run_dir=run_dir) as replicas:
         for fewest in (1, 2):  # a second training goes on with it

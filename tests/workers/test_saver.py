@@ -16,8 +16,9 @@ import pytest
 
 from replicast import faults
 from replicast.config import TOLD_TO_END
-from replicast.core.entries import Payload
-from replicast.core.stage import Stage
+from replicast.core.commands import Ended
+from replicast.core.entries import Payload, Saved
+from replicast.core.events import WriteOutcome
 from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged
 from replicast.replicas.checkpoints import Checkpoints
 from replicast.replicas.position import Position
@@ -505,7 +506,7 @@ def test_a_checkpoint_between_whose_snapshots_an_update_was_applied_is_made_agai
         def act(worker: Worker) -> None:
             made[worker.rank].step()
             if worker.rank == 1:
-                eventually(lambda: proposed and proposed[0].stage is not Stage.PROPOSED)
+                eventually(lambda: worker.session.is_wanted)  # it stops at the next boundary
             made[worker.rank].step()
             if worker.rank == 0:
                 proposed.append(worker.session.propose(update))
@@ -519,3 +520,43 @@ def test_a_checkpoint_between_whose_snapshots_an_update_was_applied_is_made_agai
         manifests = CheckpointStore(tmp_path).list()
         assert [saved_of(manifest).holds for manifest in manifests if manifest.step > 2] != []
         assert all(saved_of(manifest).holds == {1} for manifest in manifests if manifest.step > 2)
+
+
+def test_one_that_is_skipped_does_not_take_the_place_of_one_that_the_script_has_asked_for(
+    tmp_path: Path,
+) -> None:
+    """Worker 1 takes its part of the skipped one before an update, worker 0 comes to it behind the update."""
+    with Job(2) as job:
+        made = savers(job, tmp_path, SavePlan(every=2, when_busy="skip"))
+        may_write, write = threading.Event(), made[0].checkpoints.write
+
+        def write_later(saved: Saved) -> WriteOutcome:
+            may_write.wait(DEADLINE_SECS)
+            return write(saved)
+
+        assert job.workers[0].writer is not None
+        job.workers[0].writer.write_checkpoint = write_later
+        ended: list[Ended] = []
+        job.workers[0].session.on_ended = ended.append
+        update = Update(id="between").add("dense/bias", np.ones(3, np.float32))
+        proposed: list[Any] = []
+
+        def act(worker: Worker) -> Saving:
+            made[worker.rank].step()
+            asked_for = made[worker.rank].checkpoints.save_here()
+            if worker.rank == 0:
+                eventually(lambda: worker.session.is_wanted)  # it stops at the next boundary
+            made[worker.rank].step()
+            if worker.rank == 1:
+                proposed.append(worker.session.propose(update))
+                assert proposed[0].result(DEADLINE_SECS).step == 2, "it is applied where both stand"
+            made[worker.rank].step()
+            eventually(lambda: ended or worker.session.is_wanted)
+            made[worker.rank].step()
+            return asked_for
+
+        asked_for = job.on_all(act)[0]
+        may_write.set()
+        manifest = asked_for.result(DEADLINE_SECS)
+        assert manifest is not None
+        assert manifest.step == 1

@@ -177,6 +177,7 @@ class Boundaries:
         if len(set(meeting.steps.values())) > 1:
             meeting.aim(latest)
             self._say(Meet(meeting.number, latest))
+            self._time_standing(meeting)  # of those who stand there already
 
     def _agreed(self, meeting: Meeting) -> None:
         operation = self._reserving.pop(meeting.number)
@@ -318,8 +319,9 @@ class Boundaries:
 
     def _time_standing(self, meeting: Meeting) -> None:
         """Once one training thread stands, all others have to come."""
-        if len(meeting.standing) != 1:
+        if not meeting.standing or meeting.timed_round == meeting.round:
             return
+        meeting.timed_round = meeting.round
         secs, round_ = self._timeouts.meet_secs, meeting.round
 
         def late() -> None:

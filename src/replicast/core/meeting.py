@@ -23,9 +23,10 @@ class Meeting:
     Attributes:
         target: The step that the workers were told to go on to.
         round: How often they were told.
+        timed_round: The last round for which the wait for those who do not stand yet has a deadline.
     """
 
-    __slots__ = ("at_step", "number", "round", "size", "standing", "steps", "target")
+    __slots__ = ("at_step", "number", "round", "size", "standing", "steps", "target", "timed_round")
 
     def __init__(self, number: int, size: int, at_step: int | None) -> None:
         self.number = number
@@ -35,6 +36,7 @@ class Meeting:
         self.standing: set[int] = set()
         self.target = 0 if at_step is None else at_step
         self.round = 0
+        self.timed_round = -1
 
     def note(self, rank: int, step: int, standing: bool) -> None:
         """A worker has said where it is."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ class Auditing:
         self._audited_at = -1
         self._warned = False
         self._reports: deque[AuditReport] = deque(maxlen=MOST_REPORTS)
+        self._adding = threading.Lock()
         session.replica.on_report = self._on_report
         self.plan(plan)
 
@@ -141,7 +143,7 @@ class Auditing:
         return self._add(report)
 
     def ended(self, ended: Ended) -> None:
-        """Worker 0, in the event loop's thread: an audit is over."""
+        """Worker 0, in the lane "release": an audit is over."""
         result = ended.outcome.result
         if isinstance(result, CoreReport):
             self._add(result)
@@ -166,17 +168,18 @@ class Auditing:
             self._session.raise_later(diverged(added, on_trial=self._session.replica.on_trial))
 
     def _add(self, found: CoreReport) -> AuditReport:
-        """Once for each report, whoever brings it first; on worker 0 that is the event loop or training."""
-        known = next((one for one in list(self._reports) if one.number == found.number), None)
-        if known is not None:
-            return known
-        report = self._public(found)
-        self._reports.append(report)
-        if self._session.rank == 0:
-            log = logger.debug if report.equal else logger.warning
-            log("%s", "\n".join(report.lines()))
-            self._write(report)
-        return report
+        """Once for each report, whoever brings it first; on worker 0 that is a lane or training."""
+        with self._adding:
+            known = next((one for one in self._reports if one.number == found.number), None)
+            if known is not None:
+                return known
+            report = self._public(found)
+            self._reports.append(report)
+            if self._session.rank == 0:
+                log = logger.debug if report.equal else logger.warning
+                log("%s", "\n".join(report.lines()))
+                self._write(report)
+            return report
 
     def _public(self, found: CoreReport) -> AuditReport:
         return AuditReport(

@@ -131,6 +131,7 @@ class BoundaryCallback(keras.callbacks.Callback):
         if self._is_over():
             skip_fit(self.model, self._resumed.epoch, self._warn)
             return
+        self._replicas.training.agree_on_saves(self._saves)
         self._replicas.training.plan_saves(self._saves)
         self._replicas.auditing.plan(self._audits)
         if self._resumed.epoch >= fit.epochs or self._resumed.inside == "stopped":  # Keras ends it as it does

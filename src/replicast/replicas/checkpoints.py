@@ -332,7 +332,7 @@ class Checkpoints:
         return frozenset.intersection(*kept) if kept else frozenset()
 
     def ended(self, ended: Ended) -> None:
-        """A checkpoint that was not written: says why. In the event loop's thread."""
+        """A checkpoint that was not written: says why. In the lane "release"."""
         stage, refusal, current = ended.outcome.stage, ended.outcome.result, self._current
         is_current = current is not None and not current.done() and current.report == ended.number
         if current is None or not is_current or not isinstance(refusal, Refusal):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+from replicast.errors import ClusterError
 from replicast.replicas.checkpoints import Checkpoints
 from replicast.replicas.fits import Fits
 from replicast.replicas.frozen import FrozenVariables
@@ -35,6 +36,7 @@ class Training:
         self._session = session
         self._checkpoints = checkpoints
         self._has_timer = False
+        self._plans = 0
         self._fits = Fits(speaks=session.rank == 0)
         self._in_a_pass = False
         self._warned = False
@@ -53,6 +55,26 @@ class Training:
     def position(self) -> Position:
         """Where in its data the training stands."""
         return self._checkpoints.position
+
+    def agree_on_saves(self, plan: SavePlan) -> None:
+        """Each worker takes its part of a checkpoint by itself: all must at the same boundaries.
+
+        All workers call it; blocks until they have, at most `join_secs`.
+
+        Raises:
+            ClusterError: They have different plans.
+        """
+        exchange = self._session.exchange
+        self._plans += 1
+        said = exchange.agree(f"saves/{self._plans}", repr(plan.every), self._session.timeouts.join_secs)
+        for worker, theirs in said.items():
+            if theirs != said[0]:
+                raise ClusterError(
+                    f"Worker {worker} has another save_every than worker 0",
+                    remedy="Give save_every alike on all workers; worker 0 writes, all take part",
+                    received=f"{theirs}, worker 0: {said[0]}",
+                )
+        exchange.forget_agreed(f"saves/{self._plans - 1}")  # all who have come to this one have heard it
 
     def plan_saves(self, plan: SavePlan) -> None:
         """Sets when checkpoints are made."""

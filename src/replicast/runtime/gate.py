@@ -135,6 +135,7 @@ class Gate:
             if self.error is None:
                 self._check()
             elif waited >= RAISE_SECS:  # whoever raised first may have ended the coordinator
+                self._waits_long(False)
                 self._raise_error()
 
     def _raise_error(self) -> None:

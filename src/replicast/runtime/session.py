@@ -78,7 +78,7 @@ class Session:
         receipts: Those of all updates that were verified so far, in order, the same on every worker.
         on_ended: On worker 0: told of each operation that ended and that nobody holds a ticket for.
         on_long_wait: Told the step at which the training thread has waited for some time, and None when it
-            goes on after that. Called in the background.
+            goes on after that. Called in the training thread.
         on_inbox: On worker 0: told of each proposal from outside that has its outcome.
     """
 
@@ -161,6 +161,10 @@ class Session:
     def stop(self, timeout_secs: float = 5.0) -> None:
         """Ends the threads; open tickets say that the job is over."""
         self._closed = True
+        if not self.threads.stopping.is_set():  # what is still in the outbox, somebody may wait for
+            is_sent = threading.Event()
+            self._outbox.do(is_sent.set)
+            is_sent.wait(timeout_secs)
         self.threads.stopping.set()
         self._machines.post(None)
         self.threads.stop(timeout_secs)
@@ -372,8 +376,8 @@ class Session:
             self._machines.post(event)
 
     def _note_long_wait(self, waits: bool) -> None:
-        step = self.step if waits else None
-        self._releasing.do(lambda: self.on_long_wait(step))
+        # Not in a lane: what is known of this worker must not stay behind when it trains on.
+        self.on_long_wait(self.step if waits else None)
 
     def _note_told(self, tell: Tell) -> None:
         if tell.ended and isinstance(tell.outcome, Receipt):

@@ -16,6 +16,7 @@ from replicast.core.messages import (
     Answer,
     At,
     Do,
+    Meet,
     Propose,
     Release,
     Rest,
@@ -89,6 +90,24 @@ def test_a_worker_that_does_not_prepare_in_time_is_named_and_its_late_answer_cha
     assert job.told().outcome == Refusal("Worker 1 did not prepare the update within 130 s", (1,))
     late = next(one for one in job.said if isinstance(one, Do))
     assert job.hear(1, Answer(late.number, None)) == []
+
+
+def test_a_worker_that_does_not_come_to_the_agreed_boundary_is_named() -> None:
+    job = Job()
+    job.hear(0, Propose("t", ADD))
+    job.all_answer()
+    job.written()
+    stop = job.said[-1]
+    assert isinstance(stop, Stop)
+    job.hear(0, At(stop.meeting, 5, True))
+    job.hear(1, At(stop.meeting, 4, False))
+    assert job.said[-1] == Meet(stop.meeting, 5)
+    for timer in job.timers():
+        job.tell(TimerFired(timer.number))
+    told = job.told()
+    assert told.stage is Stage.REFUSED
+    assert told.outcome.problem == "Worker 1 did not come to the boundary within 900 s"
+    assert Release(stop.meeting) in job.said
 
 
 def test_a_worker_that_does_not_answer_a_stop_is_named_and_the_others_go_on() -> None:

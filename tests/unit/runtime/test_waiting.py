@@ -10,7 +10,7 @@ import pytest
 
 from replicast.core.stage import Stage
 from replicast.errors import ClusterError, JobFailed, UpdatePending
-from replicast.runtime import Ticket, session
+from replicast.runtime import Ticket, gate, session
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.update.trial import Trial
 from tests.unit.runtime.playing import bias, loss_of_bias, pending, scheduled
@@ -215,3 +215,43 @@ def test_what_a_worker_reports_comes_after_what_it_has_proposed_before() -> None
     with job.next_attempt() as again:
         again.train(50)
         assert again.workers[1].applied == [(50, "before")]
+
+
+def test_a_worker_that_has_waited_long_goes_on_only_when_the_others_know_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise they take it for one that has missed a boundary, and end the job."""
+    monkeypatch.setattr(gate, "LONG_SECS", gate.REMIND_SECS)
+    with Job(2) as job:
+        first, said, is_done = job.workers[0], list[int | None](), threading.Event()
+        first.session.on_long_wait = said.append
+
+        def keep_background_busy(_: Any) -> None:
+            is_done.wait(DEADLINE_SECS)
+
+        first.session.on_ended = keep_background_busy
+
+        def come(worker: Worker) -> list[int | None]:
+            worker.audit_in_passing()
+            if worker.rank == 1:
+                time.sleep(3 * gate.REMIND_SECS)
+            worker.session.rest("meet", "late")
+            return list(said)
+
+        assert job.on_all(come)[0] == [0, None]
+        is_done.set()
+
+
+def test_what_a_worker_reports_last_of_all_is_sent_before_its_threads_end() -> None:
+    """Worker 0 waits for that part of a checkpoint, and no other comes."""
+    with Job(2) as job:
+
+        def report(worker: Worker) -> None:
+            snapshot = worker.session.replica.take_snapshot(True, False)()
+            slow = threading.Event()
+            worker.session.report("save", lambda: (slow.wait(0.5), snapshot)[1])
+            if worker.rank == 1:
+                worker.session.stop()
+
+        job.on_all(report)
+        eventually(lambda: job.checkpoints)

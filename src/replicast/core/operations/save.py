@@ -59,6 +59,8 @@ class Save(Operation):
         snapshots = Snapshots()
         if self.report:
             snapshots = yield Collect(self.kind, self.report)
+            if _is_skipped(snapshots):  # also when the others' parts are not of one state
+                return Outcome(Stage.VERIFIED)
         elif self.tokens:  # all training threads rest in it: they cannot train to the end of a trial
             self.in_trial = True
             yield EarlierSettled()
@@ -69,6 +71,12 @@ class Save(Operation):
             again = any(one is not None for one in snapshots.values())
             snapshots = yield Go(TakeSnapshot(due=not self.tokens, again=again), resume=True)
         return (yield from saved(job, snapshots))
+
+
+def _is_skipped(snapshots: Snapshots) -> bool:
+    """Whether worker 0, which writes, has taken no copy: it is busy with another one."""
+    first = snapshots[0]
+    return first is not None and first.details is None
 
 
 def _are_of_one_state(snapshots: Snapshots) -> bool:
@@ -84,9 +92,9 @@ def _are_of_one_state(snapshots: Snapshots) -> bool:
 def saved(job: Job, snapshots: Snapshots) -> Generator[AnyRequest, Any, Outcome]:
     """The checkpoint is durable, if the state was the same on all workers."""
     taken = {rank: one for rank, one in snapshots.items() if one is not None}
+    if _is_skipped(snapshots):
+        return Outcome(Stage.VERIFIED)
     first = taken[0]
-    if first.details is None:
-        return Outcome(Stage.VERIFIED)  # worker 0 has skipped it
     if len({one.step for one in taken.values()}) > 1:
         said = ", ".join(f"worker {rank} at step {one.step}" for rank, one in sorted(taken.items()))
         return Outcome(Stage.REFUSED, Refusal(f"The workers save at different steps: {said}"))
