@@ -14,9 +14,10 @@ from replicast.errors import UpdateRefused
 from replicast.runtime import parcels
 from replicast.runtime.parcels import Parcels
 from replicast.transport import Parcel, SharedMemoryTransport
+from replicast.update import finite
 from replicast.update.blocks import BLOCK_BYTES
 from replicast.update.schema import Schema, Variable
-from replicast.update.update import Update, finite
+from replicast.update.update import Update
 
 ROWS, WIDTH = BLOCK_BYTES // 16 + 1, 4  # more than a block each
 NAMES = [f"table_{number}" for number in range(5)]
