@@ -120,6 +120,8 @@ class Timeouts:
         decide_secs: For the coordinator, by a training thread that stands at a boundary.
         compute_secs: For an order that runs in a training thread at a boundary.
         retry_secs: Before a write that must succeed is tried again.
+        wait_secs: For the other workers to wait at this boundary as well, by a training thread that waits for
+            a ticket without a timeout.
         join_secs: For the other workers to make their `Replicas`, or to come to the same call.
     """
 
@@ -129,6 +131,7 @@ class Timeouts:
     decide_secs: float = 1800.0
     compute_secs: float = 600.0
     retry_secs: float = 10.0
+    wait_secs: float = 5.0
     join_secs: float = 600.0
 
 

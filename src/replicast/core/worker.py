@@ -260,8 +260,9 @@ class Worker:
     def _meet(self, meet: Meet) -> None:
         if meet.meeting in self._stops:
             self._stops[meet.meeting] = meet.step
-            if meet.step > self.step:
-                self._give_up()
+            if meet.step > self.step and self._why == _WAITING and not self._patient:
+                # The others go on to a later step, unless they come to wait here as well.
+                self._commands.append(SetTimer(self._stands, self._timeouts.wait_secs))
             self._go_on()
 
     def _release(self, release: Release) -> None:

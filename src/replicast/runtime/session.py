@@ -50,10 +50,6 @@ from replicast.update.validate import Limits
 
 logger = logging.getLogger("replicast")
 
-UNBEGUN_SECS = 5.0
-"""How long a training thread waits for a ticket before training: until all begin, nothing is decided."""
-
-
 class Session:
     """One worker. Methods are for the training thread unless they say otherwise.
 
@@ -306,7 +302,7 @@ class Session:
         if ticket.done() or self._closed:
             return ticket.done()
         if self.in_training_thread():
-            secs = UNBEGUN_SECS if timeout is None and not self.begun else timeout
+            secs = self.timeouts.wait_secs if timeout is None and not self.begun else timeout
             awaited = e.Awaited(ticket.number, secs)
             self._gate.enter(lambda: self._outbox.do(lambda: self._machines.post(awaited)))
             return ticket.done()

@@ -64,7 +64,7 @@ class Ticket:
 
         In the training thread, between steps, this succeeds only if all other workers wait as well (in
         `sync`, at the end of the script), or come to the same boundary. Without a timeout, `UpdatePending`
-        is raised as soon as it is certain that this thread has to train first: ask again later, or in
+        is raised soon after it is known that this thread has to train first: ask again later, or in
         another thread.
 
         Raises:

@@ -19,7 +19,7 @@ CAUGHT_BY: dict[str, int] = {
     "leave a stop up when a rest ends": 495183,
     "end a rest while another operation has the turn": 2249,
     "apply in another order on one worker": 98,
-    "commit others during a trial": 59,
+    "commit others during a trial": 79,
     "ignore at step": 8,
     "wait without a deadline": 70,
     "do not ask again when a worker rests early": 541,
