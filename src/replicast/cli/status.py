@@ -71,6 +71,8 @@ def status(run: Path, as_json: bool, watch: bool) -> None:
                 click.echo(json.dumps(seen.to_json()))
             else:
                 make_console().print(_rendered(seen))
+            if not watch and seen.problem:
+                raise Failed(seen.problem)
             if not watch:
                 return
             time.sleep(WATCH_SECS)
@@ -90,6 +92,8 @@ class Overview:
     scheduled: list[UpdateView]
     waiting: list[UpdateView]
     refused: list[UpdateView]
+    problem: str = ""
+    """What is wrong with the journal: its updates are not among the above then."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
@@ -106,6 +110,7 @@ class Overview:
             "metrics": metrics,
             "audit": None if self.audit is None else self.audit.to_json(),
             "operations": self.operations,
+            "problem": self.problem,
             **{
                 name: [view.to_json() for view in getattr(self, name)]
                 for name in ("updates", "scheduled", "waiting", "refused")
@@ -122,15 +127,22 @@ def look_at(run: Path) -> Overview:
     size = read_run_info(run).workers
     # A former, larger job may have left notes of workers that this one does not have.
     notes = [note for note in read_worker_notes(run) if note.rank < size]
-    journal = Updates(run)
-    updates = committed_views(run, journal, sorted(journal.committed)[-_LAST:])
-    known = {record.id for record, _ in journal.committed.values()} | set(journal.scheduled)
-    scheduled, waiting = scheduled_views(journal), waiting_views(run, known)
-    refused = refused_views(run, journal, known | {view.id for view in waiting})[-_LAST:]
+    updates, scheduled, waiting, refused = [], [], waiting_views(run, ()), []
+    problem = ""
+    try:
+        journal = Updates(run)
+        updates = committed_views(run, journal, sorted(journal.committed)[-_LAST:])
+        known = {record.id for record, _ in journal.committed.values()} | set(journal.scheduled)
+        scheduled, waiting = scheduled_views(journal), waiting_views(run, known)
+        refused = refused_views(run, journal, known | {view.id for view in waiting})[-_LAST:]
+    except FileDamaged as error:  # The rest of the run can be seen all the same.
+        problem = str(error)
     audit = next(iter(last_audits(run, 1)), None)
     operations = read_operations(run) if is_running(notes) else []
     metrics = last_metrics(run)
-    return Overview(run, size, notes, metrics, audit, operations, updates, scheduled, waiting, refused)
+    return Overview(
+        run, size, notes, metrics, audit, operations, updates, scheduled, waiting, refused, problem
+    )
 
 
 def read_operations(run: Path) -> list[dict[str, Any]]:

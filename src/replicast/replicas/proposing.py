@@ -9,6 +9,7 @@ from typing import Any
 from replicast.errors import UpdateRefused
 from replicast.runtime import Session, Ticket
 from replicast.runtime.functions import Function
+from replicast.update.parts import MAX_STEP
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
@@ -50,12 +51,9 @@ class Proposing:
         """See `Replicas.propose`."""
         if trial is not None and not isinstance(trial, Trial):
             raise UpdateRefused(
-                "trial is no trial", expected="replicast.Trial(steps=...)", received=repr(trial)
+                "trial is not a Trial", expected="replicast.Trial(steps=...)", received=repr(trial)[:200]
             )
-        if at_step is not None and (isinstance(at_step, bool) or not isinstance(at_step, int)):
-            raise UpdateRefused(
-                "at_step is a number of steps", expected="a whole number", received=repr(at_step)
-            )
+        at_step = checked_step(at_step)
         if isinstance(update, Update):
             return self._propose_update(update, source, at_step, trial)
         if not callable(update):
@@ -73,8 +71,6 @@ class Proposing:
         # Out of the training thread it is at no certain step, and a restarted job does not propose it again.
         in_step = self._session.in_training_thread()
         id_ = self._next_id(f"function-{runs_on}") if in_step else f"function-{runs_on}-{uuid.uuid4().hex}"
-        if self._is_past(at_step):
-            return self._refused(id_, at_step)
         return self._session.propose_function(id_, update, runs_on, at_step, trial)
 
     def _propose_update(
@@ -84,19 +80,7 @@ class Proposing:
             raise UpdateRefused("source is for functions: an update's values are given", received=f"{source}")
         if not update.id_was_given and self._session.in_training_thread():
             update = update.with_id(self._next_id(f"worker-{self._rank}"))
-        if self._is_past(at_step):
-            return self._refused(update.id, at_step)
         return self._session.propose(update.signed(f"worker {self._rank}"), at_step, trial)
-
-    def _is_past(self, at_step: int | None) -> bool:
-        return at_step is not None and at_step <= self._session.step
-
-    def _refused(self, id_: str, at_step: int | None) -> Ticket:
-        step = self._session.step
-        error = UpdateRefused(
-            f"Step {at_step} is past", expected=f"a step after {step}", received=f"at_step={at_step}"
-        )
-        return self._session.proposals.refuse(id_, error)
 
     def _next_id(self, prefix: str) -> str:
         """An id that a restarted job gives to the same proposal, so that it is applied once all the same.
@@ -110,6 +94,25 @@ class Proposing:
         count = count + 1 if last == now else 1
         self._last[prefix] = (now, count)
         return f"{prefix}-{now}-{count}"
+
+
+def checked_step(at_step: Any) -> int | None:
+    """The step that an author chose, if it can be one. Whether it is past, only the coordinator knows.
+
+    Raises:
+        UpdateRefused: It is not a whole number, or absurdly large.
+    """
+    if at_step is None:
+        return None
+    try:
+        step = -1 if isinstance(at_step, bool) else operator.index(at_step)
+    except TypeError:
+        step = -1
+    if not 0 <= step < MAX_STEP:
+        raise UpdateRefused(
+            "at_step cannot be used", expected="a whole number from 0 on", received=repr(at_step)[:200]
+        )
+    return step
 
 
 def checked_worker(source: Any, size: int) -> int:

@@ -13,6 +13,7 @@ from replicast import faults
 from replicast.core import events as e
 from replicast.core.messages import OUTSIDE, Propose, Tell, Withdraw
 from replicast.core.proposal import Proposal
+from replicast.core.refusal import Refusal
 from replicast.core.stage import Stage
 from replicast.errors import JobFailed, UpdatePending, UpdateRefused
 from replicast.errors import refusal_of as unexpected_refusal
@@ -115,6 +116,9 @@ class Proposals:
         if ticket is None:
             return
         ticket.told(tell)
+        if tell.stage is Stage.REFUSED:
+            problem = tell.outcome.problem if isinstance(tell.outcome, Refusal) else "in an earlier attempt"
+            logger.warning("update %s is refused: %s", tell.id, problem)
         if ticket.done():
             del self._tickets[number]
             self._releasing.do(lambda: self._parcels.release_ticket(number))

@@ -10,7 +10,7 @@ from pathlib import Path
 from replicast.core.entries import Committed
 from replicast.errors import FileDamaged
 from replicast.storage.entry_files import EntryFile, read_entry
-from replicast.storage.groups import Claim, entry_kinds, group_directory, last_claim
+from replicast.storage.groups import Claim, entry_kinds, entry_path, group_directory, last_claim
 from replicast.storage.index import Covered, counts, covered_by, indexes_of, read_index
 
 _TRIES = 3
@@ -68,7 +68,9 @@ def _entries_of(run_dir: Path, group: int, first: int, most: int) -> list[EntryF
     files = []
     for number in range(first, last + 1):
         if number not in kinds:
-            raise FileDamaged(directory / f"{number:06d}", "an entry of the journal is missing here")
+            last = entry_path(directory, max(kinds), kinds[max(kinds)]).name
+            problem = f"the journal has no entry of this number, but {last}. Move away what does not belong there"
+            raise FileDamaged(directory / f"{number:06d}", problem)
         files.append(read_entry(run_dir, group, number, kinds[number]))
     return files
 

@@ -38,7 +38,7 @@ from replicast.files import (
 from replicast.processes import is_alive, is_on_this_host, this_process
 from replicast.storage.checkpoint import CheckpointStore
 from replicast.storage.updates import has_promised, refused
-from replicast.update.parts import MAX_TENSORS, checked_id
+from replicast.update.parts import MAX_STEP, MAX_TENSORS, checked_id
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
@@ -361,7 +361,7 @@ def _refused(run_dir: Path) -> Path:
 
 
 def _checked_step(value: Any) -> int | None:
-    if value is not None and (type(value) is not int or not 0 <= value < 2**63):
+    if value is not None and (type(value) is not int or not 0 <= value < MAX_STEP):
         raise UpdateRefused(
             "The step cannot be used", expected="a whole number from 0 on", received=repr(value)[:200]
         )

@@ -23,6 +23,8 @@ from replicast.update.edits import (
 )
 
 MAX_EDITS_IN_FILE = 100_000
+MAX_STEP = 2**63
+"""No step is as large: a larger number could be written into the journal, and not be read again."""
 MAX_TENSORS = 2 * MAX_EDITS_IN_FILE
 MAX_TEXT = 10_000
 _MAX_NAME = 1_000
