@@ -439,6 +439,36 @@ def test_a_checkpoint_that_somebody_asked_for_at_the_last_batch_of_an_epoch_wait
         assert [manifest.step for manifest in store.list()] == [step]
 
 
+def test_workers_that_are_at_different_moments_of_an_epochs_end_take_part_in_the_same_checkpoints(
+    tmp_path: Path,
+) -> None:
+    """Worker 1 waits in a callback at the end of the epoch, worker 0 stands at the last boundary before it."""
+    with Job(2) as job:
+        made = savers(job, tmp_path, SavePlan("epoch"))
+        update = Update(id="waited-for").add("dense/bias", np.ones(3, np.float32))
+        has_passed = threading.Event()
+
+        def end_of_epoch(worker: Worker) -> None:
+            training = made[worker.rank].training
+            training.reached(Position(1), {}, epoch_ends=True)
+            if worker.rank == 0:
+                assert has_passed.wait(DEADLINE_SECS)
+                worker.session.request("save")
+                eventually(lambda: worker.session.is_wanted)
+            made[worker.rank].step()
+            training.reached(Position(1), {})
+            if worker.rank == 1:
+                has_passed.set()
+                assert worker.session.propose(update).result(DEADLINE_SECS).step == 1
+            training.after_epoch()
+            training.goes_on()
+            worker.session.rest("close")
+            made[worker.rank].checkpoints.settle(DEADLINE_SECS)
+
+        job.on_all(end_of_epoch)
+        assert [manifest.step for manifest in CheckpointStore(tmp_path).list()] == [1]
+
+
 # Which ones stay.
 
 

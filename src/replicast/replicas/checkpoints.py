@@ -165,6 +165,15 @@ class Checkpoints:
         self._current.report = self._reports + 1
         return self._current
 
+    def save_once_more(self) -> None:
+        """Another checkpoint is due where `save_in_passing` was called just now: worker 0 skips it.
+
+        It counts all the same: another worker may take the two at different moments of this boundary.
+        """
+        taken = self._unreported
+        self.report()
+        self._unreported = self._empty if self._session.rank == 0 else taken
+
     def report(self) -> None:
         """This worker's training goes on: what it has proposed so far belongs to the last checkpoint."""
         unreported, self._unreported = self._unreported, None
