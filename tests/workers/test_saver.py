@@ -591,3 +591,20 @@ def test_one_that_is_skipped_does_not_take_the_place_of_one_that_the_script_has_
         manifest = asked_for.result(DEADLINE_SECS)
         assert manifest is not None
         assert manifest.step == 1
+
+
+def test_one_that_worker_0_could_not_copy_is_not_taken_for_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Job(2) as job:
+        made = savers(job, tmp_path)
+        job.on_all(Worker.step)
+        assert saved(job, made).result(DEADLINE_SECS) is not None
+
+        def no_memory(_: object) -> None:
+            raise MemoryError("no memory for a copy")
+
+        monkeypatch.setattr(job.workers[0].state, "snapshot", no_memory)
+        job.on_all(Worker.step)
+        with pytest.raises(CheckpointError, match="no memory for a copy"):
+            saved(job, made).result(DEADLINE_SECS)
