@@ -20,7 +20,6 @@ from replicast.config import TOLD_TO_END
 from replicast.core.commands import Ended
 from replicast.core.entries import Payload, Saved
 from replicast.core.events import WriteOutcome
-from replicast.core.stage import Stage
 from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged
 from replicast.replicas.checkpoints import Checkpoints
 from replicast.replicas.position import Position
@@ -442,7 +441,7 @@ def test_a_checkpoint_that_somebody_asked_for_at_the_last_batch_of_an_epoch_wait
 def test_workers_that_are_at_different_moments_of_an_epochs_end_take_part_in_the_same_checkpoints(
     tmp_path: Path,
 ) -> None:
-    """Worker 1 waits in a callback at the end of the epoch, worker 0 stands at the last boundary before it."""
+    """Worker 1 waits in a callback at the end of the epoch, worker 0 stands at the last boundary of it."""
     with Job(2) as job:
         made = savers(job, tmp_path, SavePlan("epoch"))
         update = Update(id="waited-for").add("dense/bias", np.ones(3, np.float32))
