@@ -438,6 +438,36 @@ def test_a_checkpoint_that_somebody_asked_for_at_the_last_batch_of_an_epoch_wait
         assert [manifest.step for manifest in store.list()] == [step]
 
 
+def test_workers_that_are_at_different_moments_of_an_epochs_end_take_part_in_the_same_checkpoints(
+    tmp_path: Path,
+) -> None:
+    """Worker 1 waits in a callback at the end of the epoch, worker 0 stands at the last boundary of it."""
+    with Job(2) as job:
+        made = savers(job, tmp_path, SavePlan("epoch"))
+        update = Update(id="waited-for").add("dense/bias", np.ones(3, np.float32))
+        has_passed = threading.Event()
+
+        def end_of_epoch(worker: Worker) -> None:
+            training = made[worker.rank].training
+            training.reached(Position(1), {}, epoch_ends=True)
+            if worker.rank == 0:
+                assert has_passed.wait(DEADLINE_SECS)
+                worker.session.request("save")
+                eventually(lambda: worker.session.is_wanted)
+            made[worker.rank].step()
+            training.reached(Position(1), {})
+            if worker.rank == 1:
+                has_passed.set()
+                assert worker.session.propose(update).result(DEADLINE_SECS).step == 1
+            training.after_epoch()
+            training.goes_on()
+            worker.session.rest("close")
+            made[worker.rank].checkpoints.settle(DEADLINE_SECS)
+
+        job.on_all(end_of_epoch)
+        assert [manifest.step for manifest in CheckpointStore(tmp_path).list()] == [1]
+
+
 # Which ones stay.
 
 
@@ -560,3 +590,20 @@ def test_one_that_is_skipped_does_not_take_the_place_of_one_that_the_script_has_
         manifest = asked_for.result(DEADLINE_SECS)
         assert manifest is not None
         assert manifest.step == 1
+
+
+def test_one_that_worker_0_could_not_copy_is_not_taken_for_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Job(2) as job:
+        made = savers(job, tmp_path)
+        job.on_all(Worker.step)
+        assert saved(job, made).result(DEADLINE_SECS) is not None
+
+        def no_memory(_: object) -> None:
+            raise MemoryError("no memory for a copy")
+
+        monkeypatch.setattr(job.workers[0].state, "snapshot", no_memory)
+        job.on_all(Worker.step)
+        with pytest.raises(CheckpointError, match="no memory for a copy"):
+            saved(job, made).result(DEADLINE_SECS)

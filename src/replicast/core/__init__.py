@@ -18,7 +18,7 @@ What the runtime has to keep to:
 - A training thread at a boundary makes an `Arrived` and waits for `Pass`. When `Worker.passes(step)` says
   that there is nothing to do, it need not: that is one uncontended lock.
 - An order that is not `in_background` is carried out by the training thread, which stands.
-- What a training thread has proposed is sent before it arrives at the next boundary, rests or reports.
+- What a training thread has proposed is sent before it rests, waits for a ticket or reports.
 - `Reported` is made on all workers at the same boundaries. Just before `Arrived`, and just before the next
   step, all have the same state. Between the two, an update may be applied on workers that wait there: then
   an audit looks again where all stand, and a checkpoint's snapshots are taken again (`Replica.snapshot`).

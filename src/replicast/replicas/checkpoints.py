@@ -93,6 +93,7 @@ class Checkpoints:
         self._reports = 0
         self._unreported: Callable[[], Snapshot | None] | None = None
         self._current: Saving | None = None
+        self._not_taken = Saving()  # what `save_here` gives when worker 0 could not copy its state
         self._failed: tuple[Saving, Exception] | None = None
         self._warned_of_metric = False
         self.position = Position()
@@ -134,6 +135,8 @@ class Checkpoints:
         if self._store is None:
             raise no_run_dir()
         self.report()
+        before, not_taken = self._current, Saving(self._check_written)
+        self._not_taken = not_taken
         outcome = self._session.rest("save")
         if isinstance(outcome, Refusal):
             in_trial = "Save when the trial is decided; save_every of the callback does so by itself"
@@ -142,7 +145,9 @@ class Checkpoints:
                 step=self._session.step,
                 remedy=in_trial if self._session.replica.on_trial else None,
             )
-        return self._current if self._session.rank == 0 and self._current is not None else _done()
+        if self._session.rank != 0:
+            return _done()
+        return not_taken if self._current is None or self._current is before else self._current
 
     def save_in_passing(self) -> Saving:
         """Saves the state of this boundary, at which all workers call this; none of them waits.
@@ -164,6 +169,15 @@ class Checkpoints:
             return _done()
         self._current.report = self._reports + 1
         return self._current
+
+    def save_once_more(self) -> None:
+        """Another checkpoint is due where `save_in_passing` was called just now: worker 0 skips it.
+
+        It counts all the same: another worker may take the two at different moments of this boundary.
+        """
+        taken = self._unreported
+        self.report()
+        self._unreported = self._empty if self._session.rank == 0 else taken
 
     def report(self) -> None:
         """This worker's training goes on: what it has proposed so far belongs to the last checkpoint."""
@@ -334,6 +348,8 @@ class Checkpoints:
     def ended(self, ended: Ended) -> None:
         """A checkpoint that was not written: says why. In the lane "release"."""
         stage, refusal, current = ended.outcome.stage, ended.outcome.result, self._current
+        if not ended.number and isinstance(refusal, Refusal):
+            self._not_taken.finish(error=CheckpointError(f"The state is not saved. {refusal.problem}"))
         is_current = current is not None and not current.done() and current.report == ended.number
         if current is None or not is_current or not isinstance(refusal, Refusal):
             return

@@ -41,7 +41,7 @@ class Training:
         self._in_a_pass = False
         self._warned = False
         self._epoch_ends = False
-        self._due_after_epoch = False
+        self._due_after_epoch = 0
         checkpoints.save_due = self._save_due
         self.frozen_variables = FrozenVariables(session, state)
         self.leaving = Leaving(
@@ -112,9 +112,12 @@ class Training:
 
     def after_epoch(self) -> None:
         """The end of an epoch, with all that callbacks do there."""
-        due, self._due_after_epoch, self._epoch_ends = self._due_after_epoch, False, False
-        if due or self._checkpoints.plan.every == "epoch":
+        due, self._due_after_epoch, self._epoch_ends = self._due_after_epoch, 0, False
+        due += self._checkpoints.plan.every == "epoch"
+        if due:
             self._save_due()
+        for _ in range(due - 1):
+            self._checkpoints.save_once_more()
 
     def goes_on(self) -> None:
         """All that was to be done at this boundary is done, by callbacks too: the next step follows."""
@@ -193,7 +196,7 @@ class Training:
     def _save_due(self) -> None:
         """The same on all workers."""
         if self._epoch_ends:
-            self._due_after_epoch = True
+            self._due_after_epoch += 1
         else:
             self._checkpoints.save_in_passing()
 

@@ -22,7 +22,7 @@ from replicast.core.operations.trial import Begin, End
 from replicast.core.operations.update import Apply
 from replicast.core.order import Replica
 from replicast.core.refusal import Refusal, Refuse
-from replicast.errors import ReplicastError, UpdateRefused
+from replicast.errors import JobFailed, ReplicastError, UpdateRefused
 
 logger = logging.getLogger("replicast")
 
@@ -64,6 +64,7 @@ class Gate:
         self._performed = performed
         self._items: queue.SimpleQueue[Perform | tuple[Any]] = queue.SimpleQueue()
         self._in_function = False
+        self._is_left_early = False
         self.thread: threading.Thread | None = None
         self.since = 0.0
         self.error: Exception | None = None
@@ -81,15 +82,18 @@ class Gate:
         self.check_not_in_function()
         self.thread = threading.current_thread()
         self.since = time.monotonic()
+        self._is_left_early = True
         announce()
         while True:
             item = self._next()
             if not isinstance(item, Perform):
+                self._is_left_early = False
                 self._raise_error()
                 self._check()
                 return item[0]
             self._carry_out(item)
             if isinstance(item.order, Exit):  # the script ends by itself, and nothing more is decided
+                self._is_left_early = False
                 return None
             self.since = time.monotonic()
 
@@ -109,6 +113,14 @@ class Gate:
                 expected="a function that returns what is to be changed",
                 received="a call of boundary, sync, save, audit or result in it",
                 remedy="Call it after the step instead; propose() may be called in a function",
+            )
+
+    def check_not_left_early(self) -> None:
+        """Raises when this thread has left a wait by an exception: what it missed there cannot be made up."""
+        if self._is_left_early:
+            raise JobFailed(
+                "This worker was interrupted while it waited for the others, which count on it there: it "
+                "cannot train on. Let the script end, and start the job again"
             )
 
     @contextlib.contextmanager

@@ -195,6 +195,7 @@ class Session:
         Costs one uncontended lock when nothing is going on.
         """
         self._gate.check_not_in_function()
+        self._gate.check_not_left_early()
         with self._machines.lock:
             passes = self._machines.worker.passes(step)
         if passes:

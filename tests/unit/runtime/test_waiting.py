@@ -250,3 +250,22 @@ def test_what_a_worker_reports_last_of_all_is_sent_before_its_threads_end() -> N
 
         job.on_all(report)
         eventually(lambda: job.checkpoints)
+
+
+def test_a_worker_that_was_interrupted_while_it_waited_for_the_others_does_not_train_on() -> None:
+    """It would not stop at the next boundary, and apply there later what the others apply now."""
+    with Job(2) as job:
+
+        def interrupted(worker: Worker) -> None:
+            if worker.rank == 0:
+                worker.session.rest("meet", "here")
+                return
+            worker.failure = KeyboardInterrupt()  # type: ignore[assignment]
+            with pytest.raises(KeyboardInterrupt):
+                worker.session.rest("meet", "here")
+            worker.failure = None
+
+        job.workers[0].do(lambda: time.sleep(2 * gate.REMIND_SECS))
+        job.on_all(interrupted)
+        with pytest.raises(JobFailed, match="was interrupted while it waited for the others"):
+            job.train(1)
