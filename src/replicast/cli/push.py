@@ -135,9 +135,7 @@ def _number_in_journal(run: Path, update: Update, schema: Schema) -> int | None:
     """The place that the same update has in the journal already; another one with its id is refused."""
     journal = Updates(run)
     if update.id in journal.withdrawn:
-        raise UpdateRefused(
-            "An update with this id was withdrawn", expected="a new id", received=update.id
-        )
+        raise UpdateRefused("An update with this id was withdrawn", expected="a new id", received=update.id)
     for number, (record, _) in journal.committed.items():
         if record.id == update.id:
             if record.digest in (update.content_digest(), planned(update, schema).content_digest()):

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from replicast.audits.report import AuditReport
-from replicast.cli import texts
+from replicast.cli import Failed, texts
 from replicast.cli.log import no_updates_text
 from replicast.cli.rundirs import ABSENT_SECS, is_running, not_running_text, run_argument, running_beside
 from replicast.cli.tables import is_live, make_console, make_table
@@ -72,7 +72,7 @@ def status(run: Path, as_json: bool, watch: bool) -> None:
             else:
                 make_console().print(_rendered(seen))
             if not watch and seen.problem:
-                raise Failed(seen.problem)
+                raise Failed(texts.printable(seen.problem))
             if not watch:
                 return
             time.sleep(WATCH_SECS)

@@ -220,7 +220,9 @@ def updates_table(views: Iterable[UpdateView]) -> Table:
                 stage_cell(view.stage),
                 what_cell(view),
                 texts.size(update.nbytes),
-                texts.seconds(receipt.propose_to_applied_secs) if receipt and receipt.propose_to_applied_secs else "",
+                texts.seconds(receipt.propose_to_applied_secs)
+                if receipt and receipt.propose_to_applied_secs
+                else "",
                 texts.when(update.committed_at),
             )
     return table

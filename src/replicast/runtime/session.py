@@ -50,6 +50,7 @@ from replicast.update.validate import Limits
 
 logger = logging.getLogger("replicast")
 
+
 class Session:
     """One worker. Methods are for the training thread unless they say otherwise.
 
