@@ -122,7 +122,7 @@ def left(
         return None
 
     assert job.on_all(act) == [TOLD_TO_END] * job.size
-    return sorted(said for said in caplog.messages if "was told to end" in said)
+    return sorted(said for said in caplog.messages if "was told to exit" in said)
 
 
 def is_leaving(job: Job) -> bool:
@@ -137,8 +137,8 @@ def test_who_is_told_to_end_while_a_checkpoint_is_written_saves_behind_it_althou
         SlowStore(monkeypatch, lambda: is_leaving(job))
         first, second = left(job, made, caplog)
         step = job.workers[0].session.step
-    assert first == "worker 0 was told to end: the state is saved"
-    assert second == "worker 1 was told to end: the state is saved"
+    assert first == "worker 0 was told to exit: the state is saved"
+    assert second == "worker 1 was told to exit: the state is saved"
     assert [manifest.step for manifest in CheckpointStore(tmp_path).list()] == [10, step]
 
 
@@ -152,7 +152,7 @@ def test_who_is_told_to_end_says_that_nothing_is_saved_when_the_replicas_differ(
     with Job(2) as job:
         made = savers(job, tmp_path, SavePlan(10))
         for said in left(job, made, caplog, change):
-            assert "was told to end: the state is not saved. Worker 1 differs from worker 0 at step" in said
+            assert "was told to exit: the state is not saved. Worker 1 differs from worker 0 at step" in said
         eventually(lambda: not made[0].checkpoints.is_busy)
     assert [manifest.step for manifest in CheckpointStore(tmp_path).list()] == [10]
 
@@ -166,9 +166,9 @@ def test_who_is_told_to_end_says_why_nothing_is_saved(
     monkeypatch.setattr(CheckpointStore, "write", full)
     with Job(2) as job:
         first, second = left(job, savers(job, tmp_path), caplog)
-    assert first.startswith("worker 0 was told to end: the state is not saved. ")
+    assert first.startswith("worker 0 was told to exit: the state is not saved. ")
     assert "No space left on device" in first
-    assert second.startswith("worker 1 was told to end: the state is not saved. ")
+    assert second.startswith("worker 1 was told to exit: the state is not saved. ")
     caplog.clear()
     with Job(2) as job:
         said = left(job, savers(job, None), caplog)
@@ -238,7 +238,7 @@ def test_nobody_waits_for_a_checkpoint_that_a_worker_never_comes_to(
         saving = made[0].checkpoints.save_in_passing()
         made[0].checkpoints.report()  # worker 1 does not
     assert "The job ended before" in result_of(saving)
-    assert "did not end within" not in caplog.text
+    assert "did not exit within" not in caplog.text
 
 
 def test_nobody_waits_for_a_checkpoint_when_another_thread_has_died(tmp_path: Path) -> None:
