@@ -189,7 +189,7 @@ def test_who_is_told_to_end_does_not_wait_for_ever_for_a_disk_that_does_not_answ
 
         first, _ = left(job, made, caplog, wait_until_it_is_written)
         answers.set()
-    assert "the state is not saved. The checkpoint before is still being written" in first
+    assert "the state is not saved. The previous checkpoint is still being written" in first
 
 
 # Nobody waits in vain.
@@ -218,7 +218,7 @@ def test_nobody_waits_for_a_checkpoint_whose_thread_has_died(tmp_path: Path) -> 
         try:
             saving = made[0].checkpoints.save_in_passing()
             made[0].checkpoints.report()
-            assert "No checkpoint is written any more" in result_of(saving)
+            assert "Checkpoints can no longer be written" in result_of(saving)
         finally:
             faults.set_plan([])
         assert plan is not None
@@ -303,7 +303,7 @@ def test_what_is_written_is_what_was_compared(tmp_path: Path, monkeypatch: pytes
 
         SlowStore(monkeypatch, flip)
         job.on_all(Worker.step)
-        with pytest.raises(CheckpointError, match="it has changed meanwhile"):
+        with pytest.raises(CheckpointError, match="changed while it was being written"):
             saved(job, made).result(DEADLINE_SECS)
     assert CheckpointStore(tmp_path).steps() == []
     assert list((tmp_path / "checkpoints").iterdir()) == []
