@@ -102,4 +102,4 @@ def test_sigterm_before_the_first_training_ends_all(tmp_path: Path) -> None:
         """,
     )
     assert done.returncode == 143, done.stdout + done.stderr
-    assert "this worker was told to end outside of a training: nothing is saved" in logs[1]
+    assert "this worker was told to exit outside of a training: nothing is saved" in logs[1]

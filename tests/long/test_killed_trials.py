@@ -55,7 +55,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     code, said = finish(start(directory, TRIED.format(killed=False)))
     assert code == 0, said
     assert outcomes(directory) == [("reverted", 12), ("kept", 24)], said
-    assert "the batches of the 6 steps since are not used again" in said
+    assert "the batches of the 6 steps since then are not used again" in said
     return directory
 
 

@@ -287,7 +287,7 @@ def test_a_damaged_payload_is_told_after_what_is_known(run: Path) -> None:
     result = invoke("show", run, 1)
     assert result.exit_code == 1
     assert "ann@box" in result.output
-    assert "sha256 is not the one of its entry" in result.output
+    assert "sha256 is not that of its entry" in result.output
     entry = payload.with_suffix(".payload.json")
     entry.write_bytes(entry.read_bytes().replace(b"ann@box", b"bob@box"))
     for command in (["log", run], ["status", run], ["show", run, 1]):

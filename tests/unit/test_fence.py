@@ -381,7 +381,7 @@ def test_the_run_directory_of_a_job_that_runs_is_not_taken_over(tmp_path: Path, 
         assert holder.stdin is not None
         assert holder.stdout is not None
         assert holder.stdout.readline() == "claimed\n"
-        with pytest.raises(ClusterError, match=f"process {holder.pid}.*End it first"):
+        with pytest.raises(ClusterError, match=f"process {holder.pid}.*Stop it first"):
             Fence(tmp_path, attempt=1)
         if end == "release":
             holder.stdin.write("release\n")

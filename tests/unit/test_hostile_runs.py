@@ -120,7 +120,7 @@ def test_a_pipe_in_the_place_of_a_list_hangs_neither_reader_nor_writer(tmp_path:
     assert last_metrics(tmp_path) is None
     assert last_audits(tmp_path, 1) == []
     if name == "metrics.jsonl":
-        with pytest.raises(OSError, match="plain file"):
+        with pytest.raises(OSError, match="regular file"):
             append_metrics(tmp_path, 1, {"loss": 1.0})
 
 

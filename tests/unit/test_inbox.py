@@ -56,7 +56,7 @@ def test_a_trial_is_read_back_and_another_one_under_the_same_id_is_refused(tmp_p
     path = inbox.submit(tmp_path, update_of("a"), trial=trial)
     assert inbox.read(path).trial == trial
     assert inbox.submit(tmp_path, update_of("a"), trial=trial) == path
-    with pytest.raises(UpdateRefused, match="Another update of this id"):
+    with pytest.raises(UpdateRefused, match="Another update with this id"):
         inbox.submit(tmp_path, update_of("a"))
     write_durably(path, update_of("a").file_chunks({"trial": {"steps": 0}}))
     with pytest.raises(UpdateRefused, match="from 1 to"):
@@ -103,7 +103,7 @@ def test_submitting_the_same_again_changes_nothing_and_another_of_its_id_is_refu
     assert inbox.submit(tmp_path, update_of("a"), at_step=3) == path
     assert path.stat().st_ino == before.st_ino
     for update, step in ((update_of("a", 2.0), 3), (update_of("a"), 4), (update_of("a"), None)):
-        with pytest.raises(UpdateRefused, match=r"Another update of this id.*Received: a\."):
+        with pytest.raises(UpdateRefused, match=r"Another update with this id.*Received: a\."):
             inbox.submit(tmp_path, update, at_step=step)
     assert path.stat().st_ino == before.st_ino
 

@@ -339,7 +339,7 @@ def test_wherever_the_disk_fails_an_entry_is_written_or_not_or_nobody_can_know(
                 write(journal, entry)
                 outcome = "written"
             except NotWritten as error:
-                outcome = "not written" if "No space left on device). Make room" in str(error) else ""
+                outcome = "not written" if "No space left on device). Free space" in str(error) else ""
             except PerhapsWritten:
                 outcome = "unknown"
         outcomes.append((fired[0] if fired else None, outcome))

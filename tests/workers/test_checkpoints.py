@@ -276,7 +276,7 @@ def test_a_checkpoint_that_could_not_be_written_is_told_at_the_next_boundary_and
     first, second = pool2.run(disk_full, tmp_path)
     assert first.startswith("The checkpoint of step 2 could not be written. Checkpoint: ")
     assert "checkpoints/00000002" in first
-    assert "Make room on the disk" in first
+    assert "Free disk space" in first
     assert second == ""
     assert steps_in(tmp_path) == [4]
 

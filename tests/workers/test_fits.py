@@ -114,7 +114,7 @@ def test_a_loop_that_comes_again_before_the_place_of_the_checkpoint_says_so_once
     again = later(saved(life, Position(1, 3)))
     assert again.take_loop() is None
     again.used(Position(), 1)
-    assert ["THIS LOOP TRAINS AGAIN" in message for message in caplog.messages] == [True]
+    assert ["THIS LOOP REPEATS TRAINING" in message for message in caplog.messages] == [True]
     assert again.begin(FIRST) == Position(1, 3)
 
 

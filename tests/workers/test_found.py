@@ -72,7 +72,7 @@ def test_a_function_proposed_by_all_is_one_also_when_one_of_them_has_proposed_so
     assert ids[0] == ids[1]
 
 
-def a_life(strategy: Any, directory: Path) -> list[float]:
+def an_attempt(strategy: Any, directory: Path) -> list[float]:
     model = perceptron(strategy)
     before = bias_of(model)
     with replicas_of(model, run_dir=directory, durability="disk") as replicas:
@@ -81,11 +81,11 @@ def a_life(strategy: Any, directory: Path) -> list[float]:
     return [after - was for after, was in zip(bias_of(model), before, strict=True)]
 
 
-def test_an_update_that_was_applied_before_the_first_step_is_applied_by_the_next_life_too(
+def test_an_update_that_was_applied_before_the_first_step_is_applied_by_the_next_attempt_too(
     pool1: Pool, tmp_path: Path
 ) -> None:
-    assert pool1.run(a_life, tmp_path) == [[1.0] * CLASSES]
-    assert pool1.run(a_life, tmp_path) == [[1.0] * CLASSES], "the journal knows it, and nobody applied it"
+    assert pool1.run(an_attempt, tmp_path) == [[1.0] * CLASSES]
+    assert pool1.run(an_attempt, tmp_path) == [[1.0] * CLASSES], "the journal knows it, and nobody applied it"
 
 
 def reset_behind_a_loss_scale(strategy: Any) -> dict[str, float]:

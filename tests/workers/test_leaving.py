@@ -92,13 +92,13 @@ def no_room_for_the_first(strategy: Any, directory: Path) -> list[str]:
 
     with mock.patch.object(CheckpointStore, "write", fails), logged() as said:
         told_while_the_second_model_trains(strategy, directory, close_first=False)
-    return [each for each in said if "was told to end" in each]
+    return [each for each in said if "was told to exit" in each]
 
 
 def test_sigterm_says_on_every_worker_which_model_could_not_be_saved(pool2: Pool, tmp_path: Path) -> None:
     for second, first in pool2.run(no_room_for_the_first, tmp_path):
-        assert "was told to end: the state is saved" in second
-        assert "was told to end: the state is not saved. " in first
+        assert "was told to exit: the state is saved" in second
+        assert "was told to exit: the state is not saved. " in first
         assert "No space left on device" in first
     assert saved(tmp_path / "first") == []
 

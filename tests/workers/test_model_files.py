@@ -1,4 +1,4 @@
-"""The model in other tools' files, and an own loop that goes on in the middle of its data."""
+"""The model in other tools' files, and a custom loop that resumes in the middle of its data."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_file_that_is_not_there_is_told_to_every_worker(pool2: Pool, tmp_path:
 
 
 def batches_used(strategy: Any, directory: Path, life: int, stop_after: int) -> list[int]:
-    """An own loop over a shuffled dataset of 5 batches, three epochs; a checkpoint after each step."""
+    """A custom loop over a shuffled dataset of 5 batches, three epochs; a checkpoint after each step."""
     model = perceptron(strategy)
     data = tf.data.Dataset.range(5).shuffle(5, seed=7)
     used = []

@@ -33,7 +33,7 @@ def damaged(strategy: Any, run_dir: Path) -> dict[str, Any]:
         saved = replicas.digests()
         replicas.boundary()
         replicas.save().result(60)
-        with pytest.raises(CheckpointError, match=r"restore\(\) has to come before training"):
+        with pytest.raises(CheckpointError, match=r"restore\(\) must be called before training"):
             replicas.restore()
     with replicas_of(model, run_dir=run_dir) as replicas, mock.patch.object(restoring, "logger") as logger:
         flip(run_dir, 1, strategy)
@@ -71,12 +71,12 @@ def test_one_flipped_bit_is_found_by_all_who_go_back_to_a_whole_checkpoint_toget
     for result in results:
         asked_for, none_is_whole = result["said"]
         assert "not those that were written" in asked_for
-        assert asked_for.endswith("restore(step=0) is whole.")
-        assert "No checkpoint is whole" in none_is_whole
+        assert asked_for.endswith("restore(step=0) is intact.")
+        assert "No checkpoint is intact" in none_is_whole
         assert not result["changed"]
         assert result["fell back"]
     (warning,), *others = (result["warned"] for result in results)
-    assert warning.startswith("THE CHECKPOINT OF STEP 1 IS DAMAGED, that of step 0 is restored instead. ")
+    assert warning.startswith("THE CHECKPOINT OF STEP 1 IS DAMAGED; step 0 is restored instead. ")
     assert others == [[], []]
 
 

@@ -1,4 +1,4 @@
-"""Scripts that go on: own loops over any data, several trainings, what other callbacks do at epochs' ends."""
+"""Scripts that resume: custom loops over any data, several trainings, other callbacks at epochs' ends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def given(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["dataset", "list", "generator", "iterable"])
-def test_a_custom_loop_goes_on_in_any_kind_of_data_and_warns_once_in_every_life_of_what_is_uncertain(
+def test_a_custom_loop_goes_on_in_any_kind_of_data_and_warns_once_in_every_attempt_of_what_is_uncertain(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for start, expected in [
@@ -208,7 +208,7 @@ def ids_in_two_lives(strategy: Any, directory: Path, ours_first: bool) -> list[l
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_what_a_callback_proposes_at_a_moment_has_the_same_id_in_a_life_that_begins_there(
+def test_what_a_callback_proposes_at_a_moment_has_the_same_id_in_an_attempt_that_begins_there(
     pool1: Pool, ours_first: bool, tmp_path: Path
 ) -> None:
     ((first, second),) = pool1.run(ids_in_two_lives, tmp_path, ours_first)
@@ -233,6 +233,6 @@ def test_what_was_meant_for_a_step_that_never_came_is_said(caplog: pytest.LogCap
         life.warn_of_what_was_left()
     (said,) = caplog.messages
     assert said.startswith(
-        "the training ended at step 0; updates scheduled for step 3, 7 were not applied, and wait in the "
+        "the training ended at step 0; updates scheduled for step 3, 7 were not applied and stay in the "
         "journal for a later start"
     )

@@ -68,7 +68,7 @@ def test_a_group_that_was_thought_dead_leaves_the_inbox_alone_and_its_next_bound
     keeping.start()
     session = job.workers[0].session
     eventually(session.threads.stopping.is_set)
-    with pytest.raises(JobFailed, match=r"attempt 1.* has taken over .* was thought dead"):
+    with pytest.raises(JobFailed, match=r"attempt 1.* has taken over .* was presumed dead"):
         session.arrive(1)
     assert {path.name: path.read_bytes() for path in (tmp_path / "inbox").iterdir()} == before
     assert not (tmp_path / "refused").exists()

@@ -123,7 +123,7 @@ def left(
         return None
 
     assert job.on_all(act) == [TOLD_TO_END] * job.size
-    return sorted(said for said in caplog.messages if "was told to end" in said)
+    return sorted(said for said in caplog.messages if "was told to exit" in said)
 
 
 def is_leaving(job: Job) -> bool:
@@ -138,8 +138,8 @@ def test_who_is_told_to_end_while_a_checkpoint_is_written_saves_behind_it_althou
         SlowStore(monkeypatch, lambda: is_leaving(job))
         first, second = left(job, made, caplog)
         step = job.workers[0].session.step
-    assert first == "worker 0 was told to end: the state is saved"
-    assert second == "worker 1 was told to end: the state is saved"
+    assert first == "worker 0 was told to exit: the state is saved"
+    assert second == "worker 1 was told to exit: the state is saved"
     assert [manifest.step for manifest in CheckpointStore(tmp_path).list()] == [10, step]
 
 
@@ -153,7 +153,7 @@ def test_who_is_told_to_end_says_that_nothing_is_saved_when_the_replicas_differ(
     with Job(2) as job:
         made = savers(job, tmp_path, SavePlan(10))
         for said in left(job, made, caplog, change):
-            assert "was told to end: the state is not saved. Worker 1 differs from worker 0 at step" in said
+            assert "was told to exit: the state is not saved. Worker 1 differs from worker 0 at step" in said
         eventually(lambda: not made[0].checkpoints.is_busy)
     assert [manifest.step for manifest in CheckpointStore(tmp_path).list()] == [10]
 
@@ -167,9 +167,9 @@ def test_who_is_told_to_end_says_why_nothing_is_saved(
     monkeypatch.setattr(CheckpointStore, "write", full)
     with Job(2) as job:
         first, second = left(job, savers(job, tmp_path), caplog)
-    assert first.startswith("worker 0 was told to end: the state is not saved. ")
+    assert first.startswith("worker 0 was told to exit: the state is not saved. ")
     assert "No space left on device" in first
-    assert second.startswith("worker 1 was told to end: the state is not saved. ")
+    assert second.startswith("worker 1 was told to exit: the state is not saved. ")
     caplog.clear()
     with Job(2) as job:
         said = left(job, savers(job, None), caplog)
@@ -190,7 +190,7 @@ def test_who_is_told_to_end_does_not_wait_for_ever_for_a_disk_that_does_not_answ
 
         first, _ = left(job, made, caplog, wait_until_it_is_written)
         answers.set()
-    assert "the state is not saved. The checkpoint before is still being written" in first
+    assert "the state is not saved. The previous checkpoint is still being written" in first
 
 
 # Nobody waits in vain.
@@ -219,7 +219,7 @@ def test_nobody_waits_for_a_checkpoint_whose_thread_has_died(tmp_path: Path) -> 
         try:
             saving = made[0].checkpoints.save_in_passing()
             made[0].checkpoints.report()
-            assert "No checkpoint is written any more" in result_of(saving)
+            assert "Checkpoints can no longer be written" in result_of(saving)
         finally:
             faults.set_plan([])
         assert plan is not None
@@ -239,7 +239,7 @@ def test_nobody_waits_for_a_checkpoint_that_a_worker_never_comes_to(
         saving = made[0].checkpoints.save_in_passing()
         made[0].checkpoints.report()  # worker 1 does not
     assert "The job ended before" in result_of(saving)
-    assert "did not end within" not in caplog.text
+    assert "did not exit within" not in caplog.text
 
 
 def test_nobody_waits_for_a_checkpoint_when_another_thread_has_died(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_what_is_written_is_what_was_compared(tmp_path: Path, monkeypatch: pytes
 
         SlowStore(monkeypatch, flip)
         job.on_all(Worker.step)
-        with pytest.raises(CheckpointError, match="it has changed meanwhile"):
+        with pytest.raises(CheckpointError, match="changed while it was being written"):
             saved(job, made).result(DEADLINE_SECS)
     assert CheckpointStore(tmp_path).steps() == []
     assert list((tmp_path / "checkpoints").iterdir()) == []

@@ -1,7 +1,7 @@
-"""When a job is audited, what may differ, and where it is written down.
+"""When a job is audited, which variables may differ, and where reports are written.
 
-The training threads digest the state at boundaries that the plan names, and go on. Worker 0 compares; a
-difference is examined at one of the next boundaries, where all stand still (`core/operations/audit.py`).
+The training threads digest the state at the boundaries of the plan, and continue. Worker 0 compares. It
+examines a difference at one of the next boundaries, where all workers stop (`core/operations/audit.py`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class AuditPlan:
     """When replicas are compared, and what happens when they differ.
 
     Attributes:
-        every: After this number of steps; None for never.
+        every: The number of steps between audits; None for never.
         policy: What happens when they differ.
-        ends: Whether also at the end of every epoch and of the training.
+        ends: Whether to audit also at the end of every epoch and of the training.
     """
 
     every: int | None = None
@@ -57,13 +57,13 @@ class Auditing:
     """One worker's audits. For its training thread, unless a method says otherwise.
 
     Args:
-        session: Its part in the job.
+        session: This worker's part in the job.
         schema: The variables.
-        run_dir: Where worker 0 writes what was found, if anywhere.
-        plan: When audits are made, unless a training has a plan of its own. The same on all workers.
+        run_dir: Where worker 0 writes reports, if there is a run directory.
+        plan: When to audit, unless a training has its own plan. The same on all workers.
 
     Raises:
-        ClusterError: The workers have different plans, or different variables may differ.
+        ClusterError: The workers have different plans or different `may_differ`.
     """
 
     def __init__(self, session: Session, schema: Schema, run_dir: Path | None, plan: AuditPlan) -> None:
@@ -82,7 +82,7 @@ class Auditing:
 
     @property
     def reports(self) -> Sequence[AuditReport]:
-        """What audits have found so far, the latest last. Any thread."""
+        """The reports of all audits so far, the latest last. Any thread."""
         return tuple(self._reports)
 
     @property
@@ -91,7 +91,7 @@ class Auditing:
         return self._plan.policy
 
     def plan(self, plan: AuditPlan) -> None:
-        """Sets when audits are made. All workers call it; blocks until they have."""
+        """Sets when to audit. All workers call it; blocks until they have."""
         exchange, may_differ = self._session.exchange, sorted(self._session.replica.may_differ)
         self._plans += 1
         mine = json.dumps([plan.every, plan.policy, plan.ends, may_differ])
@@ -100,38 +100,38 @@ class Auditing:
             if theirs != said[0]:
                 raise ClusterError(
                     f"Worker {worker} has other audit settings than worker 0",
-                    remedy="Give audit_every, on_divergence and may_differ alike on all workers",
+                    remedy="Pass the same audit_every, on_divergence and may_differ on all workers",
                     received=f"{theirs[:200]}, worker 0: {said[0][:200]}",
                 )
-        exchange.forget_agreed(f"audits/{self._plans - 1}")  # all who have come to this one have heard it
+        exchange.forget_agreed(f"audits/{self._plans - 1}")  # all workers here have read the previous one
         self._follow(plan)
 
     def after_step(self, steps: int) -> None:
-        """A boundary: audits if one is due."""
+        """Called at a boundary: audits if one is due."""
         every, step = self._plan.every, self._session.step
         if every is not None and step // every > (step - steps) // every:
             self._audit_in_passing()
 
     def after_epoch(self) -> None:
-        """The end of an epoch: audits if the plan says so."""
+        """Called at the end of an epoch: audits if the plan says so."""
         if self._plan.ends and self._plan.every is not None:
             self._audit_in_passing()
 
     def after_training(self) -> None:
-        """The end of the training: audits once more if the plan says so.
+        """Called at the end of the training: audits once more if the plan says so.
 
-        Also at a boundary that was audited: callbacks may have changed something since.
+        It does so even at a boundary that was already audited: callbacks may have changed the state since.
         """
         if self._plan.ends and self._plan.every is not None:
             self._audited_at = -1
             self._audit_in_passing()
 
     def training_ended(self) -> None:
-        """The plan is the usual one again. All workers come here."""
+        """Returns to the usual plan. Called on all workers."""
         self._follow(self._usual)
 
     def audit(self, policy: Policy | None) -> AuditReport:
-        """Compares all replicas where they are; all workers call it.
+        """Compares all replicas at this boundary. All workers call it.
 
         Raises:
             ReplicasDiverged: They differ, and the policy is to raise, or they could not be healed.
@@ -162,7 +162,7 @@ class Auditing:
             self._session.report("audit", lambda: seen)
 
     def _on_report(self, report: CoreReport, raises: bool) -> None:
-        """An audit for which all workers stand still: written down before anybody raises."""
+        """Called for an audit for which all workers are stopped: records it before any worker raises."""
         added = self._add(report)
         if raises:
             self._session.raise_later(diverged(added, on_trial=self._session.replica.on_trial))
@@ -203,33 +203,33 @@ class Auditing:
         )
 
     def _write(self, report: AuditReport) -> None:
-        """A disk that is full does not stop the training."""
+        """Writes a report. A full disk does not stop the training."""
         try:
             if self._run_dir is not None:
                 append_audit(self._run_dir, report)
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                logger.warning("what audits find cannot be written down: %s", error)
+                logger.warning("audit reports cannot be written: %s", error)
 
 
 def diverged(report: AuditReport, *, on_trial: bool = False) -> ReplicasDiverged:
-    """The error of an audit that found a difference.
+    """The error for an audit that found a difference.
 
     Args:
-        report: What it found.
-        on_trial: Whether it was found while an update is on trial.
+        report: The report.
+        on_trial: Whether an update is on trial.
     """
     named = "; ".join(str(difference) for difference in report.differences[:_MOST_NAMED])
     more = len(report.differences) - _MOST_NAMED
     rest = f"; and {more} more" if more > 0 else ""
     also = f"; replicas.sync(source={report.differences[0].reference}) makes them equal"
     if on_trial:
-        also += " when the trial under way is over; before that it is refused"
+        also += " after the current trial; until then it is refused"
     return ReplicasDiverged(
         f"At step {report.step} the replicas are not equal in {len(report.differences)} of "
         f"{report.variables} variables, since {report.since}: {named}{rest}. "
-        f'on_divergence="heal" repairs this by itself, unless the log of worker 0 says why not{also}.',
+        f'on_divergence="heal" repairs this automatically, unless the log of worker 0 says why not{also}.',
         worker=report.differences[0].minority[0],
         step=report.step,
     )
@@ -240,7 +240,7 @@ def declared(schema: Schema, patterns: Sequence[str], *, local_statistics: bool)
 
     Args:
         schema: All variables.
-        patterns: Full names, in which "*" stands for anything.
+        patterns: Full names; "*" matches anything.
         local_statistics: Whether each worker keeps its own moving statistics.
 
     Raises:

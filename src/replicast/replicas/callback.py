@@ -66,7 +66,7 @@ class FitReplicas(Protocol):
 
 
 class LastOfAll(keras.callbacks.Callback):
-    """Comes after all other callbacks of a `fit`, whose changes of the state are part of a checkpoint."""
+    """Runs after all other callbacks of a `fit`, so that a checkpoint includes their changes to the state."""
 
     def __init__(
         self,
@@ -116,12 +116,12 @@ class BoundaryCallback(keras.callbacks.Callback):
         self._last_of_all: LastOfAll | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Applies what the journal holds for this step, and goes on where a restored state was left."""
+        """Applies the journal's updates for this step, and resumes at the position of a restored state."""
         if self.model is not self._replicas.model:
             raise NotSupported(
                 "This callback with another model",
-                reason="it belongs to the model that its Replicas were made with",
-                remedy="Make a replicast.Replicas(model) for the model that is trained",
+                reason="it belongs to the model that its Replicas was created with",
+                remedy="Create a replicast.Replicas(model) for the model that is trained",
             )
         self._replicas.called_by = self
         self._replicas.training_begins()
@@ -134,7 +134,7 @@ class BoundaryCallback(keras.callbacks.Callback):
         self._replicas.training.agree_on_saves(self._saves)
         self._replicas.training.plan_saves(self._saves)
         self._replicas.auditing.plan(self._audits)
-        if self._resumed.epoch >= fit.epochs or self._resumed.inside == "stopped":  # Keras ends it as it does
+        if self._resumed.epoch >= fit.epochs or self._resumed.inside == "stopped":  # let Keras end the fit
             skip_fit(self.model, self._resumed.epoch, self._warn)
             return
         others = callbacks_of(self.model)
@@ -153,12 +153,12 @@ class BoundaryCallback(keras.callbacks.Callback):
         self._replicas.begin_epoch(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes where the execution starts. All callbacks are done with the boundary before."""
+        """Notes where the execution starts. All callbacks are done with the previous boundary."""
         if self._replicas.called_by is not self:
             raise NotSupported(
                 "Two callbacks of one Replicas in one fit",
                 reason="every step would be counted twice",
-                remedy="Give fit one replicas.callback(...), with all that it is to do",
+                remedy="Pass a single replicas.callback(...) with all options to fit",
             )
         self._first_step = batch
         self._replicas.training.goes_on()
@@ -172,7 +172,7 @@ class BoundaryCallback(keras.callbacks.Callback):
         self._replicas.boundary(steps=steps, logs=logs, batches=0)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """The end of an epoch is where the next one begins."""
+        """Notes the end of the epoch, which is the position where the next one begins."""
         self._resumed_epoch.ended()
         self._replicas.training.reached(Position(epoch + 1), logs)
         self._replicas.auditing.after_epoch()
@@ -180,7 +180,7 @@ class BoundaryCallback(keras.callbacks.Callback):
             self._save_epoch()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Settles what was proposed during training, so that nothing waits for a step that never comes."""
+        """Settles all proposals, so that none waits for a step that never comes."""
         start_at_epoch(self.model, 0)
         self._replicas.begin_epoch(None)
         training, others = self._replicas.training, callbacks_of(self.model)
@@ -196,11 +196,14 @@ class BoundaryCallback(keras.callbacks.Callback):
         self._replicas.training_ends()
         self._replicas.proposing.comes_to("fit", self._replicas.step)
 
-    # What is proposed at the same moment of training has the same id in every attempt, also in one that
+    # A proposal made at the same moment of training has the same id in every attempt, including one that
     # begins there.
 
     def _all_began(self) -> None:
-        """A learning rate that was changed when the epoch began is in a state that was saved later in it."""
+        """Freezes the optimizer's scalars when an epoch is resumed in the middle.
+
+        The saved state already contains a learning rate that was changed when the epoch began.
+        """
         self._replicas.proposing.comes_to("epoch", self._replicas.step - self._resumed.batch)
         if self._resumed.batch:
             of_optimizers = (each for each in self._replicas.schema if each.kind == "optimizer")
@@ -222,21 +225,21 @@ class BoundaryCallback(keras.callbacks.Callback):
         self._replicas.proposing.comes_to("epoch", self._replicas.step)
 
     def _save_epoch(self) -> None:
-        """The epoch has ended, for all callbacks where they could be found."""
+        """Called at the end of an epoch, after all other callbacks if they could be found."""
         if self._is_stopped():
             self._replicas.training.end_fit(stopped=True)
         self._replicas.training.after_epoch()
 
     def _is_over(self) -> bool:
-        """Whether this training was done in an earlier attempt, and is passed over."""
+        """Whether this training was finished in an earlier attempt and is skipped."""
         return self._resumed.inside == "over"
 
     def _is_stopped(self) -> bool:
-        """Whether something ended the training before all its epochs were done."""
+        """Whether the training was stopped before all its epochs were done."""
         return bool(self.model.stop_training) and self._epoch + 1 < (self.params or {}).get("epochs", 1)
 
     def _position(self, batch: int) -> Position:
-        """Where the data stands after a batch. The last one of an epoch is where the next one begins."""
+        """The position in the data after a batch. After the last batch it is the start of the next epoch."""
         length = (self.params or {}).get("steps")
         skipped = self._resumed.batch if self._epoch == self._resumed.epoch else 0
         done = skipped + batch + 1

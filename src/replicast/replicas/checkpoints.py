@@ -1,13 +1,13 @@
 """Checkpoints of a running job: what each worker contributes, and how worker 0 writes them.
 
     training threads    at one boundary: worker 0 copies its state, the others digest theirs
-    training threads    when they go on behind it: report that, after all that they proposed up to here
+    training threads    when they continue: report their part, after all proposals made up to then
     coordinator         compares; waits until proposals are stored (`core/operations/save.py`)
     saver lane          on worker 0: writes the copy
 
-A state that is not the same on all workers is never saved as if it were one. Of what may differ, the mean is
-saved. A restarted script does not run again what callbacks did at the boundary of a checkpoint, so what they
-proposed there is part of it.
+A state that differs between workers is never saved as if it were equal. For variables that may differ, the
+mean is saved. A restarted script does not repeat what callbacks did at the boundary of a checkpoint, so their
+proposals there are part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from replicast.update.state import Arrays, State
 logger = logging.getLogger("replicast")
 
 MOST_AVERAGED_BYTES = 2**20
-"""Values that may differ travel as text. Of larger ones than this together, worker 0's are saved."""
+"""Values that may differ are sent as text. If they are larger than this in total, worker 0's are saved."""
 
 
 class StateCopy:
-    """Worker 0's copy of the state, on its way to a file."""
+    """Worker 0's copy of the state, to be written to a file."""
 
     def __init__(
         self, draft: Draft, arrays: Arrays, digests: dict[str, str], measured: History, saving: Saving
@@ -72,15 +72,15 @@ class Checkpoints:
         session: This worker's part in the job.
         state: The variables.
         store: Where worker 0 writes; None without a run directory.
-        attempt: Which start of the job this is.
+        attempt: The number of this attempt of the job.
 
     Attributes:
-        position: Where in its data the training stands.
-        metrics: The last loss and metrics.
-        named: The step of a checkpoint that stays: the script asked for it, and does so again if restarted.
-        save_due: Makes a checkpoint that is due at this boundary. Written before the first boundary.
-        policy: What happens when replicas differ, for messages. Written before the first boundary.
-        remove_payloads: Removes from the journal what no checkpoint needs. Written before the first boundary.
+        position: The position of the training in its data.
+        metrics: The latest loss and metrics.
+        named: The step of a checkpoint to keep: the script restored it by step, and will again on a restart.
+        save_due: Makes a checkpoint that is due at this boundary. Set before the first boundary.
+        policy: What happens when replicas differ, for messages. Set before the first boundary.
+        remove_payloads: Removes payloads that no checkpoint needs. Set before the first boundary.
     """
 
     def __init__(self, session: Session, state: State, store: CheckpointStore | None, attempt: int) -> None:
@@ -127,10 +127,10 @@ class Checkpoints:
         self._plan = plan
 
     def save_here(self) -> Saving:
-        """Saves the state of this boundary, for which all workers rest; returns while it is being written.
+        """Saves the state of this boundary, where all workers stop; returns while it is being written.
 
         Raises:
-            CheckpointError: A trial is under way, or not all workers can be saved.
+            CheckpointError: A trial is not decided yet, or a worker refused.
         """
         if self._store is None:
             raise no_run_dir()
@@ -139,7 +139,7 @@ class Checkpoints:
         self._not_taken = not_taken
         outcome = self._session.rest("save")
         if isinstance(outcome, Refusal):
-            in_trial = "Save when the trial is decided; save_every of the callback does so by itself"
+            in_trial = "Save after the trial; save_every of the callback does so automatically"
             raise CheckpointError(
                 f"The state is not saved. {outcome.problem}",
                 step=self._session.step,
@@ -150,15 +150,17 @@ class Checkpoints:
         return not_taken if self._current is None or self._current is before else self._current
 
     def save_in_passing(self) -> Saving:
-        """Saves the state of this boundary, at which all workers call this; none of them waits.
+        """Saves the state of this boundary without waiting. All workers call it at the same boundary.
 
-        It is written when all of them have called `report`. In a trial it is made when that is over.
+        It is written when all of them have called `report`. During a trial, it is made after the trial.
         """
         self.report()
         replica = self._session.replica
         if replica.on_trial:
             if self._session.rank == 0:
-                logger.warning("the checkpoint of step %d is made when the trial ends", self._session.step)
+                logger.warning(
+                    "the checkpoint of step %d is postponed until the trial ends", self._session.step
+                )
             self._unreported = lambda: None
             return _done()
         if self.is_busy and not self._waits_for_current():
@@ -180,28 +182,28 @@ class Checkpoints:
         self._unreported = self._empty if self._session.rank == 0 else taken
 
     def report(self) -> None:
-        """This worker's training goes on: what it has proposed so far belongs to the last checkpoint."""
+        """Called when training continues: this worker's proposals so far belong to the last checkpoint."""
         unreported, self._unreported = self._unreported, None
         if unreported is not None:
             self._reports += 1
             self._session.report("save", unreported)
 
     def check(self) -> None:
-        """Raises, once, why a checkpoint could not be written, unless its `result` has said so already."""
+        """Raises the error of a failed checkpoint, once, unless `result` has raised it already."""
         failed, self._failed = self._failed, None
         if failed is not None and not failed[0].told:
             raise failed[1]
 
     def why_not_written(self) -> str:
-        """Why the last checkpoint was not written; empty when it was, or that is not known here."""
+        """Why the last checkpoint was not written; empty if it was, or if this worker does not know."""
         return "" if self._current is None else self._current.failure()
 
     def settle(self, timeout_secs: float | None = None) -> None:
         """Blocks until nothing is being written.
 
         Raises:
-            CheckpointError: It is, after `timeout_secs`.
-            JobFailed: The job ended before.
+            CheckpointError: A checkpoint is still being written after `timeout_secs`.
+            JobFailed: The job ended before that.
         """
         self.report()
         if self._current is None:
@@ -210,23 +212,23 @@ class Checkpoints:
         while not self._is_done_soon(self._current):
             if time.monotonic() > ends:
                 raise CheckpointError(
-                    "The checkpoint before is still being written", received=f"after {timeout_secs} s"
+                    "The previous checkpoint is still being written", received=f"after {timeout_secs} s"
                 )
 
     def _is_done_soon(self, saving: Saving) -> bool:
-        """Waits a moment for a checkpoint; says whether it is done."""
+        """Waits briefly for a checkpoint. Returns whether it is done."""
         if saving.wait(0.05):
             return True
         self._session.check()
         if self._session.threads.stopping.is_set() and not saving.done():
-            # Its lane may still be writing: whoever goes on would change the copy that it writes.
+            # The saver may still be writing: going on would change the copy that it writes.
             raise _ended_before()
         return False
 
     def _waits_for_current(self) -> bool:
-        """Waits for the checkpoint that is being written, if the plan says so; says whether it is done.
+        """Waits for the checkpoint being written, if the plan says so. Returns whether it is done.
 
-        Not for one for which this training thread has to come to a boundary first.
+        Does not wait if the checkpoint needs this training thread to reach a boundary first.
         """
         current = self._current
         if current is None or self._plan.when_busy == "skip":
@@ -234,23 +236,23 @@ class Checkpoints:
         while not self._is_done_soon(current):
             if not current.is_writing and self._session.is_wanted:
                 logger.warning(
-                    "the checkpoint of step %d is skipped: the one before it is not decided yet",
+                    "the checkpoint of step %d is skipped: the previous one is not decided yet",
                     self._session.step,
                 )
                 return False
         return True
 
     def _take_when_asked(self, due: bool, again: bool) -> Callable[[], Snapshot]:
-        """For a checkpoint for which all workers stand still.
+        """Takes this worker's part of a checkpoint for which all workers are stopped.
 
-        One that is due is made in passing: what callbacks propose at this boundary belongs to it, and the end
-        of an epoch comes first. Another one is never skipped: the script may end here.
+        One that is due is made without waiting: proposals of callbacks at this boundary belong to it, and the
+        end of an epoch comes first. One that was requested is never skipped: the script may end here.
 
         Raises:
-            Refuse: The one before is still being written, and takes too long.
+            Refuse: The previous checkpoint is still being written and takes too long.
         """
         if self._current is not None and (again or not due):
-            self._current.replace()  # what was copied for it is not written
+            self._current.replace()  # its copy is not written
         if due:
             self.save_due()
             return self._empty
@@ -263,11 +265,11 @@ class Checkpoints:
         return self._take()
 
     def _empty(self) -> Snapshot:
-        """For a checkpoint that is not made."""
+        """The snapshot for a checkpoint that is not made."""
         return Snapshot(self._session.step, "", frozenset(self._session.replica.holds), None)
 
     def _take(self) -> Callable[[], Snapshot]:
-        """What this worker contributes to a checkpoint of now; the rest is done in the background."""
+        """Takes this worker's part of a checkpoint; the returned function finishes it in the background."""
         faults.point("snapshot")
         step, replica = self._session.step, self._session.replica
         holds, measured = frozenset(replica.holds), replica.measures.history()
@@ -290,7 +292,7 @@ class Checkpoints:
         return finish
 
     def _check_written(self) -> None:
-        """Any thread: raises when no thread is left that could write."""
+        """Raises if no thread is left that could write. Any thread."""
         if self._session.threads.have_ended():
             self._session.threads.check()
             raise _ended_before()
@@ -316,10 +318,10 @@ class Checkpoints:
     # Worker 0, in other threads.
 
     def write(self, saved: Saved) -> WriteOutcome:
-        """Writes a checkpoint, in the saver lane. Whatever happens, nobody waits for it any more."""
+        """Writes a checkpoint, in the saver lane. It is settled afterwards, even if writing failed."""
         copy: StateCopy = saved.state[0]
         others: Sequence[dict[str, Any]] = saved.state[1:]
-        if not copy.saving.begin_writing():  # another one has replaced it, and the memory of its copy
+        if not copy.saving.begin_writing():  # another checkpoint has replaced it and reuses its memory
             return WriteOutcome.FAILED
         try:
             manifest = self._written(copy, others, saved)
@@ -332,7 +334,7 @@ class Checkpoints:
             copy.saving.finish(error=failure)
             return WriteOutcome.FAILED
         except BaseException as error:
-            copy.saving.finish(error=JobFailed(f"No checkpoint is written any more: {error}"))
+            copy.saving.finish(error=JobFailed(f"Checkpoints can no longer be written: {error}"))
             raise
         copy.saving.finish(manifest)
         copy.arrays, copy.measured = {}, []
@@ -341,7 +343,7 @@ class Checkpoints:
         return WriteOutcome.DURABLE
 
     def held_by_all(self) -> frozenset[int]:
-        """The updates that every kept checkpoint holds: no start needs their payloads again."""
+        """The updates that every kept checkpoint contains: no restart needs their payloads."""
         kept = [] if self._store is None else [saved_of(each).holds for each in self._store.list()]
         return frozenset.intersection(*kept) if kept else frozenset()
 
@@ -374,7 +376,7 @@ class Checkpoints:
             np.copyto(copy.arrays[name], _mean(copy.arrays[name], values, name))
             copy.digests[name] = digest_array(copy.arrays[name])
         arrays = ((name, copy.arrays[name]) for name in file_order(copy.draft.schema))
-        # As one line of text: it is much, and for no human eye. A trial after a restart is compared with it.
+        # One line of text, as it is long and not for people. A trial after a restart is compared with it.
         histories = [copy.measured, *(json.loads(other["measured"]) for other in others)]
         measured = json.dumps(mean_history(histories))
         draft = replace(copy.draft, measured=measured).with_updates(saved)
@@ -383,13 +385,13 @@ class Checkpoints:
         return manifest
 
     def _prune(self, manifest: Manifest) -> None:
-        """Removes what need not stay. The new one is whole, whatever happens to the others."""
+        """Removes old checkpoints. The new one is intact, whatever happens to the others."""
         best = self._plan.keeping.best
         if best is not None and best[0] not in manifest.metrics and not self._warned_of_metric:
             self._warned_of_metric = True
             logger.warning(
                 "keep_best: the checkpoint of step %d has no metric %r, so it cannot be the best one. It "
-                'has: %s. Metrics of validation are there with save_every="epoch"',
+                'has: %s. For validation metrics, use save_every="epoch"',
                 manifest.step,
                 best[0],
                 ", ".join(manifest.metrics) or "none",
@@ -399,11 +401,11 @@ class Checkpoints:
                 self._store.prune(self._plan.keeping.last, best, self.named)
                 self.remove_payloads()
         except (ReplicastError, OSError) as error:
-            logger.warning("old checkpoints are not removed, and take room: %s", error)
+            logger.warning("old checkpoints cannot be removed and use disk space: %s", error)
 
 
 def numbers(logs: Mapping[str, Any]) -> dict[str, float]:
-    """What in the logs is a number; a metric may be anything."""
+    """The logs that are numbers; a metric may be anything."""
     found = {}
     for name, value in logs.items():
         with contextlib.suppress(TypeError, ValueError):
@@ -412,28 +414,28 @@ def numbers(logs: Mapping[str, Any]) -> dict[str, float]:
 
 
 def no_run_dir() -> NotSupported:
-    """The error of a checkpoint without a place."""
+    """The error for a checkpoint without a run directory."""
     return NotSupported(
         "A checkpoint without a run directory",
-        reason="there is no place for it",
-        remedy="Give Replicas(model, run_dir=...), or start the job with 'replicast run'",
+        reason="there is nowhere to write it",
+        remedy="Use Replicas(model, run_dir=...), or start the job with 'replicast run'",
     )
 
 
 def averaged_names(schema: Schema, may_differ: Collection[str]) -> list[str]:
-    """Those of which the mean is saved; of the others, and of whole numbers, worker 0's own value."""
+    """The variables whose mean is saved. For all others, integers included, worker 0's value is saved."""
     floats = [v for v in schema if v.name in may_differ and v.dtype in FLOAT_DTYPES]
     return [v.name for v in floats] if sum(v.nbytes for v in floats) <= MOST_AVERAGED_BYTES else []
 
 
 def _packed(state: State, names: Iterable[str]) -> dict[str, str]:
-    """This worker's values, as text."""
+    """This worker's values as text."""
     values = state.read(names)
     return {name: base64.b64encode(value.tobytes()).decode() for name, value in values.items()}
 
 
 def _mean(own: Array, others: Sequence[Mapping[str, str]], name: str) -> Array:
-    """The mean of worker 0's value and what the others have packed, in the variable's dtype."""
+    """The mean of worker 0's value and the packed values of the others, in the variable's dtype."""
     total = own.astype(np.float64)
     for other in others:
         total += np.frombuffer(base64.b64decode(other[name]), own.dtype).reshape(own.shape)
@@ -441,23 +443,23 @@ def _mean(own: Array, others: Sequence[Mapping[str, str]], name: str) -> Array:
     return averaged
 
 
-_MAKE_ROOM = "Make room on the disk, or keep fewer: callback(keep=...)"
+_MAKE_ROOM = "Free disk space, or keep fewer checkpoints: callback(keep=...)"
 _REMEDIES = {
     errno.ENOSPC: _MAKE_ROOM,
     errno.EDQUOT: _MAKE_ROOM,
-    errno.EROFS: "The file system is read-only: make it writable, or give another run directory",
-    errno.EACCES: "Let this user write there, or give another run directory",
+    errno.EROFS: "The file system is read-only: make it writable, or use another run directory",
+    errno.EACCES: "Give this user write permission, or use another run directory",
 }
 
 
 def not_written(error: OSError, store: CheckpointStore | None, step: int) -> CheckpointError:
-    """What to do after a checkpoint could not be written."""
+    """The error for a checkpoint that could not be written, with what to do."""
     failure = CheckpointError(
         f"The checkpoint of step {step} could not be written",
         path=None if store is None else store.path(step),
         step=step,
         received=str(error),
-        remedy=f"{_REMEDIES.get(error.errno or 0, 'See what is wrong there')}. Those before it are whole",
+        remedy=f"{_REMEDIES.get(error.errno or 0, 'Check the file system')}. Earlier checkpoints are intact",
     )
     failure.__cause__ = error
     return failure

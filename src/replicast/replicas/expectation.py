@@ -1,4 +1,4 @@
-"""What a variable should be by checkpoint and journal: who is right when there is no majority."""
+"""The value of a variable according to checkpoint and journal: decides an audit without a majority."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from replicast.update.state import State
 logger = logging.getLogger("replicast")
 
 MOST_BYTES = 2**30
-"""All workers wait meanwhile: no more than this is read of the journal for one variable."""
+"""The most bytes to read from the journal for one variable, since all workers wait meanwhile."""
 
 
 class _Place(NamedTuple):
-    """Where an audit is: as long as nothing of this changes, what was read is valid."""
+    """The circumstances of an audit. While they are the same, what was read before stays valid."""
 
     step: int
     holds: frozenset[int]
@@ -28,17 +28,18 @@ class _Place(NamedTuple):
 
 
 class _Basis(NamedTuple):
-    """The last checkpoint, and what this worker has applied since, in the journal's order."""
+    """The last checkpoint, and the updates applied since then, in the journal's order."""
 
     last: Manifest
     since: tuple[CommittedUpdate, ...]
 
 
 class Expectation:
-    """The last checkpoint, and what the journal has changed since. On worker 0, while all stand still.
+    """Computes values from the last checkpoint and the journal. On worker 0, while all workers are stopped.
 
-    It is the truth for a variable that training has not changed since the checkpoint: one that is frozen, a
-    learning rate, or any at the very step of the checkpoint. Otherwise nobody has it, and nothing is decided.
+    The result is right for a variable that training has not changed since the checkpoint: a frozen one, a
+    learning rate, or any variable at the step of the checkpoint. For all others it matches no worker's
+    value, and decides nothing.
     """
 
     def __init__(self, session: Session, state: State, run_dir: Path, *, durable: bool) -> None:
@@ -51,17 +52,17 @@ class Expectation:
         self._found: _Basis | None = None
 
     def fingerprint(self, name: str) -> str | None:
-        """What the variable's fingerprint should be; None when that is not known."""
+        """The expected fingerprint of a variable; None if it is not known."""
         basis = self._basis()
         try:
             value = None if basis is None else self._value(name, basis)
         except (ReplicastError, OSError) as error:
-            logger.warning("checkpoint and journal do not say what %s should be: %s", name, error)
+            logger.warning("%s: no expected value can be read from checkpoint and journal: %s", name, error)
             return None
         return None if value is None else self._state.fingerprint_of(value)
 
     def _basis(self) -> _Basis | None:
-        """What checkpoint and journal hold now: read once for all variables of an audit."""
+        """Reads checkpoint and journal, once for all variables of an audit."""
         holds = frozenset(self._session.replica.holds)
         place = _Place(self._session.step, holds, self._checkpoints_changed_at())
         if place != self._found_at:
@@ -69,12 +70,12 @@ class Expectation:
             try:
                 self._found = self._read(holds)
             except (ReplicastError, OSError) as error:
-                logger.warning("checkpoint and journal do not say what any variable should be: %s", error)
+                logger.warning("expected values cannot be read from checkpoint and journal: %s", error)
         return self._found
 
     def _checkpoints_changed_at(self) -> int | None:
         try:
-            # Every checkpoint that comes or goes is renamed in it.
+            # Adding or removing a checkpoint is a rename in this directory.
             return self._store.directory.stat().st_mtime_ns
         except OSError:
             return None

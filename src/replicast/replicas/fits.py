@@ -1,7 +1,7 @@
 """Which `fit` of a script a restored position belongs to.
 
-A restarted script comes to all its trainings again, in the same order. Those that were over when the
-checkpoint was made are passed over; the one in which it was made goes on; those behind it start anew.
+A restarted script calls all its trainings again, in the same order. Those that were over when the checkpoint
+was made are skipped; the one in which it was made resumes; later ones start from the beginning.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Fits:
     """The trainings of one script. The same on all workers, for their training threads.
 
     Args:
-        speaks: Whether this worker says what there is to say.
+        speaks: Whether this worker logs warnings.
     """
 
     def __init__(self, speaks: bool = True) -> None:
@@ -30,18 +30,19 @@ class Fits:
         self._said: set[str] = set()
 
     def restored(self, position: Position) -> None:
-        """A checkpoint was made at this position."""
+        """Sets the position of the restored checkpoint."""
         self._resumed = position
 
     def begin(self, fit: Fit) -> Position:
-        """A training with the callback begins.
+        """Called when a training with the callback begins.
 
         Returns:
-            Where it goes on. One that was over when the checkpoint was made is "over": it changes nothing.
-            One that was "stopped" there has still to be ended as Keras does it, with a moving average maybe.
+            The position at which it resumes. A training that was over when the checkpoint was made is "over"
+            and is skipped. One that was "stopped" there still has to be ended by Keras, which may, for
+            example, assign moving averages.
 
         Raises:
-            CheckpointError: It was not in the life of the job that made the checkpoint.
+            CheckpointError: The attempt that made the checkpoint had no such training.
         """
         resumed = self._resumed
         if resumed is None or resumed.fits is None:
@@ -60,22 +61,22 @@ class Fits:
         return replace(found, inside="stopped") if stopped else found
 
     def end(self, epoch: int, stopped: bool) -> None:
-        """The training is over.
+        """Called when the training is over.
 
         Args:
             epoch: The epoch after its last one.
-            stopped: Whether something ended it before all its epochs were done.
+            stopped: Whether it was stopped before all its epochs were done.
         """
         if self._inside == "fit":
             self._begun[-1] = self._begun[-1]._replace(ended=epoch)
         self._inside = "stopped" if stopped else "loop"
 
     def stamped(self, position: Position) -> Position:
-        """The position, with its place in the script."""
+        """The position in the data, combined with the position in the script."""
         return replace(position, fits=tuple(self._begun), inside=self._inside)
 
     def used(self, position: Position, batches: int) -> Position:
-        """The position after so many more batches; outside of `fit`, those of an own loop."""
+        """The position after this many more batches; outside of `fit`, those of a custom training loop."""
         if self._inside == "fit" or not batches:
             return replace(position, batch=position.batch + batches)
         self._warn_if_too_early()
@@ -83,12 +84,12 @@ class Fits:
         return self.looping(replace(done, batch=done.batch + batches))
 
     def looping(self, position: Position) -> Position:
-        """The position of an own loop, with its place in the script."""
+        """The position of a custom training loop, combined with the position in the script."""
         self._inside = "loop"
         return self.stamped(position)
 
     def take_loop(self) -> Position | None:
-        """Where an own loop that begins a pass goes on, once; None when that is at a beginning."""
+        """Where a custom training loop resumes, once; None if it starts a pass from the beginning."""
         resumed = self._resumed
         if resumed is None or (resumed.fits is not None and len(resumed.fits) > len(self._begun)):
             self._warn_if_too_early()
@@ -97,14 +98,14 @@ class Fits:
         return resumed if resumed.fits is None or resumed.inside == "loop" else None
 
     def awaited(self) -> str:
-        """What is wrong when the script ends before it came to the place of the checkpoint."""
+        """A warning if the script ends before it reached the position of the checkpoint; else empty."""
         resumed = self._resumed
         if resumed is None or resumed.fits is None or len(resumed.fits) <= len(self._begun):
             return ""
         return (
             f"NOTHING WAS TRAINED: the checkpoint was made in or after training {len(resumed.fits)} of the "
             f"script (a {resumed.fits[-1]}), and the script ended after {len(self._begun)}. After a restore "
-            "it has to come to all its calls of fit again; those that were done are passed over"
+            "the script has to make all its calls of fit again; finished ones are skipped"
         )
 
     def _begins(self, fit: Fit, position: Position) -> Position:
@@ -116,13 +117,13 @@ class Fits:
         self._begun.append(fit)
         self._inside = "loop"
         self._say(
-            f"the checkpoint was made in or after training {count} of the script: those that were done are "
-            "passed over"
+            f"the checkpoint was made in or after training {count} of the script: finished trainings are "
+            "skipped"
         )
         return Position(fit.epochs if fit.ended is None else fit.ended, 0, tuple(self._begun), "over")
 
     def _leave_out(self, fit: Fit, resumed: Position) -> None:
-        """A script may leave out what was done: `if restored is None: model.fit(...)`."""
+        """Handles a script that omits finished trainings: `if restored is None: model.fit(...)`."""
         then, place = resumed.fits or (), len(self._begun)
         last_may_change = place == len(then) - 1 and resumed.inside != "loop"
         if place >= len(then) or last_may_change or fit.is_like(then[place]):
@@ -130,16 +131,14 @@ class Fits:
         found = next((later for later in range(place, len(then)) if fit.is_like(then[later])), None)
         if found is None:
             raise CheckpointError(
-                f"Training {place + 1} of this script is another one than when the checkpoint was made, so "
-                "nobody knows whether it was done",
+                f"Training {place + 1} of this script is not the one from when the checkpoint was made, so "
+                "it is not known whether it was finished",
                 expected=f"a {then[place]}",
                 received=f"a {fit}",
-                remedy="Call fit as before, in the same order, also where it was done: it is passed over. "
-                "Or restore a checkpoint that was made before this training: restore(step=...)",
+                remedy="Make the same calls of fit in the same order; finished ones are skipped. Or restore "
+                "a checkpoint that was made before this training: restore(step=...)",
             )
-        self._say(
-            f"training {place + 1} of the script is left out: the one that begins is number {found + 1}"
-        )
+        self._say(f"the script omits training {place + 1}: the one that begins now is number {found + 1}")
         self._begun.extend(then[place:found])
 
     def _warn_if_too_early(self) -> None:
@@ -147,8 +146,9 @@ class Fits:
             ahead = len(self._resumed.fits)
             if ahead > len(self._begun):
                 self._say(
-                    "THIS LOOP TRAINS AGAIN what is in the checkpoint, which was made in or after training "
-                    f"{ahead} with the callback, behind it. Let it end by steps: 'while replicas.step < 300'"
+                    "THIS LOOP REPEATS TRAINING that is already in the checkpoint, which was made later, in "
+                    f"or after training {ahead} with the callback. End the loop by steps: "
+                    "'while replicas.step < 300'"
                 )
 
     def _say(self, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Variables that keep their values while a restarted script repeats what was done before."""
+"""Variables that keep their values while a restarted script repeats work that is already in the state."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from replicast.update.state import Arrays, State
 
 
 class FrozenVariables:
-    """Variables that stay as they are, whatever the script or its callbacks do: it was done before.
+    """Variables whose values are restored after a restarted script or its callbacks change them again.
 
-    An update changes them all the same, and ends that. For the training thread.
+    An update still changes them, and ends the freeze. For the training thread.
     """
 
     def __init__(self, session: Session, state: State) -> None:
@@ -25,7 +25,7 @@ class FrozenVariables:
         self._holds: set[int] = set()
 
     def keep(self, names: Iterable[str] | None = None) -> None:
-        """Keeps the values of these variables; by default, of all."""
+        """Freezes these variables; by default, all."""
         holds = self._session.replica.holds
         if self._copy and self._holds == holds:
             return
@@ -34,14 +34,14 @@ class FrozenVariables:
         self._holds = set(holds)
 
     def put_back(self) -> None:
-        """Gives the variables that were changed since `keep` their values again."""
+        """Restores the values of the variables that have changed since `keep`."""
         if not self._copy or self._holds != self._session.replica.holds:
             return
         for name, digest in self._state.digests(self._copy).items():
             if digest != self._digests[name]:
-                # A copy: assigning may take the memory over, and training would change it.
+                # A copy: the variable may take over the assigned memory, and training would change it.
                 self._state.apply([Edit(Operation.ASSIGN, name, {"value": np.array(self._copy[name])})])
 
     def release(self) -> None:
-        """Lets go of them."""
+        """Ends the freeze."""
         self._copy, self._digests = {}, {}

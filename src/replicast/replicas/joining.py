@@ -1,4 +1,4 @@
-"""How a worker's part in the updates of one model comes into being."""
+"""Joins a worker to the job: checks the settings, agrees with the other workers, starts the threads."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ Durability = Literal["disk", "memory"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the user and the launcher have said.
+    """The settings given by the user and the launcher.
 
     Attributes:
-        name: Tells the keys of this model's updates from those of another; the same on all workers.
-        run_dir: Where files go, if anywhere.
-        attempt: Which start of the job this is.
+        name: Prefix that separates this model's keys from those of other models; the same on all workers.
+        run_dir: The run directory, if there is one.
+        attempt: The number of this attempt of the job.
         durable: Whether the journal is on disk.
-        audits: When replicas are compared, outside of `fit`.
-        may_differ: Patterns of the names of those variables that may differ.
+        audits: When replicas are compared outside of `fit`.
+        may_differ: Patterns for the names of the variables that may differ.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What exists once the model is built."""
+    """The objects that exist once the model is built."""
 
     state: KerasState
     session: Session
@@ -88,7 +88,7 @@ def settle(
     may_differ: Sequence[str],
     strategy: Strategy,
 ) -> Settings:
-    """The settings, checked, with what was left open filled in."""
+    """Checks the settings and fills in defaults."""
     launch = read_launch(os.environ)
     name = strategy.next_name("replicas")
     if run_dir is None and launch.run_dir is not None:
@@ -114,13 +114,13 @@ def settle(
 
 
 def strategy_of(model: keras.Model) -> Strategy:
-    """The strategy in whose scope the model was made."""
+    """The strategy in whose scope the model was created."""
     strategy = getattr(model, "distribute_strategy", None)
     if not isinstance(strategy, Strategy):
         raise NotSupported(
-            "A model that was made outside the scope of a replicast.Strategy",
+            "A model that was created outside the scope of a replicast.Strategy",
             reason="its variables are not the same on every worker",
-            remedy="Make and compile it inside 'with strategy.scope():'",
+            remedy="Create and compile it inside 'with strategy.scope():'",
         )
     return strategy
 
@@ -131,9 +131,9 @@ def join(
     strategy: Strategy,
     settings: Settings,
 ) -> Parts:
-    """Joins the other workers and starts the threads. All workers come here, each with a built model.
+    """Joins the other workers and starts the threads. All workers call it, each with a built model.
 
-    Blocks until they have, at most `timeouts.join_secs`, then names who is missing.
+    Blocks until all have called it, at most `timeouts.join_secs`; the error then names the missing worker.
     """
     with strategy.scope():
         optimizers = optimizers_by_name(model, optimizer)
@@ -149,12 +149,12 @@ def join(
     exchange = Exchange(strategy.coordination, settings.name, rank, size, strategy.has_left)
     if rank == 0 and settings.run_dir is not None:
         check_free(settings.run_dir)
-        # Before the others hear of this worker: until then none of them writes.
-        with contextlib.suppress(OSError):  # Whatever is wrong with the disk, the first write will say.
+        # Before the others hear from this worker: until then none of them writes.
+        with contextlib.suppress(OSError):  # If the disk has a problem, the first write reports it.
             clean_run(settings.run_dir)
     _check_same_model(exchange, state, timeouts.join_secs)
     accelerated = exchange.agree("accelerator", str(state.on_accelerator), timeouts.join_secs)
-    state.fingerprints_on_device = str(True) in accelerated.values()  # one kind, or none could be compared
+    state.fingerprints_on_device = str(True) in accelerated.values()  # same kind everywhere: comparable
     transport = open_transport(strategy.coordination, rank, size, os.environ)
     fence = writer = store = None
     if rank == 0:
@@ -204,7 +204,7 @@ def _check_same_model(exchange: Exchange, state: KerasState, timeout_secs: float
     differing = [worker for worker, digest in schemas.items() if digest != schemas[0]]
     if differing:
         raise ClusterError(
-            f"The model of worker {differing[0]} has other variables than worker 0's",
+            f"The model of worker {differing[0]} has other variables than that of worker 0",
             remedy="Build the same model on every worker",
             received=f"schema {schemas[differing[0]]}, worker 0: {schemas[0]}",
         )
@@ -213,7 +213,7 @@ def _check_same_model(exchange: Exchange, state: KerasState, timeout_secs: float
 def _writer(
     state: KerasState, size: int, settings: Settings, fence: Fence | None
 ) -> tuple[Writer, CheckpointStore | None]:
-    """Worker 0: where entries and checkpoints go."""
+    """Worker 0: the writer of journal entries, and the checkpoint store."""
     if settings.run_dir is None or fence is None:
         return Writer(MemoryJournal()), None
     _warn_if_other_size(settings.run_dir, size)
@@ -228,7 +228,7 @@ def _writer(
 def _connect(
     session: Session, writer: Writer, checkpoints: Checkpoints, auditing: Auditing, settings: Settings
 ) -> None:
-    """Worker 0: who is told of what."""
+    """Worker 0: connects the callbacks of the parts."""
     writer.write_checkpoint = checkpoints.write
     checkpoints.policy = lambda: auditing.policy
     checkpoints.remove_payloads = writer.remove_payloads
@@ -244,19 +244,19 @@ def _warn_if_other_size(run_dir: Path, size: int) -> None:
     with contextlib.suppress(ReplicastError, OSError):
         before = read_run_info(run_dir).workers
         if before != size:
-            logger.warning("%s had %d workers before, and has %d now", run_dir, before, size)
+            logger.warning("%s: the previous attempt had %d workers, this one has %d", run_dir, before, size)
 
 
 def check_not_compiled_again(
     model: keras.Model, optimizer: keras.optimizers.Optimizer | None, parts: Parts
 ) -> None:
-    """Raises when the model has other optimizers than those whose variables have names here."""
+    """Raises if the model was compiled with another optimizer since it joined."""
     now = optimizers_by_name(model, optimizer)
     if {name: id(one) for name, one in now.items()} != {
         name: id(one) for name, one in parts.optimizers.items()
     }:
         raise NotSupported(
             "A model that was compiled again",
-            reason="its optimizer is another one, which these replicas do not know",
-            remedy="Call close() on these, and make another replicast.Replicas(model) after compile",
+            reason="it has a new optimizer, which this Replicas does not know",
+            remedy="Call close() on this Replicas, and create a new replicast.Replicas(model) after compile",
         )

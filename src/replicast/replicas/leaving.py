@@ -1,9 +1,9 @@
-"""A worker's part in leaving: all workers were told to end, save at one boundary, and exit.
+"""A worker's part in leaving: on SIGTERM, all workers save at one boundary and exit.
 
-Somebody sends SIGTERM to one worker, or to all, or calls `replicas.leave()`. Whoever hears it requests the
-operation "leave" (`core/operations/leave.py`): all save at one boundary, and the processes end with 143.
+SIGTERM arrives at one worker or at all, or a script calls `replicas.leave()`. Each such worker requests the
+operation "leave" (`core/operations/leave.py`): all save at one boundary, and the processes exit with 143.
 
-A script may have several models. The one that comes to a boundary first leaves, and saves those of the others
+A script may have several models. The one that reaches a boundary first leaves, and saves the other models
 too: all workers are at the same line of the script then.
 """
 
@@ -21,23 +21,23 @@ from replicast.runtime import Session
 logger = logging.getLogger("replicast")
 
 WRONG_CALLS = 100
-"""How often the end of a script waits for a worker that is still at another call."""
+"""How often the end of a script retries while another worker is still at another call."""
 
 
 def told_to_end(leavings: Sequence[Leaving]) -> None:
-    """SIGTERM has come: whatever is trained leaves at one boundary. Outside of a training, at once.
+    """Handles SIGTERM: models in training leave at one boundary; outside of training the process exits.
 
     Args:
-        leavings: Those of all models that are not closed.
+        leavings: The parts of all models that are not closed.
 
     Raises:
-        SystemExit: Nothing is trained, and the script has not come to its end either.
+        SystemExit: No model is in training, and the script has not reached its end.
     """
     training = [one for one in leavings if one.is_training()]
     for one in training:
         one.ask()
     if not training and not any(one.left or one.ends for one in leavings):
-        logger.warning("this worker was told to end outside of a training: nothing is saved")
+        logger.warning("this worker was told to exit outside of a training: nothing is saved")
         sys.exit(TOLD_TO_END)
 
 
@@ -46,15 +46,15 @@ class Leaving:
 
     Args:
         session: This worker's part in the job.
-        save: Makes a checkpoint of this boundary, waits for it within bounds, and says what came of it.
-        why_not_saved: Why the last checkpoint could not be written, as far as this worker knows.
-        has_run_dir: Whether there is a place for checkpoints.
+        save: Saves at this boundary, waits up to a timeout, and returns why it failed, or an empty string.
+        why_not_saved: Why the last checkpoint could not be written, if this worker knows.
+        has_run_dir: Whether there is a run directory for checkpoints.
 
     Attributes:
-        companions: Those of all models of this worker, in the same order on all workers; this one among them.
-        is_training: Whether the model is trained now. Written before the first boundary.
-        has_trained: Whether it ever was. Written before the first boundary.
-        left: Whether this worker has left the training, at the boundary of all others.
+        companions: The parts of all models of this worker, this one included; the same order on all workers.
+        is_training: Whether the model is in training now. Set before the first boundary.
+        has_trained: Whether it ever was. Set before the first boundary.
+        left: Whether this worker has left the training, at the same boundary as all others.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Leaving:
 
     @property
     def ends(self) -> bool:
-        """Whether the script has come to its end: then nothing needs to end it any more."""
+        """Whether the script has reached its end and need not be told to exit."""
         return self._ends
 
     @ends.setter
@@ -93,7 +93,7 @@ class Leaving:
             self._session.request("leave")
 
     def settle(self) -> None:
-        """Settles what is open together with all others, unless all have left already."""
+        """Settles open proposals together with all workers, unless all have left already."""
         for _ in range(WRONG_CALLS):
             if self.left:
                 return
@@ -102,13 +102,13 @@ class Leaving:
                 if not self.left:
                     self._session.rest("close")
             except ClusterError as error:
-                # Another worker is elsewhere: both are told so, and that one comes to its end later.
+                # Another worker is at another call: both get this error, and it reaches its end later.
                 logger.warning("worker %d is at the end of its script. %s", self._session.rank, error)
             else:
                 return
 
     def _leave(self, problem: str) -> None:
-        """All workers are at one boundary, and the state is saved; then the process ends."""
+        """Called at a boundary of all workers, after the save; then the process exits."""
         if not self._has_run_dir:
             problem = "There is no run directory"
         elif problem:
@@ -122,7 +122,7 @@ class Leaving:
             self._session.exchange.agree("leave", "", self._session.timeouts.answer_secs)
 
     def _save_too(self) -> None:
-        """Saves this model while another one leaves. All workers do, and worker 0 says what came of it."""
+        """Saves this model while another one leaves. All workers do so, and worker 0 reports the result."""
         try:
             problem = self._save()
         except (ReplicastError, OSError) as error:
@@ -136,4 +136,4 @@ class Leaving:
         self.left = True
         which = f" ({self._session.exchange.name})" if len(self.companions) > 1 else ""
         said = f"the state is not saved. {problem}" if problem else "the state is saved"
-        logger.warning("worker %d was told to end: %s%s", self._session.rank, said, which)
+        logger.warning("worker %d was told to exit: %s%s", self._session.rank, said, which)

@@ -1,4 +1,4 @@
-"""The model in the files of other tools: written and read by worker 0 alone."""
+"""Export and import of the model in the file formats of other tools. Only worker 0 reads and writes."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ WRITE_SECS = 3600.0
 
 
 def on_worker_0(exchange: Exchange, number: int, act: Callable[[], None]) -> None:
-    """Has worker 0 act while the others wait for it, at most an hour; if it fails, all raise.
+    """Runs `act` on worker 0 while the others wait for it, at most an hour. If it fails, all raise.
 
     Raises:
-        CheckpointError: Worker 0 could not.
+        CheckpointError: `act` failed on worker 0.
     """
     if exchange.rank == 0:
         said = ""
         try:
             act()
-        except Exception as error:  # whatever Keras or TensorFlow find wrong, the others must hear of it
+        except Exception as error:  # any error of Keras or TensorFlow must reach the others
             said = f"{type(error).__name__}: {error}"
         exchange.tell(f"move/{number}", json.dumps(said))
     problem = json.loads(exchange.hear(f"move/{number}", WRITE_SECS))
     if problem:
-        raise CheckpointError(f"Worker 0 could not read it into this model, or write it: {problem}")
+        raise CheckpointError(f"Worker 0 could not read or write the model file: {problem}")
 
 
 def write_model(model: keras.Model, path: Path) -> None:
-    """Writes a model in the format that the path's ending names. Called by one worker."""
+    """Writes a model in the format given by the path's suffix. Called by one worker."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.name.endswith(".keras"):
         keras.saving.save_model(model, path)
     elif path.name.endswith(".weights.h5"):
-        # The class' own: for all workers together, the model's is written once, and waits for that.
+        # Not model.save_weights, which is patched for all workers: it writes once and waits for the others.
         type(model).save_weights(model, path, overwrite=True)
     else:
         _tracked(model).write(str(path))
 
 
 def read_model(model: keras.Model, path: Path) -> None:
-    """Gives one worker's replica the values in a file."""
+    """Loads the values in a file into one worker's replica."""
     if path.name.endswith(".keras"):
         loaded = keras.saving.load_model(path, compile=False, safe_mode=True)
         model.set_weights(loaded.get_weights())

@@ -1,4 +1,4 @@
-"""Where in its script and its data a training stands."""
+"""The position of a training in its script and its data."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 Inside = Literal["fit", "stopped", "over", "loop"]
-"""What a position is of: the last `fit` that was begun; one that something stopped, or that was over in an
-earlier life of the job; or an own loop."""
+"""What a position refers to: the last `fit` that was begun; a `fit` that was stopped early, or that was over
+in an earlier attempt; or a custom training loop."""
 
 
 class Fit(NamedTuple):
-    """One training with the callback, by which a script that runs again recognises it.
+    """One `fit` with the callback, as a restarted script recognizes it.
 
     Attributes:
-        epochs: How many it was called with.
-        batches: How many an epoch has; None if that is not known when it begins.
+        epochs: The number of epochs it was called with.
+        batches: The number of batches per epoch; None if that is not known when it begins.
         ended: The epoch after its last one; None while it runs.
     """
 
@@ -25,11 +25,11 @@ class Fit(NamedTuple):
     ended: int | None = None
 
     def __str__(self) -> str:
-        batches = "batches whose number is not known" if self.batches is None else f"{self.batches} batches"
+        batches = "an unknown number of batches" if self.batches is None else f"{self.batches} batches"
         return f"fit with {self.epochs} epochs of {batches}"
 
     def is_like(self, other: Fit) -> bool:
-        """Whether both were called alike."""
+        """Whether both were called with the same arguments."""
         return (self.epochs, self.batches) == (other.epochs, other.batches)
 
 
@@ -38,11 +38,11 @@ class Position:
     """How much of the data was used. Positions at the same place in their data are equal.
 
     Attributes:
-        epoch: The epoch that training is in, from 0 on; in an own loop, the pass over the data.
-        batch: How many batches of it are done.
-        fits: The trainings with the callback that the script has begun, in their order; None if that is not
+        epoch: The current epoch, from 0; in a custom training loop, the pass over the data.
+        batch: The number of finished batches of this epoch.
+        fits: The calls of `fit` with the callback that the script has begun, in order; None if that is not
             known, as in checkpoints of earlier versions.
-        inside: Of what the epoch and the batch are.
+        inside: What the epoch and the batch refer to.
     """
 
     epoch: int = 0
@@ -51,21 +51,21 @@ class Position:
     inside: Inside = field(default="fit", compare=False)
 
     def in_passes_of(self, length: int) -> Position:
-        """The same place, if every pass ends with the data. A length below 0 is not known."""
+        """The same position, with each pass as long as the data. A length below 0 means unknown."""
         if length <= 0:
             return self
         passes, batch = divmod(self.batch, length)
         return replace(self, epoch=self.epoch + passes, batch=batch)
 
     def script(self) -> dict[str, Any]:
-        """The place in the script, as JSON values."""
+        """The position in the script, as JSON values."""
         return {
             "fits": None if self.fits is None else [list(fit) for fit in self.fits],
             "inside": self.inside,
         }
 
     def at(self, script: Mapping[str, Any] | None) -> Position:
-        """This place in the data, at the place in the script that `script` described; None if nobody did."""
+        """This position in the data, combined with a position in the script, as given by `script()`."""
         if script is None or script["fits"] is None:
             return self
         return replace(self, fits=tuple(Fit(*fit) for fit in script["fits"]), inside=script["inside"])

@@ -1,4 +1,4 @@
-"""What a worker may propose, and under which id."""
+"""Checks a worker's proposals and gives them ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from replicast.update.update import Update
 
 
 class Proposing:
-    """Checks what can be checked at once, and hands proposals to the protocol. Any thread may call."""
+    """Checks what can be checked immediately, and passes proposals on. Any thread may call it."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -26,18 +26,19 @@ class Proposing:
         self._moment = (-1, "")
 
     def comes_to(self, moment: str, step: int) -> None:
-        """What the training thread proposes from here to the next boundary belongs to this moment.
+        """Assigns the training thread's proposals, from here to the next boundary, to this moment.
 
-        Otherwise it belongs to the boundary before; to step 0 if there is none in this attempt.
+        Other proposals belong to the previous boundary, or to step 0 if there is none in this attempt.
 
         Args:
-            moment: Its name, a word.
-            step: The last step before it: in an attempt that begins behind it, an earlier one than now.
+            moment: Its name, one word.
+            step: The last step before the moment. In an attempt that begins after it, this is an earlier step
+                than the current one.
         """
         self._moment = self._session.step, f"step-{step}-{moment}"
 
     def go_on(self) -> None:
-        """The training goes on behind the step at which it stands: what is proposed belongs there."""
+        """Called when training continues: proposals belong to the current step from now on."""
         self._has_trained = True
 
     def propose(
@@ -65,10 +66,10 @@ class Proposing:
         runs_on = self._rank if source is None else checked_worker(source, self._size)
         if runs_on != self._rank and not self._session.in_training_thread():
             raise UpdateRefused(
-                f"A function for worker {runs_on} cannot be sent there by worker {self._rank}",
+                f"Worker {self._rank} cannot send a function to worker {runs_on}",
                 remedy=f"Propose it on worker {runs_on}, or in the training thread of every worker",
             )
-        # Out of the training thread it is at no certain step, and a restarted job does not propose it again.
+        # Outside the training thread it has no definite step, and a restarted job does not propose it again.
         in_step = self._session.in_training_thread()
         id_ = self._next_id(f"function-{runs_on}") if in_step else f"function-{runs_on}-{uuid.uuid4().hex}"
         return self._session.propose_function(id_, update, runs_on, at_step, trial)
@@ -77,15 +78,15 @@ class Proposing:
         self, update: Update, source: int | None, at_step: int | None, trial: Trial | None = None
     ) -> Ticket:
         if source is not None:
-            raise UpdateRefused("source is for functions: an update's values are given", received=f"{source}")
+            raise UpdateRefused("source is only for functions, not for updates", received=f"source={source}")
         if not update.id_was_given and self._session.in_training_thread():
             update = update.with_id(self._next_id(f"worker-{self._rank}"))
         return self._session.propose(update.signed(f"worker {self._rank}"), at_step, trial)
 
     def _next_id(self, prefix: str) -> str:
-        """An id that a restarted job gives to the same proposal, so that it is applied once all the same.
+        """An id that a restarted job gives to the same proposal again, so that it is applied only once.
 
-        For the training thread. What a script proposes before it trains has step 0, also after a restore.
+        For the training thread. Proposals before training have step 0, even after a restore.
         """
         step = self._session.step
         since, moment = self._moment
@@ -116,7 +117,11 @@ def checked_step(at_step: Any) -> int | None:
 
 
 def checked_worker(source: Any, size: int) -> int:
-    """The number of a worker, if it is one."""
+    """Checks the rank of a worker.
+
+    Raises:
+        UpdateRefused: There is no such worker.
+    """
     try:
         number = operator.index(source)
     except TypeError:

@@ -1,4 +1,4 @@
-"""`replicast.Replicas`: how a worker, or somebody outside the job, changes all replicas."""
+"""`replicast.Replicas`: the user's interface for changing all replicas of a model."""
 
 from __future__ import annotations
 
@@ -40,31 +40,32 @@ logger = logging.getLogger("replicast")
 
 
 class Replicas(ReplicasView):
-    """The replicas of one model, seen from one worker. Make it on all workers, after the model is compiled.
+    """The replicas of one model, seen from one worker. Create it on all workers, after compiling the model.
 
-    Blocks until all workers have made theirs. Updates are applied at boundaries: give `callback()` to `fit`,
-    or call `boundary()` after each step of a custom training loop.
+    Blocks until all workers have created theirs. Updates are applied at boundaries: pass `callback()` to
+    `fit`, or call `boundary()` after each step of a custom training loop.
 
     Example:
         replicas = replicast.Replicas(model)
         model.fit(dataset, callbacks=[replicas.callback()])
 
     Args:
-        model: Made and compiled inside `strategy.scope()` of a `replicast.Strategy`. One that is not built
-            yet can be changed once training has begun.
+        model: Created and compiled inside `strategy.scope()` of a `replicast.Strategy`. A model that is not
+            built yet can be changed once training has begun.
         optimizer: For a custom training loop, whose optimizer the model does not know.
-        run_dir: Where the journal, the inbox and the files that `replicast status` reads are. Default: what
-            the launcher gives (for a second model `replicas-2` in it, and so on); without a launcher, none.
+        run_dir: The directory of the journal, the inbox and the files that `replicast status` reads. Default:
+            the launcher's run directory (for a second model, its subdirectory `replicas-2`, and so on);
+            without a launcher, none.
         durability: "disk": an update is committed when it is on disk. "memory": nothing is written, and a
-            restarted job has lost the updates. Default: "disk" where there is a run directory.
-        limits: What is refused as too large: `replicast.Limits`.
-        guard: What is refused as too large a change, or as a change of what must stay. Default: nothing.
-        audit_every: For a custom training loop: compare all replicas after this number of steps. `fit` has
-            it in `callback`.
+            restarted job has lost the updates. Default: "disk" if there is a run directory.
+        limits: Size limits for updates: `replicast.Limits`.
+        guard: Limits on how much an update may change, and variables that must not change. Default: none.
+        audit_every: For a custom training loop: compare all replicas every this many steps. For `fit`, pass
+            it to `callback`.
         on_divergence: What happens when replicas differ: "raise", "heal" or "warn". For a custom training
             loop and `audit`.
-        may_differ: Names of variables that each worker may have its own of, in which "*" stands for anything.
-        timeouts: How long is waited for whom: `replicast.Timeouts`.
+        may_differ: Names of variables that may differ between workers; "*" matches anything.
+        timeouts: How long each wait may take: `replicast.Timeouts`.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Replicas(ReplicasView):
         self._restores = 0
         self._moves = 0
         self.called_by: BoundaryCallback | None = None
-        """The callback of the last `fit`. Written by it, when that begins."""
+        """The callback of the last `fit`, which sets it when the `fit` begins."""
         self._parts: Parts | None = None
         self._strategy.on_fit.append(self._fit_begins)
         if model.built:
@@ -116,18 +117,18 @@ class Replicas(ReplicasView):
         audit_every: int | None = 100,
         on_divergence: Policy | None = None,
     ) -> BoundaryCallback:
-        """The callback to give to `fit`, on all workers.
+        """The callback to pass to `fit`, on all workers.
 
         Args:
             save_every: Makes a checkpoint after a number of steps, after a `datetime.timedelta`, or "epoch".
-            keep: How many of the latest checkpoints stay.
-            keep_best: A metric and "min" or "max": the best one by it stays too.
-            when_busy: What happens to a checkpoint that is due while the one before is being written: the
-                training can "wait" for that, or "skip" the new one.
-            audit_every: Compares all replicas after this number of steps, at every epoch's end and at the
-                end; None for never.
-            on_divergence: "heal" makes replicas that differ equal again and says so in the log, "raise" ends
-                the training on all workers, "warn" only says so. Default: "heal"; without audits, "raise".
+            keep: The number of latest checkpoints to keep.
+            keep_best: A metric and "min" or "max": the best checkpoint by this metric is kept too.
+            when_busy: If a checkpoint is due while the previous one is still being written: "wait" for the
+                previous one, or "skip" the new one.
+            audit_every: Compares all replicas every this many steps, at the end of every epoch and at the end
+                of training; None for never.
+            on_divergence: "heal" makes differing replicas equal again and logs it, "raise" ends the training
+                on all workers, "warn" only logs it. Default: "heal"; without audits, "raise".
         """
         saves = SavePlan(save_every, Keeping(keep, keep_best), when_busy)
         usual: Policy = "raise" if audit_every is None else "heal"
@@ -135,12 +136,12 @@ class Replicas(ReplicasView):
         return BoundaryCallback(self, saves, AuditPlan(audit_every, policy, ends=True))
 
     def save(self) -> Saving:
-        """Saves the whole state, of this boundary, as a checkpoint. All workers must call it.
+        """Saves the whole state at this boundary as a checkpoint. All workers must call it.
 
-        Worker 0 writes, in the background and only if the state is the same on all workers.
+        Worker 0 writes it in the background, and only if the state is the same on all workers.
 
         Returns:
-            What is being written: `result(timeout)` gives its manifest on worker 0, when it is durable.
+            A handle: on worker 0, `result(timeout)` returns the manifest once the checkpoint is durable.
 
         Raises:
             CheckpointError: A trial is not decided yet.
@@ -148,20 +149,20 @@ class Replicas(ReplicasView):
         return self._together().checkpoints.save_here()
 
     def restore(self, step: int | None = None, *, partial: bool = False) -> Restored | None:
-        """Gives every worker the state of a checkpoint, bit for bit. All workers call it, before training.
+        """Restores a checkpoint on every worker, bit for bit. All workers must call it, before training.
 
-        Only worker 0 needs to see the run directory. `fit` then goes on where the checkpoint was made, in the
-        middle of an epoch too, and what the journal holds for later steps is applied again at its steps.
+        Only worker 0 needs to see the run directory. `fit` then resumes where the checkpoint was made, even
+        in the middle of an epoch, and later updates in the journal are applied again at their steps.
 
         Args:
-            step: Which checkpoint. Default: the last one that is whole.
-            partial: Take the variables that fit a model that was changed, and say which were left out.
+            step: The checkpoint's step. Default: the last intact checkpoint.
+            partial: For a changed model: restore the variables that fit, and report which were left out.
 
         Returns:
-            What was restored; None when there is no checkpoint yet.
+            What was restored; None if there is no checkpoint yet.
 
         Raises:
-            CheckpointError: There is none of that step, or it is of another model.
+            CheckpointError: There is no checkpoint of that step, or it belongs to another model.
         """
         parts = self._counted()
         if self._settings.run_dir is None:
@@ -176,7 +177,7 @@ class Replicas(ReplicasView):
         self._strategy.start_data_at(self.model, position.epoch, position.batch, restored.step)
         if restored.left_out and self.rank == 0:
             left_out = ", ".join(restored.left_out)
-            logger.warning("left as they are, because the checkpoint does not have them so: %s", left_out)
+            logger.warning("not restored, because the checkpoint has no matching variable: %s", left_out)
         return restored
 
     def propose(
@@ -190,33 +191,33 @@ class Replicas(ReplicasView):
         """Proposes a change of all replicas. Any worker, any thread; returns at once.
 
         Args:
-            update: An `Update`; or a function that is given the live values by name, at the agreed boundary,
-                and returns an `Update` or the new value of each variable by name.
-            source: For a function: the worker that runs it, which must be among those that propose it.
-                Default: this one. If all workers propose it, at the same step, it still runs once.
+            update: An `Update`; or a function that gets the live values by name at the agreed boundary, and
+                returns an `Update` or a dict from variable names to new values.
+            source: For a function: the worker that runs it, which must also propose it. Default: this one. If
+                all workers propose it at the same step, it still runs once.
             at_step: Apply it at the boundary after this many steps; with `steps_per_execution`, at the first
-                one at or after it. Default: at the next possible boundary.
-            trial: What it has to prove: all replicas go back to the state before, should it not.
+                boundary at or after it. Default: the next possible boundary.
+            trial: A condition on a metric. If it is not met, all replicas revert to the state before.
 
         Returns:
-            A ticket, whose `result(timeout)` gives the receipt or raises the reason.
+            A ticket, whose `result(timeout)` returns the receipt or raises the reason for the refusal.
 
         Raises:
-            UpdateRefused: `source` or `at_step` make no sense.
+            UpdateRefused: `source`, `at_step` or `trial` is not valid.
         """
         return self._active().proposing.propose(update, source=source, at_step=at_step, trial=trial)
 
     def boundary(
         self, *, steps: int = 1, logs: Mapping[str, Any] | None = None, batches: int | None = None
     ) -> None:
-        """The training thread has finished `steps` more steps. Call it after each step of a custom loop.
+        """Marks a boundary after `steps` more steps. Call it after each step of a custom training loop.
 
-        Costs next to nothing when there is no update. May block while one is decided or applied.
+        It is cheap when there is no update. It may block while an update is decided or applied.
 
         Args:
-            steps: How many steps since the last boundary; the same on all workers.
+            steps: The number of steps since the last boundary; the same on all workers.
             logs: Loss and metrics of these steps, for `replicast status` and for trials.
-            batches: How many batches of the dataset of `resume` they used. Default: one each.
+            batches: The number of batches of `resume`'s dataset that they used. Default: one per step.
         """
         if self._parts is not None:
             self._parts.uncounted.count(known=steps)
@@ -237,12 +238,12 @@ class Replicas(ReplicasView):
         parts.training.after_step(steps)
 
     def resume(self, dataset: Batches) -> Batches:
-        """For a custom training loop: the next pass over its data. `fit` with the callback does this itself.
+        """The next pass over the data of a custom training loop. `fit` with the callback needs no such call.
 
-        Ask for every pass. The first time after a restore it is the rest of the pass in which the state was
-        saved, and the orders of those before have been drawn; otherwise it is the dataset as it is. A pass
-        may end early, and its length need not be known. A list of batches can be given too; of an iterator,
-        such as a Python generator, the batches that were done are read and thrown away, and worker 0 warns.
+        Call it for every pass. The first call after a restore returns the rest of the pass in which the state
+        was saved, and advances the shuffle order past the earlier passes; all other calls return the dataset
+        as it is. A pass may end early, and its length need not be known. A list of batches works too. For an
+        iterator, such as a Python generator, the finished batches are read and discarded, and worker 0 warns.
 
         Example:
             replicas.restore()
@@ -251,11 +252,11 @@ class Replicas(ReplicasView):
                     train_step(batch)
                     replicas.boundary()
 
-        What is assumed: every boundary is one batch of this dataset for each of its steps. One that is not
-        says so: `boundary(batches=2)` for two batches of it, `boundary(batches=0)` for a step on other data.
-        A loop that leaves a pass by `break` leaves it after `boundary`: a checkpoint made just there knows of
-        that batch but not of the break, and goes on with the rest of the pass. `dataset.take(n)` has no such
-        place. `position` tells the pass, as `epoch`, and how many batches of it are done.
+        Each step is assumed to use one batch of this dataset. Otherwise, say so: `boundary(batches=2)` for
+        two batches, `boundary(batches=0)` for a step on other data. If a loop leaves a pass by `break` after
+        `boundary`, a checkpoint made at that boundary does not know of the break, and resumes with the rest
+        of the pass; `dataset.take(n)` avoids this. `position` tells the pass, as `epoch`, and how many of its
+        batches are done.
         """
         self.proposing.go_on()
         return self.training.resume(dataset)
@@ -263,14 +264,14 @@ class Replicas(ReplicasView):
     def sync(self, source: int = 0, variables: Sequence[str] | None = None) -> Receipt | None:
         """Makes every replica equal to worker `source`'s. All workers must call it, with the same arguments.
 
-        Only what differs is transferred, and it is written to the journal like any update.
+        Only variables that differ are transferred, and the change is journaled like any update.
 
         Args:
-            source: Whose values count.
-            variables: Names, which may be shortened. Default: the whole state.
+            source: The worker whose values are used.
+            variables: Names; any unique suffix works. Default: the whole state.
 
         Returns:
-            The receipt, or None when nothing differed.
+            The receipt, or None if nothing differed.
         """
         source = checked_worker(source, self.size)
         if isinstance(variables, str):
@@ -286,10 +287,10 @@ class Replicas(ReplicasView):
         """Compares all replicas, bit for bit, at this boundary. All workers must call it.
 
         Args:
-            on_divergence: What happens when replicas differ. Default: what the constructor was given.
+            on_divergence: What happens when replicas differ. Default: the value given to the constructor.
 
         Returns:
-            Who differs, where, by how much and since when; the same on all workers.
+            Which workers differ, in which variables, by how much and since when; the same on all workers.
 
         Raises:
             ReplicasDiverged: They differ, and the policy is "raise", or they could not be healed.
@@ -309,15 +310,16 @@ class Replicas(ReplicasView):
         on_worker_0(session.exchange, self._moves, lambda: write_model(self.model, Path(path)))
 
     def import_weights(self, path: str | os.PathLike[str]) -> Receipt | None:
-        """Gives every replica the weights of a file that `export`, Keras or TensorFlow wrote.
+        """Loads the weights of a file that `export`, Keras or TensorFlow wrote into every replica.
 
-        All workers must call it: worker 0 reads the file, the others receive what differs, as in `sync`.
+        All workers must call it: worker 0 reads the file, and the others receive the differences, as in
+        `sync`.
 
         Args:
             path: As for `export`. A `.keras` file is read in Keras' safe mode: no code in it is run.
 
         Returns:
-            The receipt, or None when the weights were those already.
+            The receipt, or None if the weights were the same already.
 
         Raises:
             CheckpointError: Worker 0 cannot read it.
@@ -329,18 +331,18 @@ class Replicas(ReplicasView):
         return self.sync(source=0)
 
     def leave(self) -> None:
-        """Has all workers save at one of their next boundaries and end with exit code 143, as SIGTERM does.
+        """Makes all workers save at one of the next boundaries and exit with code 143, as SIGTERM does.
 
-        For signal handlers of your own, and trainings that do not run in the main thread. Any thread of any
-        worker; returns at once. One call is enough for all workers.
+        For your own signal handlers, and for training outside the main thread. Any thread of any worker;
+        returns at once. One call is enough for all workers.
         """
         self._active().training.leaving.ask()
 
     def close(self) -> None:
-        """Ends the worker's part: settles what is open, together with all others, and stops the threads.
+        """Settles open proposals together with all workers, and stops this worker's threads.
 
-        Called by itself at the end of the script. A second time does nothing. What is open when all were told
-        to end is for the next start.
+        Called automatically at the end of the script. A second call does nothing. If all workers were told to
+        exit, open proposals are left for the next start.
         """
         if self._closed or self._parts is None:
             return
@@ -358,17 +360,17 @@ class Replicas(ReplicasView):
         parts.run_files.finish()
         self._closed = True
         self._strategy.on_fit.remove(self._fit_begins)
-        if not parts.training.leaving.ends:  # otherwise whoever tells the script to end need not
+        if not parts.training.leaving.ends:  # at the end of the script it stays: SIGTERM need not exit then
             self._strategy.leavings.remove(parts.training.leaving)
 
     # For the callback.
 
     def begin_epoch(self, epoch: int | None) -> None:
-        """All workers: called by the callback. The order of the data follows from the epoch's number."""
+        """Called by the callback on all workers. The order of the data follows from the epoch's number."""
         self._strategy.begin_epoch(epoch)
 
     def training_begins(self) -> None:
-        """All workers: called by the callback, or by the first boundary. Takes up what the journal holds."""
+        """Called by the callback, or the first boundary, on all workers. Resumes the journal's updates."""
         if self._parts is None:
             self._open()
         parts = self._opened()
@@ -380,15 +382,15 @@ class Replicas(ReplicasView):
             self._trained = True
         parts.session.arrive(parts.session.step)
         parts.run_files.training = True
-        self._strategy.take_start(self.model)  # what was restored goes on here, and not in some later `fit`
+        self._strategy.take_start(self.model)  # the restored position is for this `fit`, not a later one
 
     def training_ends(self) -> None:
-        """All workers: called by the callback. Everything proposed so far is settled when it returns."""
+        """Called by the callback on all workers. All proposals are settled when it returns."""
         parts = self._active()
         parts.checkpoints.report()
         parts.auditing.after_training()
         try:
-            parts.session.rest("close")  # with it, a checkpoint that needs another boundary
+            parts.session.rest("close")  # also finishes a checkpoint that needs another boundary
         finally:
             parts.auditing.training_ended()
         parts.checkpoints.settle()
@@ -396,16 +398,16 @@ class Replicas(ReplicasView):
         parts.run_files.training = False
 
     def _together(self) -> Parts:
-        """For what all workers do together, between steps: what earlier attempts left comes first."""
+        """For operations of all workers, between steps: first resumes unfinished work of earlier attempts."""
         parts = self._counted()
         parts.session.begin()
         return parts
 
     def _open(self) -> None:
-        """Joins the other workers. All of them come here, each with a built model."""
+        """Joins the other workers. All of them call it, each with a built model."""
         self._parts = parts = join(self.model, self._optimizer, self._strategy, self._settings)
         self._strategy.before_leaving(self._close_at_the_end, always=self._abandon)
-        # Also before a training: TensorFlow's own handler would swallow it, and data may take long to load.
+        # Even before training: TensorFlow's handler would swallow SIGTERM, and loading data may take long.
         leaving = parts.training.leaving
         leaving.is_training = lambda: parts.run_files.training
         leaving.has_trained = lambda: self._trained
@@ -423,7 +425,7 @@ class Replicas(ReplicasView):
         if self._parts is not None and not self._closed:
             self._parts.session.abandon()
             self._parts.run_files.note_end()
-            self._parts.training.leaving.ends = True  # whoever tells it to end now need not
+            self._parts.training.leaving.ends = True  # it exits anyway: SIGTERM need not
 
     def _fit_begins(self, model: Any, callbacks: Any) -> None:
         if model is not self.model or holds_callback(callbacks, BoundaryCallback):

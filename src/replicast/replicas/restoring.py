@@ -1,10 +1,10 @@
-"""A checkpoint becomes the state of all workers.
+"""Restores a checkpoint as the state of all workers.
 
     all workers on one host, which see its directory    each reads it, into the memory of its new variables
-    else                                                worker 0 reads it, everyone receives it
+    otherwise                                           worker 0 reads it and sends it to all
 
-All training threads are in `restore` together, so they exchange words and bytes directly; what they read or
-receive is checked against the digests in the manifest, on every worker.
+All training threads are in `restore` together, so they exchange messages and bytes directly. Every worker
+checks what it reads or receives against the digests in the manifest.
 """
 
 from __future__ import annotations
@@ -44,20 +44,21 @@ from replicast.update.state import Arrays, State
 logger = logging.getLogger("replicast")
 
 PARCEL_BYTES = 1 << 28
-"""Variables travel in parcels of about this size: shared memory must hold one of them."""
+"""Variables are sent in parcels of about this size: shared memory must hold one of them."""
 MOST_AT_ONCE = 1 << 31
-"""A larger state is not read as a whole beside the one that it replaces."""
+"""A larger state is not read at once: it would need memory beside the state that it replaces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What the state is now.
+    """The restored state.
 
     Attributes:
-        step: How many steps it has been trained.
-        position: Where in the data.
-        left_out: With `partial`: variables of the model that the checkpoint does not have, or has otherwise.
-        holds: The sequence numbers of the updates that are in it.
+        step: The number of steps it has been trained.
+        position: The position in the data.
+        left_out: With `partial`: variables of the model that are missing in the checkpoint, or have another
+            shape or dtype there.
+        holds: The sequence numbers of the updates that it contains.
     """
 
     step: int
@@ -68,7 +69,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    """What a worker needs to take part."""
+    """What a worker needs to take part in a restore."""
 
     session: Session
     state: State
@@ -96,23 +97,23 @@ def restore(
     step: int | None,
     partial: bool,
 ) -> Restored | None:
-    """Gives all workers the state of a checkpoint. All of them call it; blocks until all have it.
+    """Restores a checkpoint on all workers. All of them call it; blocks until all have the state.
 
     Args:
         session: This worker's part in the job.
         state: The variables.
-        transport: How bytes reach workers that do not see the directory.
-        store: What worker 0 reads. The others need not see the directory; where they do, they read too.
-        number: How often this was called before: the same on all workers.
-        step: Which one. Default: the last that is whole; worker 0 says what is wrong with later ones.
-        partial: Take what fits.
+        transport: Carries bytes to workers that do not see the directory.
+        store: Read by worker 0, and by the other workers if they see the directory.
+        number: The number of this call, the same on all workers.
+        step: The checkpoint's step. Default: the last intact one; worker 0 warns about damaged later ones.
+        partial: Restore only the variables that fit.
 
     Returns:
-        What was restored; None when there is no checkpoint and none was asked for.
+        What was restored; None if there is no checkpoint and no step was given.
 
     Raises:
-        CheckpointError: There is none of that step, it is of another model or damaged, or training has begun.
-            Nothing has changed then.
+        CheckpointError: There is no checkpoint of that step, it belongs to another model or is damaged, or
+            training has begun. Nothing has changed.
     """
     worker = _Worker(session, state, transport)
     _check_not_begun(session)
@@ -129,7 +130,7 @@ def restore(
         problem = _take(worker, store, what, reader, told)
         if not problem:
             break
-        damaged[told["step"]] = problem  # The same on all workers, who look for another one together.
+        damaged[told["step"]] = problem  # The same on all workers, which try another checkpoint together.
     if told is None:
         return None
     _warn(worker, told, damaged)
@@ -152,7 +153,7 @@ def _tell_plan(
     partial: bool,
     damaged: dict[int, str],
 ) -> CheckpointReader | None:
-    """Worker 0 says what will be restored, or why nothing can be."""
+    """Worker 0 tells the others what will be restored, or why nothing can be."""
     if worker.rank != 0:
         return None
     reader: CheckpointReader | None = None
@@ -176,7 +177,7 @@ def _hear_plan(worker: _Worker, what: str) -> dict[str, Any] | None:
 
 
 def _described(error: Exception) -> dict[str, Any]:
-    """An error as worker 0 tells it, for all to raise."""
+    """An error in the form that worker 0 sends, for all to raise."""
     if not isinstance(error, CheckpointError):
         return {"error": str(error), "fields": {}}
     names = ("path", "step", "variable", "expected", "received", "remedy")
@@ -185,13 +186,13 @@ def _described(error: Exception) -> dict[str, Any]:
 
 
 def _check_not_begun(session: Session) -> None:
-    """Refused before a state changes, not after."""
+    """Raises if training has begun, before any state changes."""
     if session.begun:
         raise CheckpointError(
-            "restore() has to come before training",
+            "restore() must be called before training",
             expected="no fit, boundary, sync, save or audit before it",
             received=f"step {session.step}",
-            remedy="Call it first; to go back, start the script again",
+            remedy="Call it first; to go back to a checkpoint later, restart the script",
         )
 
 
@@ -199,7 +200,7 @@ def _warn(worker: _Worker, told: dict[str, Any], damaged: dict[int, str]) -> Non
     if worker.rank == 0:
         for step, problem in sorted(damaged.items()):
             logger.warning(
-                "THE CHECKPOINT OF STEP %d IS DAMAGED, that of step %d is restored instead. %s",
+                "THE CHECKPOINT OF STEP %d IS DAMAGED; step %d is restored instead. %s",
                 step,
                 told["step"],
                 problem,
@@ -212,7 +213,7 @@ def _take(
     """All workers read or receive the checkpoint.
 
     Returns:
-        What is wrong with its bytes, the same on all workers; no state has changed then.
+        What is wrong with its bytes, the same on all workers; if anything is, no state has changed.
     """
     exchange = worker.exchange
     with contextlib.ExitStack() as closing:
@@ -231,10 +232,10 @@ def _take(
 
 
 def _plan(worker: _Worker, reader: CheckpointReader, partial: bool) -> dict[str, Any]:
-    """What all workers must know of a checkpoint.
+    """What all workers must know about a checkpoint.
 
     Raises:
-        CheckpointError: It is of another model.
+        CheckpointError: It belongs to another model.
     """
     manifest = reader.manifest
     differing = differences(worker.state.schema, manifest.schema)
@@ -243,7 +244,7 @@ def _plan(worker: _Worker, reader: CheckpointReader, partial: bool) -> dict[str,
         more = f" and {len(differing) - 10} more" if len(differing) > 10 else ""
         raise CheckpointError(
             f"The checkpoint of step {manifest.step} is of another model ({said}{more}). "
-            "partial=True takes what fits"
+            "partial=True restores the variables that fit"
         )
     differs = {difference.name for difference in differing}
     left_out = [variable.name for variable in worker.state.schema if variable.name in differs]
@@ -265,7 +266,7 @@ def _plan(worker: _Worker, reader: CheckpointReader, partial: bool) -> dict[str,
 
 
 def _see(store: CheckpointStore, told: dict[str, Any]) -> CheckpointReader | None:
-    """The same checkpoint, opened by another worker of the same host; None where that cannot be."""
+    """Opens the same checkpoint on another worker of the same host; None if that is not possible."""
     if told["host"] != host_id(os.environ):
         return None
     try:
@@ -279,10 +280,10 @@ def _see(store: CheckpointStore, told: dict[str, Any]) -> CheckpointReader | Non
 
 
 def _read_all(worker: _Worker, reader: CheckpointReader, what: str, told: dict[str, Any]) -> str:
-    """Every worker reads for itself. No state changes before all have read all of it, and found it right.
+    """Every worker reads the checkpoint. No state changes before all have read and verified all of it.
 
     Returns:
-        What is wrong with what was read, by any of them.
+        What is wrong with the bytes that any worker has read.
     """
     names: list[str] = told["names"]
     values = _memory_for(worker, names)
@@ -301,7 +302,7 @@ def _read_all(worker: _Worker, reader: CheckpointReader, what: str, told: dict[s
 
 
 def _memory_for(worker: _Worker, names: Sequence[str]) -> Arrays:
-    """Memory in which variables can live: TensorFlow takes it over."""
+    """Memory for new variables, which TensorFlow takes over without a copy."""
     shapes = {variable.name: variable for variable in worker.state.schema}
     like = [np.broadcast_to(np.zeros((), dtype_of(shapes[name])), shapes[name].shape) for name in names]
     pieces, nbytes = lay_out(like)
@@ -309,7 +310,7 @@ def _memory_for(worker: _Worker, names: Sequence[str]) -> Arrays:
 
 
 def _check_first(worker: _Worker, reader: CheckpointReader | None, what: str, told: dict[str, Any]) -> str:
-    """Worker 0 looks at all bytes before any worker's state changes.
+    """Worker 0 checks all bytes before any worker's state changes.
 
     Returns:
         What is wrong with them.
@@ -319,7 +320,7 @@ def _check_first(worker: _Worker, reader: CheckpointReader | None, what: str, to
         try:
             for name in told["names"]:
                 for _ in reader.pieces(name):
-                    pass  # Compared with its digest in passing.
+                    pass  # The reader compares the digest.
         except FileDamaged as error:
             problem = str(error)
         worker.exchange.tell(f"{what}/checked", problem)

@@ -1,6 +1,6 @@
-"""What others see of a worker in the run directory, and what they put there: notes, metrics, the inbox.
+"""A worker's files in the run directory: notes and metrics for others, and the inbox that others write to.
 
-One thread per worker, so that the training thread never touches a file.
+One thread per worker does this, so that the training thread never touches a file.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ from replicast.storage.runfiles import ENDED, WorkerNote, append_metrics, write_
 logger = logging.getLogger("replicast")
 
 OPERATIONS = "operations.json"
-"""What is under way, for `replicast status`."""
+"""The current operations, for `replicast status`."""
 LOOK_SECS = 0.2
 NOTE_SECS = 1.0
 ASIDE_SECS = 10.0
-"""How long an update is left alone after a disk error: others must not wait for it."""
+"""How long an update is set aside after a disk error, so that others need not wait for it."""
 
 
 class RunFiles:
     """Writes this worker's note every second; on worker 0 also the metrics, and looks into the inbox.
 
-    A full or missing disk is reported once and does not stop the training. Another group that has taken the
-    run over does: what lies in the inbox is for that one.
+    A full or missing disk is reported once and does not stop training. If another group has taken over the
+    run, this job stops: the inbox then belongs to that group.
 
     Args:
         session: This worker's part in the job.
-        run_dir: Where files go, if anywhere.
-        attempt: Which start of the job this is.
-        fence: On worker 0: whether what this group writes still counts.
+        run_dir: The run directory, if there is one.
+        attempt: The number of this attempt of the job.
+        fence: On worker 0: checks that no other group has taken over the run.
 
     Attributes:
-        logs: The latest loss and metrics. Written by the training thread.
-        training: Whether the training thread is inside `fit`. Written by the training thread.
-        waiting_for: What this worker waits for, in words; else empty. Written by the training thread.
+        logs: The latest loss and metrics. Set by the training thread.
+        training: Whether the training thread is inside `fit`. Set by the training thread.
+        waiting_for: What this worker waits for, in words; empty otherwise. Set by the training thread.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RunFiles:
             self._session.threads.start("run-files", self._run)
 
     def finish(self) -> None:
-        """Writes the last state, when the thread has ended."""
+        """Writes the last state, after the thread has stopped."""
         self.training = False
         self.waiting_for = ENDED
         self._aside.clear()  # a last try
@@ -102,7 +102,7 @@ class RunFiles:
             self._fence.release()
 
     def note_end(self) -> None:
-        """The process ends, in whatever state: others need not wonder for ten seconds."""
+        """Notes that the process exits, so that others need not wait ten seconds to conclude it."""
         self.waiting_for, self.training = ENDED, False
         self._write_last(self._write_note)
 
@@ -128,7 +128,7 @@ class RunFiles:
                 )
 
     def _write_last(self, *acts: Callable[[Path], None]) -> None:
-        """For the training thread, which comes to no boundary any more that could raise."""
+        """Runs last writes in the training thread, which reaches no further boundary that could raise."""
         try:
             if self._run_dir is not None:
                 self._with_files(self._run_dir, *acts)
@@ -136,16 +136,16 @@ class RunFiles:
             logger.warning("%s", error)
 
     def _with_files(self, run_dir: Path, *acts: Callable[[Path], None]) -> None:
-        """Does each of them, as far as the disk allows.
+        """Runs each action; a disk error in one does not prevent the others.
 
         Raises:
-            JobFailed: Another group has taken the run over: nothing was done.
+            JobFailed: Another group has taken over the run; nothing was done.
         """
         problem = "the run directory cannot be kept up to date"
         try:
             if self._fence is not None:
                 self._fence.check()
-        except FileDamaged as error:  # Nobody knows whose the run is until the disk is back.
+        except FileDamaged as error:  # Until the disk is back, it is not known which group owns the run.
             self._warn(run_dir, problem, error)
             return
         for act in acts:
@@ -155,7 +155,7 @@ class RunFiles:
                 self._warn(run_dir, problem, error)
 
     def _warn(self, path: Path, problem: str, error: Exception) -> None:
-        """Says what is wrong with a path, once."""
+        """Warns about a path, once."""
         if path not in self._warned:
             self._warned.add(path)
             logger.warning("%s: %s", problem, error)
@@ -192,10 +192,8 @@ class RunFiles:
     # The inbox: worker 0.
 
     def _look_into_inbox(self, run_dir: Path) -> None:
-        # What is pushed while nobody trains waits for a training: it would come after the end of the script.
-        ends = (
-            time.monotonic() + NOTE_SECS / 2
-        )  # The rest comes next time: this thread also writes the notes.
+        # Updates pushed while no training runs stay in the inbox until one does: the script may be over.
+        ends = time.monotonic() + NOTE_SECS / 2  # The rest is for next time: this thread also writes notes.
         known = set(self._proposed.values())
         for waiting in inbox.waiting(run_dir) if self.training else ():
             if waiting.path not in known:
@@ -204,10 +202,10 @@ class RunFiles:
                 return
 
     def _with_entry(self, path: Path, act: Callable[[Path, Path], None], run_dir: Path) -> None:
-        """Does something with one update of the inbox; sets it aside for a while after a disk error.
+        """Processes one update of the inbox; sets it aside for a while after a disk error.
 
-        A full disk may have room again, so it is tried again; now and then, since a refusal is fsynced. Any
-        other error is the entry's own: it is refused, and the job goes on.
+        A full disk may have space again, so the update is retried; not often, since a refusal is fsynced. Any
+        other error is caused by the update itself: it is refused, and the job continues.
         """
         if time.monotonic() < self._aside.get(path, 0.0):
             return
@@ -218,15 +216,15 @@ class RunFiles:
             except (OSError, ReplicastError):
                 raise
             except Exception as error:
-                logger.exception("%s is refused: handling it caused an unexpected error", path)
+                logger.exception("%s refused: unexpected error while processing it", path)
                 inbox.refuse(run_dir, path, refusal_of(error))
         except OSError as error:
             self._aside[path] = time.monotonic() + ASIDE_SECS
-            self._warn(path, f"{path} stays in the inbox, others are taken before it", error)
+            self._warn(path, f"{path} stays in the inbox and will be retried after the others", error)
 
     def _propose(self, run_dir: Path, path: Path) -> None:
         try:
-            # Of this very file: the same update may be submitted again after a refusal.
+            # Identifies this file: the same update may be submitted again after a refusal.
             status = path.stat()
             ticket = f"{path.name}@{status.st_ino}-{status.st_mtime_ns}"
             taken = inbox.take(run_dir, path, self._session.limits.max_bytes)
@@ -239,7 +237,7 @@ class RunFiles:
             inbox.refuse(run_dir, path, error, durably=False)
 
     def _settle_inbox(self, run_dir: Path) -> None:
-        """Says how far each proposal has come; one that has its outcome leaves the inbox."""
+        """Notes the stage of each proposal, and removes settled ones from the inbox."""
         while not self._outcomes.empty():
             ticket, tell = self._outcomes.get()
             if ticket in self._proposed:
@@ -269,7 +267,7 @@ class RunFiles:
         tell = self._unsettled[ticket]
         match tell.stage, tell.outcome:
             case ((Stage.VERIFIED | Stage.REVERTED), Receipt()):
-                # With the receipt: without a journal on disk, its author finds it nowhere else.
+                # The note includes the receipt: without a journal on disk, its author finds it nowhere else.
                 receipt = fields_of(tell.outcome)
                 self._note(run_dir, tell.id, tell.stage, tell.step, receipt=receipt)
                 inbox.done(path)
@@ -294,7 +292,7 @@ class RunFiles:
         if not self.training:
             return
         requests = frozenset(audit_requests(run_dir))
-        new = requests - self._requests  # once for each: it stays until a report answers it
+        new = requests - self._requests  # each once: the file stays until a report answers it
         if new:
             self._session.request("audit", tuple(sorted(new)))
         self._requests = requests

@@ -1,4 +1,4 @@
-"""A checkpoint as its author sees it: when one is made, which ones stay, and the one being written."""
+"""The user's view of checkpoints: when to save, which ones to keep, and the one being written."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ LOOK_SECS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Which checkpoints stay.
+    """Which checkpoints to keep.
 
     Attributes:
-        last: The number of latest ones to keep.
-        best: A metric and whether its smallest or largest value is the best: that one stays too.
+        last: The number of latest checkpoints to keep.
+        best: A metric and "min" or "max": the best checkpoint by this metric is kept too.
     """
 
     last: int = 3
@@ -42,12 +42,12 @@ class Keeping:
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """When checkpoints are made, and which of them stay.
+    """When to make checkpoints, and which of them to keep.
 
     Attributes:
         every: A number of steps, a time, or "epoch"; None for never.
-        keeping: Which ones stay.
-        when_busy: What happens to one that is due while the one before is still being written.
+        keeping: Which ones to keep.
+        when_busy: What happens to a checkpoint that is due while the previous one is still being written.
     """
 
     every: SaveEvery | None = None
@@ -68,10 +68,10 @@ class SavePlan:
 
 
 class Saving:
-    """A checkpoint that is being written. The other workers hold one too, which is done at once.
+    """A checkpoint that is being written. On all workers but worker 0 it is done immediately.
 
     Args:
-        check: Raises when nobody will write it any more.
+        check: Raises if the checkpoint can no longer be written.
     """
 
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
@@ -80,22 +80,22 @@ class Saving:
         self._manifest: Manifest | None = None
         self._error: Exception | None = None
         self.told = False
-        """Whether somebody was given its failure."""
+        """Whether the caller of `result` has received its failure."""
         self._lock = threading.Lock()
         self.is_writing = False
-        """Whether it is being written: until then it may be replaced by another one."""
+        """Whether writing has begun. Until then another checkpoint may replace it."""
         self.report = 0
-        """Which report of this worker it belongs to; 0 for one that was asked for at a boundary."""
+        """The number of this worker's report that it belongs to; 0 if it was requested at a boundary."""
 
     def done(self) -> bool:
         """Whether it is written, or never will be."""
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Blocks until it is done, at most `timeout` seconds; says whether it is.
+        """Blocks until it is done, at most `timeout` seconds. Returns whether it is.
 
         Raises:
-            JobFailed: The job ended before.
+            JobFailed: The job ended before that.
         """
         ends = math.inf if timeout is None else time.monotonic() + timeout
         while not self._done.wait(max(0.0, min(LOOK_SECS, ends - time.monotonic()))):
@@ -108,12 +108,12 @@ class Saving:
         """Blocks until the checkpoint is durable, at most `timeout` seconds.
 
         Returns:
-            Its manifest; None on the workers that do not write, and when it was skipped.
+            Its manifest; None on the workers that do not write, and if it was skipped.
 
         Raises:
-            ReplicasDiverged: The workers' states differ: nothing was saved.
-            CheckpointError: It could not be written.
-            JobFailed: The job ended before.
+            ReplicasDiverged: The workers' states differ; nothing was saved.
+            CheckpointError: It could not be written, or is not written yet.
+            JobFailed: The job ended before it was written.
         """
         if not self.wait(timeout):
             raise CheckpointError("The checkpoint is still being written", received=f"after {timeout} s")
@@ -123,23 +123,23 @@ class Saving:
         return self._manifest
 
     def failure(self) -> str:
-        """Why it was not written; empty when it was, or is not done yet."""
+        """Why it was not written; empty if it was, or is not done yet."""
         return "" if self._error is None else str(self._error)
 
     def begin_writing(self) -> bool:
-        """It is being written from now on; says whether that may be."""
+        """Marks that writing begins. Returns False if the checkpoint was replaced before."""
         with self._lock:
             self.is_writing = not self.done()
             return self.is_writing
 
     def replace(self) -> None:
-        """Another one takes its place, unless it is being written."""
+        """Settles it because another checkpoint replaces it, unless it is being written."""
         with self._lock:
             if not self.is_writing:
                 self.finish()
 
     def finish(self, manifest: Manifest | None = None, error: Exception | None = None) -> None:
-        """Settles it; the first outcome stays."""
+        """Settles it. The first outcome is final."""
         if not self.done():
             self._manifest, self._error = manifest, error
             self._done.set()

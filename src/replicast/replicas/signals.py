@@ -1,4 +1,4 @@
-"""SIGTERM as a request to leave: what it does the first time, and what when it is repeated."""
+"""SIGTERM as a request to leave, including repeated signals."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ REPEAT_SECS = 5.0
 class Handler:
     """Calls `act` on the first SIGTERM.
 
-    Who ends a whole process group or cgroup reaches a worker twice: directly, and through its launcher, which
-    passes the signal on. A repeated signal must not end a process that is writing its last checkpoint. With a
-    launcher it does nothing: the launcher kills when the time is up. Without one it counts as the same signal
-    for `REPEAT_SECS`; after that it ends the process at once.
+    A signal to a whole process group or cgroup reaches a worker twice: directly, and through its launcher,
+    which passes it on. A repeated signal must not end a process that is writing its last checkpoint. With a
+    launcher, repeated signals are ignored: the launcher kills the process after its timeout. Without one,
+    they are ignored for `REPEAT_SECS`; after that a signal ends the process at once.
 
     Attributes:
-        act: What to do the first time.
+        act: Called on the first signal.
     """
 
     def __init__(self, act: Callable[[], object], now: Callable[[], float]) -> None:
@@ -38,8 +38,8 @@ class Handler:
         self._told_at: float | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """As the interpreter calls a handler."""
-        if os.getpid() != self._process:  # A forked child has our handler, but no part in the training.
+        """Called by the interpreter."""
+        if os.getpid() != self._process:  # A forked child inherits our handler, but does not train.
             _end()
         elif self._told_at is None:
             self._told_at = self._now()
@@ -49,14 +49,14 @@ class Handler:
 
 
 def on_sigterm(act: Callable[[], object], *, now: Callable[[], float] = time.monotonic) -> bool:
-    """Has `act` called on SIGTERM, unless the script has a handler of its own.
+    """Sets a handler that calls `act` on SIGTERM, unless the script has its own handler.
 
     Args:
-        act: What to do the first time. Takes the place of what was given before.
+        act: Called on the first signal. Replaces the `act` of an earlier call.
         now: The time in seconds.
 
     Returns:
-        Whether there is a handler, ours or another. Only the main thread can set one.
+        Whether there is a handler, ours or the script's. Only the main thread can set one.
     """
     there = signal.getsignal(signal.SIGTERM)
     if isinstance(there, Handler):
@@ -69,19 +69,19 @@ def on_sigterm(act: Callable[[], object], *, now: Callable[[], float] = time.mon
 
 
 def leave_on_sigterm(leaving: Leaving, leavings: list[Leaving]) -> None:
-    """Has this model and all others of the script leave on SIGTERM.
+    """Makes this model and all others of the script leave on SIGTERM.
 
     Args:
         leaving: This model's part.
-        leavings: Those of all models that are open; this one is added.
+        leavings: The parts of all open models; this one is added.
     """
     leavings.append(leaving)
     leaving.companions = leavings
     if not on_sigterm(lambda: told_to_end(leavings)):
         logger.warning(
-            "On SIGTERM this worker saves nothing: only the main thread can set a handler for signals, and "
-            "this Replicas was made in another. Call replicas.leave() where you learn that the machine is "
-            "taken away"
+            "On SIGTERM this worker saves nothing: only the main thread can set a signal handler, and this "
+            "Replicas was created in another thread. Call replicas.leave() when the machine is to be taken "
+            "away"
         )
 
 

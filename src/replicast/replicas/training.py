@@ -1,4 +1,4 @@
-"""Where a training stands: in its script, in its data, and what a restarted script repeats of it."""
+"""The progress of a training: its position in script and data, and what a restarted script repeats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Training:
     """One worker's training. All methods are for the training thread.
 
     Attributes:
-        frozen_variables: What stays as it is while trainings are passed over.
+        frozen_variables: The variables that keep their values while finished trainings are skipped.
         leaving: This worker's part in leaving when the machine is taken away.
     """
 
@@ -53,7 +53,7 @@ class Training:
 
     @property
     def position(self) -> Position:
-        """Where in its data the training stands."""
+        """The position of the training in its data."""
         return self._checkpoints.position
 
     def agree_on_saves(self, plan: SavePlan) -> None:
@@ -90,13 +90,13 @@ class Training:
         batches: int | None = None,
         epoch_ends: bool = False,
     ) -> None:
-        """Notes where in its data the training stands, and the last loss and metrics.
+        """Notes the position in the data, and the latest loss and metrics.
 
         Args:
-            position: Where.
+            position: The position.
             logs: Loss and metrics.
-            batches: How many batches they are running means of.
-            epoch_ends: Whether an epoch ends here, and `after_epoch` follows: a checkpoint waits for that.
+            batches: The number of batches that their running means cover.
+            epoch_ends: Whether an epoch ends here, so that `after_epoch` follows: a checkpoint waits for it.
         """
         self._epoch_ends = epoch_ends
         self._checkpoints.position = self._fits.stamped(position)
@@ -104,7 +104,7 @@ class Training:
         self._session.replica.measures.batches = batches
 
     def after_step(self, steps: int) -> None:
-        """A boundary: makes the checkpoint that is due, and raises why the last one failed."""
+        """Called at a boundary: makes a checkpoint if one is due, and raises if the last one failed."""
         self._checkpoints.check()
         every, step = self._checkpoints.plan.every, self._session.step
         if isinstance(every, int) and step // every > (step - steps) // every:
@@ -120,22 +120,22 @@ class Training:
             self._checkpoints.save_once_more()
 
     def goes_on(self) -> None:
-        """All that was to be done at this boundary is done, by callbacks too: the next step follows."""
+        """Called before the next step, when everything at this boundary is done, callbacks included."""
         self._checkpoints.report()
 
     def restored(self, restored: Restored, named: int | None) -> None:
-        """The state is that of a checkpoint.
+        """Called after a restore.
 
         Args:
-            restored: Which one.
-            named: Its step, if the script has asked for it by name.
+            restored: What was restored.
+            named: The checkpoint's step, if the script asked for it explicitly.
         """
         self._checkpoints.named = named
         self._checkpoints.position = restored.position
         self._fits.restored(restored.position)
 
     def begin_fit(self, fit: Fit) -> Position:
-        """Where the training that begins now goes on; one that was over when the state was saved, "over"."""
+        """The position at which this `fit` continues; "over" if it was over when the state was saved."""
         resumed = self._fits.begin(fit)
         self.frozen_variables.put_back()
         if resumed.inside == "over":
@@ -145,21 +145,21 @@ class Training:
         return resumed
 
     def end_fit(self, stopped: bool) -> None:
-        """A training is over.
+        """Called when a `fit` ends.
 
         Args:
-            stopped: Whether something ended it before all its epochs were done.
+            stopped: Whether it was stopped before all its epochs were done.
         """
         self._fits.end(self.position.epoch, stopped)
         if stopped:
             self._checkpoints.position = self._fits.stamped(self.position)
 
     def used(self, batches: int) -> None:
-        """A custom training loop has used this number of further batches of its pass."""
+        """Called when a custom training loop has used this many more batches of its pass."""
         self._checkpoints.position = self._fits.used(self.position, batches)
 
     def resume(self, dataset: Batches) -> Batches:
-        """A pass over the data begins; after a restore, the rest of the one that was interrupted."""
+        """Begins a pass over the data; after a restore, returns the rest of the interrupted pass."""
         problem = position_problem(dataset)
         if problem and not self._warned and self._session.rank == 0:
             logger.warning(problem)
@@ -177,7 +177,7 @@ class Training:
         return rest_of(dataset, self.position.epoch, self.position.batch)
 
     def warn_of_what_was_left(self) -> None:
-        """An update for a step that this training did not reach stays in the journal."""
+        """Warns about updates scheduled for steps that this training did not reach."""
         if self.leaving.left or self._session.rank != 0:
             return
         if self._fits.awaited():
@@ -187,21 +187,21 @@ class Training:
         steps = ", ".join(str(at) for at in sorted({one["step"] for one in left})[:10])
         if left:
             logger.warning(
-                "the training ended at step %d; updates scheduled for step %s were not applied, and wait in "
+                "the training ended at step %d; updates scheduled for step %s were not applied and stay in "
                 "the journal for a later start; functions were not run",
                 step,
                 steps,
             )
 
     def _save_due(self) -> None:
-        """The same on all workers."""
+        """Makes a checkpoint that is due. Called on all workers."""
         if self._epoch_ends:
             self._due_after_epoch += 1
         else:
             self._checkpoints.save_in_passing()
 
     def _save_before_leaving(self) -> str:
-        """Saves in passing, waits for it within bounds, and says why it was not possible."""
+        """Saves and waits up to a timeout. Returns why nothing was saved, or an empty string."""
         if not self._checkpoints.has_place:
             return "There is no run directory"
         if self._session.replica.on_trial:

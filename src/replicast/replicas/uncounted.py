@@ -1,4 +1,4 @@
-"""Steps that a `fit` without our callback has trained: no boundary has counted them."""
+"""Steps trained by a `fit` without our callback, which no boundary has counted."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ logger = logging.getLogger("replicast")
 
 
 class Uncounted:
-    """Notices such a `fit`, and counts its steps afterwards. For the training thread.
+    """Detects such a `fit` and counts its steps afterwards. For the training thread.
 
-    The number comes from the optimizer, so that whatever is applied later is said to be at a true step.
+    The count comes from the optimizer, so that later updates are recorded at their true step.
     """
 
     def __init__(
@@ -33,16 +33,16 @@ class Uncounted:
         self._since: int | None = None
 
     def fit_begins(self) -> None:
-        """A `fit` of this model begins that was not given our callback."""
+        """Called when a `fit` of this model begins without our callback."""
         if self._since is None:
             self._since = self._iterations()
         self._run_files.waiting_for = WITHOUT_CALLBACK
 
     def count(self, known: int = 0) -> None:
-        """The training thread is between steps again: what was trained meanwhile is one boundary.
+        """Called between steps: counts the steps trained meanwhile as one boundary.
 
         Args:
-            known: So many steps are counted by the caller.
+            known: The number of steps that the caller counts itself.
         """
         since, self._since = self._since, None
         if since is None:
@@ -57,13 +57,13 @@ class Uncounted:
 
 
 def holds_callback(callbacks: Any, kind: type[keras.callbacks.Callback]) -> bool:
-    """Whether what was given to `fit` has a callback of this kind: a list, a `CallbackList`, one, or None."""
+    """Whether the `callbacks` argument of `fit` (a list, a `CallbackList`, one, or None) has this kind."""
     each = getattr(callbacks, "callbacks", callbacks)
     return any(isinstance(one, kind) for one in (each if isinstance(each, list | tuple) else [each]))
 
 
 def warn_of_missing_callback(rank: int) -> None:
-    """Says what does not happen in a `fit` without our callback."""
+    """Warns about what does not work in a `fit` without our callback."""
     logger.warning(
         "worker %d: fit was not given replicas.callback(). Updates wait for its end, nothing is saved or "
         "audited, and SIGTERM loses the state. Call fit(..., callbacks=[replicas.callback()])",

@@ -1,4 +1,4 @@
-"""What one worker can see of the replicas. Nothing here waits, or changes anything."""
+"""The read-only part of `Replicas`. Nothing here waits or changes anything."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ReplicasView:
 
     @property
     def step(self) -> int:
-        """How many steps were trained up to the last boundary."""
+        """The number of steps trained up to the last boundary."""
         return self._opened().session.step
 
     @property
@@ -55,33 +55,33 @@ class ReplicasView:
 
     @property
     def history(self) -> Sequence[Receipt]:
-        """The receipts of the updates that were verified so far, the same on every worker."""
+        """The receipts of all verified updates, the same on every worker."""
         return tuple(self._opened().session.receipts)
 
     @property
     def audits(self) -> Sequence[AuditReport]:
-        """What audits have found so far, the latest last.
+        """The reports of all audits so far, the latest last.
 
-        Those for which all workers stood still, because one was asked for or replicas differed, are known on
-        every worker; those that found in passing that all is equal, on worker 0.
+        Audits that stopped all workers, because one was requested or replicas differed, are known on every
+        worker. Audits that found all replicas equal without stopping them are known on worker 0 only.
         """
         return self.auditing.reports
 
     @property
     def position(self) -> Position:
-        """Where in its data the training stands: the epoch, and how many batches of it are done."""
+        """The position of the training in its data: the epoch, and how many batches of it are done."""
         return self.training.position
 
     def read(self, names: Iterable[str] | None = None) -> dict[str, npt.NDArray[Any]]:
         """Copies of this replica's values, by full name. For the training thread, between steps.
 
         Args:
-            names: Which variables; names may be shortened. Default: all.
+            names: Which variables; any unique suffix of a name works. Default: all.
         """
         return self._opened().state.read(self._full_names(names))
 
     def digests(self, names: Iterable[str] | None = None) -> dict[str, str]:
-        """The digest of each of this replica's variables, as `read`: equal on workers with equal bits."""
+        """The digest of each of this replica's variables, equal on workers with equal bits. As `read`."""
         return self._opened().state.digests(self._full_names(names))
 
     def _full_names(self, names: Iterable[str] | None) -> list[str]:
@@ -91,12 +91,12 @@ class ReplicasView:
 
     @property
     def proposing(self) -> Proposing:
-        """Under which ids this worker proposes. For the callback."""
+        """Gives this worker's proposals their ids. For the callback."""
         return self._opened().proposing
 
     @property
     def training(self) -> Training:
-        """Where the training stands. For the callback."""
+        """The progress of the training. For the callback."""
         return self._opened().training
 
     @property
@@ -109,12 +109,12 @@ class ReplicasView:
             raise NotSupported(
                 "A closed Replicas",
                 reason="its threads have ended, on all workers",
-                remedy="Make another replicast.Replicas(model)",
+                remedy="Create a new replicast.Replicas(model)",
             )
         return self._opened()
 
     def _counted(self) -> Parts:
-        """For the training thread, between steps: those of a `fit` without our callback count from now on."""
+        """For the training thread, between steps: first counts the steps of a `fit` without our callback."""
         parts = self._active()
         parts.uncounted.count()
         return parts

@@ -1,11 +1,13 @@
-"""How messages travel: keys of the coordination service, which MultiWorkerMirroredStrategy runs in worker 0.
+"""Messages between workers, as keys of the coordination service.
+
+MultiWorkerMirroredStrategy runs that service in worker 0.
 
     down/17      the coordinator's log, read by every other worker in order
-    up/2/5       what worker 2 has sent to the coordinator, in order
+    up/2/5       the messages of worker 2 to the coordinator, in order
 
-Each key holds the messages of one moment. Worker 0 talks to itself without the service, which takes a dozen
-thread switches when the cores are busy. A key is deleted when it was read: of the log, when all workers have;
-each of them says how far it has read with whatever it sends.
+Each key holds the messages that were sent together. Messages of worker 0 to itself bypass the service, which
+is slow when the cores are busy. A key is deleted once it has been read; a key of the log, once all workers
+have read it. Each worker reports how far it has read with every message that it sends.
 """
 
 from __future__ import annotations
@@ -17,15 +19,15 @@ from replicast.coordination import Coordination
 from replicast.runtime.codec import decode, encode
 
 LOOK_SECS = 1.0
-"""How long one question to the service waits, so that a reader soon notices that it has to stop."""
+"""Timeout of one request to the service, so that a reader soon notices that it has to stop."""
 
 
 class Channel:
     """One worker's end. `send` and `broadcast` are for the event loop, the others for one reader each.
 
     Args:
-        coordination: Where the keys are.
-        name: In front of all of them.
+        coordination: Holds the keys.
+        name: Prefix of all keys.
         rank: Which worker this is.
         size: The number of workers.
     """
@@ -43,12 +45,12 @@ class Channel:
         self._read_by = [0] * size
 
     def send(self, messages: Sequence[Any]) -> None:
-        """To the coordinator, from another worker than its own."""
+        """Sends messages to the coordinator. For all workers but worker 0."""
         self._coordination.put(f"{self._prefix}/up/{self.rank}/{self._sent}", encode([self._read, *messages]))
         self._sent += 1
 
     def broadcast(self, messages: Sequence[Any]) -> None:
-        """To all workers but the coordinator's own."""
+        """Sends the coordinator's messages to all workers but worker 0."""
         if self.size == 1:
             return
         self._coordination.put(f"{self._prefix}/down/{self._appended}", encode(list(messages)))
@@ -59,7 +61,7 @@ class Channel:
             self._deleted += 1
 
     def receive(self) -> list[Any]:
-        """The next messages of the coordinator; empty when none came for a while."""
+        """The next messages of the coordinator; empty if none arrived in time."""
         text = self._coordination.get(f"{self._prefix}/down/{self._read}", LOOK_SECS)
         if text is None:
             return []
@@ -68,7 +70,7 @@ class Channel:
         return messages
 
     def receive_from(self, rank: int) -> list[Any]:
-        """The next messages of a worker, for the coordinator; empty when none came for a while."""
+        """The next messages of a worker to the coordinator; empty if none arrived in time."""
         key = f"{self._prefix}/up/{rank}/{self._read_from[rank]}"
         text = self._coordination.get(key, LOOK_SECS)
         if text is None:

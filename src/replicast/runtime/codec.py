@@ -1,7 +1,7 @@
-"""Messages as text: every value of the core comes out of `decode` as it went into `encode`.
+"""Encodes messages of the core as text; `decode(encode(value))` equals `value`.
 
-Scalars are themselves; whatever contains something is a list that begins with what it is. Only the classes
-listed here can be made from a text.
+Scalars encode as themselves, containers as a list that starts with their kind. Only the classes listed here
+can be decoded.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _FIELDS = {cls: tuple(field.name for field in fields(cls)) for cls in _CLASSES}
 
 
 def encode(value: Any) -> str:
-    """A message, or a list of them, as text.
+    """Encodes a message, or a list of messages, as text.
 
     Raises:
-        TypeError: It has a part that no message may have.
+        TypeError: A part has a type that messages cannot contain.
     """
     return json.dumps(_packed(value), separators=(",", ":"))
 
 
 def decode(text: str) -> Any:
-    """What `encode` was given.
+    """Decodes the output of `encode`.
 
     Raises:
-        ValueError: It is not what `encode` gives.
+        ValueError: The text was not written by `encode`.
     """
     try:
         return _unpacked(json.loads(text))
@@ -69,7 +69,7 @@ def _packed(value: Any) -> Any:
             return ["set", *sorted(value)]
         case Mapping():
             return ["map", *([_packed(key), _packed(one)] for key, one in value.items())]
-    raise TypeError(f"A message cannot have a part of this type. Received: {type(value).__name__}")
+    raise TypeError(f"A message cannot contain this type. Received: {type(value).__name__}")
 
 
 def _unpacked(value: Any) -> Any:
@@ -90,4 +90,4 @@ def _unpacked(value: Any) -> Any:
             return frozenset(parts)
         case "map":
             return {_unpacked(key): _unpacked(one) for key, one in parts}
-    raise ValueError(f"This is not a part of a message. Received: {str(value)[:200]}")
+    raise ValueError(f"Not part of a message. Received: {str(value)[:200]}")

@@ -1,7 +1,7 @@
-"""Values that training threads exchange directly, while all of them are at the same line of the script.
+"""Direct exchange of values between training threads that are all at the same line of the script.
 
-Joining and restoring happen before the first boundary: every worker calls the same thing, and waits for what
-the others say. Each wait has a deadline, and names who did not come.
+Joining and restoring happen before the first boundary: every worker makes the same call and waits for the
+others' values. Each wait has a deadline, and the error names the worker that is missing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class Exchange:
     """One worker's end. Any thread may call any method.
 
     Args:
-        coordination: Where the keys are.
-        name: In front of all of them.
+        coordination: Holds the keys.
+        name: Prefix of all keys.
         rank: Which worker this is.
         size: The number of workers.
-        has_left: Whether a worker has reached the end of its script, so that it says nothing more; raises
-            when the job has failed.
+        has_left: Whether a worker has reached the end of its script and will send nothing more. Raises if the
+            job has failed.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class Exchange:
         self.size = size
 
     def tell(self, what: str, value: str) -> None:
-        """Leaves a value for the others, once."""
+        """Publishes a value for the others, once."""
         self._coordination.put(f"{self._prefix}/told/{what}", value)
 
     def hear(self, what: str, timeout_secs: float, worker: int = 0) -> str:
-        """The value that a worker has left. Blocks at most `timeout_secs`.
+        """The value that a worker has published. Blocks at most `timeout_secs`.
 
         Raises:
-            JobFailed: It did not come in time, or that worker has left.
+            JobFailed: The value did not arrive in time, or that worker has left.
         """
         return self._wait_for(f"told/{what}", what, time.monotonic() + timeout_secs, timeout_secs, worker)
 
@@ -58,7 +58,7 @@ class Exchange:
         """Every worker gives its value and gets everyone's. Blocks until all have, at most `timeout_secs`.
 
         Raises:
-            JobFailed: A worker did not come in time, or has left; it is named.
+            JobFailed: A worker did not arrive in time, or has left. The error names it.
         """
         self._coordination.put(f"{self._prefix}/agree/{what}/{self.rank}", value)
         ends = time.monotonic() + timeout_secs
@@ -68,26 +68,26 @@ class Exchange:
         }
 
     def forget_agreed(self, what: str) -> None:
-        """Removes what this worker said, when all are known to have heard it."""
+        """Removes this worker's value, once all workers are known to have read it."""
         self._coordination.delete(f"{self._prefix}/agree/{what}/{self.rank}")
 
     def check_nobody_left(self) -> None:
-        """Raises when another worker has reached the end of its script, and so will not come here."""
+        """Raises if another worker has reached the end of its script and will not arrive here."""
         for worker in range(self.size):
             if worker != self.rank and self._has_left(worker):
                 raise self._gone(worker)
 
     def _wait_for(self, key: str, what: str, ends: float, timeout_secs: float, worker: int) -> str:
-        # Asks again and again: no signal of the process is handled during a call to the service.
+        # Polls, because the process cannot handle signals during a call to the service.
         while (text := self._get(key, ends)) is None:
             if time.monotonic() >= ends:
                 raise JobFailed(
-                    f"worker {self.rank} waited {timeout_secs:.0f} s for worker {worker}, which did not say "
+                    f"worker {self.rank} waited {timeout_secs:.0f} s for worker {worker}, which did not send "
                     f"its {what}",
                     worker=worker,
                 )
             if self._has_left(worker):
-                # What it said before it left is there by now.
+                # Anything it sent before it left has arrived by now.
                 text = self._get(key, time.monotonic() + LOOK_SECS)
                 if text is None:
                     raise self._gone(worker)
@@ -101,6 +101,6 @@ class Exchange:
     def _gone(self, worker: int) -> JobFailed:
         return JobFailed(
             f"worker {worker} reached the end of its script while worker {self.rank} waits for it. Every "
-            "worker must come to the same calls of replicast",
+            "worker must make the same calls to replicast",
             worker=worker,
         )

@@ -1,4 +1,4 @@
-"""Updates that one worker computes from the live values, at a boundary."""
+"""Updates that one worker computes from the live values at a boundary."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Function = Callable[[Mapping[str, npt.NDArray[Any]]], "Update | Mapping[str, Any
 
 
 class LiveValues(Mapping[str, "npt.NDArray[Any]"]):
-    """The values of the variables at this boundary: copies, each made when it is looked at.
+    """The values of the variables at this boundary. Each lookup makes a copy.
 
-    Names may be shortened as in an update.
+    Any unique suffix of a name works, as in an update.
     """
 
     def __init__(self, state: State) -> None:
@@ -35,10 +35,10 @@ class LiveValues(Mapping[str, "npt.NDArray[Any]"]):
 
 
 def computed_update(id_: str, function: Function, state: State, rank: int) -> Update:
-    """What a user's function makes of the live values, under the id that was agreed.
+    """Runs a user's function on the live values and returns its update under the agreed id.
 
     Raises:
-        UpdateRefused: The function raised, or returned something else.
+        UpdateRefused: The function raised, or returned neither an `Update` nor a mapping.
     """
     try:
         returned = function(LiveValues(state))
@@ -55,7 +55,7 @@ def computed_update(id_: str, function: Function, state: State, rank: int) -> Up
             update = update.assign(name, value)
         return update
     raise UpdateRefused(
-        f"The function {_name(function)} must return an Update, or the new value of each variable by name",
+        f"The function {_name(function)} must return an Update, or a dict from variable names to new values",
         received=type(returned).__name__,
         worker=rank,
     )

@@ -1,7 +1,7 @@
-"""Where the training thread and the event loop meet: the boundaries of one worker.
+"""The boundaries of one worker, where the training thread and the event loop meet.
 
-The training thread enters with an event (it has arrived, it rests, it waits for a ticket) and stays until the
-loop lets it go. Meanwhile it carries out the loop's orders: only this thread touches variables.
+The training thread enters with an event (it arrived, it rests, it waits for a ticket) and stays until the
+loop lets it go. Meanwhile it executes the loop's orders: only this thread accesses variables.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ logger = logging.getLogger("replicast")
 
 REMIND_SECS = 0.5
 LONG_SECS = 10.0
-"""After this wait, the others learn that this thread stands: one of them may wait for it in a transfer."""
+"""After this time, the other workers are told that this one waits: they may wait for it in a transfer."""
 RAISE_SECS = 30.0
-"""How long an error that all workers raise waits for the coordinator to let the training thread go."""
+"""How long an error that all workers raise is held back until the coordinator lets the training thread go."""
 _MUST_NOT_FAIL = (Apply, Begin, End)
 
 
@@ -38,17 +38,17 @@ class Gate:
     """The boundaries of one worker. `enter` is for the training thread, the rest for the event loop.
 
     Args:
-        check: Raises when waiting is in vain, because a thread or another worker has died.
-        waits_long: Called with True when the training thread has waited for some time, and with False when it
-            goes on after that.
-        performed: Called with the number, the order and the result when an order was carried out.
+        check: Raises if a thread or another worker has died, so that waiting is pointless.
+        waits_long: Called with True after the training thread has waited `LONG_SECS`, and with False when it
+            continues after that.
+        performed: Called with the number, the order and the result after each order.
 
     Attributes:
-        replica: What orders are carried out on. Written before the first boundary.
-        thread: The training thread: the last one that came to a boundary.
-        since: When it began to wait, or ended its last order, by the monotonic clock.
-        error: What it raises when it goes on, on all workers alike.
-        ends: Whether the script has come to its end: then it need not be ended any more.
+        replica: The replica that orders act on. Set before the first boundary.
+        thread: The training thread: the last thread that reached a boundary.
+        since: When it began to wait or finished its last order, by the monotonic clock.
+        error: The error that it raises when it continues, the same on all workers.
+        ends: Whether the script has reached its end, so that an `Exit` order need not exit the process.
     """
 
     replica: Replica
@@ -71,13 +71,13 @@ class Gate:
         self.ends = False
 
     def enter(self, announce: Callable[[], None]) -> Any:
-        """The training thread waits, carrying out orders, until it may go on.
+        """Blocks the training thread, which executes orders, until the event loop lets it go.
 
         Args:
-            announce: Tells the event loop that it is here, and why.
+            announce: Tells the event loop that the thread is here, and why.
 
         Returns:
-            What the event loop let it go with.
+            The value given to `let_go`.
         """
         self.check_not_in_function()
         self.thread = threading.current_thread()
@@ -98,21 +98,21 @@ class Gate:
             self.since = time.monotonic()
 
     def perform(self, command: Perform) -> None:
-        """The training thread has something to do, while it stands."""
+        """Queues an order for the waiting training thread."""
         self._items.put(command)
 
     def let_go(self, value: Any = None) -> None:
-        """The training thread goes on."""
+        """Lets the training thread continue."""
         self._items.put((value,))
 
     def check_not_in_function(self) -> None:
-        """Raises in a proposed function, for which all workers wait: it must not wait for them."""
+        """Raises inside a proposed function: all workers wait for it, so it must not wait for them."""
         if self._in_function and threading.current_thread() is self.thread:
             raise UpdateRefused(
                 "A proposed function cannot wait for other workers: they wait for it",
-                expected="a function that returns what is to be changed",
-                received="a call of boundary, sync, save, audit or result in it",
-                remedy="Call it after the step instead; propose() may be called in a function",
+                expected="a function that returns the changes",
+                received="a call of boundary, sync, save, audit or result inside the function",
+                remedy="Make that call after the step instead; a function may call propose()",
             )
 
     def check_not_left_early(self) -> None:
@@ -125,7 +125,7 @@ class Gate:
 
     @contextlib.contextmanager
     def in_function(self) -> Iterator[None]:
-        """The training thread runs a user's function."""
+        """Marks that the training thread runs a user's function."""
         self._in_function = True
         try:
             yield
@@ -166,7 +166,7 @@ class Gate:
                 raise
             logger.exception("%s failed on this worker", type(order).__name__)
             value = Refusal(f"{type(order).__name__} failed ({type(error).__name__}: {error})")
-        except BaseException as error:  # sys.exit, Ctrl-C: this worker ends, but nobody must wait for it
+        except BaseException as error:  # sys.exit, Ctrl-C: this worker exits, and no one may wait for it
             ended = Refusal(f"It ended the worker ({type(error).__name__})")
             self._performed(command.number, order, ended)
             raise

@@ -1,6 +1,6 @@
 """The event loop of one worker: the only thread that calls its state machines.
 
-Any thread posts events; the loop hands them on one at a time, and fires timers.
+Any thread may post events; the loop handles them one at a time and fires timers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _NOTHING = object()
 
 
 class Loop:
-    """Calls `handle` with one event after the other. `run` is its thread's.
+    """Calls `handle` with one event at a time. `run` is for the loop's thread.
 
     Args:
-        handle: What to do with an event.
-        stopped: Whether the thread has to end.
+        handle: Handles one event.
+        stopped: Whether the thread has to stop.
     """
 
     def __init__(self, handle: Callable[[Any], None], stopped: Callable[[], bool]) -> None:
@@ -32,15 +32,15 @@ class Loop:
         self._numbers = itertools.count()
 
     def post(self, event: Any) -> None:
-        """Any thread, and any signal handler: returns at once."""
+        """Posts an event and returns at once. Any thread or signal handler."""
         self._events.put(event)
 
     def post_after(self, secs: float, event: Any) -> None:
-        """Posts an event after a time. Only from within `handle`."""
+        """Posts an event after a delay. Only from within `handle`."""
         heapq.heappush(self._timers, (time.monotonic() + secs, next(self._numbers), event))
 
     def run(self) -> None:
-        """Until it is stopped."""
+        """Handles events until the loop is stopped."""
         while not self._stopped() or not self._events.empty():
             event = self._next()
             if event is not _NOTHING:
@@ -49,7 +49,7 @@ class Loop:
                 self._handle(heapq.heappop(self._timers)[2])
 
     def _next(self) -> Any:
-        """The next event; nothing when a timer is due first."""
+        """The next event, or `_NOTHING` if a timer is due first."""
         secs = IDLE_SECS
         if self._timers:
             secs = min(secs, max(0.0, self._timers[0][0] - time.monotonic()))

@@ -1,7 +1,7 @@
 """The state machines of one worker, driven by its event loop: events in, messages out.
 
-What worker 0 says to its own coordinator, and the coordinator to worker 0, is handled at once and crosses no
-process. All other messages cross the channel; readers post what comes in.
+Messages between worker 0 and its own coordinator are handled directly, in the same process. All other
+messages go through the channel; readers post incoming ones.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _ToCoordinator = e.FromWorker | e.Written
 
 
 class Machines:
-    """`Worker` and, on worker 0, `Coordinator`, called by one thread.
+    """`Worker` and, on worker 0, `Coordinator`, both called by one thread.
 
     Args:
         worker: The worker's machine.
         coordinator: On worker 0: the coordinator.
-        channel: How messages travel.
-        threads: Where the loop and the readers run.
-        carry_out: Carries out the commands that are not messages or timers. Must not wait.
-        on_tell: Told what the coordinator says of operations.
+        channel: Carries messages between workers.
+        threads: Runs the loop and the readers.
+        carry_out: Executes the commands that are not messages or timers. Must not block.
+        on_tell: Called with the coordinator's progress messages about operations.
 
     Attributes:
-        lock: Held while a machine is called: the training thread may ask it directly under this lock.
+        lock: Held while a machine is called. The training thread may query a machine under this lock.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Machines:
             self._threads.start(f"reader-{rank}", partial(self._read_from, rank))
 
     def post(self, event: Any) -> None:
-        """Any thread, and any signal handler: returns at once. None only wakes the loop up."""
+        """Posts an event and returns at once. Any thread or signal handler. None only wakes the loop up."""
         self._loop.post(event)
 
     def _run(self) -> None:
         self._loop.run()
-        # So that the readers of all other workers end at once, not when their question to the service does.
+        # Lets the readers of all other workers stop now, before their request to the service times out.
         with contextlib.suppress(JobFailed):
             if self.coordinator is None:
                 self._channel.send([])
@@ -86,7 +86,7 @@ class Machines:
             pending = [more for one in pending for more in self._handle_one(one)]
 
     def _handle_one(self, event: Any) -> list[Any]:
-        """Hands one event to its machine and carries out the commands; gives the events that follow here."""
+        """Passes an event to its machine, executes the commands, and returns the local events that follow."""
         if isinstance(event, Request):
             return self._dispatch([c.Send(event)])
         machine: Worker | Coordinator | None
@@ -106,7 +106,7 @@ class Machines:
         follow: list[Any] = []
         sent = [command.message for command in commands if isinstance(command, c.Send)]
         said = [command.message for command in commands if isinstance(command, c.Broadcast)]
-        if said:  # first to the others: worker 0 must not act on what they may never hear
+        if said:  # to the others first: worker 0 must not act on a message that they may never receive
             self._channel.broadcast(said)
             follow += [e.FromCoordinator(message) for message in said]
         if sent and self.coordinator is None:

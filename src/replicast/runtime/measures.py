@@ -1,7 +1,7 @@
-"""What the last steps of one worker have measured, kept cheaply until a trial asks.
+"""Loss and metrics of one worker's recent steps, stored unconverted until a trial needs them.
 
-Keras' logs in `fit` are running means since the beginning of the epoch: after k batches with the mean m(k),
-what the last j of them measured is (m(k)·k - m(k-j)·(k-j)) / j. What an own loop gives is taken as it is.
+Keras' logs in `fit` are running means over the epoch so far. If m(k) is the mean after k batches, the mean of
+the last j batches is (m(k)·k - m(k-j)·(k-j)) / j. The logs of a custom training loop are used as they are.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any, TypeAlias
 from replicast.errors import UpdateRefused
 
 MOST = 512
-"""So many boundaries are remembered; in a trial, all."""
+"""Number of boundaries to remember. During a trial all boundaries are kept."""
 
 History: TypeAlias = list[tuple[int, int, dict[str, float]]]
-"""What boundaries have measured by themselves: the step, how many steps, each metric. The oldest first."""
+"""One tuple per boundary, oldest first: the step, the number of steps it covers, and its metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One boundary.
+    """The logs of one boundary.
 
     Attributes:
-        step: The steps trained up to it.
-        steps: How many of them since the boundary before.
-        batches: In `fit`: how many batches the running means in the logs are of; None in an own loop.
-        logs: Loss and metrics, as they were given: nothing is converted before somebody asks.
-        counts: Whether the state that was measured is still there: a trial may have gone back since.
+        step: The number of steps trained up to this boundary.
+        steps: The number of steps since the previous boundary.
+        batches: In `fit`: the number of batches that the running means cover. None in a custom training loop.
+        logs: Loss and metrics as given. They are converted only when a trial needs them.
+        counts: Whether the measured state is still valid: False once a trial has reverted it.
     """
 
     step: int
@@ -41,7 +41,7 @@ class Measured:
 
 
 class Measures:
-    """The last boundaries of one worker. `before` and `end` are for the follower, the rest for training.
+    """The recent boundaries of one worker.
 
     Attributes:
         batches: Written by the callback of `fit` before each boundary: see `Measured.batches`.
@@ -53,7 +53,7 @@ class Measures:
         self.batches: int | None = None
 
     def note(self, step: int, steps: int, logs: Mapping[str, Any] | None) -> None:
-        """A boundary was reached."""
+        """Records the logs of a boundary."""
         batches, self.batches = self.batches, None
         if logs is None:
             return
@@ -62,40 +62,40 @@ class Measures:
             self._last.popleft()
 
     def begin(self, step: int) -> None:
-        """A trial begins at this boundary."""
+        """Starts a trial at this boundary."""
         self._since = step
 
     def during(self, metric: str) -> tuple[float | None, int]:
-        """The mean since the trial began, None when nothing was measured; and of how many steps it is."""
+        """The mean since the trial began (None if nothing was measured), and how many steps it covers."""
         values = self._own_values(metric, self._since)
         return _mean(values), sum(steps for steps, _ in values)
 
     def end(self, *, reverted: bool) -> None:
-        """The trial is decided; the training thread stands at its end."""
+        """Ends the trial. The training thread is stopped at the trial's last boundary."""
         since, self._since = self._since, None
         if since is not None and reverted:
-            # They stay as the running means that the next ones are computed from.
+            # Keep the reverted boundaries: the values of the next ones are computed from their running means.
             self._last = deque(one if one.step <= since else replace(one, counts=False) for one in self._last)
         while len(self._last) > MOST:
             self._last.popleft()
 
     def before(self, metric: str, steps: int) -> float:
-        """The mean over the last `steps` steps, or as many as are known.
+        """The mean over the last `steps` steps, or over fewer if fewer were measured.
 
         Raises:
-            UpdateRefused: There is none, or it is no finite number.
+            UpdateRefused: Nothing was measured, the metric is unknown, or its mean is not finite.
         """
         last = next(iter(list(self._last)[-1:]), None)
         if last is None:
             raise UpdateRefused(
-                "A trial is compared with the steps before, and nothing was measured yet",
-                remedy="Propose it after a step of the training; in an own loop, give the values to "
-                "replicas.boundary(logs={...})",
+                "A trial needs a metric from before the update, and nothing was measured yet",
+                remedy="Propose the update after the first step; in a custom training loop, pass the metrics "
+                "to replicas.boundary(logs={...})",
                 received=f"metric {metric!r}",
             )
         if metric not in last.logs:
             raise UpdateRefused(
-                "The metric of the trial is not among those that are measured",
+                "The metric of the trial is not in the logs",
                 expected=f"one of {', '.join(map(str, last.logs)) or 'none: the logs are empty'}",
                 received=repr(metric),
             )
@@ -103,14 +103,14 @@ class Measures:
         if mean is None or not math.isfinite(mean):
             raise UpdateRefused(
                 f"The metric of the trial has no finite value before the update: {metric!r}",
-                remedy="Propose it when it has; in fit, a running mean that was once not finite stays so "
-                "until the end of the epoch",
+                remedy="Propose the update once the metric is finite. In fit, a running mean that is not "
+                "finite stays so until the end of the epoch",
                 received="nothing" if mean is None else f"{mean}",
             )
         return mean
 
     def history(self) -> History:
-        """All that a later trial may be compared with, for a checkpoint. For the training thread."""
+        """The values that a later trial may need, for a checkpoint. For the training thread."""
         found: History = []
         previous: Measured | None = None
         for one in self._last:
@@ -122,14 +122,14 @@ class Measures:
         return found
 
     def recall(self, history: Iterable[Sequence[Any]]) -> None:
-        """The state is that of a checkpoint: what was measured before it counts, and nothing else."""
+        """Replaces all measurements with those of a restored checkpoint."""
         self._last = deque(Measured(int(step), int(steps), None, logs) for step, steps, logs in history)
 
     def _own_values(self, metric: str, since: int | None) -> list[tuple[int, float]]:
-        """What each boundary measured by itself, and in how many steps, the oldest first."""
+        """The number of steps and the own value of each boundary, oldest first."""
         found = []
         previous: Measured | None = None
-        for one in list(self._last):  # made at once: the training thread may add to it
+        for one in list(self._last):  # a copy: the training thread may append meanwhile
             value = _own_value(one, previous, metric)
             previous = one
             if value is not None and one.counts and (since is None or one.step > since):
@@ -138,7 +138,7 @@ class Measures:
 
 
 def mean_history(histories: Sequence[History]) -> History:
-    """What all workers have measured, as one: the mean over those that have measured it."""
+    """The mean of all workers' histories; each value is averaged over the workers that measured it."""
     others = [{step: values for step, _, values in history} for history in histories]
     found: History = []
     for step, steps, values in histories[0]:

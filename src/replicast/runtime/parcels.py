@@ -1,8 +1,8 @@
-"""The bytes of updates on one worker: what it has published for all, and what it has prepared to apply.
+"""The bytes of updates on one worker: those it has published, and those it has prepared to apply.
 
-publish    the author, a function's source, worker 0 for what it loads: bytes that all can fetch
-prepare    every worker: fetched, checked, kept until it is applied or discarded
-release    both are given back
+publish    the author, a function's source, or worker 0 for a loaded payload: makes bytes available to all
+prepare    every worker: fetches and checks the bytes, and keeps them until they are applied or discarded
+release    frees the memory of both
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from replicast.update.update import Update
 from replicast.update.validate import Limits, planned
 
 NO_LIMITS = Limits(max_bytes=2**62, max_edits=2**62)
-"""For what a replica publishes of its own state, and for what its author has checked."""
+"""For values that a replica publishes from its own state, and updates that their author has checked."""
 
 
 class Parcels:
@@ -30,7 +30,7 @@ class Parcels:
 
     Args:
         transport: Carries the bytes.
-        name: In front of the names of all parcels.
+        name: Prefix of the names of all parcels.
         rank: Which worker this is.
         schema: The state that updates change.
     """
@@ -46,17 +46,17 @@ class Parcels:
         self._published: dict[str, tuple[str, str]] = {}
 
     def publish(self, update: Update, ticket: str = "") -> Parcel:
-        """Makes a planned update's bytes, and what it does with them, available to all workers.
+        """Makes the arrays and the description of a planned update available to all workers.
 
         Args:
             update: Which one.
             ticket: The proposal of this worker that it belongs to, if it does.
 
         Raises:
-            UpdateRefused: There is no room.
+            UpdateRefused: There is not enough space.
         """
         parcel_id = f"{self._name}-{self._rank}-{next(self._numbers)}"
-        # A variable may live in what it was assigned; from all other values it is computed.
+        # ASSIGN may hand its memory over to the variable; all other operations only read the values.
         to_read = all(edit.operation is not Operation.ASSIGN for edit in update.edits)
         parcel = self._transport.publish(parcel_id, update.content(), to_read=to_read)
         with self._lock:
@@ -66,11 +66,11 @@ class Parcels:
     def prepare(self, id_: str, digest: str, parcel: Parcel, timeout_secs: float) -> None:
         """Fetches the bytes and checks them.
 
-        Whether a value is finite is checked by all workers of a host together, each at its share of the
-        bytes, while the processor has them in its cache.
+        All workers of a host share the check for non-finite values: each checks its part of the bytes while
+        they are in the processor's cache.
 
         Raises:
-            UpdateRefused: The bytes did not arrive, or something about the update is wrong.
+            UpdateRefused: The bytes did not arrive, or the update is not valid.
         """
         faults.point("stage")
         doubtful: set[int] = set()
@@ -79,7 +79,7 @@ class Parcels:
         for edit in update.edits:
             first.append(first[-1] + len(edit.arrays))
 
-        def look_at(place: int) -> bool:  # to say which value it is, and where
+        def look_at(place: int) -> bool:  # only doubtful edits are checked again, to name the value
             return not doubtful.isdisjoint(range(first[place], first[place + 1]))
 
         update = planned(update, self._schema, NO_LIMITS, look_at=look_at)
@@ -88,30 +88,30 @@ class Parcels:
         faults.point("ready")
 
     def prepared(self, id_: str, digest: str) -> Update:
-        """What was prepared."""
+        """The prepared update."""
         with self._lock:
             return self._prepared[id_, digest][0]
 
     def take(self, id_: str, digest: str) -> tuple[Update, str]:
-        """What was prepared, to be applied; and the parcel to be released then."""
+        """Removes and returns the prepared update, and the parcel to release once it is applied."""
         with self._lock:
             return self._prepared.pop((id_, digest))
 
     def release(self, parcel_id: str) -> None:
-        """Gives memory back, which takes as long as applying the update: not for the training thread."""
+        """Frees memory. This takes as long as applying the update: not for the training thread."""
         with self._lock:
             self._published.pop(parcel_id, None)
         self._transport.release(parcel_id)
 
     def release_ticket(self, ticket: str) -> None:
-        """A proposal of this worker has its outcome."""
+        """Releases what was published for a proposal of this worker, once it has its outcome."""
         with self._lock:
             parcels = [parcel for parcel, (_, of) in self._published.items() if of == ticket]
         for parcel in parcels:
             self.release(parcel)
 
     def discard(self, id_: str) -> None:
-        """Releases all that was prepared under an id, and what this worker has published for it itself."""
+        """Releases everything that was prepared for an id, and what this worker has published for it."""
         with self._lock:
             parcels = [parcel for key, (_, parcel) in self._prepared.items() if key[0] == id_]
             self._prepared = {key: one for key, one in self._prepared.items() if key[0] != id_}

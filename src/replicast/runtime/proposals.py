@@ -1,4 +1,4 @@
-"""What one worker proposes: its tickets, and the bytes that it publishes. Any thread may propose."""
+"""The proposals of one worker: its tickets, and the bytes that it publishes. Any thread may propose."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Proposals:
     Args:
         replica: This worker's copy of the state.
         parcels: The bytes of updates.
-        limits: What is refused as too large.
-        outbox: Publishes in the order in which it was proposed.
-        releasing: Gives memory back.
-        post: Tells the event loop.
-        wait_for: Waits for a ticket, at most a time; says whether it is settled.
+        limits: Size limits for updates.
+        outbox: Publishes proposals in order.
+        releasing: Frees memory.
+        post: Posts an event to the event loop.
+        wait_for: Waits for a ticket, up to a timeout; returns whether it is settled.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Proposals:
         self._post = post
         self._wait_for = wait_for
         self._numbers = itertools.count(1)
-        # Of this process: a refusal in the journal names tickets, and must never mean a later one.
+        # Unique to this process: a refusal in the journal names tickets, and must never match a later one.
         self._unique = f"worker-{replica.rank}-{uuid.uuid4().hex[:12]}"
         self._tickets: dict[str, Ticket] = {}
         replica.on_stage = self._note_stage
@@ -74,7 +74,7 @@ class Proposals:
     def propose_function(
         self, id_: str, function: Function, source: int, at_step: int | None, trial: Trial | None
     ) -> Ticket:
-        """Proposes what a function will compute on worker `source`, which must propose it too."""
+        """Proposes a function to be run on worker `source`, which must propose it too."""
         ticket = self._ticket(id_, trial)
         rank = self._replica.rank
         if source == rank:
@@ -86,7 +86,7 @@ class Proposals:
         return ticket
 
     def refuse(self, id_: str, error: UpdateRefused) -> Ticket:
-        """A ticket for what is refused before it leaves this worker."""
+        """Returns a ticket for a proposal that is refused before it leaves this worker."""
         ticket = self._ticket(id_)
         self._fail(ticket, error)
         return ticket
@@ -94,24 +94,24 @@ class Proposals:
     def propose_from_outside(
         self, ticket: str, update: Update, at_step: int | None, trial: Trial | None
     ) -> None:
-        """Worker 0: an update from the inbox. Blocks while its bytes are copied.
+        """Worker 0: proposes an update from the inbox. Blocks while its bytes are copied.
 
         Raises:
-            UpdateRefused: It cannot be applied to this state, or the guard does not allow it.
+            UpdateRefused: The update does not fit this state, or the guard does not allow it.
         """
         proposal = self._published(update, _outside(ticket), at_step, trial, time.time())
         self._post(e.FromWorker(OUTSIDE, Propose(ticket, proposal)))
 
     def withdraw_from_outside(self, ticket: str, id_: str) -> None:
-        """Worker 0: somebody outside takes an update back."""
+        """Worker 0: withdraws an update on request from outside the job."""
         self._post(e.FromWorker(OUTSIDE, Withdraw(ticket, id_)))
 
     def close_from_outside(self, ticket: str) -> None:
-        """Worker 0: a proposal from outside has its outcome. Called by the event loop."""
+        """Worker 0: releases a proposal from outside that has its outcome. Called by the event loop."""
         self._releasing.do(lambda: self._parcels.release_ticket(_outside(ticket)))
 
     def told(self, number: str, tell: Tell) -> None:
-        """The coordinator says how far a proposal has come. Called by the event loop."""
+        """Passes on progress reported by the coordinator. Called by the event loop."""
         ticket = self._tickets.get(number)
         if ticket is None:
             return
@@ -124,7 +124,7 @@ class Proposals:
             self._releasing.do(lambda: self._parcels.release_ticket(number))
 
     def end(self, step: int) -> None:
-        """The job is over at this step: open tickets say so."""
+        """Fails all open tickets: the job ended at this step."""
         for ticket in list(self._tickets.values()):
             meant = "" if ticket.step is None else f" for step {ticket.step}"
             said = f"The job ended at step {step}; update {ticket.id} is {ticket.stage}{meant}"
@@ -149,14 +149,14 @@ class Proposals:
         self, update: Update, owner: str, at_step: int | None, trial: Trial | None, proposed_at: float
     ) -> Proposal:
         try:
-            # Its values are looked at when all workers have them, each worker at its share.
+            # Values are checked later, once all workers have them: each worker checks a share.
             update = planned(update, self._replica.state.schema, self._limits, look_at=lambda _: False)
             self._replica.check_by_guard(update)
             parcel = self._parcels.publish(update, owner)
         except (UpdateRefused, JobFailed):
             raise
         except Exception as error:
-            logger.exception("update %s is refused: checking it caused an unexpected error", update.id)
+            logger.exception("update %s refused: unexpected error while checking it", update.id)
             raise unexpected_refusal(error) from error
         return Proposal(
             update.id,

@@ -1,4 +1,4 @@
-"""One worker's copy of the state, as the operations of the core see it: on a real state, with real bytes."""
+"""One worker's copy of the state: the core's `Replica` interface on real variables and real bytes."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ logger = logging.getLogger("replicast")
 
 
 class StateReplica:
-    """As `replicast.core.order.Replica`; what a method does is said there.
+    """Implements `replicast.core.order.Replica`, which documents the methods.
 
     Args:
         rank: Which worker this is.
         state: The variables.
         parcels: The bytes of updates.
         gate: Where the training thread waits.
-        releasing: Does what would take the training thread too long.
-        limits: What is refused as too large.
+        releasing: Runs work that would take the training thread too long.
+        limits: Size limits for updates.
         receive_secs: How long bytes may take to arrive.
 
     Attributes:
         holds: The sequence numbers of the updates that the state contains.
-        measures: What the last steps have measured.
+        measures: Loss and metrics of the recent steps.
         journal: On worker 0: where payloads are loaded from.
-        guard: What this worker lets nobody propose.
+        guard: The checks that every proposal of this worker must pass, if any.
         may_differ: The variables that may differ between workers.
         trained: How far this worker has trained, in a unit that all workers count alike.
         step: The boundary at which the training thread is.
-        take_snapshot: What this worker contributes to a checkpoint of now; given whether nobody waits for it.
-        expectation: The digest that checkpoint and journal give for a variable, if they do.
-        on_report: Told of each audit's report.
-        on_leave: What to do before the process ends.
-        on_applied: Told of each update that this worker has applied.
-        on_stage: Told how far an update has come on this worker.
+        take_snapshot: Takes this worker's part of a checkpoint. Its arguments are those of `snapshot`.
+        expectation: The digest that a variable should have according to checkpoint and journal, if known.
+        on_report: Called with the report of each audit.
+        on_leave: Called before the process exits.
+        on_applied: Called with the id of each update that this worker has applied.
+        on_stage: Called with the progress of each update on this worker.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class StateReplica:
     def prepare(self, id_: str, digest: str, content: Content) -> None:
         """As in `Replica`."""
         if not isinstance(content, Parcel):
-            raise Refuse(f"There are no bytes for {id_}")
+            raise Refuse(f"No bytes were published for {id_}")
         try:
             self._parcels.prepare(id_, digest, content, self._receive_secs)
         except UpdateRefused as error:
@@ -144,7 +144,7 @@ class StateReplica:
         return Applied(found, applied_at, time.monotonic() - self._gate.since, self.trained())
 
     def add_function(self, id_: str, function: Function) -> None:
-        """A function that this worker proposes and will run. Any thread."""
+        """Adds a function that this worker has proposed and will run. Any thread."""
         self._functions[id_] = function
 
     def compute(self, id_: str) -> Published:
@@ -162,7 +162,7 @@ class StateReplica:
             raise _refuse(error, self.rank) from error
         finally:
             known = self._functions.pop(id_, None)
-        if known is None:  # nobody waited so long: it was refused, and discarded before it was published
+        if known is None:  # the function took too long: it was refused and discarded before it was published
             self._parcels.discard(id_)
             raise Refuse(f"Worker {self.rank} took too long to compute {id_}", (self.rank,))
         return published
@@ -176,7 +176,7 @@ class StateReplica:
         """As in `Replica`."""
         update = Update(id=id_, allow_nonfinite=True)
         for name, value in self.state.read(names).items():
-            value.flags.writeable = False  # ours alone: no second copy
+            value.flags.writeable = False  # no one else holds it: `assign` needs no second copy
             update = update.assign(name, value)
         try:
             return self._published(planned(update, self.state.schema, NO_LIMITS))
@@ -206,7 +206,7 @@ class StateReplica:
         return Seen(self.step(), strict, free, secs, self.trained(), time.time())
 
     def examine_quietly(self) -> Seen:
-        """The same with one digest for all that must be equal: less to send."""
+        """As `examine`, with one digest for all variables that must be equal: less to send."""
         seen = self.examine()
         return Seen(seen.step, {"": joined(seen.digests)}, seen.free, seen.secs, seen.trained, seen.time)
 
@@ -216,7 +216,7 @@ class StateReplica:
         return {name: digest for name, digest in found.items() if digest is not None}
 
     def deviations(self, id_: str, digest: str, names: tuple[str, ...]) -> Mapping[str, Any]:
-        """As in `Replica`; only of what differs."""
+        """As in `Replica`, for the variables that differ."""
         found = {}
         for edit in self._parcels.prepared(id_, digest).edits:
             if edit.variable in names:
@@ -274,7 +274,7 @@ class StateReplica:
 
 
 def joined(digests: Mapping[str, str]) -> str:
-    """One digest of several."""
+    """Combines several digests into one."""
     return xxhash.xxh3_128_hexdigest("".join(digests[name] for name in sorted(digests)).encode())
 
 

@@ -1,14 +1,14 @@
 """One worker's part in a job: drives the state machines of the core with real threads, messages and files.
 
-    training thread    comes to boundaries, rests, waits for tickets; carries out orders there   (`Gate`)
+    training thread    reaches boundaries, rests, waits for tickets; executes orders there       (`Gate`)
     loop               the only thread that calls `Worker` and, on worker 0, `Coordinator`       (`Loop`)
-    readers            hand messages of other workers to the loop                                (`Channel`)
-    outbox             publishes what this worker proposes, in order; then the loop is told
+    readers            pass messages of other workers to the loop                                (`Channel`)
+    outbox             publishes this worker's proposals in order, then tells the loop
     prepare            fetches and checks the bytes of updates, in the order of the log
-    release            gives memory back, loads payloads of the journal
+    release            frees memory, loads payloads from the journal
     journal, saver     worker 0: write entries, write checkpoints
 
-The loop never waits for anything but the coordination service; everything else that may take time has a lane.
+The loop only ever waits for the coordination service; everything else that may block runs in a lane.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ class Session:
     """One worker. Methods are for the training thread unless they say otherwise.
 
     Args:
-        exchange: How its training thread talks to the others' directly.
-        channel: How messages travel.
-        transport: How bytes do.
+        exchange: Exchanges values between training threads.
+        channel: Carries messages.
+        transport: Carries the bytes of updates.
         state: The variables.
         writer: On worker 0: writes what the coordinator decides.
-        attempt: Which start of the job this is.
-        timeouts: How long is waited for whom.
-        limits: What is refused as too large.
-        guard: What this worker lets nobody propose.
-        audit_policy: What becomes of replicas that differ.
-        check: Raises when the job has failed elsewhere, so that no wait outlives it.
+        attempt: The number of this attempt of the job.
+        timeouts: How long each wait may take.
+        limits: Size limits for updates.
+        guard: The checks that every proposal of this worker must pass, if any.
+        audit_policy: What happens to replicas that differ.
+        check: Raises if the job has failed elsewhere, so that no wait outlives it.
 
     Attributes:
         replica: This worker's copy of the state.
-        proposals: What this worker proposes.
+        proposals: This worker's proposals.
         exchange: See above.
         begun: Whether what earlier attempts left is taken up: nothing is decided before.
         receipts: Those of all updates that were verified so far, in order, the same on every worker.
@@ -149,14 +149,14 @@ class Session:
         self.on_long_wait: Callable[[int | None], None] = lambda step: None
 
     def start(self) -> None:
-        """Starts the threads. The calling thread is taken for the training thread."""
+        """Starts the threads. The calling thread becomes the training thread."""
         self._gate.thread = threading.current_thread()
         if self._writer is not None:
             self._writer.start(self.threads)
         self._machines.start()
 
     def stop(self, timeout_secs: float = 5.0) -> None:
-        """Ends the threads; open tickets say that the job is over."""
+        """Stops the threads and fails open tickets: the job is over."""
         self._closed = True
         if not self.threads.stopping.is_set():  # what is still in the outbox, somebody may wait for
             is_sent = threading.Event()
@@ -169,7 +169,7 @@ class Session:
         self._transport.close()
 
     def abandon(self) -> None:
-        """The process ends, in whatever state: nothing of it must stay in shared memory."""
+        """Releases shared memory when the process exits, in whatever state it is."""
         self.threads.stopping.set()
         self._transport.close()
 
@@ -177,17 +177,17 @@ class Session:
 
     @property
     def step(self) -> int:
-        """The last boundary that the training thread has come to. Any thread."""
+        """The last boundary that the training thread has reached. Any thread."""
         return self._machines.worker.step
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the others wait for this training thread to come to a boundary. Any thread."""
+        """Whether the others wait for this training thread to reach a boundary. Any thread."""
         with self._machines.lock:
             return self._machines.worker.is_wanted
 
     def in_training_thread(self) -> bool:
-        """Whether the caller is the thread that comes to the boundaries. Any thread."""
+        """Whether the caller is the training thread. Any thread."""
         return threading.current_thread() is self._gate.thread
 
     def arrive(self, step: int) -> None:
@@ -206,41 +206,39 @@ class Session:
             self._gate.enter(lambda: self._machines.post(e.Arrived(step)))
 
     def rest(self, *intent: Any) -> Any:
-        """Waits at this boundary until all workers have come here with the same intent.
+        """Waits at this boundary until all workers rest here with the same intent.
 
-        What was proposed before, by anyone, is settled when it returns. Blocks as long as the others run.
+        All earlier proposals, of any worker, are settled when it returns. Blocks as long as the others run.
 
         Returns:
-            What came of it.
+            The result of the operation.
 
         Raises:
             ClusterError: The workers wait for each other at different places.
         """
         outcome = self._gate.enter(lambda: self._outbox.do(lambda: self._machines.post(e.Rested(intent))))
         if isinstance(outcome, Refusal):
-            self.exchange.check_nobody_left()  # then that is why they are not at the same place
-            raise ClusterError(
-                outcome.problem, remedy="Every worker must come to the same calls of replicast"
-            )
+            self.exchange.check_nobody_left()  # a worker that has left is the better explanation
+            raise ClusterError(outcome.problem, remedy="Every worker must make the same calls to replicast")
         return outcome.result if isinstance(outcome, Outcome) else outcome
 
     def begin(self) -> None:
-        """All workers are about to do something together: what earlier attempts left comes first."""
+        """Resumes unfinished work of earlier attempts, before the first common operation of all workers."""
         if not self.begun:
             self.rest("begin")
             self.begun = True
 
     def report(self, kind: str, value: Callable[[], Any]) -> None:
-        """Reports what every worker does by itself at this boundary. Returns at once.
+        """Reports something that every worker does at this boundary without waiting. Returns at once.
 
         Args:
             kind: "save" or "audit".
-            value: Called in the background, after what this worker proposed before.
+            value: Called in the background, after this worker's earlier proposals were published.
         """
         self._outbox.do(lambda: self._machines.post(e.Reported(kind, value())))
 
     def start_from(self, saved: Saved) -> None:
-        """The state is that of a checkpoint. All workers, before training begins."""
+        """Starts from the state of a checkpoint. Called on all workers, before training begins."""
         with self._machines.lock:
             self._machines.worker.step = saved.step
             if self._machines.coordinator is not None:
@@ -248,16 +246,16 @@ class Session:
         self.replica.holds = set(saved.holds)
 
     def set_audit_policy(self, policy: str) -> None:
-        """What becomes of replicas that differ from now on."""
+        """Sets what happens to replicas that differ, from now on."""
         if self._machines.coordinator is not None:
             self._machines.coordinator.audit_policy = policy
 
     def raise_later(self, error: Exception) -> None:
-        """The training thread raises this when it goes on from where it stands."""
+        """Makes the training thread raise this error when it continues."""
         self._gate.error = error
 
     def script_ends(self) -> None:
-        """Nothing has to end the script any more."""
+        """Marks that the script has reached its end and need not be told to exit."""
         self._gate.ends = True
 
     # Any thread.
@@ -269,15 +267,15 @@ class Session:
     def propose_function(
         self, id_: str, function: Function, source: int, at_step: int | None, trial: Trial | None = None
     ) -> Ticket:
-        """Proposes what a function will compute on worker `source`, which must propose it too."""
+        """Proposes a function to be run on worker `source`, which must propose it too."""
         return self.proposals.propose_function(id_, function, source, at_step, trial)
 
     def request(self, kind: str, asked_by: tuple[str, ...] = ()) -> None:
-        """Asks for an operation of all workers at a next boundary. A signal handler may call it."""
+        """Requests an operation of all workers at one of the next boundaries. Signal handlers may call it."""
         self._outbox.do(lambda: self._machines.post(Request(kind, asked_by)))
 
     def operations(self) -> list[dict[str, Any]]:
-        """Worker 0: what is under way, in order. Any thread."""
+        """Worker 0: the current operations, in order. Any thread."""
         coordinator = self._machines.coordinator
         if coordinator is None:
             return []
@@ -296,7 +294,7 @@ class Session:
             ]
 
     def check(self) -> None:
-        """Raises when a thread or another worker has died."""
+        """Raises if a thread or another worker has died."""
         self._check_elsewhere()
         self.threads.check()
 
@@ -315,7 +313,7 @@ class Session:
                 return False
         return True
 
-    # What the machines want done.
+    # Commands of the state machines.
 
     def _carry_out(self, command: Any) -> None:
         match command:
@@ -352,7 +350,7 @@ class Session:
             )
 
     def _perform(self, command: c.Perform) -> None:
-        """In a lane: an unexpected error refuses this one order."""
+        """Executes an order in a lane. An unexpected error refuses only this order."""
         try:
             value = command.order.perform(self.replica)
         except Refuse as error:
@@ -366,9 +364,9 @@ class Session:
         self._machines.post(e.Performed(command.number, value))
 
     def _performed(self, number: int | tuple[str, int], order: Any, value: Any) -> None:
-        """In the training thread: an order was carried out."""
+        """Called in the training thread after each order."""
         event = e.Performed(number, value)
-        if isinstance(order, TakeSnapshot):  # what was proposed before belongs to the checkpoint
+        if isinstance(order, TakeSnapshot):  # earlier proposals belong to the checkpoint: they come first
             self._outbox.do(lambda: self._machines.post(event))
         else:
             self._machines.post(event)

@@ -1,7 +1,7 @@
-"""The threads of one worker: lanes that do one thing after the other, and readers of the channel.
+"""The threads of one worker: lanes, which run tasks in order, and readers of the channel.
 
-All are daemons, stopped together by `Threads.stop`. One that dies ends them all, and the training thread
-raises its error at the next boundary, or out of what it waits in.
+All are daemons and are stopped together by `Threads.stop`. If one dies, all stop, and the training thread
+raises the error at its next boundary, or from the call in which it waits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Threads:
     """Daemon threads that run until `stop`.
 
     Args:
-        on_death: Called, in the dying thread, so that whoever waits wakes up.
+        on_death: Called in the dying thread, to wake up waiting threads.
     """
 
     def __init__(self, on_death: Callable[[], None] = lambda: None) -> None:
@@ -40,19 +40,19 @@ class Threads:
         thread.start()
 
     def lane(self, name: str) -> Lane:
-        """A thread that does what it is given, one thing after the other."""
+        """Starts a thread that runs tasks in order."""
         lane = Lane()
         self._lanes.append(lane)
         self.start(name, lane.run)
         return lane
 
     def check(self) -> None:
-        """Raises when one of them has died."""
+        """Raises the error of the thread that died, if any."""
         if self._death is not None:
             raise self._death
 
     def stop(self, timeout_secs: float) -> None:
-        """Asks all to end and waits for them, at most `timeout_secs` in all. Not for one of them to call."""
+        """Stops all threads and waits at most `timeout_secs` in total. Must not be called by one of them."""
         self.stopping.set()
         for lane in self._lanes:
             lane.end()
@@ -60,19 +60,19 @@ class Threads:
         for thread in self._threads:
             thread.join(max(0.0, ends - time.monotonic()))
             if thread.is_alive():
-                logger.debug("the thread %s did not end within %.0f s", thread.name, timeout_secs)
+                logger.debug("thread %s did not exit within %.0f s", thread.name, timeout_secs)
 
     def have_ended(self) -> bool:
-        """Whether all were told to end, and have."""
+        """Whether all threads were told to stop and have exited."""
         return self.stopping.is_set() and not any(thread.is_alive() for thread in self._threads)
 
     def fail(self, name: str, error: BaseException) -> None:
-        """A thread cannot go on: all end, and `check` raises why."""
+        """Stops all threads because one failed; `check` raises the error."""
         if self.stopping.is_set():
-            logger.debug("the thread %s ended while stopping", name, exc_info=error)
+            logger.debug("thread %s failed while stopping", name, exc_info=error)
             return
         if isinstance(error, JobFailed):
-            self._death = error  # the training thread's to report
+            self._death = error  # the training thread reports it
         else:
             logger.error("the background thread %r died", name, exc_info=error)
             said = f"{type(error).__name__}: {error}"
@@ -91,17 +91,17 @@ class Threads:
 
 
 class Lane:
-    """Does what it is given in order, in one thread. A signal handler may call `do`."""
+    """Runs tasks in order, in one thread. A signal handler may call `do`."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
 
     def do(self, task: Callable[[], object]) -> None:
-        """Returns at once."""
+        """Queues a task and returns at once."""
         self._tasks.put(task)
 
     def end(self) -> None:
-        """What it was given before is done first."""
+        """Stops the lane after the tasks that are already queued."""
         self._tasks.put(None)
 
     def run(self) -> None:

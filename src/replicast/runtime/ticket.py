@@ -1,4 +1,4 @@
-"""What the author of a proposal holds: how far it has come, and in the end its receipt or the reason."""
+"""The ticket of a proposal: its progress, and finally its receipt or the reason for its refusal."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _ORDER = list(Stage)
 
 
 class Ticket:
-    """One proposal of this worker. Any thread may ask it.
+    """One proposal of this worker. Any thread may use it.
 
     Attributes:
         id: The update's id.
-        number: Tells this proposal from all others of the job, also of the same update.
-        stage: How far it has come. It never goes back.
-        step: The step at which it is, or will be, applied, once that is known.
-        waits_for: What it waits for before it can be decided, in words, when that is known.
-        trial: What it has to prove, if it is on trial; then it is settled when that is decided.
+        number: Unique among all proposals of the job, including others of the same update.
+        stage: How far the proposal has come. It never moves backwards.
+        step: The step at which the update is, or will be, applied, once that is known.
+        waits_for: What blocks the decision, in words, if that is known.
+        trial: The condition of its trial, if any. The ticket is then settled when the trial is decided.
         proposed_at: When it was proposed, in seconds since 1970.
     """
 
@@ -56,7 +56,7 @@ class Ticket:
         return self._settled.is_set()
 
     def wait(self, timeout_secs: float) -> bool:
-        """Blocks until it is settled, at most `timeout_secs`; says whether it is."""
+        """Blocks until the ticket is settled, at most `timeout_secs`. Returns whether it is."""
         return self._settled.wait(timeout_secs)
 
     def result(self, timeout: float | None = None) -> Receipt:
@@ -68,9 +68,9 @@ class Ticket:
         another thread.
 
         Raises:
-            UpdateRefused: It was refused or withdrawn: no replica has changed.
-            ReplicasDiverged: It was applied, and the replicas are not equal.
-            UpdatePending: The time is up, or this thread waits for itself.
+            UpdateRefused: The update was refused or withdrawn; no replica has changed.
+            ReplicasDiverged: The update was applied, and the replicas are not equal.
+            UpdatePending: The timeout has expired, or this thread has to train first.
         """
         started = time.monotonic()
         if not self._wait_for(self, timeout) and not self._settled.is_set():
@@ -93,12 +93,12 @@ class Ticket:
         return f"Update {self.id}: {waited}, and {ends}. Go on training and ask again"
 
     def reach(self, stage: Stage) -> None:
-        """It has come this far, as this worker sees it."""
+        """Advances the stage, as seen by this worker."""
         if not self.done() and _ORDER.index(stage) > _ORDER.index(self.stage):
             self.stage, self.waits_for = stage, ""
 
     def told(self, tell: Tell) -> None:
-        """The coordinator says how far it has come; the first outcome stays."""
+        """Records progress reported by the coordinator. The first outcome is final."""
         if self.done():
             return
         self.reach(tell.stage)
@@ -121,23 +121,23 @@ class Ticket:
         self._settled.set()
 
     def fail(self, stage: Stage, error: ReplicastError) -> None:
-        """Gives the reason; the first outcome stays."""
+        """Settles the ticket with an error. The first outcome is final."""
         if not self.done():
             self._error, self.stage = error, stage
             self._settled.set()
 
 
 def log_trial(receipt: Receipt) -> None:
-    """Says how the trial of an update ended, if it was on trial."""
+    """Logs how the trial of an update ended, if it had one."""
     trial = receipt.trial
     if trial is None:
         return
     if trial.outcome == "kept":
-        logger.info("update %s is kept after its trial: %s", receipt.id, trial.reason)
+        logger.info("update %s kept after its trial: %s", receipt.id, trial.reason)
         return
     logger.warning(
-        "update %s is reverted at step %d: %s. Every replica has the state of step %d again, as before the "
-        "update; the batches of the %d steps since are not used again",
+        "update %s reverted at step %d: %s. All replicas are back at their state before the update "
+        "(step %d); the batches of the %d steps since then are not used again",
         receipt.id,
         trial.step,
         trial.reason,
@@ -147,7 +147,7 @@ def log_trial(receipt: Receipt) -> None:
 
 
 def refused(refusal: Refusal) -> UpdateRefused:
-    """A refusal as its author gets it."""
+    """The error that the author of a refused proposal gets."""
     if refusal.details is not None and "problem" in refusal.details:
         return UpdateRefused.from_json(refusal.details)
     worker = refusal.workers[0] if refusal.workers else None
@@ -155,7 +155,7 @@ def refused(refusal: Refusal) -> UpdateRefused:
 
 
 def refusal_of(error: UpdateRefused, rank: int) -> Refusal:
-    """A worker's refusal as it crosses processes."""
+    """A worker's refusal in the form that is sent to other processes."""
     details = error.to_json()
     if details["worker"] is None:
         details["worker"] = rank
@@ -167,9 +167,9 @@ def diverged(receipt: Receipt) -> ReplicasDiverged:
     if len(set(receipt.trained)) > 1:
         counted = ", ".join(f"worker {rank}: {count}" for rank, count in enumerate(receipt.trained))
         why = (
-            f"the workers had not trained equally far at that boundary (transfers so far: {counted}): one "
-            "has missed a boundary, or has made one too many. Every worker must call replicas.boundary() "
-            "after each step"
+            f"the workers had trained different numbers of steps at that boundary (transfers so far: "
+            f"{counted}): one has missed a boundary or has called one too many. Every worker must call "
+            "replicas.boundary() after each step"
         )
     else:
         groups: dict[str, list[str]] = {}
@@ -180,11 +180,11 @@ def diverged(receipt: Receipt) -> ReplicasDiverged:
         if receipt.trial is not None:
             what = "at the end of its trial the replicas' states are not equal"
         why = (
-            f"{what} ({said}). They must have differed before: a worker has assigned to a variable by "
-            "itself. replicas.sync(source=0) makes them equal"
+            f"{what} ({said}). They must have differed before: a worker has assigned to a variable outside "
+            "replicast. replicas.sync(source=0) makes them equal"
         )
     return ReplicasDiverged(
-        f"Update {receipt.id} was applied by all workers at step {receipt.step}, and {why}",
+        f"Update {receipt.id} was applied by all workers at step {receipt.step}, but {why}",
         digests=dict(receipt.digests),
         update_id=receipt.id,
         step=receipt.step,

@@ -1,4 +1,4 @@
-"""Worker 0's writes: entries of the journal in one lane, checkpoints, which take longer, in another."""
+"""Worker 0's writes: journal entries in one lane, and checkpoints, which take longer, in another."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ logger = logging.getLogger("replicast")
 
 
 class Writer:
-    """Writes what the coordinator decides.
+    """Writes the coordinator's decisions.
 
     Args:
-        journal: Where entries go.
-        checkpoints: What `Saved` entries exist already.
-        write_checkpoint: Writes the state of a `Saved`, and says what came of it.
+        journal: Stores the entries.
+        checkpoints: The `Saved` entries of the checkpoints that exist already.
+        write_checkpoint: Writes the state of a `Saved` and returns the outcome.
 
     Attributes:
-        held_by_all: The sequence numbers of the updates that every kept checkpoint holds.
+        held_by_all: The sequence numbers of the updates that every kept checkpoint contains.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class Writer:
         self._saver = threads.lane("saver")
 
     def history(self) -> History:
-        """What the journal and the checkpoints say now."""
+        """The history according to the journal and the checkpoints."""
         history = self.journal.history()
         for saved in self._checkpoints:
             history.add(saved)
         return history
 
     def write(self, entry: Entry, parcels: Parcels, then: Callable[[WriteOutcome, str], None]) -> None:
-        """Writes an entry, and then says what came of it, and why if it failed. Returns at once."""
+        """Writes an entry, then calls `then` with the outcome and any reason for failure. Returns at once."""
         if isinstance(entry, Saved):
             self._saver.do(lambda: then(self.write_checkpoint(entry), "The checkpoint cannot be written"))
             return

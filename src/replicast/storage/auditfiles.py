@@ -1,9 +1,9 @@
-"""Audits in the run directory: what they found, and who asks for one from outside of the job.
+"""Audits in the run directory: their reports, and requests from outside the job.
 
 audits.jsonl              one line for each audit, written by worker 0
-inbox/<id>.audit.json     asks a running job for an audit; gone when a report with this id is in audits.jsonl
+inbox/<id>.audit.json     requests an audit from a running job; removed once a report with this id is written
 
-A request stays until it is answered, so that a job that dies on the way answers it in its next life.
+A request stays until it is answered, so that a job that dies before that answers it in its next attempt.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _REQUEST = ".audit.json"
 
 
 def append_audit(run_dir: Path, report: AuditReport) -> None:
-    """Writes down what an audit found, then removes the requests that it answers. Only worker 0.
+    """Appends the report of an audit, then removes the requests that it answers. Only worker 0.
 
     Raises:
         OSError: It cannot be written.
     """
-    with contextlib.suppress(ReplicastError, OSError):  # numbers begin again with each start of the job
+    with contextlib.suppress(ReplicastError, OSError):  # audit numbers start over with each attempt
         report = replace(report, attempt=read_run_info(run_dir).attempt)
     append_line(Path(run_dir) / "audits.jsonl", json.dumps(report.to_json()))
     for request in report.requests:
@@ -40,15 +40,15 @@ def append_audit(run_dir: Path, report: AuditReport) -> None:
 
 
 def last_audits(run_dir: Path, count: int) -> list[AuditReport]:
-    """The last reports, the oldest first. Reads only the end of the file; a damaged line is left out."""
+    """The last reports, oldest first. Reads only the end of the file; a damaged line is skipped."""
     return list(itertools.islice(_from_the_end(run_dir), count))[::-1]
 
 
 def request_audit(run_dir: Path) -> str:
-    """Asks the running job for an audit.
+    """Requests an audit from the running job.
 
     Returns:
-        An id, which the report will have among its `requests`.
+        An id, which will be among the `requests` of the report.
 
     Raises:
         OSError: It cannot be written.
@@ -61,24 +61,24 @@ def request_audit(run_dir: Path) -> str:
 
 
 def audit_requests(run_dir: Path) -> tuple[str, ...]:
-    """The ids of those who wait for an audit. One that begins after this was asked answers all of them."""
+    """The ids of the open requests. An audit that begins after this call answers all of them."""
     inbox = Path(run_dir) / "inbox"
     found = [path.name for path in inbox.glob(f"*{_REQUEST}")] if inbox.is_dir() else []
     return tuple(sorted(name.removesuffix(_REQUEST) for name in found if not name.startswith(".")))
 
 
 def withdraw_request(run_dir: Path, request: str) -> None:
-    """Removes a request; nothing happens when it is gone."""
+    """Removes a request; no-op if it is gone."""
     if Path(request).name == request:
         with contextlib.suppress(FileNotFoundError):
             (Path(run_dir) / "inbox" / f"{request}{_REQUEST}").unlink()
 
 
 def answer_to(run_dir: Path, request: str, most: int = 10_000) -> AuditReport | None:
-    """The report that answers a request, if it is among so many of the last ones."""
+    """The report that answers a request, if it is among the last `most` reports."""
     named = json.dumps(request).encode()
     for line in itertools.islice(lines_from_the_end(Path(run_dir) / "audits.jsonl"), most):
-        # Short epochs have many audits: only the line that names the request is taken apart.
+        # Short epochs produce many audits: only a line that contains the request is parsed.
         report = _report(line) if named in line else None
         if report is not None and request in report.requests:
             return report

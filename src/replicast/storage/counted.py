@@ -1,4 +1,4 @@
-"""The entries of the journal that count: those of each group that the next one took over (`groups.py`)."""
+"""The journal entries that count: of each group, those that the next group took over (`groups.py`)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TRIES = 3
 def counted_entries(run_dir: Path) -> tuple[list[EntryFile], int]:
     """The entries that count, in order, and how many of them came from an index.
 
-    Opens an index, and the entries behind it.
+    Opens an index, and the entries after it.
 
     Raises:
-        FileDamaged: One is missing or not what was written.
+        FileDamaged: An entry is missing or damaged.
     """
     claim = last_claim(run_dir)
     for _ in range(_TRIES):
@@ -32,7 +32,7 @@ def counted_entries(run_dir: Path) -> tuple[list[EntryFile], int]:
             earlier, claim = claim, last_claim(run_dir)
             if claim == earlier:
                 raise
-            # A group has taken over meanwhile, and has removed what does not count.
+            # A group has taken over meanwhile, and has removed files that do not count.
     return _counted_under(run_dir, claim)
 
 
@@ -51,7 +51,7 @@ def _counted_under(run_dir: Path, claim: Claim | None) -> tuple[list[EntryFile],
 
 
 def _indexed(run_dir: Path, last_group: int, counted: Covered) -> list[EntryFile]:
-    """What the last index has that can be read and has nothing that does not count."""
+    """The entries of the last index that is readable and covers only entries that count."""
     for path in indexes_of(run_dir, last_group):
         with contextlib.suppress(OSError, ValueError):
             files = read_index(path)
@@ -61,7 +61,7 @@ def _indexed(run_dir: Path, last_group: int, counted: Covered) -> list[EntryFile
 
 
 def _entries_of(run_dir: Path, group: int, first: int, most: int) -> list[EntryFile]:
-    """The entries of a group from the first one to the last one that counts."""
+    """The entries of a group from `first` to the last one that counts."""
     directory = group_directory(run_dir, group)
     kinds = entry_kinds(directory)
     last = max(kinds, default=0) if most == sys.maxsize else most
@@ -78,7 +78,7 @@ def _entries_of(run_dir: Path, group: int, first: int, most: int) -> list[EntryF
 
 
 def _check_order(run_dir: Path, files: Iterable[EntryFile]) -> None:
-    """Raises unless the committed updates are numbered from 1 on."""
+    """Raises unless the committed updates are numbered consecutively from 1."""
     expected = 1
     for file in files:
         if isinstance(file.stored, Committed):

@@ -1,10 +1,10 @@
-"""An entry of the journal as it lies in its file.
+"""The files of journal entries.
 
     groups/000003/000017.payload.json      an update before it has a place in the order
-    groups/000003/000017.safetensors       its bytes, which are there before the entry is
+    groups/000003/000017.safetensors       its bytes, which are written before the entry
     groups/000003/000018.committed.json    the rename of this file is the commit
 
-Each is sealed, says its group and number, and is never changed.
+Each entry is sealed, contains its group and number, and is never changed.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ PAYLOAD = ".safetensors"
 
 @dataclass(frozen=True, slots=True)
 class StoredPayload:
-    """What the file of a `Payload` says.
+    """The content of a `Payload` entry's file.
 
     Attributes:
-        sha256: Of the file of its bytes.
+        sha256: The hash of the file with the update's bytes.
         nbytes: The size of that file.
-        edits: A summary of each edit: operation, variable, and the shape of what is written. None where it
-            was left out, as in an index: the entry's own file has it.
+        edits: A summary of each edit: operation, variable, and the shape of what is written. None if omitted,
+            as in an index: the entry's own file has it.
     """
 
     id: str
@@ -82,7 +82,7 @@ class EntryFile:
         group: The group of workers that wrote it.
         number: Which of its entries it is, from 1.
         written_at: Seconds since 1970.
-        stored: What it says.
+        stored: The content of the entry.
     """
 
     group: int
@@ -115,7 +115,7 @@ class EntryFile:
         return payload_path(group_directory(run_dir, self.group), self.number)
 
     def entry(self) -> Entry:
-        """What it says, as the core knows it."""
+        """The entry as the core knows it."""
         stored = self.stored
         if isinstance(stored, StoredPayload):
             content = stored.id, stored.digest
@@ -129,7 +129,7 @@ class EntryFile:
         return replace(self, stored=replace(self.stored, edits=None))
 
     def fields(self) -> dict[str, Any]:
-        """All of it as JSON values, as an index has it."""
+        """All fields as JSON values, for an index."""
         place = {"kind": self.kind, "group": self.group, "entry": self.number, "written_at": self.written_at}
         return fields_of(self.stored) | place
 
@@ -145,28 +145,28 @@ def kind_of(stored: Stored) -> str:
 
 
 def fields_of(stored: Stored) -> dict[str, Any]:
-    """What an entry says, as JSON values. A number that is not finite becomes None: it was not measured."""
+    """The content of an entry as JSON values. A number that is not finite becomes None: not measured."""
     fields: dict[str, Any] = _finite(msgspec.to_builtins(stored, str_keys=True))
     return fields
 
 
 def parsed(kind: str, fields: Mapping[str, Any]) -> EntryFile:
-    """What `fields_of` gave, with its place.
+    """Parses the output of `fields_of`, together with the entry's place.
 
     Raises:
-        ValueError: It is no entry.
+        ValueError: It is not an entry.
     """
     if kind not in KINDS:
-        raise ValueError(f"this version of replicast knows no entry of the kind {kind!r}")
+        raise ValueError(f"this version of replicast does not know entries of the kind {kind!r}")
     place = described(_Place, "place of an entry", fields)
     return EntryFile(place.group, place.entry, place.written_at, described(KINDS[kind], kind, fields))
 
 
 def read_entry(run_dir: Path, group: int, number: int, kind: str) -> EntryFile:
-    """The entry in its file.
+    """Reads an entry from its file.
 
     Raises:
-        FileDamaged: It is not there, or not what was written.
+        FileDamaged: The file is missing or damaged.
     """
     path = entry_path(group_directory(run_dir, group), number, kind)
     try:
@@ -174,30 +174,30 @@ def read_entry(run_dir: Path, group: int, number: int, kind: str) -> EntryFile:
     except ValueError as error:
         raise FileDamaged(path, str(error)) from error
     if (file.group, file.number) != (group, number):
-        raise FileDamaged(path, "it is another entry than its name says")
+        raise FileDamaged(path, "it contains another entry than its name says")
     return file
 
 
 def read_payload(path: Path, stored: StoredPayload) -> Update:
-    """The update in a payload's file.
+    """Reads the update in a payload's file.
 
     Raises:
-        PayloadRemoved: The file is not there.
-        FileDamaged: It is not what was written.
+        PayloadRemoved: The file was removed.
+        FileDamaged: The file is damaged.
     """
     if not path.exists():
         raise PayloadRemoved(stored.id)
     try:
         content = read_bytes(path, max_bytes=stored.nbytes, follow=False)
         if hashlib.sha256(content).hexdigest() != stored.sha256:
-            raise FileDamaged(path, f"its sha256 is not the one of its entry. Expected: {stored.sha256}")
+            raise FileDamaged(path, f"its sha256 is not that of its entry. Expected: {stored.sha256}")
         return Update.parse(content, path.name)[0]
     except UpdateRefused as error:
         raise FileDamaged(path, str(error)) from error
 
 
 def summary(edit: Edit) -> dict[str, Any]:
-    """What an entry says of an edit: operation, variable, and the shape of what is written."""
+    """The summary of an edit in an entry: operation, variable, and the shape of what is written."""
     arrays = edit.arrays
     if "a" in arrays:
         shape: list[int] | None = [arrays["a"].shape[0], arrays["b"].shape[1]]

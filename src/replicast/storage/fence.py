@@ -1,6 +1,6 @@
-"""A group's place in a run directory: its claim, and the log of what later starts must know.
+"""A group's claim on a run directory, and its log of what later attempts must know.
 
-See `groups.py` for the files and for why a group that was thought dead cannot do harm.
+See `groups.py` for the files, and for why a group that was presumed dead cannot do harm.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ _ENDED = "ended"
 
 
 class Fence:
-    """One group's claim on a run directory. Made by its worker 0, before it writes anything else.
+    """One group's claim on a run directory. Created by its worker 0, before it writes anything else.
 
     Args:
         run_dir: The run directory.
-        attempt: Which start of the job this is.
+        attempt: The number of this attempt of the job.
 
     Attributes:
         number: The number of this group.
-        directory: Where this group writes what only it may write.
+        directory: The directory that only this group writes to.
         run: The id of the run.
 
     Raises:
         ClusterError: A job is running in this directory.
-        JobFailed: Another group has taken the run over while this one did.
-        FileDamaged: The claim of the group before is not what was written.
-        OSError: It cannot be written.
+        JobFailed: Another group took over the run at the same time.
+        FileDamaged: The claim of the previous group is damaged.
+        OSError: The claim cannot be written.
     """
 
     def __init__(self, run_dir: Path, attempt: int) -> None:
@@ -57,56 +57,56 @@ class Fence:
         check_free(self._run_dir)
         groups = self._run_dir / GROUPS
         make_durably(groups)
-        with contextlib.suppress(PermissionError):  # Who may not open the parent has not made the run in it.
-            # It was there, perhaps: a launcher or a user had made it, and waited for no disk.
+        with contextlib.suppress(PermissionError):  # Then this user did not create the run in it.
+            # A launcher or a user may have created the run directory without syncing its parent.
             sync_directory(self._run_dir.resolve().parent)
         self.number = _next_number(self._run_dir)
         self.directory = group_directory(self._run_dir, self.number)
         sync_directory(groups)
-        # Only now: what an earlier group writes from here on, it will not act on.
+        # Only now: an earlier group will not act on anything that it writes from here on.
         claim = _taken_over(self._run_dir, self.number, attempt)
         self.run = claim.run
         try:
             write_durably(self.directory / CLAIM, [sealed(claim.to_json())])
         except OSError:
-            self.check_not_taken_over()  # A later group removes what an earlier one has not finished.
+            self.check_not_taken_over()  # A later group removes unfinished files of earlier ones.
             raise
         self.check()
 
     def check(self) -> None:
-        """Raises when another group has taken the run over. To be called after a write, before acting on it.
+        """Raises if another group has taken over the run. Call it after a write, before acting on it.
 
         Raises:
-            JobFailed: It has. What was written may count or not.
-            FileDamaged: The run directory is not there.
+            JobFailed: Another group has taken over. What was written may or may not count.
+            FileDamaged: The run directory is missing.
         """
         self.check_not_taken_over()
         if not (self.directory / CLAIM).exists():
-            raise FileDamaged(self.directory / CLAIM, "it is not there")
+            raise FileDamaged(self.directory / CLAIM, "it is missing")
 
     def check_not_taken_over(self) -> None:
-        """Raises when another group has taken the run over, also where a write has failed.
+        """Raises if another group has taken over the run, even after a write has failed.
 
         Raises:
-            JobFailed: It has.
+            JobFailed: Another group has taken over.
         """
         if group_directory(self._run_dir, self.number + 1).exists():
             raise JobFailed(
                 f"Another group of workers{self._later()} has taken over {self._run_dir}; this one was "
-                "thought dead, and what it writes no longer counts"
+                "presumed dead, and what it writes no longer counts"
             )
 
     def append(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Writes the next entry of this group's log, whole and durable. Only one thread may.
+        """Writes the next entry of this group's log, atomically and durably. Only for one thread.
 
         Args:
-            kind: What it is.
-            fields: What it says, as JSON values.
+            kind: The kind of the entry.
+            fields: Its content, as JSON values.
 
         Raises:
-            JobFailed: Another group has taken the run over.
-            OSError: It cannot be written. Nothing is there then; unless only the directory could not be
-                synced: the entry is there then, and `entries` counts it.
+            JobFailed: Another group has taken over the run.
+            OSError: The entry cannot be written, and nothing is left behind. If only the directory could not
+                be synced, the entry exists, and `entries` counts it.
         """
         number = self._entries + 1
         path = entry_path(self.directory, number, kind)
@@ -119,11 +119,11 @@ class Fence:
 
     @property
     def entries(self) -> int:
-        """How many entries this group has written."""
+        """The number of entries that this group has written."""
         return self._entries
 
     def release(self) -> None:
-        """The job has ended in good order: another may take the run over at once."""
+        """Marks that the job has ended normally: another group may take over the run at once."""
         with contextlib.suppress(OSError):
             (self.directory / _ENDED).touch()
 
@@ -136,7 +136,7 @@ class Fence:
 
 
 def _next_number(run_dir: Path) -> int:
-    """Makes the directory of a new group. `mkdir` fails where it is there, so each number has one owner."""
+    """Creates the directory of a new group. `mkdir` fails if it exists, so each number has one owner."""
     number = max(group_numbers(run_dir), default=0) + 1
     while True:
         try:
@@ -153,7 +153,7 @@ def _taken_over(run_dir: Path, number: int, attempt: int) -> Claim:
     if before is not None:
         entries = max(entry_kinds(group_directory(run_dir, before.group)), default=0)
         counted = (*before.counted, *([(before.group, entries)] if entries else []))
-    own = set(group_numbers(run_dir))  # What no group of this run has written, somebody has copied here.
+    own = set(group_numbers(run_dir))  # A checkpoint of any other group was copied here by a user.
     checkpoints = tuple(
         name
         for name in _checkpoints(run_dir)
@@ -164,7 +164,7 @@ def _taken_over(run_dir: Path, number: int, attempt: int) -> Claim:
 
 
 def _checkpoints(run_dir: Path) -> list[str]:
-    """The checkpoints of jobs, by name."""
+    """The names of the checkpoints that jobs wrote."""
     found = []
     with contextlib.suppress(FileNotFoundError):
         for path in (run_dir / "checkpoints").iterdir():
@@ -175,11 +175,11 @@ def _checkpoints(run_dir: Path) -> list[str]:
 
 
 def check_free(run_dir: Path) -> None:
-    """Looks whether the process that has the run is alive on this host, and has not ended its job.
+    """Checks that no live process on this host is running a job in this directory.
 
     Raises:
-        ClusterError: It is.
-        FileDamaged: Its claim is not what was written.
+        ClusterError: A job is running.
+        FileDamaged: The last claim is damaged.
     """
     claim = last_claim(run_dir)
     if claim is None or (group_directory(run_dir, claim.group) / _ENDED).exists():
@@ -190,5 +190,5 @@ def check_free(run_dir: Path) -> None:
     if is_alive(process):
         raise ClusterError(
             f"A job is running in {run_dir}: process {process.get('pid')} on this host",
-            remedy="End it first, or choose another run directory",
+            remedy="Stop it first, or choose another run directory",
         )

@@ -1,12 +1,12 @@
-"""The inbox of a run directory: how updates from outside a job come in, and how their authors hear back.
+"""The inbox of a run directory: how updates from outside enter a job, and how their authors get answers.
 
-inbox/<id>.safetensors      waits; renamed in when it is complete
-inbox/<id>.stage.json       how far it has come; kept for an hour after the end, for whoever waits for it
-inbox/<id>.withdraw.json    asks the job that has taken it to take it back
-refused/<id>.json           why it was refused; the file itself lies beside it
+inbox/<id>.safetensors      a waiting update; renamed into place once it is complete
+inbox/<id>.stage.json       its stage; kept for an hour after the end, for authors that still wait
+inbox/<id>.withdraw.json    asks the job that has taken the update to withdraw it
+refused/<id>.json           why it was refused; the update's file is next to it
 
-Who takes an update and who withdraws it may meet. The job first notes that it has taken it and then opens the
-file; who withdraws first renames the file and then looks at the note. Whoever is second sees the other.
+Taking and withdrawing an update may race. The job first notes that it has taken the update and then opens the
+file; a withdrawal first renames the file and then reads the note. So the second of the two sees the first.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Waiting:
     """An update that waits in the inbox.
 
     Attributes:
-        id: Its id, as its file's name says.
+        id: Its id, according to its file's name.
         path: Its file.
         nbytes: The size of the file.
         submitted_at: Seconds since 1970.
@@ -66,12 +66,12 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """What somebody outside of the job wants.
+    """An update submitted from outside the job.
 
     Attributes:
         update: The update.
         at_step: The step that its author chose.
-        trial: What it has to prove.
+        trial: The condition of its trial, if any.
     """
 
     update: Update
@@ -80,19 +80,19 @@ class Submitted:
 
 
 def submit(run_dir: Path, update: Update, at_step: int | None = None, trial: Trial | None = None) -> Path:
-    """Puts an update into the inbox, whole and durable. Submitting the same again changes nothing.
+    """Puts an update into the inbox, atomically and durably. Submitting the same update again is a no-op.
 
     Args:
         run_dir: The run directory.
         update: The update.
-        at_step: The step at which to apply it; as soon as possible unless given.
-        trial: What it has to prove, if it is on trial.
+        at_step: The step at which to apply it. Default: as soon as possible.
+        trial: The condition of its trial, if any.
 
     Returns:
-        Its file in the inbox, which is gone when the job has taken it.
+        Its file in the inbox, which the job removes when the update is settled.
 
     Raises:
-        UpdateRefused: Another update of this id waits there, or the step is none.
+        UpdateRefused: Another update with this id waits in the inbox, or the step is not valid.
         OSError: It cannot be written.
     """
     path = _inbox(run_dir) / f"{update.id}{_UPDATE}"
@@ -102,13 +102,13 @@ def submit(run_dir: Path, update: Update, at_step: int | None = None, trial: Tri
         wanted = (update.content_digest(), step, trial)
         if (other.update.content_digest(), other.at_step, other.trial) != wanted:
             raise UpdateRefused(
-                "Another update of this id waits in the inbox",
-                expected="an id of its own, or the same content",
+                "Another update with this id waits in the inbox",
+                expected="a unique id, or the same content",
                 received=update.id,
             )
         return path
     make_durably(path.parent)
-    # Before the update is there: from then on the job writes its stage. An old refusal is none of this one.
+    # Before the update is in place: after that, the job writes its stage. An old refusal no longer applies.
     (_refused(run_dir) / f"{update.id}.json").unlink(missing_ok=True)
     note_stage(run_dir, update.id, Stage.PROPOSED)
     on_trial = {} if trial is None else {"trial": trial.to_json()}
@@ -117,13 +117,13 @@ def submit(run_dir: Path, update: Update, at_step: int | None = None, trial: Tri
 
 
 def waiting(run_dir: Path) -> list[Waiting]:
-    """What waits in the inbox, the oldest first. What is still being written is not there yet."""
+    """The updates that wait in the inbox, oldest first, without those still being written."""
     found = []
     inbox = _inbox(run_dir)
     for path in inbox.iterdir() if inbox.is_dir() else ():
         if path.name.startswith(".") or not path.name.endswith(_UPDATE):
             continue
-        with contextlib.suppress(FileNotFoundError):  # Somebody took it away in the meantime.
+        with contextlib.suppress(FileNotFoundError):  # It was removed in the meantime.
             status = path.lstat()
             name = path.name.removesuffix(_UPDATE)
             found.append(Waiting(name, path, status.st_size, status.st_mtime))
@@ -131,14 +131,14 @@ def waiting(run_dir: Path) -> list[Waiting]:
 
 
 def read(path: Path, max_bytes: int | None = None) -> Submitted:
-    """An update from the inbox, and what its author wants of it.
+    """Reads an update from the inbox, with its step and trial.
 
     Args:
         path: Its file.
-        max_bytes: The largest file that is read; 4 GiB unless given.
+        max_bytes: The largest file to read. Default: 4 GiB.
 
     Raises:
-        UpdateRefused: The file cannot be read, is damaged, too large, no update, or has another's name.
+        UpdateRefused: The file cannot be read, is damaged, too large or not an update, or its name is wrong.
     """
     run_dir = path.parent.parent
     later = _refused(run_dir) / path.name
@@ -158,12 +158,12 @@ def read(path: Path, max_bytes: int | None = None) -> Submitted:
 
 
 def take(run_dir: Path, path: Path, max_bytes: int | None = None) -> Submitted | None:
-    """Reads an update as the job that will propose it: from now on it cannot be withdrawn. Only worker 0.
+    """Reads an update that the job will propose: `withdraw` cannot remove it any more. Only worker 0.
 
-    The header comes first: of what is no update, no more is read, and nothing is noted.
+    The header is checked first: if the file is not an update, no more is read, and nothing is noted.
 
     Returns:
-        What `read` returns; None when the update was withdrawn in the meantime.
+        What `read` returns; None if the update was withdrawn in the meantime.
 
     Raises:
         UpdateRefused: As in `read`.
@@ -180,20 +180,20 @@ def take(run_dir: Path, path: Path, max_bytes: int | None = None) -> Submitted |
 
 
 def withdraw(run_dir: Path, update_id: str, *, job_is_running: Callable[[], bool]) -> bool:
-    """Removes an update that waits, unless a job has taken it already.
+    """Removes a waiting update, unless a job has taken it already.
 
     Args:
         run_dir: The run directory.
         update_id: The update's id.
-        job_is_running: Asked when a job has taken it and its process cannot be seen from here, or not be told
-            from another one that has its number by now.
+        job_is_running: Called if a job has taken the update, but its process is not visible from here, or its
+            pid may have been reused.
 
     Returns:
-        True when the update is gone and nobody will apply it. False when it was not there, or it is too late:
-        then it is where it was.
+        True if the update was removed and will not be applied. False if there was none, or if it was too
+        late; the update is then still in place.
 
     Raises:
-        FileDamaged: The journal cannot tell whether it is committed; it is where it was.
+        FileDamaged: The journal cannot tell whether it is committed; the update is still in place.
         OSError: It cannot be removed.
     """
     if Path(update_id).name != update_id:
@@ -219,10 +219,10 @@ def withdraw(run_dir: Path, update_id: str, *, job_is_running: Callable[[], bool
 
 
 def request_withdrawal(run_dir: Path, update_id: str) -> Path:
-    """Asks a running job to take back an update that it has taken and not applied.
+    """Asks a running job to withdraw an update that it has taken and not yet applied.
 
     Returns:
-        The request, which is gone when the job has heard it.
+        The request's file, which the job removes when it has read it.
 
     Raises:
         OSError: It cannot be written.
@@ -234,7 +234,7 @@ def request_withdrawal(run_dir: Path, update_id: str) -> Path:
 
 
 def take_withdrawals(run_dir: Path) -> list[str]:
-    """The ids of the updates that somebody wants back; the requests are gone then. Only worker 0."""
+    """Reads and removes all withdrawal requests; returns the ids of their updates. Only worker 0."""
     found = []
     for path in _inbox(run_dir).glob(f"*{_WITHDRAW}"):
         update_id = path.name.removesuffix(_WITHDRAW)
@@ -245,7 +245,7 @@ def take_withdrawals(run_dir: Path) -> list[str]:
 
 
 def clean(run_dir: Path) -> None:
-    """Removes what nobody needs any more: notes of updates that left long ago, and half-written files.
+    """Removes the notes of updates that left the inbox long ago, and half-written files.
 
     Raises:
         OSError: Something cannot be removed.
@@ -260,14 +260,14 @@ def clean(run_dir: Path) -> None:
 
 
 def refuse(run_dir: Path, path: Path, error: UpdateRefused, *, durably: bool = True) -> None:
-    """Writes down why an update is refused, then moves its file out of the inbox.
+    """Writes why an update is refused, then moves its file out of the inbox.
 
     Args:
         run_dir: The run directory.
         path: Its file in the inbox.
-        error: Why.
-        durably: Whether to wait for the disk. Thousands of files that are none must not keep others waiting,
-            and after a power cut they are refused again.
+        error: The reason.
+        durably: Whether to sync. Thousands of invalid files must not delay other updates, and after a power
+            failure they are simply refused again.
 
     Raises:
         OSError: It cannot be written.
@@ -289,12 +289,12 @@ def refuse(run_dir: Path, path: Path, error: UpdateRefused, *, durably: bool = T
 
 
 def done(path: Path) -> None:
-    """Removes an update that the job has taken. Nothing happens when it is gone already."""
+    """Removes an update that the job has taken. No-op if it is gone already."""
     path.unlink(missing_ok=True)
 
 
 def refusals(run_dir: Path) -> dict[str, UpdateRefused]:
-    """Why updates were refused, by id. A damaged file is a reason that cannot be read, and hides no other."""
+    """Why updates were refused, by id. A damaged file yields an error that says so, and hides no other."""
     found = {}
     for path in sorted(_refused(run_dir).glob("*.json")):
         if not path.name.startswith("."):
@@ -303,13 +303,13 @@ def refusals(run_dir: Path) -> dict[str, UpdateRefused]:
 
 
 def note_stage(run_dir: Path, update_id: str, stage: Stage, **fields: Any) -> None:
-    """Tells whoever waits outside how far an update has come.
+    """Writes the stage of an update, for its author outside the job.
 
     Args:
         run_dir: The run directory.
         update_id: The update's id.
-        stage: How far it has come.
-        **fields: What else to say, as JSON values.
+        stage: Its stage.
+        **fields: Additional fields, as JSON values.
 
     Raises:
         OSError: It cannot be written.
@@ -320,12 +320,12 @@ def note_stage(run_dir: Path, update_id: str, stage: Stage, **fields: Any) -> No
 
 
 def stage_of(run_dir: Path, update_id: str) -> dict[str, Any] | None:
-    """What was last noted of an update, or None when nothing was, or nothing that can be read."""
+    """The last note about an update; None if there is none, or it cannot be read."""
     if Path(update_id).name != update_id:
         return None
     try:
         return read_json(_inbox(run_dir) / f"{update_id}{_STAGE}", max_bytes=_MAX_NOTE_BYTES)
-    except FileDamaged:  # Written without waiting for the disk: a power cut may have taken it.
+    except FileDamaged:  # Written without a sync: a power failure may have damaged it.
         return None
 
 
@@ -335,7 +335,7 @@ def _is_taken(run_dir: Path, update_id: str, *, job_is_running: Callable[[], boo
         alive = is_alive(taker) if is_on_this_host(taker) else None
         if job_is_running() if alive is None else alive:
             return True
-    # A job that died may have promised it: the next one will apply it, whatever lies in the inbox.
+    # A job that died may have committed or scheduled it: the next attempt applies it in any case.
     if has_promised(run_dir, update_id):
         return True
     pending = {one.id for manifest in CheckpointStore(run_dir).list() for one in manifest.pending}
@@ -363,7 +363,7 @@ def _refused(run_dir: Path) -> Path:
 def _checked_step(value: Any) -> int | None:
     if value is not None and (type(value) is not int or not 0 <= value < MAX_STEP):
         raise UpdateRefused(
-            "The step cannot be used", expected="a whole number from 0 on", received=repr(value)[:200]
+            "The step is not valid", expected="an integer of at least 0", received=repr(value)[:200]
         )
     return value
 
@@ -374,4 +374,4 @@ def _checked_trial(value: Any) -> Trial | None:
     try:
         return Trial.from_json(value)
     except (AttributeError, TypeError, ValueError) as error:
-        raise UpdateRefused(f"The trial cannot be used: {error}", received=repr(value)[:200]) from error
+        raise UpdateRefused(f"The trial is not valid: {error}", received=repr(value)[:200]) from error

@@ -2,9 +2,9 @@
 
     groups/000003/000412.index.jsonl     every entry that counts up to the 412th of the third group
 
-The first line says how many entries of which group it covers, the last one is the seal, and each between them
-is an entry without its summary of edits. An index is derived: when it is damaged, missing, or of entries that
-do not count, readers open the entries instead. So nobody waits for the disk when one is written.
+The first line says how many entries of which group the index covers, the last line is the seal, and each line
+between them is an entry without its summary of edits. An index is derived data: if it is damaged, missing, or
+covers entries that do not count, readers open the entries instead. So it is written without a sync.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ FORMAT = 1
 _NAME = re.compile(r"([0-9]{6,})\.index\.jsonl")
 
 Covered: TypeAlias = Sequence[tuple[int, int]]
-"""Groups in their order, and how many entries of each."""
+"""Groups in order, each with its number of entries."""
 
 
 def write_index(run_dir: Path, group: int, files: Sequence[EntryFile]) -> None:
-    """Writes what counts so far, and removes the earlier indexes of this run.
+    """Writes an index of the entries that count so far, and removes the earlier indexes of this run.
 
     Args:
         run_dir: The run directory.
@@ -54,31 +54,31 @@ def write_index(run_dir: Path, group: int, files: Sequence[EntryFile]) -> None:
 
 
 def read_index(path: Path) -> list[EntryFile]:
-    """The entries in an index.
+    """Reads the entries in an index.
 
     Raises:
         OSError: It cannot be read.
-        ValueError: It is not what was written.
+        ValueError: It is damaged.
     """
     text = read_small(path, max_bytes=MAX_JSON_BYTES).decode()
     body = text[: text.rfind("\n", 0, -1) + 1]
     if not body or text != body + _seal(body):
-        raise ValueError("its seal does not fit its content")
+        raise ValueError("its seal does not match its content")
     head, *entries = body.splitlines()
     described = parse_object(head)
     if described.get("format") != FORMAT:
         raise ValueError(f"it has format {described.get('format')!r}")
     files = [parsed(str(fields.get("kind")), fields) for fields in map(parse_object, entries)]
     if described.get("covers") != [list(each) for each in covered_by(files)]:
-        raise ValueError("it has other entries than it says")
+        raise ValueError("it has other entries than its first line says")
     return files
 
 
 def covered_by(files: Iterable[EntryFile]) -> list[tuple[int, int]]:
-    """How many entries of which group these are.
+    """The groups of these entries, with the number of entries of each.
 
     Raises:
-        ValueError: They are not the first ones of each group, in order.
+        ValueError: They are not the first entries of each group, in order.
     """
     covers: dict[int, int] = {}
     for file in files:
@@ -89,7 +89,7 @@ def covered_by(files: Iterable[EntryFile]) -> list[tuple[int, int]]:
 
 
 def counts(covers: Covered, counted: Covered) -> bool:
-    """Whether entries are the first ones of those that count."""
+    """Whether the covered entries are a prefix of those that count."""
     if len(covers) > len(counted):
         return False
     if not covers:

@@ -1,7 +1,7 @@
-"""The journal: the durable order of what happened. Checkpoint + journal = any later state.
+"""The journal: the durable order of all events. Checkpoint + journal = any later state.
 
-It is the log of each group of workers, as far as that counts (`groups.py`), one after the other. One process
-writes, that of worker 0; any may read.
+It is the concatenation of the logs of all groups of workers, up to the entries that count (`groups.py`). Only
+the process of worker 0 writes; any process may read.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from replicast.storage.retention import remove_void, unneeded_payloads
 from replicast.update.update import Update
 
 INDEX_EVERY = 1000
-"""After so many entries a group writes an index."""
+"""A group writes an index every this many entries."""
 KEPT_BYTES = 1 << 26
-"""So much of the values of updates a journal in memory keeps."""
+"""The most bytes of update values that a journal in memory keeps."""
 
-_NO_ENTRY = "A checkpoint is no entry of the journal: the checkpoint store writes it"
+_NO_ENTRY = "A checkpoint is not a journal entry: the checkpoint store writes it"
 
 
 class NotWritten(ReplicastError):  # noqa: N818 - reads as a sentence: raise NotWritten
@@ -48,11 +48,11 @@ class NotWritten(ReplicastError):  # noqa: N818 - reads as a sentence: raise Not
 
 
 class PerhapsWritten(ReplicastError):  # noqa: N818 - reads as a sentence: raise PerhapsWritten
-    """An entry may be in the journal: only a new start can tell."""
+    """An entry may be in the journal: only a new attempt can tell."""
 
 
 class Journal(ABC):
-    """What a journal does, with files or without. One thread writes."""
+    """The interface of a journal, with or without files. Only one thread writes."""
 
     @abstractmethod
     def write(self, entry: Entry, update: Update | None = None) -> None:
@@ -63,35 +63,36 @@ class Journal(ABC):
             update: The update whose bytes go with a `Payload`.
 
         Raises:
-            NotWritten: It is not there, and nothing is left behind.
-            PerhapsWritten: It cannot be known whether it is there.
-            JobFailed: Another group has taken the run over: it may count or not, and must not be acted on.
+            NotWritten: The entry does not exist, and nothing is left behind.
+            PerhapsWritten: It is not known whether the entry exists.
+            JobFailed: Another group has taken over the run. The entry may or may not count, and must not be
+                acted on.
         """
 
     @abstractmethod
     def load(self, id_: str, digest: str) -> Update:
-        """The update of a payload. Any thread may call it.
+        """Loads the update of a payload. Any thread may call it.
 
         Raises:
-            FileDamaged: It is not there, was removed, or is not what was written.
+            FileDamaged: It is missing, was removed, or is damaged.
         """
 
     @abstractmethod
     def history(self) -> History:
-        """What counts; the content of a payload is the tuple of its id and digest."""
+        """The entries that count. The content of a payload is the tuple of its id and digest."""
 
     @abstractmethod
     def remove_payloads(self, held: Container[int]) -> int:
-        """Removes the bytes of updates that no start will need again; the entries stay.
+        """Removes the bytes of updates that no attempt will need again; the entries stay.
 
-        Those are the updates that every kept checkpoint contains, and those that were refused or withdrawn.
-        What cannot be removed is left alone. Only in the thread that writes.
+        These are the updates that every kept checkpoint contains, and those that were refused or withdrawn.
+        Files that cannot be removed are left alone. Only for the thread that writes.
 
         Args:
             held: The sequence numbers of the updates that every kept checkpoint contains.
 
         Returns:
-            How many it has removed.
+            The number of removed payloads.
         """
 
 
@@ -103,8 +104,8 @@ class FileJournal(Journal):
         fence: The claim of the group.
 
     Raises:
-        FileDamaged: An entry of an earlier group is missing or not what was written.
-        OSError: What an earlier group has left behind cannot be removed.
+        FileDamaged: An entry of an earlier group is missing or damaged.
+        OSError: Leftovers of an earlier group cannot be removed.
     """
 
     def __init__(self, run_dir: Path, fence: Fence) -> None:
@@ -129,12 +130,12 @@ class FileJournal(Journal):
             stored = _stored(entry, update, payload)
             self._fence.append(kind_of(stored), fields_of(stored) | {"written_at": written_at})
         except OSError as error:
-            if self._fence.entries >= number:  # Only after its payload: there is a `stored`.
+            if self._fence.entries >= number:  # The payload was written before, so `stored` exists.
                 self._take_in(EntryFile(self._fence.number, number, written_at, stored))
                 raise PerhapsWritten(_perhaps_written(payload, error)) from error
             with contextlib.suppress(OSError):
                 payload.unlink(missing_ok=True)
-            self._fence.check_not_taken_over()  # A later group removes what an earlier one has not finished.
+            self._fence.check_not_taken_over()  # A later group removes unfinished files of earlier ones.
             raise NotWritten(_not_written(self._run_dir, error)) from error
         self._take_in(EntryFile(self._fence.number, number, written_at, stored))
 
@@ -142,7 +143,7 @@ class FileJournal(Journal):
         """As in `Journal`."""
         file = self._payloads.get((id_, digest))
         if file is None or not isinstance(file.stored, StoredPayload):
-            raise FileDamaged(self._run_dir / "groups", f"it has no payload of update {id_} ({digest})")
+            raise FileDamaged(self._run_dir / "groups", f"it has no payload for update {id_} ({digest})")
         return read_payload(file.payload_path(self._run_dir), file.stored)
 
     def history(self) -> History:
@@ -160,7 +161,7 @@ class FileJournal(Journal):
             except FileNotFoundError:
                 pass  # An earlier attempt has removed it.
             except OSError:
-                continue  # It takes room, and is tried again.
+                continue  # It is retried next time.
             self._removed.add(file.place)
         return removed
 
@@ -175,14 +176,14 @@ class FileJournal(Journal):
 
     def _write_index(self) -> None:
         self._indexed = len(self._files)
-        with contextlib.suppress(OSError):  # It is derived: the entries say the same.
+        with contextlib.suppress(OSError):  # The index is derived: the entries have the same content.
             write_index(self._run_dir, self._fence.number, self._files)
 
 
 class MemoryJournal(Journal):
-    """A journal without files: for who wants no durability, and for tests.
+    """A journal without files: for jobs without durability, and for tests.
 
-    Of the updates, only the last that are not too large together are kept.
+    It keeps only the latest updates, up to `KEPT_BYTES` in total.
     """
 
     def __init__(self) -> None:
@@ -208,7 +209,7 @@ class MemoryJournal(Journal):
         """As in `Journal`."""
         update = self._updates.get((id_, digest))
         if update is None:
-            raise FileDamaged(f"update {id_}", "it is not kept, or no longer: the journal is in memory")
+            raise FileDamaged(f"update {id_}", "it is no longer kept: the journal is in memory")
         return update
 
     def history(self) -> History:
@@ -216,7 +217,7 @@ class MemoryJournal(Journal):
         return History(self._entries)
 
     def remove_payloads(self, held: Container[int]) -> int:
-        """As in `Journal`; it removes none, since their size is bounded."""
+        """As in `Journal`. Removes nothing, since the size is bounded."""
         return 0
 
     def _forget(self, key: tuple[str, str]) -> None:
@@ -225,7 +226,7 @@ class MemoryJournal(Journal):
 
 
 def _stored(entry: Entry, update: Update | None, path: Path) -> Stored:
-    """What the file of an entry says. The bytes of a payload are durable under their name then."""
+    """The content of an entry's file. For a payload, first writes its bytes durably."""
     if isinstance(entry, Saved):
         raise ValueError(_NO_ENTRY)
     if not isinstance(entry, Payload):
@@ -249,19 +250,19 @@ def _stored(entry: Entry, update: Update | None, path: Path) -> Stored:
 def _checked(payload: Payload, update: Update | None) -> Update:
     if update is None or update.id != payload.id:
         received = None if update is None else update.id
-        raise ValueError(f"A payload is written with its update, {payload.id}. Received: {received}")
+        raise ValueError(f"A payload must be written with its update, {payload.id}. Received: {received}")
     return update
 
 
 def _not_written(run_dir: Path, error: OSError) -> str:
     return (
         f"The journal cannot be written ({error.strerror}). "
-        f"Make room on the disk of {run_dir}, or repair it, and propose the update again."
+        f"Free space on the disk of {run_dir}, or repair it, and propose the update again."
     )
 
 
 def _perhaps_written(path: Path, error: OSError) -> str:
     return (
         f"{path.stem} of {path.parent} was renamed, and then its directory could not be synced "
-        f"({error.strerror}). Only the next start of the job can tell whether it is there."
+        f"({error.strerror}). Only the next attempt of the job can tell whether it was written."
     )

@@ -1,4 +1,4 @@
-"""What of the journal is removed: bytes that no start will need again, and files that do not count."""
+"""Removal from the journal: bytes that no attempt will need again, and files that do not count."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from replicast.storage.groups import entry_kinds, entry_path, group_directory, g
 
 
 def unneeded_payloads(files: Iterable[EntryFile], held: Container[int]) -> Iterator[EntryFile]:
-    """The payloads whose bytes no start will need again.
+    """The payloads whose bytes no attempt will need again.
 
     Args:
         files: All entries that count, in order.
@@ -31,19 +31,19 @@ def unneeded_payloads(files: Iterable[EntryFile], held: Container[int]) -> Itera
                 id_, digest = file.payload_key
                 earlier = open_.setdefault(id_, {}).pop(digest, None)
                 if earlier is not None:
-                    yield earlier  # A later attempt has written the same again.
+                    yield earlier  # A later attempt has written the same payload again.
                 open_[id_][digest] = file
 
 
 def remove_void(run_dir: Path, group: int) -> None:
-    """Removes what does not count of earlier groups: it takes room, and would puzzle whoever looks.
+    """Removes files of earlier groups that do not count: they use disk space and would confuse readers.
 
     Args:
         run_dir: The run directory.
-        group: The group that asks. Nothing happens when a later one has taken the run over.
+        group: The calling group. No-op if a later group has taken over the run.
 
     Raises:
-        FileDamaged: The claim is not what was written.
+        FileDamaged: The claim is damaged.
         OSError: Something cannot be removed.
     """
     claim = last_claim(run_dir)

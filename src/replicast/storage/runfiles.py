@@ -1,4 +1,4 @@
-"""What a job tells about itself in its run directory: run.json, a note of each worker, metrics."""
+"""The files in which a job describes itself in its run directory: run.json, worker notes, metrics."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from replicast.update.schema import Schema
 FORMAT = 2
 RUN_FILE = "run.json"
 WITHOUT_CALLBACK = "a boundary: its fit has no replicas.callback()"
-"""What a worker waits for whose model is trained without boundaries: updates wait with it."""
+"""What a worker waits for while its model is trained without boundaries. Updates wait too."""
 ENDED = "nothing: it has ended"
-"""What a worker waits for that has come to its end."""
+"""What a worker waits for after it has ended."""
 _PIECE_BYTES = 64 * 1024
 _MAX_LINE_BYTES = 4 * 2**20
 _MAX_BACK_BYTES = 256 * 2**20
@@ -43,13 +43,13 @@ _MAX_NOTE_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What a run directory is about.
+    """The description of a run.
 
     Attributes:
         format: The version of the directory's format.
         schema: The state's variables.
-        workers: How many workers the job has.
-        attempt: Which start of the job wrote this.
+        workers: The number of workers of the job.
+        attempt: The attempt of the job that wrote this.
         created_at: Seconds since 1970.
         journaled: Whether the job keeps a journal.
     """
@@ -77,11 +77,11 @@ class RunInfo:
         """What `to_json` described.
 
         Raises:
-            ValueError: It is none, or of a later format.
+            ValueError: It is not a description of a run, or has another format.
         """
         if fields.get("format") != FORMAT:
             raise ValueError(
-                f"This version of replicast knows format {FORMAT} of a run. Use the one that wrote it. "
+                f"This version of replicast reads format {FORMAT} of a run. Use the version that wrote it. "
                 f"Received: {fields.get('format')!r}"
             )
         return described(cls, "run", fields)
@@ -89,17 +89,17 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerNote:
-    """What a worker last said of itself.
+    """The latest status of a worker.
 
     Attributes:
-        rank: Its number in the job.
+        rank: Its rank in the job.
         pid: Its process.
         host: The machine it runs on.
         step: The last step that it has finished.
-        attempt: Which start of the job it belongs to.
-        time: When it said so, in seconds since 1970.
+        attempt: The attempt of the job that it belongs to.
+        time: When it wrote this, in seconds since 1970.
         training: Whether it is inside a training loop.
-        waiting_for: What it waits for, in words; empty when for nothing.
+        waiting_for: What it waits for, in words; empty if it does not wait.
     """
 
     rank: int
@@ -120,13 +120,13 @@ class WorkerNote:
         """What `to_json` described.
 
         Raises:
-            ValueError: It is none.
+            ValueError: It is not a worker's note.
         """
         return described(cls, "worker", fields)
 
 
 def clean_run(run_dir: Path) -> None:
-    """Removes what writers that died left under temporary names. Only before a worker writes its first note.
+    """Removes temporary files of writers that died. Only before a worker writes its first note.
 
     Raises:
         OSError: Something cannot be removed.
@@ -136,10 +136,10 @@ def clean_run(run_dir: Path) -> None:
 
 
 def write_run_info(fence: Fence, info: RunInfo) -> None:
-    """Writes run.json of a group, whole and durable. Only on the coordinator.
+    """Writes run.json of a group, atomically and durably. Only on the coordinator.
 
     Raises:
-        JobFailed: Another group has taken the run over.
+        JobFailed: Another group has taken over the run.
         OSError: It cannot be written.
     """
     write_durably(fence.directory / RUN_FILE, [sealed(info.to_json())])
@@ -147,10 +147,10 @@ def write_run_info(fence: Fence, info: RunInfo) -> None:
 
 
 def read_run_info(run_dir: Path) -> RunInfo:
-    """What a run directory is about, as the last group that counts has written it.
+    """Reads the description of a run that the last group has written.
 
     Raises:
-        FileDamaged: It is not a run directory, its job has not begun, or run.json is not what was written.
+        FileDamaged: It is not a run directory, its job has not begun, or run.json is damaged.
     """
     claim = last_claim(run_dir)
     for group in (
@@ -169,14 +169,14 @@ def read_run_info(run_dir: Path) -> RunInfo:
 
 
 def write_worker_note(run_dir: Path, note: WorkerNote) -> None:
-    """Writes what a worker says of itself over what it said before. Does not wait for the disk."""
+    """Replaces the note of a worker. Does not sync."""
     directory = Path(run_dir) / "workers"
     make_durably(directory)
     write_quickly(directory / f"{note.rank}.json", json.dumps(note.to_json()))
 
 
 def read_worker_notes(run_dir: Path) -> list[WorkerNote]:
-    """What the workers last said, by rank. What is no note of the rank in its name is left out."""
+    """The latest notes of the workers, by rank. Damaged notes and those of another rank are skipped."""
     notes = []
     for path in (Path(run_dir) / "workers").glob("*.json"):
         with contextlib.suppress(FileDamaged, ValueError):
@@ -187,14 +187,14 @@ def read_worker_notes(run_dir: Path) -> list[WorkerNote]:
 
 
 def append_metrics(run_dir: Path, step: int, values: Mapping[str, float]) -> None:
-    """Appends one line to metrics.jsonl. Only one process may, since it repairs a torn last line."""
+    """Appends one line to metrics.jsonl. Only for one process, since it repairs a torn last line."""
     numbers = {name: factor_to_json(float(value)) for name, value in values.items()}
     line = json.dumps({"step": step, "time": time.time(), "values": numbers})
     append_line(Path(run_dir) / "metrics.jsonl", line)
 
 
 def last_metrics(run_dir: Path) -> dict[str, Any] | None:
-    """The last whole line of metrics.jsonl: `step`, `time` and `values`. Reads only the end of the file."""
+    """The last complete line of metrics.jsonl: `step`, `time`, `values`. Reads only the end of the file."""
     for line in lines_from_the_end(Path(run_dir) / "metrics.jsonl"):
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             found = parse_json(line)
@@ -204,12 +204,12 @@ def last_metrics(run_dir: Path) -> dict[str, Any] | None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Appends one line to a file, which is made if it is not there. Does not wait for the disk.
+    """Appends one line to a file, and creates the file if needed. Does not sync.
 
-    Only one process may, since it repairs a torn last line.
+    Only for one process, since it repairs a torn last line.
 
     Raises:
-        OSError: It cannot be written, or is no plain file.
+        OSError: It cannot be written, or is not a regular file.
     """
     content = line.encode() + b"\n"
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
@@ -217,19 +217,19 @@ def append_line(path: Path, line: str) -> None:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "It is no plain file", str(path))
+            raise OSError(errno.EINVAL, "Not a regular file", str(path))
         if status.st_size and os.pread(descriptor, 1, status.st_size - 1) != b"\n":
-            content = b"\n" + content  # A writer that died left half a line: it must not take this one along.
+            content = b"\n" + content  # A writer that died left half a line: it must not corrupt this one.
         os.write(descriptor, content)
     finally:
         os.close(descriptor)
 
 
 def lines_from_the_end(path: Path) -> Iterator[bytes]:
-    """The whole lines of a file, the last one first. Reads no more of it than is asked for.
+    """The complete lines of a file, the last one first. Reads only as much as is consumed.
 
-    A line that is longer than any of ours is left out, and at most `_MAX_BACK_BYTES` are looked through. What
-    is no plain file has no lines.
+    Lines longer than `_MAX_LINE_BYTES` are skipped, and at most `_MAX_BACK_BYTES` are searched. Anything but
+    a regular file has no lines.
     """
     try:
         descriptor = open_plain(path)
@@ -249,7 +249,7 @@ def lines_from_the_end(path: Path) -> Iterator[bytes]:
             for piece in reversed(earlier):
                 if not is_last and (found := line.taken()) is not None:
                     yield found
-                is_last = False  # After the last line break comes nothing, or half a line.
+                is_last = False  # After the last newline there is nothing, or half a line.
                 line = _LineFromTheEnd()
                 line.prepend(piece)
         if place == 0 and not is_last and (found := line.taken()) is not None:
@@ -257,7 +257,7 @@ def lines_from_the_end(path: Path) -> Iterator[bytes]:
 
 
 class _LineFromTheEnd:
-    """A line of which the end is read first; nothing of it is held once it is too long."""
+    """A line whose end is read first. It is dropped once it is too long."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []

@@ -1,4 +1,4 @@
-"""All that is known of each update of a run, joined from the journal. For readers, in any process."""
+"""Everything known about each update of a run, joined from the journal. For readers, in any process."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class CommittedUpdate:
     Attributes:
         sequence: Its place in the order, from 1.
         id: Its id.
-        digest: Of its content: equal for updates that do the same.
+        digest: The digest of its content: equal for updates that do the same.
         step: The boundary at which every worker applies it.
-        attempt: The start of the job that committed it.
+        attempt: The attempt of the job that committed it.
         committed_at: Seconds since 1970.
-        workers: How many workers the job had.
+        workers: The number of workers of the job.
         author: Who proposed it.
         note: Why.
         edits: A summary of each edit: operation, variable, shape of what is written.
         nbytes: The size of its file.
-        sha256: Of its file.
+        sha256: The hash of its file.
         scheduled: Whether the author chose the step.
         heals: Whether an audit made it.
-        trial: What it has to prove.
-        before: For a trial: what its metric was before.
+        trial: The condition of its trial, if any.
+        before: For a trial: the metric before the update.
         decided: How its trial ended.
         receipts: One for each attempt that applied it, in order; the last one counts.
     """
@@ -62,7 +62,7 @@ class CommittedUpdate:
 
     @property
     def stage(self) -> Stage:
-        """How far it has come: what its last receipt says, or committed while there is none."""
+        """Its stage according to the last receipt; committed while there is none."""
         return self.receipts[-1].stage if self.receipts else Stage.COMMITTED
 
 
@@ -73,7 +73,7 @@ class ScheduledUpdate:
     Attributes:
         id: Its id.
         at_step: The step.
-        trial: What it has to prove.
+        trial: The condition of its trial, if any.
         author: Who proposed it.
         note: Why.
         edits: A summary of each edit: operation, variable, shape of what is written.
@@ -94,10 +94,10 @@ def committed_updates(run_dir: Path, last: int | None = None) -> list[CommittedU
 
     Args:
         run_dir: The run directory.
-        last: Only so many of the last ones; less is read then.
+        last: The number of latest updates to return; less is read then. Default: all.
 
     Raises:
-        FileDamaged: An entry is missing or not what was written.
+        FileDamaged: An entry is missing or damaged.
     """
     run = Updates(run_dir)
     records = list(run.committed.values())
@@ -106,7 +106,7 @@ def committed_updates(run_dir: Path, last: int | None = None) -> list[CommittedU
 
 
 def scheduled_updates(run_dir: Path) -> list[ScheduledUpdate]:
-    """What waits for its step, in the order of the steps.
+    """The updates that wait for their step, in the order of the steps.
 
     Raises:
         FileDamaged: As in `committed_updates`.
@@ -125,7 +125,7 @@ def withdrawn_ids(run_dir: Path) -> frozenset[str]:
 
 
 def refused(run_dir: Path) -> dict[str, str]:
-    """Why updates were refused that the journal knows, by id. One that was accepted later is not there.
+    """The reasons of all refusals in the journal, by update id, without updates that were accepted later.
 
     Raises:
         FileDamaged: As in `committed_updates`.
@@ -134,7 +134,7 @@ def refused(run_dir: Path) -> dict[str, str]:
 
 
 def has_promised(run_dir: Path, id_: str) -> bool:
-    """Whether an update is committed or scheduled: every start of the job will apply it.
+    """Whether an update is committed or scheduled, so that every attempt of the job will apply it.
 
     Raises:
         FileDamaged: As in `committed_updates`.
@@ -147,7 +147,7 @@ def load_update(run_dir: Path, sequence: int) -> Update:
     """A committed update with its values.
 
     Raises:
-        FileDamaged: It is not there, was removed, or is not what was written.
+        FileDamaged: It is missing, was removed, or is damaged.
     """
     run = Updates(run_dir)
     if sequence not in run.committed:
@@ -158,19 +158,19 @@ def load_update(run_dir: Path, sequence: int) -> Update:
 
 
 class Updates:
-    """What the journal says of the updates of a run, at the moment when it is read.
+    """The updates of a run according to the journal, at the moment when it is read.
 
     Args:
         run_dir: The run directory.
 
     Attributes:
         committed: The record of each committed update and when it was written, by sequence number.
-        scheduled: What waits for its step, by id.
-        withdrawn: The ids of what was withdrawn.
+        scheduled: The updates that wait for their step, by id.
+        withdrawn: The ids of withdrawn updates.
         refused: Why updates were refused, by id; without those that were accepted later.
 
     Raises:
-        FileDamaged: An entry is missing or not what was written.
+        FileDamaged: An entry is missing or damaged.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -220,7 +220,7 @@ class Updates:
         return found
 
     def committed_update(self, record: Committed, committed_at: float) -> CommittedUpdate:
-        """Joins what is known of a committed update."""
+        """Joins what is known about a committed update."""
         file, payload = self.payload(record.id, record.digest)
         return CommittedUpdate(
             sequence=record.sequence,
@@ -244,7 +244,7 @@ class Updates:
         )
 
     def scheduled_update(self, scheduled: Scheduled) -> ScheduledUpdate:
-        """Joins what is known of an update that waits for its step."""
+        """Joins what is known about an update that waits for its step."""
         file, payload = self.payload(scheduled.id, scheduled.digest)
         return ScheduledUpdate(
             id=scheduled.id,
@@ -257,7 +257,7 @@ class Updates:
         )
 
     def _edits(self, file: EntryFile, payload: StoredPayload) -> tuple[Mapping[str, Any], ...]:
-        """An index leaves them out: then the entry's own file has them."""
+        """The summaries of the edits, which an index omits: they are read from the entry's own file."""
         if payload.edits is None:
             own = read_entry(self._run_dir, file.group, file.number, file.kind).stored
             payload = own if isinstance(own, StoredPayload) else payload

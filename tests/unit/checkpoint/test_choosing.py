@@ -55,7 +55,7 @@ def test_one_without_commitment_is_passed_over_with_a_word_and_is_none(
         (store.path(step) / "COMMITTED").unlink()
     with caplog.at_level(logging.WARNING):
         assert choose(store, None, {}) is None
-    assert [f"step {step} is passed over" in caplog.text for step in (5, 10, 15)] == [True] * 3
+    assert [f"step {step} is skipped" in caplog.text for step in (5, 10, 15)] == [True] * 3
 
 
 def test_a_damaged_one_that_was_asked_for_is_refused_with_one_that_is_whole(store: CheckpointStore) -> None:
@@ -63,7 +63,7 @@ def test_a_damaged_one_that_was_asked_for_is_refused_with_one_that_is_whole(stor
     with pytest.raises(CheckpointError) as refused:
         choose(store, 15, {15: "worker 1 reads other bytes."})
     assert str(refused.value).startswith("The checkpoint of step 15 is damaged: worker 1 reads other bytes. ")
-    assert str(refused.value).endswith("restore(step=5) is whole."), "that of step 10 is damaged too"
+    assert str(refused.value).endswith("restore(step=5) is intact."), "that of step 10 is damaged too"
     assert (refused.value.step, refused.value.path) == (15, store.path(15))
 
 
@@ -73,5 +73,7 @@ def test_nobody_starts_anew_without_being_told_that_all_are_damaged(
 ) -> None:
     for each in (5, 10, 15):
         flip(store.path(each) / "manifest.json", 5)
-    with pytest.raises(CheckpointError, match=r"manifest.json is damaged.*remove .* to begin anew\.$"):
+    with pytest.raises(
+        CheckpointError, match=r"manifest.json is damaged.*remove .* to start from scratch\.$"
+    ):
         choose(store, step, {})

@@ -137,9 +137,7 @@ def test_damage_is_found_although_the_digests_in_the_manifests_agree(
     with open_checkpoint(paths[where]) as reader:
         place = reader.layout.spans[name].start
     flip(paths[where] / "state.safetensors", place)
-    with pytest.raises(
-        FileDamaged, match=f"bytes of {name} .* remove .*{paths[where].name} to get rid of it"
-    ):
+    with pytest.raises(FileDamaged, match=f"bytes of {name} .* remove .*{paths[where].name} to discard it"):
         diff(*paths)
     diff(*paths, values=False)
 

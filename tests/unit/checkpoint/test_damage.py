@@ -90,10 +90,10 @@ def test_what_is_said_of_damage_is_for_people_and_ends_with_what_to_do(store: Ch
     (store.path(5) / "COMMITTED").write_text("9489\n")
     with pytest.raises(FileDamaged) as found:
         store.open(5)
-    assert "the one in COMMITTED, '9489'. Received: " in str(found.value)
+    assert "does not match COMMITTED, which has '9489'. Received: " in str(found.value)
     assert str(found.value).endswith(
-        "Use another checkpoint, or put a copy of this one in its place; "
-        f"remove {store.path(5)} to get rid of it."
+        "Use another checkpoint, or replace this one with a backup copy; "
+        f"remove {store.path(5)} to discard it."
     )
 
 

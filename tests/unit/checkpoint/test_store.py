@@ -185,7 +185,7 @@ def test_other_bytes_than_those_of_the_digests_are_not_put_in_place(store: Check
     first = store.write(draft_of(arrays, 5), arrays.items(), digests)
     assert first.digests == digests
     changed = state_of(1)
-    with pytest.raises(CheckpointError, match="it has changed meanwhile") as refused:
+    with pytest.raises(CheckpointError, match="changed while it was being written") as refused:
         store.write(draft_of(arrays, 5), (arrays | {"half": changed["half"]}).items(), digests)
     assert refused.value.variable == "half"
     assert store.list() == [first]

@@ -116,7 +116,7 @@ def test_who_does_not_come_in_time_is_named() -> None:
     first, second, _ = exchanges(3, set())
     second.tell("agree", "nothing")
     with pytest.raises(
-        JobFailed, match="worker 0 waited 0 s for worker 1, which did not say its plan"
+        JobFailed, match="worker 0 waited 0 s for worker 1, which did not send its plan"
     ) as late:
         first.agree("plan", "mine", 0.05)
     assert late.value.worker == 1

@@ -61,7 +61,7 @@ def test_what_a_function_gets_are_copies() -> None:
     ("function", "said"),
     [
         (lambda values: 1 / 0, "raised ZeroDivisionError: division by zero"),
-        (lambda values: 7, "must return an Update, or the new value of each variable"),
+        (lambda values: 7, "must return an Update, or a dict from variable names"),
         (lambda values: {"nothing": [1.0]}, "nothing"),
         (lambda values: {"bias": values["kernel"]}, "shape"),
         (lambda values: {"bias": values["no such variable"]}, "no such variable"),

@@ -167,7 +167,7 @@ def test_workers_that_wait_at_different_places_are_told_where_and_may_come_again
         job.train(2)
         for said in job.on_all(come):
             assert "worker 0 at step 2: save; worker 1 at step 2: close" in said
-            assert "Every worker must come to the same calls" in said
+            assert "Every worker must make the same calls" in said
         job.train(2)
 
 

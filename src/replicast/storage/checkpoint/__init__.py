@@ -1,7 +1,7 @@
-"""Checkpoints: the whole state in files that any tool can read, and what can be done with them offline.
+"""Checkpoints: the whole state in files that any tool can read, and offline operations on them.
 
-`CheckpointStore` has the checkpoints of a run; `open_checkpoint` opens one by its directory; `patch` applies
-an update to one; `diff` compares two, and `differences` two models.
+`CheckpointStore` manages the checkpoints of a run; `open_checkpoint` opens one by its directory; `patch`
+applies an update to one; `diff` compares two, and `differences` compares two models.
 """
 
 from __future__ import annotations

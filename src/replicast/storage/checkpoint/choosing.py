@@ -1,4 +1,4 @@
-"""Which checkpoint a job goes on from, when some of them may be damaged."""
+"""Chooses the checkpoint from which a job resumes, when some of them may be damaged."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def choose(store: CheckpointStore, step: int | None, damaged: dict[int, str]) ->
 
     Args:
         store: The checkpoints of a run.
-        step: Which one; None for the last.
-        damaged: What is known to be wrong with which. Those whose damage is seen here are added.
+        step: The step; None for the last checkpoint.
+        damaged: Known damage, by step. Damage found here is added.
 
     Returns:
-        It, open; None where there is none and none was asked for.
+        The open checkpoint; None if there is none and no step was given.
 
     Raises:
-        CheckpointError: There is none of that step, or it is damaged; or none is asked for and all are:
-            nobody should start anew without being told.
+        CheckpointError: There is no checkpoint of that step, or it is damaged; or no step was given and all
+            are damaged: a job must not silently start from scratch.
     """
     for candidate in store.steps() if step is None else [step]:
         if candidate in damaged:
@@ -36,17 +36,17 @@ def choose(store: CheckpointStore, step: int | None, damaged: dict[int, str]) ->
         except CheckpointError as error:
             if step is not None:
                 raise
-            logger.warning("the checkpoint of step %d is passed over. %s", candidate, error)
+            logger.warning("the checkpoint of step %d is skipped. %s", candidate, error)
     if not damaged:
         return None
     newest = max(damaged)
     whole = store.last_whole(without=newest) if step is not None else None
-    begin = f"remove {store.directory} to begin anew"
+    begin = f"remove {store.directory} to start from scratch"
     raise CheckpointError(
         f"The checkpoint of step {newest} is damaged: {damaged[newest]}"
         if step is not None
-        else f"No checkpoint is whole. That of step {newest}: {damaged[newest]}",
+        else f"No checkpoint is intact. Step {newest}: {damaged[newest]}",
         path=store.path(newest),
         step=newest,
-        remedy=f"restore(step={whole}) is whole" if whole is not None else f"No other one is whole; {begin}",
+        remedy=f"restore(step={whole}) is intact" if whole is not None else f"No other is intact; {begin}",
     )

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, or between two models."""
+"""Compares two checkpoints, or two models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PIECE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A variable that two models do not have alike.
+    """A variable that differs between two models.
 
     Attributes:
         name: The variable.
@@ -58,7 +58,7 @@ class Comparison:
         elements: How many elements it has.
         differing: How many of them differ in their bits.
         one_is_nan: How many are NaN in one checkpoint only.
-        max_absolute: The largest absolute difference of elements that are no NaN.
+        max_absolute: The largest absolute difference of elements that are not NaN.
         max_relative: The largest difference relative to the larger of the two.
     """
 
@@ -93,18 +93,18 @@ def diff(
 ) -> list[Comparison]:
     """Compares two checkpoints variable by variable, in a stream.
 
-    Every byte of both is read and checked against its digest, also of what has the same digest in both.
+    Every byte of both is read and checked against its digest, even if both have the same digest.
 
     Args:
         a: The first checkpoint's directory.
         b: The second's.
-        values: Whether to read the values and say by how much they differ. Else the manifests' digests are
-            compared, and what became of the bytes since is not looked at.
-        progress: Called with the bytes that are done and those there are.
+        values: Whether to read the values and report by how much they differ. Otherwise only the digests in
+            the manifests are compared, and later damage to the bytes is not noticed.
+        progress: Called with the number of bytes done, and the total.
 
     Raises:
-        CheckpointError: One is not there, or not committed.
-        FileDamaged: One is not what was written.
+        CheckpointError: One does not exist, or is not committed.
+        FileDamaged: One is damaged.
     """
     with open_checkpoint(a) as first, open_checkpoint(b) as second:
         changed = {each.name: each for each in differences(first.manifest.schema, second.manifest.schema)}
@@ -121,7 +121,7 @@ def diff(
                 text = _described(first.layout.spans[name].variable)
                 made.append(Comparison(name, Verdict.DIFFERENT, text, text))
             if values:
-                if made[-1].verdict is not Verdict.DIFFERENT:  # Else they were read to be compared.
+                if made[-1].verdict is not Verdict.DIFFERENT:  # Otherwise the comparison has read them.
                     _check(name, first, second)
                 done += _nbytes(first, name) + _nbytes(second, name)
                 if progress is not None:
@@ -138,7 +138,7 @@ def _nbytes(reader: CheckpointReader, name: str) -> int:
 
 
 def _check(name: str, *readers: CheckpointReader) -> None:
-    """Reads a variable where it is there: equal digests say nothing of bytes that have changed since."""
+    """Reads a variable where it exists: equal digests in the manifests do not prove intact bytes."""
     for reader in readers:
         if name in reader.layout.spans:
             for _ in reader.pieces(name):

@@ -1,7 +1,7 @@
-"""Where each variable lies in `state.safetensors`: a function of the schema, known before a byte is written.
+"""The layout of `state.safetensors`: a function of the schema, known before a byte is written.
 
-A reader compares the header it finds with the one that must be there, so nothing in the file is ever
-interpreted: a header is right to the last byte, or the file is damaged.
+A reader compares the file's header with the expected one and never interprets it: either it is equal to the
+last byte, or the file is damaged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Span:
     Attributes:
         variable: The variable.
         start: The first byte, counted from the beginning of the file.
-        nbytes: How many bytes.
+        nbytes: The number of bytes.
     """
 
     variable: Variable
@@ -58,14 +58,14 @@ def dtype_of(variable: Variable) -> np.dtype[np.generic]:
 
 
 def layout_of(schema: Schema) -> Layout:
-    """How a state of this schema lies in its file.
+    """The layout of the file for a state of this schema.
 
     Raises:
-        CheckpointError: A variable has a name that the format keeps for itself.
+        CheckpointError: A variable has a name that the format reserves.
     """
     if _RESERVED in schema:
         raise CheckpointError(
-            "A variable has a name that safetensors keeps for itself", variable=_RESERVED, remedy="Rename it"
+            "A variable has a name that safetensors reserves", variable=_RESERVED, remedy="Rename it"
         )
     shapes: dict[str, Array] = {
         variable.name: np.broadcast_to(np.zeros((), dtype_of(variable)), variable.shape)
@@ -88,5 +88,5 @@ def layout_of(schema: Schema) -> Layout:
 
 
 def file_order(schema: Schema) -> tuple[str, ...]:
-    """The names in the order in which a checkpoint is written quickest: that of their bytes in the file."""
+    """The names in the fastest order for writing a checkpoint: that of their bytes in the file."""
     return tuple(layout_of(schema).spans)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: where in the training it was made, and the digests of what it holds."""
+"""The manifest of a checkpoint: where in the training it was made, and the digests of its variables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from replicast.update.trial import Trial
 
 FORMAT = 2
 MAX_SEQUENCE = 2**24
-"""A restart counts up to it: a file from outside may say anything."""
+"""The largest sequence number to accept: a restart counts up to it, and a file may contain anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class PendingUpdate:
     """An update that was proposed before a checkpoint and is not committed. The journal has its payload.
 
     Attributes:
-        tickets: Whose proposals it is.
+        tickets: The tickets of its proposals.
     """
 
     id: str
@@ -38,12 +38,12 @@ class PendingUpdate:
 
     @classmethod
     def of(cls, pending: Pending) -> PendingUpdate:
-        """What a checkpoint keeps of it."""
+        """The part of a pending proposal that a checkpoint stores."""
         one = pending.proposal
         return cls(one.id, one.digest, one.at_step, one.trial, one.author, one.note, pending.tickets)
 
     def pending(self) -> Pending:
-        """The same as the core knows it; its content is the tuple of id and digest, as in the journal."""
+        """The proposal as the core knows it. Its content is the tuple of id and digest, as in the journal."""
         content, author, note = (self.id, self.digest), self.author, self.note
         proposal = Proposal(self.id, self.digest, content, self.at_step, self.trial, author=author, note=note)
         return Pending(proposal, self.tickets)
@@ -51,26 +51,26 @@ class PendingUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Draft:
-    """What the caller knows of a checkpoint before it is written.
+    """What the caller knows about a checkpoint before it is written.
 
     Attributes:
         step: The boundary whose state it is.
-        sequence: The last update of the journal whose effect is in it; 0 for none.
-        missing: The updates before that one whose effect is not in it.
-        epoch: The epoch that training is in.
-        batch: How many batches of that epoch are done.
+        sequence: The last update of the journal that it contains; 0 for none.
+        missing: The updates before that one that it does not contain.
+        epoch: The current epoch.
+        batch: The number of finished batches of that epoch.
         created_at: Seconds since 1970.
-        workers: How many workers the job has.
-        attempt: Which start of the job made it.
+        workers: The number of workers of the job.
+        attempt: The attempt of the job that made it.
         schema: The state's variables.
         pending: The updates that were proposed before and are not committed.
-        script: Where in the script training is, as JSON values; None when nobody knows.
-        measured: What the last steps have measured, as JSON text: trials after a restart need it.
-        run: The id of the run whose updates these are; empty when it is not known.
+        script: The position in the script, as JSON values; None if it is not known.
+        measured: The loss and metrics of recent steps, as JSON text: trials after a restart need it.
+        run: The id of the run that the updates belong to; empty if it is not known.
         line: How often training had gone back behind a checkpoint of its run (`ordering.py`).
-        parent: For a patched checkpoint, `step`, `path` and `update_id` of what it was made from.
+        parent: For a patched checkpoint, `step`, `path` and `update_id` of its origin.
         metrics: The metrics at that step.
-        versions: The versions of what made it, by name.
+        versions: The versions of the software that made it, by name.
     """
 
     step: int
@@ -102,14 +102,14 @@ class Draft:
         }
 
     def with_updates(self, saved: Saved) -> Draft:
-        """The same with the updates that the core says are in the state, and those that wait."""
+        """The draft with the updates that the state contains according to the core, and the pending ones."""
         latest = max(saved.holds, default=0)
         missing = tuple(sequence for sequence in range(1, latest) if sequence not in saved.holds)
         pending = tuple(PendingUpdate.of(one) for one in saved.pending)
         return replace(self, sequence=latest, missing=missing, pending=pending)
 
     def position(self) -> bytes:
-        """Where training goes on from here, apart from the state: equal when it is the same, as JSON."""
+        """Everything but the state that determines how training resumes from here, as comparable JSON."""
         names = ("step", "sequence", "missing", "epoch", "batch", "pending", "script", "measured", "line")
         known = self.to_json()
         return json_bytes([known[name] for name in names])
@@ -122,8 +122,7 @@ class Manifest(Draft):
     Attributes:
         digests: The digest of each variable, by name.
         state_digest: The digest of all variables, as `digest_state` gives it.
-        nbytes: The size of `state.safetensors`: a header that follows from the schema, and what the digests
-            are of.
+        nbytes: The size of `state.safetensors`: a header that follows from the schema, and the variables.
         format: The version of the checkpoint's format.
     """
 
@@ -134,9 +133,9 @@ class Manifest(Draft):
 
     def __post_init__(self) -> None:
         if not 0 <= self.sequence <= MAX_SEQUENCE:
-            raise ValueError(f"an update has a number up to {MAX_SEQUENCE}. Received: {self.sequence}")
+            raise ValueError(f"sequence must be from 0 to {MAX_SEQUENCE}. Received: {self.sequence}")
         if set(self.digests) != {variable.name for variable in self.schema}:
-            raise ValueError("its digests are not those of its variables")
+            raise ValueError("its digests do not match its variables")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Manifest) and self.to_json() == other.to_json()
@@ -148,12 +147,12 @@ class Manifest(Draft):
     def completed(
         cls, draft: Draft, *, digests: Mapping[str, str], state_digest: str, nbytes: int
     ) -> Manifest:
-        """The draft with what is known once the state is written."""
+        """Completes a draft with what is known once the state is written."""
         known = {each.name: getattr(draft, each.name) for each in fields_of(Draft)}
         return cls(**known, digests=dict(digests), state_digest=state_digest, nbytes=nbytes)
 
     def seen_by(self, run: str) -> Manifest:
-        """The same for a run: of a copy of another run's, the numbers of its updates mean others here."""
+        """The manifest as valid in a run: update numbers in a copy from another run have no meaning here."""
         if self.run in ("", run):
             return self
         return replace(self, sequence=0, missing=(), pending=())
@@ -163,12 +162,12 @@ class Manifest(Draft):
         """What `to_json` described.
 
         Raises:
-            ValueError: It is no manifest, or of another format.
+            ValueError: It is not a manifest, or has another format.
         """
         if fields.get("format") != FORMAT:
             raise ValueError(
-                f"This version of replicast knows format {FORMAT} of a checkpoint. Use the one that wrote "
-                f"it. Received: {fields.get('format')!r}"
+                f"This version of replicast reads format {FORMAT} of a checkpoint. Use the version that "
+                f"wrote it. Received: {fields.get('format')!r}"
             )
         with reading("manifest", fields):
             metrics = {name: float(value) for name, value in fields["metrics"].items()}

@@ -1,10 +1,10 @@
-"""Which checkpoint is the last one: training may have gone back to an earlier step, and on from there.
+"""Which checkpoint is the last one: training may have gone back to an earlier step and continued from there.
 
     500   1000   1500   2000      one line of training
-     └─ 600   700                 restore(step=500), and on: another line, which is the one that counts
+     └─ 600   700                 restore(step=500): another line, which is now the current one
 
-A checkpoint of a step behind that of the last one begins a line: the count of them goes up by one. Neither a
-clock nor the number of a start would do: clocks differ between hosts, and a run may be copied into another.
+A checkpoint of an earlier step than the last one starts a new line, with a number one higher. Neither clocks
+nor attempt numbers would work: clocks differ between hosts, and a run may be copied into another.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Best: TypeAlias = tuple[str, Literal["min", "max"]]
 
 
 def line_of_next(there: Iterable[Manifest], step: int) -> int:
-    """The line of a checkpoint of this step that is written now, beside those that are there."""
+    """The line of a new checkpoint of this step, given the existing ones."""
     last = max(there, key=_age, default=None)
     return 0 if last is None else last.line + (step < last.step)
 
 
 def latest_first(there: Iterable[Manifest]) -> list[Manifest]:
-    """The last one, what it came from, and then those that were given up when training went back."""
+    """The last checkpoint, those that it follows, and then those abandoned when training went back."""
     followed: list[Manifest] = []
     given_up: list[Manifest] = []
     for manifest in sorted(there, key=_age, reverse=True):
@@ -36,9 +36,9 @@ def latest_first(there: Iterable[Manifest]) -> list[Manifest]:
 
 
 def with_unreadable(ordered: Sequence[int], unreadable: Iterable[int]) -> list[int]:
-    """Steps, the latest first, with those among them whose line nobody can read.
+    """Inserts steps with unreadable checkpoints, whose line is not known, into an ordered list of steps.
 
-    Such a one comes before all of lower steps: it may have been the last.
+    Each is placed before all lower steps: it may have been the last.
     """
     steps = list(ordered)
     for step in sorted(unreadable):
@@ -48,7 +48,7 @@ def with_unreadable(ordered: Sequence[int], unreadable: Iterable[int]) -> list[i
 
 
 def best_of(ordered: Iterable[Manifest], best: Best | None) -> set[int]:
-    """The step of the best one, if any can be: of equal ones, the first in this order."""
+    """The step of the best checkpoint, if any has the metric; of equal ones, the first in this order."""
     if best is None:
         return set()
     metric, direction = best

@@ -24,25 +24,25 @@ from replicast.update.validate import planned
 def patch(
     source: Path | str, update: Update, destination: Path | str, *, progress: Progress | None = None
 ) -> Manifest:
-    """Writes what a checkpoint would hold if the update had been applied at its step.
+    """Writes the checkpoint that would exist if the update had been applied at its step.
 
-    Takes little memory beyond that of the update, however large the checkpoint is. Every byte that is read
-    is checked against its digest, so that damage is never carried over.
+    Needs little memory beyond that of the update, however large the checkpoint is. Every byte that is read
+    is checked against its digest, so that damage is never copied.
 
     Args:
-        source: The checkpoint's directory; left as it is.
-        update: What to change; names and values as a running job would take them.
-        destination: The new checkpoint's directory, which must not be there yet.
-        progress: Called with the bytes that are done and those there are.
+        source: The checkpoint's directory; not modified.
+        update: What to change, with names and values as for a running job.
+        destination: The new checkpoint's directory, which must not exist yet.
+        progress: Called with the number of bytes done, and the total.
 
     Returns:
-        The new checkpoint's manifest: its parent is named, its place in the journal is the parent's, and it
-        has no metrics, since nobody has measured it.
+        The new checkpoint's manifest. It names its parent, has the parent's place in the journal, and has no
+        metrics, since none were measured.
 
     Raises:
         UpdateRefused: The update does not fit the checkpoint.
-        CheckpointError: There is no committed checkpoint at the source, or something at the destination.
-        FileDamaged: The source is not what was written.
+        CheckpointError: The source is not a committed checkpoint, or the destination exists.
+        FileDamaged: The source is damaged.
         OSError: The destination cannot be written; nothing is left there.
     """
     source, destination = Path(source), Path(destination)
@@ -55,7 +55,7 @@ def patch(
         with temporary_directory(destination.absolute().parent) as temporary:
             variables = _variables(reader, by_variable, progress)
             manifest = write_contents(temporary, _draft(reader, update), variables)
-            _check_destination(destination, manifest)  # Somebody may have been quicker.
+            _check_destination(destination, manifest)  # It may exist by now.
             put_in_place(temporary, destination.absolute())
     return manifest
 
@@ -64,23 +64,23 @@ def _check_destination(destination: Path, manifest: Manifest) -> None:
     try:
         step = checkpoint_parts(destination.name)[0]
     except ValueError:
-        step = None  # A name that is none of a run's checkpoints.
+        step = None  # Not the name of a run's checkpoint.
     beside = [destination]
-    if step is not None:  # Where a job finds it, nothing else may be of this step.
+    if step is not None:  # A job may find it there, so nothing else may have this step.
         beside += destination.absolute().parent.glob(f"{step:08d}-*")
     there = [path for path in beside if path.exists() or path.is_symlink()]
     if there:
         raise CheckpointError(
-            "There is something at the destination already",
+            "The destination exists already",
             path=destination,
             received=str(there[0]),
-            remedy="Give a directory that is not there yet",
+            remedy="Use a directory that does not exist yet",
         )
     if step is not None and step != manifest.step:
         raise CheckpointError(
             "The destination has the name of another step",
             path=destination,
-            expected=f"{manifest.step:08d}, or a name that is no number",
+            expected=f"{manifest.step:08d}, or a name that is not a number",
             received=destination.name,
         )
 

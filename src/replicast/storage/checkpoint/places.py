@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run lie, and which of them count."""
+"""The directories of a run's checkpoints, and which of them count."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Places:
 
     Args:
         run_dir: The run directory.
-        group: The number of the group of workers that writes; 0 for who is none.
+        group: The number of the group of workers that writes; 0 for readers.
 
     Attributes:
         directory: Where they are.
@@ -32,10 +32,10 @@ class Places:
         self.directory = run_dir / "checkpoints"
 
     def counting(self) -> dict[int, list[Path]]:
-        """The directories of the checkpoints that count, by step; of one step, the last one is the newest.
+        """The directories of the checkpoints that count, by step; those of one step with the newest last.
 
         Raises:
-            FileDamaged: The claim that says what counts is not what was written.
+            FileDamaged: The claim that says what counts is damaged.
         """
         claim = last_claim(self._run_dir)
         counting: dict[int, list[Path]] = {}
@@ -45,10 +45,10 @@ class Places:
         return counting
 
     def run(self) -> str:
-        """The id of the run; empty where no group has claimed it.
+        """The id of the run; empty if no group has claimed it.
 
         Raises:
-            FileDamaged: The claim is not what was written.
+            FileDamaged: The claim is damaged.
         """
         claim = last_claim(self._run_dir)
         return "" if claim is None else claim.run
@@ -59,7 +59,7 @@ class Places:
         return self.directory / checkpoint_name(step, self._group, max(own, default=0) + 1)
 
     def remove(self, paths: Iterable[Path]) -> None:
-        """Removes checkpoints, each at once for every reader, in this order.
+        """Removes checkpoints in this order, each atomically for readers.
 
         Raises:
             OSError: One cannot be removed.
@@ -71,9 +71,9 @@ class Places:
             shutil.rmtree(aside, ignore_errors=True)
 
     def clean(self) -> None:
-        """Removes what a writer that died left behind. Only when nobody is writing.
+        """Removes leftovers of a writer that died. Only while no one is writing.
 
-        What does not count stays, and is said: it may be a copy that somebody needs.
+        Checkpoints that do not count stay, with a warning: one may be a copy that a user needs.
         """
         if not self.directory.is_dir():
             return
@@ -86,14 +86,14 @@ class Places:
         for (step, _, _), path in self._named():
             if path not in counting.get(step, []):
                 logger.warning(
-                    "%s does not count: a group of workers wrote it that was thought dead. If it is a copy "
-                    "of another run's, rename it to %08d",
+                    "%s does not count: it was written by a group of workers that was presumed dead. If it "
+                    "is a copy from another run, rename it to %08d",
                     path,
                     step,
                 )
 
     def _named(self) -> list[tuple[tuple[int, int, int], Path]]:
-        """All that has the name of a checkpoint, with what the name says, in its order."""
+        """All directories named like a checkpoint, with the parts of their names, in order."""
         found = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for path in self.directory.iterdir():

@@ -1,4 +1,4 @@
-"""Reads a checkpoint with suspicion: what is not what was written is an error, never a value."""
+"""Reads and verifies a checkpoint: damaged data is an error, never a value."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from replicast.strictjson import parse_object
 from replicast.update.edits import Array
 
 Progress = Callable[[int, int], None]
-"""Called now and then with the bytes that are done and those there are."""
+"""Called from time to time with the number of bytes done, and the total."""
 _MAX_COMMITTED = 1000
 
 
 class CheckpointReader:
-    """A committed checkpoint, open for reading until `close`, or until nobody has it any more.
+    """A committed checkpoint, open for reading until `close`, or until the reader is garbage-collected.
 
-    Its files stay readable until then, also when the checkpoint is removed or replaced meanwhile.
+    Its files stay readable until then, even if the checkpoint is removed or replaced meanwhile.
 
     Attributes:
         path: The directory.
-        manifest: What the checkpoint says of itself.
+        manifest: The checkpoint's manifest.
     """
 
     def __init__(self, path: Path, manifest: Manifest, layout: Layout, descriptor: int) -> None:
@@ -59,7 +59,7 @@ class CheckpointReader:
         return tuple(variable.name for variable in self.manifest.schema)
 
     def read(self, name: str) -> Array:
-        """A variable's value, in memory of its own: a mapped file that is truncated would end the process.
+        """Reads a variable's value into new memory: a truncated file, if mapped, would crash the process.
 
         Raises:
             CheckpointError: There is no such variable.
@@ -73,7 +73,7 @@ class CheckpointReader:
         return value
 
     def read_into(self, name: str, target: Array) -> bool:
-        """Reads a variable's bytes into memory of its size; False if they are not those that were written.
+        """Reads a variable's bytes into memory of its size. Returns False if their digest is wrong.
 
         Raises:
             CheckpointError: There is no such variable.
@@ -95,11 +95,11 @@ class CheckpointReader:
         return digest.hexdigest() == self.manifest.digests[name]
 
     def pieces(self, name: str, sizes: Iterator[int] | None = None) -> Iterator[bytes]:
-        """A variable's bytes in pieces, read rather than mapped, and checked against its digest at the end.
+        """Reads a variable's bytes in pieces, without mapping, and checks its digest at the end.
 
         Args:
             name: The variable.
-            sizes: The size of each piece; pieces of equal size unless given.
+            sizes: The size of each piece. Default: pieces of equal size.
 
         Raises:
             CheckpointError: There is no such variable.
@@ -119,7 +119,7 @@ class CheckpointReader:
         """Reads every byte and compares all digests with the manifest's.
 
         Raises:
-            FileDamaged: Some differ; the message names the variables.
+            FileDamaged: Some digests differ; the message names the variables.
         """
         problems, done = [], 0
         for name, span in self.layout.spans.items():
@@ -162,7 +162,7 @@ class CheckpointReader:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _check_open(self) -> None:
-        if not self._close.alive:  # Its number may be that of another file by now.
+        if not self._close.alive:  # The descriptor may belong to another file by now.
             raise ValueError(f"The checkpoint is closed: open it again. Received: {self.path}")
 
     def _difference(self, name: str, received: str) -> str:
@@ -176,8 +176,8 @@ class CheckpointReader:
 
 
 def advice(path: Path) -> str:
-    """What to do about a checkpoint that is damaged."""
-    return f"Use another checkpoint, or put a copy of this one in its place; remove {path} to get rid of it"
+    """What to do about a damaged checkpoint."""
+    return f"Use another checkpoint, or replace this one with a backup copy; remove {path} to discard it"
 
 
 def _unreadable(file: Path, error: OSError | ValueError) -> FileDamaged:
@@ -191,20 +191,20 @@ def _damaged(file: Path, problem: str) -> FileDamaged:
 def open_checkpoint(path: Path | str, *, verify: bool = False) -> CheckpointReader:
     """Opens a committed checkpoint by its directory.
 
-    Checks everything but the variables' bytes: that it is committed, that the manifest is what was written,
-    and that the state's file has the header and the size that belong to it.
+    Checks everything but the variables' bytes: that it is committed, that the manifest is intact, and that
+    the state's file has the expected header and size.
 
     Args:
         path: The directory.
         verify: Also read all bytes and compare their digests.
 
     Raises:
-        CheckpointError: It is not there, or not committed.
-        FileDamaged: A file of it is not what was written.
+        CheckpointError: It does not exist, or is not committed.
+        FileDamaged: One of its files is damaged.
     """
     path = Path(path)
     try:
-        # From here on by this descriptor: all files are of one checkpoint, also when it is replaced.
+        # All files are opened relative to this descriptor: they belong to one checkpoint, even if replaced.
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise CheckpointError(
@@ -226,7 +226,7 @@ def _read_manifest(path: Path, directory: int) -> Manifest:
         committed = read_small(COMMITTED, max_bytes=_MAX_COMMITTED, directory=directory)
     except FileNotFoundError:
         raise CheckpointError(
-            "The checkpoint is not committed: its writer did not come to the end, or it is none",
+            "The checkpoint is not committed: its writer did not finish, or it is not a checkpoint",
             path=path,
             expected=f"a file {COMMITTED}",
             received="none",
@@ -242,12 +242,12 @@ def _read_manifest(path: Path, directory: int) -> Manifest:
         said = committed[:100].decode("utf-8", "replace").strip()
         raise _damaged(
             path / MANIFEST,
-            f"its sha256 is not the one in {COMMITTED}, {said!r}. Received: {sha256}",
+            f"its sha256 does not match {COMMITTED}, which has {said!r}. Received: {sha256}",
         )
     try:
         return Manifest.from_json(parse_object(content))
     except ValueError as error:
-        raise _damaged(path / MANIFEST, f"it holds no valid manifest: {error}") from error
+        raise _damaged(path / MANIFEST, f"it is not a valid manifest: {error}") from error
 
 
 def _open_state(path: Path, directory: int, manifest: Manifest, layout: Layout) -> int:
@@ -260,7 +260,7 @@ def _open_state(path: Path, directory: int, manifest: Manifest, layout: Layout) 
         if not size == manifest.nbytes == layout.nbytes:
             raise _damaged(path / STATE, f"it must have {manifest.nbytes} bytes. Received: {size}")
         if os.pread(descriptor, len(layout.header), 0) != layout.header:
-            raise _damaged(path / STATE, "its header is not the one of the manifest's variables")
+            raise _damaged(path / STATE, "its header does not match the variables in the manifest")
     except OSError as error:
         os.close(descriptor)
         raise _damaged(path / STATE, f"it cannot be read ({error.strerror})") from error

@@ -1,11 +1,11 @@
-"""Edits on one slice of a variable after the other: the same bits as on the whole, in little memory.
+"""Applies edits to a variable slice by slice: the same bits as on the whole variable, with little memory.
 
-Every edit computes each element from that element alone and from the edit's own arrays. So a variable is seen
-as a table, a row for each index of its first dimension, and cut into blocks that follow one another in the
-file: whole rows, or a part of one row where a row is too long.
+Every edit computes each element from that element and the edit's own arrays alone. So a variable is treated
+as a table, with a row for each index of its first dimension, and cut into blocks that are contiguous in the
+file: whole rows, or a part of one row if a row is too long.
 
-Sign and payload of a NaN that arithmetic makes of two different NaNs are left open: processors give one
-answer where they compute many elements at once and another in the rest. It takes an update that brings NaNs.
+The sign and payload of a NaN computed from two different NaNs are undefined: processors give different
+results for vectorized elements and for the remainder. This needs an update that contains NaNs.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from replicast.update.edits import Array, Edit, Operation, apply_edit
 from replicast.update.schema import Variable
 
 SLICE_ELEMENTS = 2**20
-"""Arithmetic takes about ten arrays of this size, and is quicker where they stay in the processor's cache."""
+"""Arithmetic needs about ten arrays of this size, and is faster if they stay in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of a variable whose elements follow one another.
+    """A contiguous part of a variable.
 
     Attributes:
         rows: Which rows.
@@ -43,7 +43,7 @@ class Block:
 
 
 def blocks_of(variable: Variable, elements: int = SLICE_ELEMENTS) -> Iterator[Block]:
-    """Cuts a variable into blocks of at most so many elements, in the order of its bytes."""
+    """Cuts a variable into blocks of at most `elements` elements, in the order of its bytes."""
     rows, width = _table(variable.shape)
     if not rows * width:
         return
@@ -58,13 +58,13 @@ def blocks_of(variable: Variable, elements: int = SLICE_ELEMENTS) -> Iterator[Bl
 
 
 def apply_edits(edits: Sequence[Edit], variable: Variable, block: Block, current: Array) -> Array:
-    """What a block holds after the edits.
+    """The values of a block after the edits.
 
     Args:
         edits: Planned edits of this variable, in order.
         variable: The variable.
-        block: Which part of it.
-        current: What that part holds before, as a table; left as it is.
+        block: The block.
+        current: Its values before, as a table; not modified.
     """
     for edit in edits:
         part = _part(edit, variable, block)
@@ -78,7 +78,7 @@ def _table(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _part(edit: Edit, variable: Variable, block: Block) -> Edit | None:
-    """The edit as this block sees it; None when it does not."""
+    """The part of an edit that applies to this block; None if none does."""
     arrays = edit.arrays
     rows, width = _table(variable.shape)
     match edit.operation:

@@ -1,7 +1,8 @@
 """The checkpoints of a run: `RUN/checkpoints/00001200-3/`, of step 1200 and the third group of workers.
 
-One process writes, any may read. No name is written twice: a second checkpoint of a step lies beside the
-first until it is durable. What a group writes that was thought dead does not count (`groups.py`).
+One process writes; any process may read. No name is written twice: a second checkpoint of a step is written
+next to the first, which is removed once the second is durable. Checkpoints of a group that was presumed dead
+do not count (`groups.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class CheckpointStore:
     """The checkpoints in a run directory.
 
     Args:
-        run_dir: The run directory; `checkpoints` is made in it by the first write.
+        run_dir: The run directory; the first write creates `checkpoints` in it.
         fence: The claim of the group of workers that writes, if one does.
 
     Attributes:
@@ -64,7 +65,7 @@ class CheckpointStore:
         return there[-1] if there else self._places.new(step)
 
     def find(self, step: int) -> Path:
-        """Where the checkpoint of a step lies.
+        """The directory of the checkpoint of a step.
 
         Raises:
             CheckpointError: There is none.
@@ -80,11 +81,11 @@ class CheckpointStore:
         )
 
     def list(self) -> _Manifests:
-        """The committed checkpoints by step. Those that are not committed or damaged are left out."""
+        """The committed checkpoints by step, without damaged ones."""
         return [found for found in self._look().values() if isinstance(found, Manifest)]
 
     def problems(self) -> _Problems:
-        """What is wrong with the checkpoints that `list` leaves out. Finds damaged bytes only by `verify`."""
+        """What is wrong with the checkpoints that `list` omits. Damaged bytes are only found by `verify`."""
         return [found for found in self._look().values() if isinstance(found, FileDamaged)]
 
     def last(self) -> Manifest | None:
@@ -95,7 +96,7 @@ class CheckpointStore:
         return self.last_and_skipped()[0]
 
     def last_and_skipped(self) -> tuple[Manifest | None, _Problems]:
-        """What `last` gives, and what is wrong with those that may be later."""
+        """What `last` returns, and what is wrong with checkpoints that may be later."""
         looked = self._look()
         skipped: _Problems = []
         for step in self._latest_first(looked):
@@ -106,11 +107,11 @@ class CheckpointStore:
         return None, skipped
 
     def steps(self) -> _Steps:
-        """The steps that have a checkpoint, whatever state it is in; the latest, as `last` sees it, first."""
+        """The steps that have a checkpoint, intact or not; the latest, in the sense of `last`, first."""
         return self._latest_first(self._look())
 
     def last_whole(self, without: int) -> int | None:
-        """The latest step but `without` whose checkpoint is whole. Reads every byte until it has found it."""
+        """The latest step except `without` whose checkpoint is intact. Reads all bytes until it finds one."""
         for step in self.steps():
             with contextlib.suppress(CheckpointError, FileDamaged):
                 if step != without:
@@ -119,17 +120,17 @@ class CheckpointStore:
         return None
 
     def manifest(self, step: int) -> Manifest:
-        """What the checkpoint of a step says of itself.
+        """The manifest of the checkpoint of a step.
 
         Raises:
             CheckpointError: There is none, or it is not committed.
-            FileDamaged: A file of it is not what was written.
+            FileDamaged: One of its files is damaged.
         """
         with self.open(step) as reader:
             return reader.manifest
 
     def open(self, step: int, *, verify: bool = False) -> CheckpointReader:
-        """Opens the checkpoint of a step. Its manifest knows no updates if it is a copy of another run's.
+        """Opens the checkpoint of a step. If it was copied from another run, its manifest lists no updates.
 
         Args:
             step: The step.
@@ -137,7 +138,7 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: There is none, or it is not committed.
-            FileDamaged: A file of it is not what was written.
+            FileDamaged: One of its files is damaged.
         """
         reader = open_checkpoint(self.find(step))
         reader.manifest = reader.manifest.seen_by(self._places.run())
@@ -157,24 +158,24 @@ class CheckpointStore:
     ) -> Manifest:
         """Writes a checkpoint. When this returns, it is committed and durable.
 
-        A checkpoint of that step that training would go on from in the same way is left as it is; any other
-        is replaced. It is the last one from then on, also when there are some of later steps.
+        An existing checkpoint of that step is kept if it is equivalent, and replaced otherwise. The written
+        checkpoint is the last one from then on, even if there are checkpoints of later steps.
 
         Args:
-            draft: What is known of the checkpoint.
-            arrays: Each variable's name and value, taken one by one. In the order of `file_order` it is
-                quickest; any other will do.
-            digests: What each variable's digest is known to be: other bytes are not put in place.
+            draft: What is known about the checkpoint before it is written.
+            arrays: Each variable's name and value, consumed one by one. Any order works; that of `file_order`
+                is the fastest.
+            digests: The expected digest of each variable: other bytes are not committed.
 
         Returns:
-            The manifest of the checkpoint that is there now.
+            The manifest of the checkpoint that exists now.
 
         Raises:
-            CheckpointError: The arrays are not those of the draft's schema, or not those of the digests.
+            CheckpointError: The arrays do not match the draft's schema or the digests.
             TypeError, ValueError: The draft cannot be written as JSON.
-            JobFailed: Another group has taken the run over. The checkpoint may count or not.
-            OSError: It cannot be written. What was there before is still there, and nothing half; unless it
-                was the parent directory that could not be synced: the new one is there then, whole.
+            JobFailed: Another group has taken over the run. The checkpoint may or may not count.
+            OSError: It cannot be written. Earlier checkpoints are unchanged, and nothing partial is left. If
+                only the parent directory could not be synced, the new checkpoint exists and is intact.
         """
         if draft.step < 0:
             raise ValueError(f"A step is counted from 0. Received: {draft.step}")
@@ -190,24 +191,24 @@ class CheckpointStore:
             put_in_place(temporary, self._places.new(draft.step))
         if self._fence is not None:
             self._fence.check()
-        # Only now: the new name is durable, and counts for whoever takes the run over.
-        with contextlib.suppress(OSError):  # It takes room, and is no longer looked at.
+        # Only now: the new name is durable, and counts for a group that takes over the run.
+        with contextlib.suppress(OSError):  # A leftover only uses disk space: no one reads it any more.
             self._places.remove(replaced)
         return manifest
 
     def prune(self, keep: int, best: Best | None = None, named: int | None = None) -> _Steps:
         """Removes old checkpoints: all but the last `keep` and the best one. Damaged ones are left alone.
 
-        One that cannot be removed stays; that is said once.
+        A checkpoint that cannot be removed stays, with one warning.
 
         Args:
-            keep: How many of the last ones to keep, at least 1. Those that training has given up by going
+            keep: The number of latest checkpoints to keep, at least 1. Those that training abandoned by going
                 back count as older than those that it follows.
-            best: A metric, and whether "min" or "max" of it is the best; of equal ones, the latest is.
-            named: The step of one that stays in any case.
+            best: A metric, and whether its "min" or "max" is the best; of equal values, the latest is.
+            named: The step of a checkpoint to keep in any case.
 
         Returns:
-            The steps of those that were removed.
+            The steps of the removed checkpoints.
         """
         if keep < 1:
             raise ValueError(
@@ -221,37 +222,37 @@ class CheckpointStore:
         return [step for step in superfluous if self._removed(step)]
 
     def remove(self, step: int) -> None:
-        """Removes a checkpoint, also a damaged one: at once for every reader, whenever this is interrupted.
+        """Removes a checkpoint, even a damaged one; atomically for readers, even if interrupted.
 
         Raises:
             CheckpointError: There is none.
             OSError: It cannot be removed.
         """
         self.find(step)
-        # First what waits behind it, which a reader would find once it is gone.
+        # Older ones of the same step first: a reader would find them once the newest is gone.
         self._places.remove(self._places.counting().get(step, []))
         sync_directory(self.directory)
 
     def _removed(self, step: int) -> bool:
-        """Removes an old checkpoint, if that is possible: what was just written is whole in any case."""
+        """Removes an old checkpoint if possible. A failure does not affect the one just written."""
         path = self.path(step)
         try:
             self.remove(step)
         except (CheckpointError, FileNotFoundError):
-            return False  # Somebody else has removed it meanwhile.
+            return False  # It was removed by someone else meanwhile.
         except OSError as error:
             if path not in self._stuck:
-                logger.warning("the old checkpoint %s cannot be removed, and takes room: %s", path, error)
+                logger.warning("the old checkpoint %s cannot be removed and uses disk space: %s", path, error)
             self._stuck.add(path)
             return False
         return True
 
     def clean(self) -> None:
-        """Removes what a writer that died left behind. Only when nobody is writing."""
+        """Removes leftovers of a writer that died. Only while no one is writing."""
         self._places.clean()
 
     def _same(self, manifest: Manifest) -> Manifest | None:
-        """The checkpoint of that step, if training would go on the same from it and its bytes are right."""
+        """The existing checkpoint of that step, if it is equivalent and its bytes are intact."""
         with contextlib.suppress(CheckpointError, FileDamaged), self.open(manifest.step) as reader:
             existing = reader.manifest
             if (existing.state_digest, existing.schema.digest(), existing.position()) == (
@@ -264,7 +265,7 @@ class CheckpointStore:
         return None
 
     def _look(self) -> dict[int, Manifest | FileDamaged]:
-        """What every checkpoint says of itself, or what is wrong with it, by step."""
+        """The manifest of every checkpoint, or what is wrong with it, by step."""
         looked: dict[int, Manifest | FileDamaged] = {}
         for step, paths in sorted(self._places.counting().items()):
             try:
@@ -272,10 +273,10 @@ class CheckpointStore:
             except FileDamaged as error:
                 looked[step] = error
             except CheckpointError as error:
-                if paths[-1].exists():  # It is not gone meanwhile.
+                if paths[-1].exists():  # It was not removed meanwhile.
                     looked[step] = FileDamaged(paths[-1], f"{error.problem}. {advice(paths[-1])}")
-            except Exception as error:  # Whatever one of them causes, it hides none of the others.
-                said = f"reading it caused an unexpected error ({type(error).__name__}: {str(error)[:200]})"
+            except Exception as error:  # An unexpected error in one must not hide the others.
+                said = f"unexpected error while reading it ({type(error).__name__}: {str(error)[:200]})"
                 looked[step] = FileDamaged(paths[-1], f"{said}. {advice(paths[-1])}")
         return looked
 
@@ -287,13 +288,13 @@ class CheckpointStore:
 
 
 def _check_digests(manifest: Manifest, known: Mapping[str, str] | None) -> None:
-    """Raises unless what was written is what it is known to be: memory may change under a writer."""
+    """Raises unless the written bytes have the expected digests: memory may change under a writer."""
     if known is None:
         return
     for name, digest in manifest.digests.items():
         if known.get(name) != digest:
             raise CheckpointError(
-                "What was written is not what was to be saved: it has changed meanwhile. Nothing is saved",
+                "The state changed while it was being written. Nothing is saved",
                 step=manifest.step,
                 variable=name,
                 expected=f"digest {known.get(name)}",
@@ -306,19 +307,19 @@ def _in_pieces(
 ) -> Iterator[tuple[str, Pieces]]:
     for name, array in arrays:
         pieces = _pieces(array, variables.get(name), name)
-        del array  # Nobody should hold it any more while the next one is made.
+        del array  # Free it before the next one is made.
         yield name, pieces
         del pieces
 
 
 def _pieces(array: Array, variable: Variable | None, name: str) -> Pieces:
-    """The bytes of an array, after a look at whether it is what the schema says."""
+    """The bytes of an array, after a check of its dtype and shape."""
     if variable is None:
-        return ()  # The writer knows no such name and says so.
+        return ()  # The writer raises: it does not know the name.
     array = np.asarray(array)
     if (array.dtype.name, array.shape) != (variable.dtype, variable.shape):
         raise CheckpointError(
-            "A variable is not what the schema says",
+            "A variable does not match the schema",
             variable=name,
             expected=f"{variable.dtype} of shape {variable.shape}",
             received=f"{array.dtype.name} of shape {array.shape}",

@@ -1,4 +1,4 @@
-"""Writes the directory of a checkpoint: whole and durable under its final name, or not at all.
+"""Writes the directory of a checkpoint: complete and durable under its final name, or not at all.
 
 .tmp-<random>/              state.safetensors, manifest.json, COMMITTED: each fsynced, then the directory
 00001200-3/                 the same directory, renamed; then its parent is fsynced
@@ -29,7 +29,7 @@ Pieces = Iterable[memoryview]
 
 @contextlib.contextmanager
 def temporary_directory(parent: Path) -> Iterator[Path]:
-    """A new directory in `parent`; gone afterwards, unless it was renamed."""
+    """A new directory in `parent`, removed afterwards unless it was renamed."""
     make_durably(parent)
     path = parent / f"{TEMPORARY}{secrets.token_hex(8)}"
     path.mkdir()
@@ -44,14 +44,14 @@ def write_contents(directory: Path, draft: Draft, variables: Iterable[tuple[str,
 
     Args:
         directory: A new directory under a temporary name.
-        draft: What is known of the checkpoint.
-        variables: Each variable's name and its bytes, in any order; in that of `file_order` it is quickest.
+        draft: What is known about the checkpoint.
+        variables: Each variable's name and bytes, in any order; that of `file_order` is the fastest.
 
     Raises:
-        CheckpointError: The variables are not those of the draft's schema.
+        CheckpointError: The variables do not match the draft's schema.
         OSError: It could not be written.
     """
-    json_bytes(draft.to_json())  # What cannot be written down should fail before much is written.
+    json_bytes(draft.to_json())  # A draft that is not valid JSON should fail before much is written.
     manifest = _write_state(directory / STATE, draft, variables)
     described = json_bytes(manifest.to_json())
     _write_file(directory / MANIFEST, described)
@@ -61,11 +61,11 @@ def write_contents(directory: Path, draft: Draft, variables: Iterable[tuple[str,
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Gives a written checkpoint its final name, which no other must have.
+    """Gives a written checkpoint its final name, which must not be taken.
 
     Raises:
-        OSError: It could not be done, or there is something of that name; unless it was the parent that could
-            not be synced: the checkpoint is there then, whole.
+        OSError: It could not be renamed, or the name is taken. If only the parent could not be synced, the
+            checkpoint is in place and intact.
     """
     faults.point("rename")
     temporary.rename(path)
@@ -93,7 +93,7 @@ def _write_state(path: Path, draft: Draft, variables: Iterable[tuple[str, Pieces
 
 
 class _StateWriter:
-    """Writes each variable at its place, and digests it in passing."""
+    """Writes each variable at its place, and computes its digest at the same time."""
 
     def __init__(self, descriptor: int, layout: Layout) -> None:
         self._descriptor, self._layout = descriptor, layout
@@ -103,7 +103,7 @@ class _StateWriter:
     def write(self, name: str, pieces: Pieces) -> None:
         span = self._layout.spans.get(name)
         if span is None or name in self._digests:
-            problem = "is none of the model's" if span is None else "comes twice"
+            problem = "does not belong to the model" if span is None else "was given twice"
             raise CheckpointError(f"A variable {problem}", variable=name, received=name)
         digest, place, end = PassingDigest(span.variable), span.start, span.start + span.nbytes
         for piece in pieces:
@@ -116,7 +116,7 @@ class _StateWriter:
             place += len(piece)
         if place != end:
             raise CheckpointError(
-                "A variable has not the size that it should",
+                "A variable has the wrong size",
                 variable=name,
                 expected=f"{span.nbytes} bytes",
                 received=f"{'more' if place > end else place - span.start}",
