@@ -68,10 +68,8 @@ def _entries_of(run_dir: Path, group: int, first: int, most: int) -> list[EntryF
     files = []
     for number in range(first, last + 1):
         if number not in kinds:
-            last = entry_path(directory, max(kinds), kinds[max(kinds)]).name
-            problem = (
-                f"the journal has no entry of this number, but {last}. Move away what does not belong there"
-            )
+            other = entry_path(directory, max(kinds), kinds[max(kinds)]).name
+            problem = f"the journal has {other}, but no entry of this number. Move away what is not its own"
             raise FileDamaged(directory / f"{number:06d}", problem)
         files.append(read_entry(run_dir, group, number, kinds[number]))
     return files
