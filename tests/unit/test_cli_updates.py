@@ -198,7 +198,7 @@ def test_damaged_files_and_files_of_the_other_kind_are_refused(run: Path) -> Non
         (["--add", "saved.safetensors"], "--update"),
         (["--update", bias], "--add"),
         (["--add-rows", bias], "dense/bias.indices"),
-        (["--set", "learning_rate=1", "--id", "../x"], "id cannot be used"),
+        (["--set", "learning_rate=1", "--id", "../x"], "id is not valid"),
     ):
         result = invoke("push", run, *arguments)
         assert (result.exit_code, expected in result.output) == (1, True), result.output

@@ -21,7 +21,7 @@ from replicast.core.operation import Operation, Timeouts
 from replicast.core.refusal import Refusal
 
 MOST_SHARED = 16
-"""After so many operations at one boundary, training goes on before the next one."""
+"""The most operations at one boundary; then training continues before the next operation."""
 
 
 class Boundaries:
@@ -131,7 +131,7 @@ class Boundaries:
             operation.meeting = None
 
     def rests_end(self) -> None:
-        """The workers are told to go on: whoever would have used their rest waits again."""
+        """Called when the workers are told to continue: operations that needed them at rest wait again."""
         self.rests = {}
         for operation in self._turn:
             self._wait(operation)
@@ -172,7 +172,7 @@ class Boundaries:
             self._release(meeting)
 
     def _aim(self, meeting: Meeting) -> None:
-        """The latest boundary that somebody has not passed is the one."""
+        """Chooses the step: the latest boundary that a worker has not passed."""
         meeting.target = latest = meeting.latest
         if len(set(meeting.steps.values())) > 1:
             meeting.aim(latest)
@@ -209,14 +209,14 @@ class Boundaries:
         return self._find_turn()
 
     def _end_here(self) -> None:
-        """Nobody uses any more that all workers stand here."""
+        """Called when no operation needs all workers to be stopped here any more."""
         used = None if self._here is None else self._here[0]
         self._here = None
         if used is not None:
             self._release(used)
 
     def _share(self, step: int) -> bool:
-        """What has become ready meanwhile has its turn here too, as long as that keeps nobody for long."""
+        """Also runs operations here that became ready meanwhile, up to a limit."""
         ready = [one for one in self._waiting if one.meeting is None and self._can_run(one, step)]
         if not ready or self._shared >= MOST_SHARED:
             return False

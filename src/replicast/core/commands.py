@@ -35,7 +35,7 @@ class CloseInbox:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Coordinator: an operation that nobody holds a ticket for has ended.
+    """Coordinator: an operation without a ticket has ended.
 
     Attributes:
         number: Of what the workers report by themselves: which report of that kind it was; otherwise 0.

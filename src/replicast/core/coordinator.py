@@ -38,7 +38,7 @@ class Coordinator(Tickets):
         attempt: The number of this group.
         start: The checkpoint that the workers have restored; None when they start from scratch.
         timeouts: How long it waits.
-        audit_policy: What becomes of replicas that differ: "heal", "raise" or "warn".
+        audit_policy: What happens to replicas that differ: "heal", "raise" or "warn".
 
     Attributes:
         operations: What is under way, in order: `status` reads it, and so do tickets, through `Tell`.
@@ -205,7 +205,7 @@ class Coordinator(Tickets):
         self.boundaries.replay(operation)
 
     def new_id(self, kind: str) -> str:
-        """An id for an operation that nobody has given one."""
+        """Generates an id for an operation without one."""
         return f"{kind}-{self.attempt}-{next(self._numbers)}"
 
     def take_up_journal(self) -> None:
@@ -245,7 +245,7 @@ class Coordinator(Tickets):
         )
 
     def announce(self, outcome: Outcome) -> None:
-        """Tells all workers the receipt of an update that nobody holds a ticket for."""
+        """Tells all workers the receipt of an update without a ticket."""
         receipt: Receipt = outcome.result
         self._say(Tell(receipt.id, (), receipt.stage, receipt.step, receipt, ended=True))
 
@@ -256,7 +256,7 @@ class Coordinator(Tickets):
         return str(self.boundaries.rests[0].intent[0])
 
     def end_rest(self, operation: Operation, refusal: Refusal) -> None:
-        """Whoever rests in something else than this operation goes on, even if not all have come to rest."""
+        """Lets workers that rest in another operation continue, even if not all workers rest."""
         for one in list(self.operations.values()):
             if one.tokens and one is not operation:
                 self._finish(one, Outcome(Stage.REFUSED, refusal))

@@ -114,7 +114,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _on_message(self, rank: int, message: ToCoordinator) -> None:
-        """A worker, or somebody outside, says something."""
+        """Handles a message from a worker, or from outside the job."""
 
     @abstractmethod
     def _script(self, operation: Operation) -> Script:
@@ -243,7 +243,7 @@ class Engine(ABC):
         return later or self._deferred(operation) is not None
 
     def _is_stored(self, operation: Operation) -> bool:
-        """Whether a restart from the journal could bring it back, as far as anything can."""
+        """Whether a restart from the journal could bring it back."""
         is_update = operation.proposal is not None and operation.proposal.content is not None
         return operation.stored or not is_update or operation.stage not in UNDECIDED
 

@@ -104,7 +104,7 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """To a worker: somebody in its process proposes something."""
+    """To a worker: its process proposes something."""
 
     ticket: str
     proposal: Proposal

@@ -1,7 +1,7 @@
 """A meeting: all training threads stand at one boundary. How the coordinator finds out which, and when.
 
     Stop ──► every worker answers at once with the first boundary that it has not passed, and does not pass it
-    Meet ──► the latest answer is the step: whoever is before it goes on to it
+    Meet ──► the latest answer is the step: workers before it continue to it
     At   ◄── every worker stands there
 
 Nobody can be past the step, because nobody passes what it has answered; so this needs no assumption about
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 
 class Meeting:
-    """Where the workers are, as far as the coordinator has heard.
+    """Where the workers are, according to the messages that the coordinator has received.
 
     Args:
         number: Tells it from other meetings.
@@ -51,11 +51,11 @@ class Meeting:
 
     @property
     def latest(self) -> int:
-        """The latest boundary that somebody has not passed."""
+        """The latest boundary that a worker has not passed."""
         return max(self.steps.values())
 
     def aim(self, step: int) -> None:
-        """Whoever stands before this step is told to go on."""
+        """Tells workers that are stopped before this step to continue."""
         self.target = step
         self.round += 1
         self.standing = {rank for rank in self.standing if self.steps[rank] >= step}

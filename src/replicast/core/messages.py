@@ -2,7 +2,7 @@
 
 To the coordinator, from any worker; each worker's messages arrive in order:
 
-    Propose, Withdraw, Request    somebody wants something
+    Propose, Withdraw, Request    a worker, or a user outside the job, requests something
     At                            where the training thread stands or will stop
     Answer                        what came of one order
     Rest                          the training thread waits for all others: `sync`, `save`, `audit`, `close`
@@ -30,7 +30,7 @@ OUTSIDE = -1
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Somebody proposes an update or a function.
+    """Proposes an update or a function.
 
     Attributes:
         ticket: Which proposal this is: the same update may be proposed more than once.
@@ -42,7 +42,7 @@ class Propose:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Somebody takes an update back that is not committed yet."""
+    """Withdraws an update that is not committed yet."""
 
     ticket: str
     id: str
@@ -50,7 +50,7 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Somebody asks for an operation of all workers at a next boundary: "leave", "save", "audit".
+    """Requests an operation of all workers at one of the next boundaries: "leave", "save", "audit".
 
     Attributes:
         asked_by: The ids of those outside the job who asked, if they want to recognise the answer.

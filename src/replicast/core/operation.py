@@ -179,10 +179,10 @@ class Job(Protocol):
     audits: AuditTrail
     """What audits have found so far."""
     audit_policy: str
-    """What becomes of replicas that differ: "heal", "raise" or "warn"."""
+    """What happens to replicas that differ: "heal", "raise" or "warn"."""
 
     def new_id(self, kind: str) -> str:
-        """An id for an update that nobody has given one."""
+        """Generates an id for an update without one."""
 
     def request_audit(self) -> None:
         """Replicas differ: the next audit looks into it, which may be one that waits for its boundary."""
@@ -203,13 +203,13 @@ class Job(Protocol):
         """The updates that were proposed and are not committed."""
 
     def announce(self, outcome: Outcome) -> None:
-        """Tells all workers the receipt of an update that nobody holds a ticket for."""
+        """Tells all workers the receipt of an update without a ticket."""
 
     def resting_for(self) -> str:
         """The kind of operation in which all training threads rest; empty when they do not."""
 
     def end_rest(self, operation: Operation, refusal: Refusal) -> None:
-        """Whoever rests in something else than this operation goes on, even if not all have come to rest."""
+        """Lets workers that rest in another operation continue, even if not all workers rest."""
 
 
 class Operation:

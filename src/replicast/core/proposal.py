@@ -1,4 +1,4 @@
-"""What somebody wants to be done to all replicas."""
+"""Proposals of changes to all replicas."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Published:
     Attributes:
         digest: Of the content.
         content: Where the bytes are.
-        note: Why, in words; empty when nobody said.
+        note: Why, in words; empty if not given.
     """
 
     digest: str

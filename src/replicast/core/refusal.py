@@ -13,7 +13,7 @@ class Refusal:
 
     Attributes:
         problem: What is wrong, in one sentence.
-        workers: Who refused, or who was waited for in vain.
+        workers: The workers that refused, or that did not answer before the timeout.
         details: What else the author's error says, by field: variable, expected, received, what to do.
     """
 

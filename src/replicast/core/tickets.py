@@ -51,7 +51,7 @@ class Tickets(Engine):
         self._tell_progress(operation, tuple(operation.tickets))
 
     def _tell_progress(self, operation: Operation, tickets: tuple[str, ...]) -> None:
-        """It is not decided yet; whoever waits for it learns why, and whether training has to go on first."""
+        """Tells waiting workers why it is not decided yet, and whether training has to continue first."""
         operation.told = operation.stage, operation.waits_until
         if tickets:
             why, until = operation.waits_for, operation.waits_until

@@ -133,7 +133,7 @@ class Worker:
         return any(meeting not in self._scheduled for meeting in self._stops)
 
     def passes(self, step: int) -> bool:
-        """Whether nothing is to be done at this boundary: then the training thread has passed it.
+        """Whether there is nothing to do at this boundary: then the training thread has passed it.
 
         The training thread may call this instead of making an `Arrived` of every boundary.
         """

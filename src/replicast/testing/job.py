@@ -152,7 +152,7 @@ class Job:
         attempt: Which start of the job this is.
         checkpoints: Those of earlier attempts; the job starts from the last one.
         timeouts: How long is waited for whom.
-        guard: What the workers let nobody propose.
+        guard: The checks that every proposal must pass, if any.
         audit_policy: What happens when replicas differ.
         begins: Whether all workers begin to train at once.
 
@@ -239,7 +239,7 @@ class Job:
         return ticket
 
     def withdraw(self, id_: str) -> str:
-        """Somebody outside takes an update back; `outcomes` will say what came of that."""
+        """Withdraws an update from outside; `outcomes` will contain the result."""
         ticket = f"withdraw-{next(self._numbers)}"
         self.workers[0].session.proposals.withdraw_from_outside(ticket, id_)
         return ticket
@@ -268,7 +268,7 @@ class Job:
             worker.do(partial(run, worker))
         ends = time.monotonic() + DEADLINE_SECS
         stuck = [rank for rank, one in enumerate(done) if not one.wait(max(0.0, ends - time.monotonic()))]
-        # Whoever waited for one that failed has a broken barrier; that is not why.
+        # Workers that waited for a failed one have a broken barrier, which is not the cause.
         for error in sorted(errors.values(), key=lambda one: isinstance(one, threading.BrokenBarrierError)):
             raise error
         if stuck:

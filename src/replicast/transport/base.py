@@ -1,4 +1,4 @@
-"""What crosses workers as bytes: a parcel of arrays, and what every transport promises about it."""
+"""The transport interface: parcels of arrays, and what every transport guarantees."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """What the source tells the others, as words, so that they can take the bytes.
+    """The description of a parcel, which the source sends to the others so that they can fetch the bytes.
 
     Attributes:
         id: Unique in the job: letters, digits, and any of "._-".
@@ -85,14 +85,14 @@ class Transport(abc.ABC):
     """Carries parcels from one worker to all. Made on every worker.
 
     ```
-    source:  publish ──► words to all ──► receive ──► all have it ──► release
-    others:              words arrive ──► receive ──► say so      ──► release
+    source:  publish ──► describe to all ──► receive ──► all have it ──► release
+    others:              description ──────► receive ──► confirm     ──► release
     ```
-    All methods may be called from any thread, also `receive` for several parcels at once.
+    All methods may be called from any thread, including `receive` for several parcels at once.
 
     **Between hosts, all workers must begin to receive parcels in the same order**, by one thread or several.
     A parcel is sent when one thread of every host's first worker is in `receive` for it. In different orders,
-    each may wait for a parcel that another has not begun to receive, until the time is up and all refuse. On
+    each may wait for a parcel that another has not begun to receive, until all time out and refuse. Within
     one host there is no such rule.
     """
 
@@ -105,26 +105,26 @@ class Transport(abc.ABC):
         Args:
             parcel_id: Its id.
             arrays: What is in it.
-            to_read: This worker only reads what it receives of it, and so needs no mapping of its own: it may
-                get the very memory that the others look at.
+            to_read: This worker only reads the parcel and needs no private mapping: it may get the same
+                memory as the others.
 
         Raises:
-            UpdateRefused: There is no room. Nothing is left behind.
+            UpdateRefused: There is not enough space. Nothing is left behind.
         """
 
     @abc.abstractmethod
     def receive(
         self, parcel: Parcel, timeout_secs: float, look: Look = lambda *_: None
     ) -> list[npt.NDArray[Any]]:
-        """Takes the arrays. On every worker, the source included.
+        """Receives the arrays. On every worker, the source included.
 
-        Blocks until the bytes are here, at most `timeout_secs`; only a worker in the middle of a transfer
-        between hosts goes on with it, because giving it up would end the job. The arrays belong to this
-        worker alone, unless it has published them `to_read`: they are writable, writing to one is seen by no
-        other worker, and they stay valid whatever is released or closed afterwards.
+        Blocks until the bytes are here, at most `timeout_secs`. Only a worker in the middle of a transfer
+        between hosts continues after that, because aborting it would end the job. The arrays are private to
+        this worker, unless it has published them `to_read`: they are writable, no other worker sees the
+        writes, and they stay valid after any release or close.
 
-        Workers that look at the same memory check it together, each its share: what one of them finds damaged
-        is damaged for all. A parcel is whole when all workers have received it.
+        Workers that share the same memory share the check: each checks a part, and damage found by one counts
+        for all. A parcel is intact when all workers have received it.
 
         Args:
             parcel: What the source said of it.
@@ -132,21 +132,21 @@ class Transport(abc.ABC):
             look: Called for all parts of this worker's share.
 
         Raises:
-            UpdateRefused: They did not arrive in time, arrived damaged, or found no room here. Nothing is
-                left behind on this worker; the source still has to release the parcel.
+            UpdateRefused: They did not arrive in time, arrived damaged, or there is not enough space. Nothing
+                is left behind on this worker; the source still has to release the parcel.
         """
 
     @abc.abstractmethod
     def release(self, parcel_id: str) -> None:
-        """Says that this worker needs the parcel no more. Never raises; a second time does nothing.
+        """Releases the parcel on this worker. Never raises; a second call does nothing.
 
-        To be called when every worker has received the parcel or given it up: the release by the source, and
-        by a worker that received the bytes for others, is what takes them away.
+        Call it when every worker has received the parcel or given up: the release by the source, and by a
+        worker that received the bytes for others, frees the memory.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Gives back everything but the arrays that were received. A second time does nothing."""
+        """Releases everything but the received arrays. A second call does nothing."""
 
 
 def damaged(parcel: Parcel, expected: str, received: str, worker: int) -> UpdateRefused:
@@ -161,7 +161,7 @@ def damaged(parcel: Parcel, expected: str, received: str, worker: int) -> Update
 
 
 def not_arrived(parcel: Parcel, timeout_secs: float, worker: int, waited_for: int) -> UpdateRefused:
-    """The refusal of a parcel for which this worker waited in vain."""
+    """The refusal of a parcel that did not arrive before the timeout."""
     return UpdateRefused(
         f"Worker {worker} waited {timeout_secs:g} s for parcel {parcel.id!r} from worker {waited_for}",
         expected=f"{parcel.nbytes:,} bytes from worker {waited_for}",

@@ -12,8 +12,8 @@ has said that it is there and has room, and whether it is sent is decided once f
    │                                 "here" ────────────────────────► │
  its own arrays                    map, check the digest            map, check the digest
 ```
-A leader that has waited long enough writes the decision "refused" itself. The key of the decision is written
-once, by whoever comes first, so all leaders follow the same one.
+A leader that times out writes the decision "refused" itself. The key of the decision can be written only
+once, so all leaders follow the same decision.
 
 A leader removes its words about a parcel when it releases it. The decision is removed by the leader that
 sends: while that one may still begin to send, it has to find it.
@@ -123,7 +123,7 @@ class BroadcastTransport(Transport):
         decision = self._decide(parcel, {"block": next_block(self._rank, tuple(self._leaders.values()))})
         self._follow(decision)
         # Sending may still read the bytes when it has returned, and the arrays may be changed by then: so it
-        # has a mapping of its own, to which nobody writes.
+        # has its own mapping, which no one writes to.
         self._transfer(parcel, decision["block"], _sending(self._shared.mapped(parcel, 0.0)))
         return arrays
 

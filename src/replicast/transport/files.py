@@ -1,8 +1,8 @@
-"""One file of shared memory with one owner: it ends with its owner, however that ends.
+"""A shared memory file with one owner, which does not outlive its owner for long.
 
-The file is made without a name and locked by the process that made it; only then it gets its name. The kernel
-drops the lock when the process dies, kill -9 included. So a named file whose lock can be taken has no owner
-left, and whoever starts next removes it.
+The file is created without a name and locked by its creator; only then it gets its name. The kernel drops the
+lock when the process dies, even by kill -9. So a named file whose lock can be taken has no owner any more,
+and the next process that starts removes it.
 """
 
 from __future__ import annotations

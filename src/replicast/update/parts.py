@@ -1,4 +1,4 @@
-"""The parts of an update, made and checked from what people and files say: values, JSON, plain tensors."""
+"""The parts of an update, built and checked from user input: values, JSON, plain tensors."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _NONFINITE = ("nan", "inf", "-inf")
 
 
 def checked_id(value: Any) -> str:
-    """An id that can be a file's name.
+    """Checks that an id can be used as a file's name.
 
     Raises:
-        UpdateRefused: It is none.
+        UpdateRefused: It cannot.
     """
     if not isinstance(value, str) or _ID.fullmatch(value) is None:
         raise UpdateRefused(
-            "The id cannot be used",
+            "The id is not valid",
             expected="up to 100 of A-Z a-z 0-9 . _ -, beginning with a letter or digit",
             received=repr(value)[:200],
         )
@@ -48,10 +48,10 @@ def checked_id(value: Any) -> str:
 
 
 def checked_text(what: str, value: Any, most: int = MAX_TEXT) -> str:
-    """Text that can be written down.
+    """Checks that a text can be stored.
 
     Raises:
-        UpdateRefused: It is no text, too long, or no valid Unicode.
+        UpdateRefused: It is not text, too long, or not valid Unicode.
     """
     if not isinstance(value, str) or len(value) > most:
         received = f"{len(value)} characters" if isinstance(value, str) else type(value).__name__
@@ -61,7 +61,7 @@ def checked_text(what: str, value: Any, most: int = MAX_TEXT) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise UpdateRefused(f"The {what} is no valid Unicode", received=ascii(value)[:200]) from error
+        raise UpdateRefused(f"The {what} is not valid Unicode", received=ascii(value)[:200]) from error
     return value
 
 
@@ -82,7 +82,7 @@ def edit_from_values(
     for key, value in values.items():
         arrays[key], loose[key] = _array_of(name, value)
         if key == "indices" and loose.pop(key) and arrays[key].size == 0:
-            arrays[key] = arrays[key].astype(np.int64)  # An empty list has no numbers to tell their dtype.
+            arrays[key] = arrays[key].astype(np.int64)  # The dtype of an empty list cannot be inferred.
     if any(loose.values()) and not all(loose.values()):
         dtype = next(arrays[key].dtype for key, is_loose in loose.items() if not is_loose)
         arrays |= {key: cast_loose(name, arrays[key], dtype) for key, is_loose in loose.items() if is_loose}
@@ -93,10 +93,10 @@ def edit_from_values(
 
 
 def cast_loose(variable: str, array: Array, dtype: np.dtype[Any]) -> Array:
-    """Python numbers in the dtype of a variable.
+    """Casts Python numbers to the dtype of a variable.
 
     Raises:
-        UpdateRefused: They are no such numbers: a fraction for an integer, too large, a bool for a number.
+        UpdateRefused: They do not fit: a fraction for an integer, too large, or a bool for a number.
     """
     if array.dtype == dtype:
         return array
@@ -120,7 +120,7 @@ def cast_loose(variable: str, array: Array, dtype: np.dtype[Any]) -> Array:
         raise UpdateRefused(
             "A value does not fit the variable",
             variable=variable,
-            expected=f"numbers that are {dtype.name}",
+            expected=f"numbers that fit {dtype.name}",
             received=f"{array[position]} at {list(position)}",
         )
     cast.flags.writeable = False
@@ -133,7 +133,7 @@ def ordered_arrays(edit: Edit) -> Iterator[tuple[str, Array]]:
 
 
 def array_to_json(array: Array) -> dict[str, Any]:
-    """What to know about an array to find it in a row of bytes."""
+    """The dtype and shape of an array, which are needed to find it in a buffer."""
     return {"dtype": array.dtype.name, "shape": list(array.shape)}
 
 
@@ -142,7 +142,7 @@ def edit_to_json(edit: Edit, describe_array: Callable[[str, Array], Any]) -> dic
 
     Args:
         edit: The edit.
-        describe_array: What to write for an array, from its name and itself.
+        describe_array: Returns the description of an array, given its name and the array.
     """
     return {
         "operation": str(edit.operation),
@@ -154,16 +154,16 @@ def edit_to_json(edit: Edit, describe_array: Callable[[str, Array], Any]) -> dic
 
 
 def head_from_json(description: Any, known_format: int) -> dict[str, Any]:
-    """What an update's description says of the update as a whole, by the names that `Update` takes.
+    """The fields of a description that concern the whole update, as arguments of `Update`.
 
     Raises:
-        UpdateRefused: It is no description, or of another format.
+        UpdateRefused: It is not a description, or has another format.
     """
     if not isinstance(description, dict):
-        raise UpdateRefused("The description of an update is no object", received=type(description).__name__)
+        raise UpdateRefused("The description must be a JSON object", received=type(description).__name__)
     if description.get("format") != known_format:
         raise UpdateRefused(
-            "The update has a format that this version of replicast does not know",
+            "This version of replicast cannot read the format of the update",
             expected=str(known_format),
             received=repr(description.get("format"))[:200],
             remedy="Use the version that wrote it",
@@ -183,13 +183,13 @@ def edits_from_json(described: Any, array_of: Callable[[str, Any], Array]) -> tu
 
     Args:
         described: A list of descriptions.
-        array_of: Finds an array, from how to call it in errors and from what was written for it.
+        array_of: Finds an array, given its name for error messages and its description.
 
     Raises:
-        UpdateRefused: A description is none, or an array is missing.
+        UpdateRefused: A description is not valid, or an array is missing.
     """
     if not isinstance(described, list):
-        raise UpdateRefused("The edits are no list", received=type(described).__name__)
+        raise UpdateRefused("The edits must be a list", received=type(described).__name__)
     if len(described) > MAX_EDITS_IN_FILE:
         raise UpdateRefused(
             "There are too many edits", expected=f"at most {MAX_EDITS_IN_FILE}", received=str(len(described))
@@ -203,8 +203,8 @@ def edits_of_tensors(
     """One edit for each variable that a plain file names.
 
     Args:
-        tensors: The file's tensors. For rows, `name.indices` lies beside `name`; for a low rank there are
-            `name.a` and `name.b`; to scale, each is one number.
+        tensors: The file's tensors. For rows, `name.indices` accompanies `name`; for low rank there are
+            `name.a` and `name.b`; for scale, each is a scalar.
         operation: What to do with them.
         weight: The weight of a blend.
 
@@ -215,7 +215,7 @@ def edits_of_tensors(
         raise UpdateRefused("Values cannot be reset from a file", remedy="Use assign, or reset_slots=True")
     if (operation is Operation.BLEND) != (weight is not None):
         raise UpdateRefused(
-            "A blend needs a weight, and nothing else has one", received=f"{operation}, {weight}"
+            "A blend needs a weight, and no other operation takes one", received=f"{operation}, {weight}"
         )
     rest = dict(tensors)
     edits = []
@@ -255,24 +255,24 @@ def _checked_name(variable: Any) -> str:
 
 
 def _array_of(variable: str, value: Any) -> tuple[Array, bool]:
-    """The value as a row-major array of our own, and whether it was Python numbers."""
+    """The value as a private row-major array, and whether it was given as Python numbers."""
     loose = isinstance(value, bool | int | float | list | tuple)
     if not loose and not isinstance(value, np.ndarray | np.generic) and not hasattr(value, "__array__"):
         raise UpdateRefused(
-            "A value is no array", variable=variable, expected="numbers", received=type(value).__name__
+            "A value is not an array", variable=variable, expected="numbers", received=type(value).__name__
         )
     try:
         array = np.asarray(value)
-    except Exception as error:  # Whatever a foreign object's own conversion raises.
+    except Exception as error:  # A foreign object's conversion may raise anything.
         raise UpdateRefused(
-            "A value cannot be made an array",
+            "A value cannot be converted to an array",
             variable=variable,
             expected="numbers in rows of equal length",
             received=f"{type(value).__name__} ({str(error)[:200]})",
         ) from error
     if array.dtype.name not in DTYPES:
         raise UpdateRefused(
-            "A value has a dtype that no variable has",
+            "A value has an unsupported dtype",
             variable=variable,
             expected="floats, integers or bools",
             received=str(array.dtype),
@@ -280,13 +280,13 @@ def _array_of(variable: str, value: Any) -> tuple[Array, bool]:
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if not isinstance(value, np.ndarray) or not _is_frozen(array):
-        # Also when another object says that its memory is read-only: it may still write to it itself.
+        # Even if another object reports read-only memory: it may still write to it itself.
         return copied(array), loose
     return np.asarray(array, order="C").view(), loose
 
 
 def _is_frozen(array: Array) -> bool:
-    """Whether no array looks at this memory that can write to it, as far as it is known."""
+    """Whether no known array can write to this memory."""
     while not array.flags.writeable:
         if not isinstance(array.base, np.ndarray):
             return True
@@ -308,14 +308,14 @@ def _factor_of(operation: Operation, variable: str, factor: Any) -> float | None
     array, _ = _array_of(variable, factor)
     if array.size != 1 or array.ndim > 1:
         raise UpdateRefused(
-            "The factor must be one number", variable=variable, received=f"an array of shape {array.shape}"
+            "The factor must be a scalar", variable=variable, received=f"an array of shape {array.shape}"
         )
     return float(array.astype(np.float64).reshape(-1)[0])
 
 
 def _edit_from_json(number: int, entry: Any, array_of: Callable[[str, Any], Array]) -> Edit:
     if not isinstance(entry, dict):
-        raise UpdateRefused(f"Edit {number} is no JSON object", received=type(entry).__name__)
+        raise UpdateRefused(f"Edit {number} must be a JSON object", received=type(entry).__name__)
     try:
         operation = Operation(str(entry.get("operation")))
     except ValueError:

@@ -49,12 +49,12 @@ class Update:
         Update(note="fix drifted bias").add("dense/bias", delta).scale("optimizer/learning_rate", 0.5)
 
     Args:
-        note: Why, for whoever reads the journal.
+        note: Why, for readers of the journal.
         author: Who.
-        id: Makes proposing it twice a no-op. Unless given, each proposal in a training thread is an update of
-            its own, and elsewhere it is random.
-        reset_slots: Also reset what the optimizer remembers of the touched variables, such as its moments;
-            where only rows are touched, of those rows.
+        id: Makes proposing it twice a no-op. Default: each proposal in a training thread gets its own id;
+            elsewhere the id is random.
+        reset_slots: Also reset the optimizer's slots of the changed variables, such as its moments; if only
+            rows are changed, the slots of those rows.
         allow_nonfinite: Accept NaN and infinity as values.
 
     Raises:
@@ -90,7 +90,7 @@ class Update:
 
     @property
     def id(self) -> str:
-        """What tells this update from all others; kept when edits are added."""
+        """The unique id of this update; kept when edits are added."""
         return self._id
 
     @property
@@ -110,7 +110,7 @@ class Update:
 
     @property
     def reset_slots(self) -> bool:
-        """Whether the optimizer's memory of the touched variables is reset too."""
+        """Whether the optimizer's slots of the changed variables are reset too."""
         return self._reset_slots
 
     @property
@@ -146,11 +146,11 @@ class Update:
         return self._with(Operation.ASSIGN, variable, value=value)
 
     def scale(self, variable: str, factor: float) -> Update:
-        """Multiplies the variable by one number."""
+        """Multiplies the variable by a scalar."""
         return self._with(Operation.SCALE, variable, factor)
 
     def blend(self, variable: str, value: Any, weight: float) -> Update:
-        """Moves the variable towards the value: with weight 0 it stays, with weight 1 it arrives."""
+        """Interpolates between the variable (weight 0) and the value (weight 1)."""
         return self._with(Operation.BLEND, variable, weight, value=value)
 
     def add_rows(self, variable: str, indices: Any, rows: Any) -> Update:
@@ -182,7 +182,7 @@ class Update:
         return copy
 
     def replaced(self, edits: Sequence[Edit]) -> Update:
-        """The same update with other edits, taken as they are, and nothing left to expand."""
+        """The same update with other edits, which are already fully expanded."""
         return self._copy(tuple(edits), reset_slots=False)
 
     def arrays(self) -> list[Array]:
@@ -222,14 +222,14 @@ class Update:
 
     @classmethod
     def from_parts(cls, description: Mapping[str, Any], arrays: Sequence[Array]) -> Update:
-        """The update that `describe` and `arrays` came from.
+        """Rebuilds an update from the output of `describe` and `arrays`.
 
         Args:
             description: What `describe` returned.
-            arrays: What `arrays` returned, or views of the same bytes. Kept as they are, without a copy.
+            arrays: What `arrays` returned, or views of the same bytes. Not copied.
 
         Raises:
-            UpdateRefused: They do not belong together, or the description is none.
+            UpdateRefused: They do not belong together, or the description is not valid.
         """
         rest = iter(arrays)
 
@@ -246,7 +246,7 @@ class Update:
         return update
 
     def save(self, path: Path | str) -> None:
-        """Writes the update as a safetensors file: whole and durable, or not at all.
+        """Writes the update as a safetensors file: complete and durable, or not at all.
 
         Raises:
             OSError: It cannot be written there.
@@ -270,19 +270,19 @@ class Update:
         """Reads what `save` wrote, if it has no more than `max_bytes` (4 GiB unless given).
 
         Raises:
-            UpdateRefused: The file cannot be read, is damaged, too large, or no update.
+            UpdateRefused: The file cannot be read, is damaged, too large, or not an update.
         """
         content = read_tensor_bytes(Path(path), max_tensors=MAX_TENSORS, max_bytes=max_bytes)
         return cls.parse(content, str(path))[0]
 
     @classmethod
     def parse(cls, content: memoryview, source: str, remedy: str = "") -> tuple[Update, dict[str, Any]]:
-        """The update in the bytes of its file, and its description with whatever extra entries it has.
+        """Parses the bytes of an update's file; also returns its description, with any extra entries.
 
-        The arrays are views of `content`. `remedy` is what to do with a file of tensors only.
+        The arrays are views of `content`. `remedy` is the advice for a file that contains only tensors.
 
         Raises:
-            UpdateRefused: The bytes are damaged, or no update.
+            UpdateRefused: The bytes are damaged, or not an update.
         """
         file = parse_tensors(content, source, max_tensors=MAX_TENSORS)
         if _METADATA not in file.metadata:
@@ -323,8 +323,8 @@ class Update:
     ) -> Update:
         """An update from a plain safetensors file of any tool: one edit for each variable it names.
 
-        Tensors go by the variable's name. For rows, `name.indices` lies beside `name`; for a low rank there
-        are `name.a` and `name.b`; to scale, each tensor is one number.
+        Tensors are named like their variables. For rows, `name.indices` accompanies `name`; for low rank
+        there are `name.a` and `name.b`; for scale, each tensor is a scalar.
 
         Args:
             path: The file.
@@ -333,7 +333,7 @@ class Update:
             note: Why.
             author: Who.
             id: Random unless given.
-            max_bytes: The largest file that is read; 4 GiB unless given.
+            max_bytes: The largest file to read. Default: 4 GiB.
 
         Raises:
             UpdateRefused: The file cannot be read, is damaged, too large, or does not fit the operation.

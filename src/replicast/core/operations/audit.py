@@ -94,11 +94,11 @@ class AuditReport:
 
 
 class Audit(Operation):
-    """A comparison that all workers have reported to, or that somebody has asked for.
+    """A comparison that all workers have reported to, or that was requested.
 
     Args:
-        policy: What becomes of replicas that differ: "heal", "raise" or "warn"; empty for the job's policy.
-        report: Which report of the workers it is of; 0 when somebody asks.
+        policy: What happens to replicas that differ: "heal", "raise" or "warn"; empty for the job's policy.
+        report: The number of the workers' report that it belongs to; 0 if it was requested.
     """
 
     kind: ClassVar[str] = "audit"

@@ -20,7 +20,7 @@ from replicast.core.proposal import Proposal
 
 
 def proposed(proposal: Proposal, *, scheduled: bool = False, stored: bool = False) -> Operation:
-    """For what somebody proposes, or has scheduled or proposed in an earlier attempt."""
+    """The operation for a proposal, including those scheduled or made in an earlier attempt."""
     if proposal.content is None:
         return Function(proposal)
     kind = Update if proposal.trial is None else TrialUpdate
@@ -53,7 +53,7 @@ def collective(intent: tuple[Any, ...], id_: str) -> Operation:
 
 
 def requested(kind: str, id_: str) -> Operation:
-    """For what somebody asks all workers to do at one of the next boundaries."""
+    """The operation for a request to all workers at one of the next boundaries."""
     kinds: dict[str, type[Leave | Audit | Save]] = {"leave": Leave, "audit": Audit, "save": Save}
     return kinds[kind](id_)
 

@@ -1,4 +1,4 @@
-"""Leave: somebody told the job to end. All workers save at one boundary, and end together.
+"""Leave: the job was told to exit. All workers save at one boundary, and exit together.
 
     coordinator                               every worker
     stop all
@@ -22,7 +22,7 @@ from replicast.core.stage import Stage
 
 
 class Leave(Operation):
-    """Somebody told the job to end."""
+    """The job was told to exit."""
 
     kind: ClassVar[str] = "leave"
 

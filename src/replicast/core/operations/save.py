@@ -7,9 +7,9 @@
     wait until the payloads of what was proposed before are durable
     write the state: THE COMMIT of the checkpoint
 
-With the state goes what was proposed before the boundary and is not committed: a script that starts again
-from here does not come to those lines again. While a trial is under way nothing is saved: one that is
-due then is made when it is over. Snapshots between which an update was applied are taken once more.
+The checkpoint includes uncommitted proposals made before the boundary: a script restarted from here does not
+run those lines again. Nothing is saved during a trial: a checkpoint that is due then is made after it. If an
+update was applied between the workers' snapshots, they are taken again.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ Snapshots = dict[int, Snapshot | None]
 
 
 class Save(Operation):
-    """A checkpoint of which every worker has taken its snapshot, or that somebody has asked for.
+    """A checkpoint for which every worker has taken a snapshot, or that was requested.
 
     Args:
-        report: Which report of the workers it is of; 0 when somebody asks.
+        report: The number of the workers' report that it belongs to; 0 if it was requested.
     """
 
     kind: ClassVar[str] = "save"

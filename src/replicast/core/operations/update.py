@@ -130,7 +130,7 @@ def prepared_here(job: Job, proposal: Proposal) -> Generator[AnyRequest, Any, No
 
 
 def discarded(job: Job, updates: list[Proposal]) -> Generator[AnyRequest, Any, None]:
-    """What nobody proposed is not needed any more. A worker that does not answer keeps it for a while."""
+    """Discards updates that no author proposed once they are unneeded. A silent worker keeps them longer."""
     discard = Discard(tuple(one.id for one in updates))
     with contextlib.suppress(Refuse):
         yield Ask(discard, None, job.timeouts.answer_secs, "discard the values")

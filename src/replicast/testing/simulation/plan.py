@@ -35,7 +35,7 @@ class Plan:
         audit_every: Steps between planned audits; 0 for none.
         planned_at: Where planned saves and audits are made: "before" the boundary; "behind" it, where a
             worker may still wait for others; or "late", just before the next step.
-        audit_policy: What becomes of replicas that differ, unless a script says otherwise.
+        audit_policy: What happens to replicas that differ, unless a script says otherwise.
         go_back: The attempt that finds the last checkpoint damaged and takes the one before; 0 for none.
         crash: A process dies between two of its commands: attempt, rank, after how many of them.
         unknown: The journal cannot tell whether this write, by number, was durable.

@@ -28,7 +28,7 @@ class Process(TrainingThread):
 
     Attributes:
         hangs: The next bytes that it fetches never come.
-        commands_left: It dies after so many commands; None when it does not.
+        commands_left: The number of commands after which it dies; None if it does not.
     """
 
     def __init__(

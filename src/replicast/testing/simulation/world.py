@@ -28,7 +28,7 @@ class World:
         plan: What happens.
         machines: The state machines.
         recording: Whether to keep a transcript.
-        most_events: After so many events, something waits for ever.
+        most_events: The most events; after that, something is assumed to wait forever.
 
     Attributes:
         notes: The transcript, and what has happened how often.
