@@ -12,14 +12,12 @@ proposals there are part of the checkpoint.
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import errno
 import json
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from typing import Any
@@ -34,7 +32,9 @@ from replicast.core.events import WriteOutcome
 from replicast.core.refusal import Refusal, Refuse
 from replicast.core.reports import Snapshot
 from replicast.core.stage import Stage
-from replicast.errors import CheckpointError, JobFailed, NotSupported, ReplicasDiverged, ReplicastError
+from replicast.errors import CheckpointError, JobFailed, ReplicasDiverged, ReplicastError
+from replicast.replicas.averages import averaged_names, mean, packed
+from replicast.replicas.checkpoint_errors import ended_before, no_run_dir, not_written
 from replicast.replicas.position import Position
 from replicast.replicas.saving import SavePlan, Saving
 from replicast.runtime import Session
@@ -42,14 +42,9 @@ from replicast.runtime.measures import History, mean_history
 from replicast.runtime.replica import joined
 from replicast.storage.checkpoint import CheckpointStore, Draft, Manifest, file_order, saved_of
 from replicast.update.digest import digest_array
-from replicast.update.edits import FLOAT_DTYPES, Array
-from replicast.update.schema import Schema
 from replicast.update.state import Arrays, State
 
 logger = logging.getLogger("replicast")
-
-MOST_AVERAGED_BYTES = 2**20
-"""Values that may differ are sent as text. If they are larger than this in total, worker 0's are saved."""
 
 
 class StateCopy:
@@ -222,7 +217,7 @@ class Checkpoints:
         self._session.check()
         if self._session.threads.stopping.is_set() and not saving.done():
             # The saver may still be writing: going on would change the copy that it writes.
-            raise _ended_before()
+            raise ended_before()
         return False
 
     def _waits_for_current(self) -> bool:
@@ -277,7 +272,7 @@ class Checkpoints:
             names = [variable.name for variable in self._state.schema]
             averaged = averaged_names(self._state.schema, replica.may_differ)
             digests = self._state.digests(names)
-            details = {"values": _packed(self._state, averaged), "measured": json.dumps(measured)}
+            details = {"values": packed(self._state, averaged), "measured": json.dumps(measured)}
             snapshot = Snapshot(step, joined(self._strict(digests)), holds, details)
             return lambda: snapshot
         self._state.snapshot(self._buffers)
@@ -295,7 +290,7 @@ class Checkpoints:
         """Raises if no thread is left that could write. Any thread."""
         if self._session.threads.have_ended():
             self._session.threads.check()
-            raise _ended_before()
+            raise ended_before()
 
     def _strict(self, digests: Mapping[str, str]) -> dict[str, str]:
         may_differ = self._session.replica.may_differ
@@ -373,7 +368,7 @@ class Checkpoints:
         replica = self._session.replica
         for name in averaged_names(self._state.schema, replica.may_differ) if others else ():
             values = [other["values"] for other in others]
-            np.copyto(copy.arrays[name], _mean(copy.arrays[name], values, name))
+            np.copyto(copy.arrays[name], mean(copy.arrays[name], values, name))
             copy.digests[name] = digest_array(copy.arrays[name])
         arrays = ((name, copy.arrays[name]) for name in file_order(copy.draft.schema))
         # One line of text, as it is long and not for people. A trial after a restart is compared with it.
@@ -411,62 +406,6 @@ def numbers(logs: Mapping[str, Any]) -> dict[str, float]:
         with contextlib.suppress(TypeError, ValueError):
             found[name] = float(value)
     return found
-
-
-def no_run_dir() -> NotSupported:
-    """The error for a checkpoint without a run directory."""
-    return NotSupported(
-        "A checkpoint without a run directory",
-        reason="there is nowhere to write it",
-        remedy="Use Replicas(model, run_dir=...), or start the job with 'replicast run'",
-    )
-
-
-def averaged_names(schema: Schema, may_differ: Collection[str]) -> list[str]:
-    """The variables whose mean is saved. For all others, integers included, worker 0's value is saved."""
-    floats = [v for v in schema if v.name in may_differ and v.dtype in FLOAT_DTYPES]
-    return [v.name for v in floats] if sum(v.nbytes for v in floats) <= MOST_AVERAGED_BYTES else []
-
-
-def _packed(state: State, names: Iterable[str]) -> dict[str, str]:
-    """This worker's values as text."""
-    values = state.read(names)
-    return {name: base64.b64encode(value.tobytes()).decode() for name, value in values.items()}
-
-
-def _mean(own: Array, others: Sequence[Mapping[str, str]], name: str) -> Array:
-    """The mean of worker 0's value and the packed values of the others, in the variable's dtype."""
-    total = own.astype(np.float64)
-    for other in others:
-        total += np.frombuffer(base64.b64decode(other[name]), own.dtype).reshape(own.shape)
-    averaged: Array = (total / (len(others) + 1)).astype(own.dtype)
-    return averaged
-
-
-_MAKE_ROOM = "Free disk space, or keep fewer checkpoints: callback(keep=...)"
-_REMEDIES = {
-    errno.ENOSPC: _MAKE_ROOM,
-    errno.EDQUOT: _MAKE_ROOM,
-    errno.EROFS: "The file system is read-only: make it writable, or use another run directory",
-    errno.EACCES: "Give this user write permission, or use another run directory",
-}
-
-
-def not_written(error: OSError, store: CheckpointStore | None, step: int) -> CheckpointError:
-    """The error for a checkpoint that could not be written, with what to do."""
-    failure = CheckpointError(
-        f"The checkpoint of step {step} could not be written",
-        path=None if store is None else store.path(step),
-        step=step,
-        received=str(error),
-        remedy=f"{_REMEDIES.get(error.errno or 0, 'Check the file system')}. Earlier checkpoints are intact",
-    )
-    failure.__cause__ = error
-    return failure
-
-
-def _ended_before() -> JobFailed:
-    return JobFailed("The job ended before its checkpoint was written")
 
 
 def _done() -> Saving:

@@ -17,7 +17,7 @@ from replicast.core.refusal import Refusal
 from replicast.errors import ReplicastError
 from replicast.replicas.auditing import AuditPlan
 from replicast.replicas.callback import BoundaryCallback
-from replicast.replicas.checkpoints import no_run_dir
+from replicast.replicas.checkpoint_errors import no_run_dir
 from replicast.replicas.joining import Durability, Parts, check_not_compiled_again, join, settle, strategy_of
 from replicast.replicas.model_files import on_worker_0, read_model, write_model
 from replicast.replicas.proposing import checked_worker
