@@ -607,3 +607,23 @@ def test_one_that_worker_0_could_not_copy_is_not_taken_for_the_one_before(
         job.on_all(Worker.step)
         with pytest.raises(CheckpointError, match="no memory for a copy"):
             saved(job, made).result(DEADLINE_SECS)
+
+
+def test_a_part_of_a_checkpoint_that_a_worker_never_reports_ends_at_the_end_of_the_training(
+    tmp_path: Path,
+) -> None:
+    with Job(2) as job:
+        made = savers(job, tmp_path)
+
+        def act(worker: Worker) -> None:
+            worker.step()
+            if worker.rank == 0:
+                made[0].checkpoints.save_in_passing()
+                made[0].checkpoints.report()
+            worker.session.rest("close")
+            made[worker.rank].checkpoints.settle(DEADLINE_SECS)
+
+        job.on_all(act)
+        with pytest.raises(CheckpointError, match="Worker 1 did not report its save"):
+            made[0].checkpoints.check()
+        assert CheckpointStore(tmp_path).list() == []

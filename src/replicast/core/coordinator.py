@@ -17,6 +17,7 @@ from replicast.core.messages import OUTSIDE, Answer, At, Propose, Rest, Tell, To
 from replicast.core.operation import AuditTrail, Operation, Outcome, Script, Timeouts
 from replicast.core.operations.audit import Audit
 from replicast.core.operations.catalog import collective, planned, proposed, replayed, requested
+from replicast.core.operations.close import Close
 from replicast.core.operations.function import Function
 from replicast.core.proposal import Pending, Proposal
 from replicast.core.refusal import Refusal
@@ -166,6 +167,8 @@ class Coordinator(Tickets):
             return
         operation = collective(rest.intent, self.new_id(rest.intent[0]))
         operation.tokens = tokens
+        if isinstance(operation, Close):
+            self._give_up_reports()
         self.open(operation)
 
     def _request(self, kind: str, asked_by: tuple[str, ...]) -> None:

@@ -66,6 +66,7 @@ class Engine(ABC):
         self.operations: dict[int, Operation] = {}
         self._numbers = itertools.count(1)
         self._gathers: dict[int | tuple[str, int], tuple[Gather, Operation]] = {}
+        self._reports: dict[str, int] = {}
         self._writes: dict[int, tuple[Entry, Callable[[Refusal | None], None]]] = {}
         self._timers: dict[int, Callable[[], None]] = {}
         self._settling: list[tuple[Operation, int, Callable[[Operation], bool]]] = []
@@ -264,12 +265,25 @@ class Engine(ABC):
 
     def _answered(self, rank: int, number: int | tuple[str, int], value: Any) -> None:
         if isinstance(number, tuple) and number not in self._gathers:
-            self._open_planned(*number)
+            kind, count = number
+            if count <= self._reports.get(kind, 0):
+                return  # it was given up
+            self._reports[kind] = count
+            self._open_planned(kind, count)
         gather, operation = self._gathers.get(number, (None, None))
         if gather is None or operation is None or not gather.add(rank, value):
             return
         del self._gathers[number]
         self._run(operation, gather.refusal() or gather.answers)
+
+    def _give_up_reports(self) -> None:
+        """All workers have come to an end: what one of them has not reported by now, it never will."""
+        for number, (gather, operation) in list(self._gathers.items()):
+            if isinstance(number, tuple):
+                del self._gathers[number]
+                missing = tuple(sorted(gather.missing))
+                who = ", ".join(map(str, missing))
+                self._run(operation, Refusal(f"Worker {who} did not {gather.what}", missing))
 
     # What goes out.
 
