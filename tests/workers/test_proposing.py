@@ -7,10 +7,11 @@ import threading
 import numpy as np
 import pytest
 
+from replicast.core.stage import Stage
 from replicast.errors import UpdateRefused
-from replicast.replicas.proposing import Proposing, checked_worker
+from replicast.replicas.proposing import Proposing, checked_step, checked_worker
 from replicast.runtime import Ticket
-from replicast.testing.job import DEADLINE_SECS, Job, Worker
+from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.update.update import Update
 
 
@@ -75,3 +76,21 @@ def test_an_update_that_was_labelled_does_the_same() -> None:
     assert (other.author, other.note, other.id) == ("you", "why", "x")
     assert other.content_digest() == update.content_digest()
     assert update.signed("nobody") is update
+
+
+@pytest.mark.parametrize("step", [2.5, True, -1, 10**400, "7"])
+def test_a_step_that_no_journal_could_hold_is_refused(step: object) -> None:
+    with pytest.raises(UpdateRefused, match="at_step must be a number of steps"):
+        checked_step(step)
+    assert (checked_step(None), checked_step(np.int64(7))) == (None, 7)
+
+
+def test_what_is_committed_and_proposed_again_for_a_step_that_is_past_has_its_receipt() -> None:
+    update = Update(id="fix").scale("dense/bias", 2.0)
+    with Job(2) as job:
+        first = job.workers[1].session.propose(update, at_step=3)
+        eventually(lambda: first.stage is Stage.SCHEDULED)
+        job.train(6)
+        again = Proposing(job.workers[1].session).propose(update, source=None, at_step=3)
+        assert again.result(DEADLINE_SECS) == first.result(DEADLINE_SECS)
+        assert again.result(0).step == 3

@@ -69,8 +69,8 @@ def wrong_proposals(strategy: Any) -> None:
     model = perceptron(strategy)
     with replicas_of(model) as replicas:
         replicas.boundary()
-        late = replicas.propose(Update().add("dense_1/bias", ONES), at_step=1)
-        with pytest.raises(UpdateRefused, match="Step 1 is past"):
+        late = replicas.propose(Update().add("dense_1/bias", ONES), at_step=0)
+        with pytest.raises(UpdateRefused, match="Step 0 is past"):
             late.result(WAIT_SECS)
         with pytest.raises(UpdateRefused, match="Only an Update or a function"):
             replicas.propose({"dense_1/bias": ONES})

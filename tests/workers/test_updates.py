@@ -363,7 +363,7 @@ def at_steps(strategy: Any, steps_per_execution: int) -> dict[str, Any]:
             tickets.append(replicas.propose(mark(0), at_step=18))
             tickets.append(replicas.propose(mark(1), at_step=10**6))
             late = replicas.propose(mark(2), at_step=2)
-            with pytest.raises(replicast.UpdateRefused, match=r"is past.*at_step=2"):
+            with pytest.raises(replicast.UpdateRefused, match="Step 2 is past"):
                 late.result(WAIT_SECS)
 
     with replicas_of(model) as replicas:

@@ -111,7 +111,7 @@ def checked_step(at_step: Any) -> int | None:
         step = -1
     if not 0 <= step < MAX_STEP:
         raise UpdateRefused(
-            "at_step cannot be used", expected="a whole number from 0 on", received=repr(at_step)[:200]
+            "at_step must be a number of steps", expected="an integer from 0 on", received=repr(at_step)[:200]
         )
     return step
 
