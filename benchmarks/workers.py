@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from replicast.supervisor.birth import die_with
+from replicast.supervisor.bootstrap import die_with
 
 from replicast.supervisor import HeldPorts, hold_free_ports
 

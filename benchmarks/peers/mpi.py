@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from replicast.supervisor.birth import die_with
+from replicast.supervisor.bootstrap import die_with
 
 from benchmarks.peers.mpi_group import ANSWERS, Line, orders_of
 from benchmarks.seats import SOURCE, Array, Entry, Seat, seat

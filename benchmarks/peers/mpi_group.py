@@ -16,7 +16,7 @@ from typing import IO
 
 from benchmarks.seats import Entry
 from benchmarks.workers import AFTER_A_FAILURE_SECS, REPOSITORY, Failed, threads_of_a_worker
-from replicast.supervisor import birth
+from replicast.supervisor import bootstrap
 
 ANSWERS = "answers"
 """The pipe that all ranks write to; a line is short enough to arrive whole."""
@@ -113,8 +113,8 @@ class MpiGroup:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         rank = [sys.executable, "-m", "benchmarks.peers.mpi", str(self._directory)]
         self._process = subprocess.Popen(
-            # birth.py, so that mpiexec ends with us
-            [sys.executable, birth.__file__, str(os.getpid()), launcher, "-n", str(self._size), *rank],
+            # bootstrap.py, so that mpiexec ends with us
+            [sys.executable, bootstrap.__file__, str(os.getpid()), launcher, "-n", str(self._size), *rank],
             cwd=REPOSITORY,
             env={**os.environ, **threads_of_a_worker()},
             stdin=subprocess.DEVNULL,
