@@ -54,7 +54,7 @@ class Stall(_Replicast):
 
     def round(self, index: int) -> tuple[int | None, int]:
         start = time.monotonic_ns()
-        saving = self.replicas.recovery.save()
+        saving = self.replicas.save()
         stalled = time.monotonic_ns() - start
         saving.result(RESULT_SECS)
         return lasted(stalled)
@@ -65,7 +65,7 @@ class Durable(Stall):
 
     def round(self, index: int) -> tuple[int | None, int]:
         start = time.monotonic_ns()
-        self.replicas.recovery.save().result(RESULT_SECS)
+        self.replicas.save().result(RESULT_SECS)
         return start if self.is_source else None, time.monotonic_ns()
 
 
