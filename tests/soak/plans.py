@@ -13,6 +13,8 @@ USUALLY = 12
 POINTS = [point for point in Point if point not in (Point.DECIDE, Point.SETTLE)]
 """Those that the job comes to: it has no trial."""
 ACTIONS = {Action.KILL: 6, Action.RAISE: 3, Action.STOP: 2}
+REFUSING = (Point.STAGE, Point.READY)
+"""An error there refuses the update, and its author is told: the job ends with other weights."""
 STOPPED_SECS = (1.0, 5.0, 45.0)
 """Short enough to go unnoticed, and longer than anybody waits for a silent worker."""
 
@@ -37,6 +39,8 @@ def _random_fault(random: Random, workers: int, life: int) -> Fault:
         worker = random.randrange(workers)
     occurrence = random.randint(1, MOST_OCCURRENCES.get(point, USUALLY))
     action = random.choices(list(ACTIONS), weights=list(ACTIONS.values()))[0]
+    if action is Action.RAISE and point in REFUSING:
+        action = Action.KILL
     return Fault(worker, point, occurrence, action, attempt=life)
 
 
