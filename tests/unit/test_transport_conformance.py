@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from replicast.coordination import Coordination, MemoryCoordination
 from replicast.errors import UpdateRefused
+from replicast.runtime.codec import decode, encode
 from replicast.transport import MemoryTransport, Parcel, SharedMemoryTransport, Transport
 
 WAIT_SECS = 30.0
@@ -59,10 +59,11 @@ class Worker:
         """The parcel that the source has published."""
         key = f"{self._name}/{next(self._numbers)}/parcel"
         if parcel is not None:
-            self._coordination.put(key, json.dumps(parcel.to_json()))
+            self._coordination.put(key, encode(parcel))
         said = self._coordination.get(key, WAIT_SECS)
         assert said is not None, f"worker {source} is missing"
-        return Parcel.from_json(json.loads(said))
+        received: Parcel = decode(said)
+        return received
 
     def published(self, arrays: Sequence[np.ndarray], source: int = 0, suffix: object = "") -> Parcel:
         publishes = self.rank == source

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,27 +54,6 @@ class Parcel:
     def digest_of(self, block: int) -> str:
         """The digest of one block, by its number."""
         return self.blocks[DIGITS * block : DIGITS * (block + 1)]
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values. Short, because it goes to every worker through the coordination service."""
-        return {
-            "id": self.id,
-            "source": self.source,
-            "nbytes": self.nbytes,
-            "arrays": [[piece.dtype, list(piece.shape), piece.offset] for piece in self.arrays],
-            "blocks": self.blocks,
-        }
-
-    @classmethod
-    def from_json(cls, described: Mapping[str, Any]) -> Parcel:
-        """The parcel that `to_json` described."""
-        return cls(
-            id=described["id"],
-            source=described["source"],
-            nbytes=described["nbytes"],
-            arrays=tuple(Piece(dtype, tuple(shape), offset) for dtype, shape, offset in described["arrays"]),
-            blocks=described["blocks"],
-        )
 
 
 Look = Callable[[int, "npt.NDArray[Any]"], None]
