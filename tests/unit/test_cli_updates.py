@@ -306,7 +306,7 @@ def test_ctrl_c_before_it_is_written_pushes_nothing(run: Path, monkeypatch: pyte
     def interrupted(*_arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("replicast.cli.push.examine", interrupted)
+    monkeypatch.setattr("replicast.cli.push.update_of", interrupted)
     result = invoke("push", run, "--set", "learning_rate=0.1")
     assert (result.exit_code, inbox.waiting(run)) == (130, [])
     assert "Nothing was pushed" in result.output
@@ -314,7 +314,12 @@ def test_ctrl_c_before_it_is_written_pushes_nothing(run: Path, monkeypatch: pyte
 
 def test_a_job_that_is_not_running_is_noticed(run: Path, job: PlayedJob) -> None:
     heard_of(run, secs_ago=35)
-    result = invoke("push", run, "--set", "learning_rate=0.1", "--id", "x")
+    words = ("push", run, "--set", "learning_rate=0.1", "--id", "x")
+    refused = invoke(*words)
+    assert (refused.exit_code, inbox.waiting(run)) == (1, [])
+    assert "The job is not running (last heard of 35 s ago)" in refused.output
+    assert "--next-start" in refused.output
+    result = invoke(*words, "--next-start")
     assert result.exit_code == 0
     assert "The job is not running (last heard of 35 s ago): it will take the update" in result.output
     waited = invoke("push", run, "--set", "learning_rate=0.1", "--id", "x", "--wait")
