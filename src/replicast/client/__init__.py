@@ -3,6 +3,25 @@
 from __future__ import annotations
 
 from replicast.client.connecting import connect
+from replicast.client.examination import EditView, Examination
+from replicast.client.metrics import Metrics, Series
+from replicast.client.notes import is_run
 from replicast.client.run import Pushed, Run
+from replicast.client.updates import UpdateView
+from replicast.client.views import Brief, CheckpointView, Overview, Pulled
 
-__all__ = ["Pushed", "Run", "connect"]
+__all__ = [
+    "Brief",
+    "CheckpointView",
+    "EditView",
+    "Examination",
+    "Metrics",
+    "Overview",
+    "Pulled",
+    "Pushed",
+    "Run",
+    "Series",
+    "UpdateView",
+    "connect",
+    "is_run",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from replicast.client.author import this_user
 from replicast.client.notes import is_heard_of, is_running, not_running_text, running_beside
 from replicast.errors import UpdateRefused
 from replicast.storage import inbox
@@ -34,7 +35,7 @@ def submit(
     _check_step(at_step, notes)
     warning = _check_running(run, update, notes, next_start=next_start)
     try:
-        inbox.submit(run, update, at_step, trial)
+        inbox.submit(run, update.signed(this_user()), at_step, trial)
     except OSError as error:
         raise UpdateRefused(
             f"The update cannot be written to {run / 'inbox'} ({error.strerror})",
