@@ -51,7 +51,7 @@ def test_after_a_run_without_an_audit_nobody_is_told_to_ask_for_one(run: Path) -
     heard_of(run, secs_ago=60)
     result = invoke("audit", run)
     assert result.exit_code == 0
-    assert "No audit was made. The job is not running" in result.output
+    assert "No audit was made. Not running: last heard of" in result.output
     assert "--now" not in result.output
 
 

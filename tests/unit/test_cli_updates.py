@@ -348,7 +348,7 @@ def test_who_gives_the_first_of_several_runs_of_a_script_is_told_which_one_is_ru
     heard_of(run, 35.0)
     later = run / "replicas-2"
     made_run(later)
-    told = f"Another Replicas of the same script is running: give {later} instead."
+    told = f"Another Replicas of the same script is running: give {later} instead"
     for command in (["push", run, "--set", "learning_rate=0.5"], ["status", run]):
         assert told in " ".join(invoke(*command).output.split()), command
     heard_of(later, 35.0)

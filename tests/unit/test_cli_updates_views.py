@@ -70,7 +70,7 @@ def test_status_shows_workers_metrics_updates_and_what_waits(run: Path) -> None:
     assert result.exit_code == 0
     assert fits(result.output)
     for text in (
-        "run: 2 workers, training, step 5",
+        "Training at step 5\nrun: 2 workers",
         "0  100      box",
         "0 s ago",
         "loss 0.125  accuracy nan",
@@ -90,7 +90,7 @@ def test_status_says_who_is_missing(run: Path) -> None:
     heard_of(run, secs_ago=12.2)
     output = invoke("status", run).output
     assert output.count("not seen for 12 s") == 2
-    assert "The job is not running (last heard of 12 s ago)" in output
+    assert "Not running: last heard of 12 s ago at step 5" in output
     assert "no update has been committed yet" in output
     (run / "workers" / "1.json").unlink()
     assert "never seen" in invoke("status", run).output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,13 +20,21 @@ from replicast.cli.arguments import run_argument
 from replicast.cli.tables import is_live, make_console, make_table
 from replicast.cli.update_tables import stage_cell, updates_table, what_cell
 from replicast.client import Run
-from replicast.client.notes import ABSENT_SECS, age
 from replicast.client.updates import UpdateView
 from replicast.client.views import Overview
 from replicast.core.stage import Stage
 from replicast.storage.runfiles import ENDED, WorkerNote
+from replicast.storage.states import ABSENT_SECS, State, age
 
 WATCH_SECS = 1.0
+_STATE_STYLES = {
+    State.FAILED: "red",
+    State.LOST: "red",
+    State.NEVER_STARTED: "yellow",
+    State.STARTING: "yellow",
+    State.RESTARTING: "yellow",
+    State.STOPPED: "yellow",
+}
 _AUDIT_STYLES = {"equal": "green", "healed": "yellow"}
 
 
@@ -42,8 +51,8 @@ def status(run: Run, as_json: bool, watch: bool) -> None:
       replicast status runs/first --watch
       replicast status runs/first --json | jq .workers[].step
 
-    Exit code: 0, also when the job is not running; 1 when a file of the run is damaged; 2 when RUN is not a
-    run directory.
+    Exit code: 0 while the job starts, trains or restarts, and when it has finished or was stopped; 1 when it
+    has failed, was lost without a word, or a file of the run is damaged; 2 when RUN is not a run directory.
     """  # noqa: D301 - click wants a real backspace
     with contextlib.suppress(KeyboardInterrupt):  # The way to end --watch.
         if watch and not as_json and is_live(make_console()):
@@ -57,7 +66,7 @@ def status(run: Run, as_json: bool, watch: bool) -> None:
             if not watch and seen.problem:
                 raise Failed(texts.printable(seen.problem))
             if not watch:
-                return
+                sys.exit(1 if seen.state in (State.FAILED, State.LOST) else 0)
             time.sleep(WATCH_SECS)
 
 
@@ -97,9 +106,12 @@ def _rendered(seen: Overview) -> RenderableType:
 
 
 def _head(seen: Overview) -> Text:
-    head = Text(f"{texts.printable(seen.run)}: {texts.counted(seen.size, 'worker')}", style="bold")
-    said = texts.printable(seen.sentence)
-    return head.append(f", {said}") if seen.running else head.append(f"\n{said}.", style="red")
+    head = Text(texts.printable(seen.sentence), style=f"bold {_STATE_STYLES.get(State(seen.state), 'green')}")
+    head.append(f"\n{texts.printable(seen.run)}: {texts.counted(seen.size, 'worker')}", style="bold")
+    if seen.state == State.FAILED and seen.changes:
+        for line in seen.changes[-1]["last_lines"]:
+            head.append(f"\n  {texts.one_line(line)}", style="dim")
+    return head
 
 
 def _title(text: str) -> Text:

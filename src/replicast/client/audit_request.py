@@ -6,10 +6,11 @@ import time
 from pathlib import Path
 
 from replicast.audits.report import AuditReport, workers_text
-from replicast.client.notes import ABSENT_SECS, age, is_running, not_running_text, polls
+from replicast.client.notes import is_running, not_running_text, polls
 from replicast.errors import NoAnswer, RequestFailed
 from replicast.storage.auditfiles import answer_to, request_audit, withdraw_request
 from replicast.storage.runfiles import WorkerNote, read_run_info, read_worker_notes
+from replicast.storage.states import ABSENT_SECS, age
 
 _LATE_SECS = 3.0  # A worker writes a note every second: below this, which note is the oldest is chance.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from replicast.audits.report import AuditReport
 from replicast.client.audit_request import audit
 from replicast.client.examination import Examination, examine, views_of
 from replicast.client.metrics import Metrics, MetricsFile
-from replicast.client.notes import POLL_SECS, is_running, not_running_text, running_beside
+from replicast.client.notes import POLL_SECS, is_described, is_running, running_beside
 from replicast.client.run import Pushed, Run
 from replicast.client.submission import submit
 from replicast.client.updates import (
@@ -32,20 +32,22 @@ from replicast.files import read_json
 from replicast.storage.auditfiles import last_audits
 from replicast.storage.checkpoint import CheckpointStore
 from replicast.storage.runfiles import (
-    ENDED,
     WITHOUT_CALLBACK,
+    RunInfo,
     WorkerNote,
     last_metrics,
     lines_from_the_end,
     read_run_info,
     read_worker_notes,
 )
+from replicast.storage.states import RunState, changes, read_state
 from replicast.storage.updates import Updates, load_update
 from replicast.update.schema import Schema
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
 _LAST = 5  # So many of the last updates, and of the last refusals, are in an overview.
+_LAST_CHANGES = 50
 _MAX_LOG_LINES = 10_000
 _MAX_OPERATIONS_BYTES = 2**20
 _OPERATION = ("id", "kind", "stage", "step", "waits_for", "author", "note")
@@ -67,41 +69,56 @@ class DirectoryRun(Run):
 
     def brief(self) -> Brief:
         """As `Run.brief`."""
-        return self._brief(read_run_info(self.path).workers, read_worker_notes(self.path))
+        notes = read_worker_notes(self.path)
+        now = read_state(self.path, notes)
+        info = self._info(now)
+        return self._brief(info, notes, now)
 
-    def _brief(self, size: int, notes: list[WorkerNote]) -> Brief:
-        state, sentence = _state(self.path, notes)
+    def _info(self, now: RunState) -> RunInfo | None:
+        """The description of the run; None while its first workers start, or have failed to."""
+        try:
+            return read_run_info(self.path)
+        except FileDamaged:
+            if now.change is None or is_described(self.path):
+                raise
+            return None
+
+    def _brief(self, info: RunInfo | None, notes: list[WorkerNote], now: RunState) -> Brief:
+        beside = "" if now.state.is_running else running_beside(self.path)
         waits = any(note.waiting_for == WITHOUT_CALLBACK for note in notes)
         return Brief(
             run=self.where,
-            state=state,
-            sentence=sentence,
+            state=now.state,
+            sentence=f"{now.sentence}. {beside}".rstrip(" ."),
             running=is_running(notes),
             step=max((note.step for note in notes), default=None),
-            workers=size,
+            workers=_size(info, now),
             heard_at=max((note.time for note in notes), default=None),
             waits_for=WITHOUT_CALLBACK if waits else "",
         )
 
     def status(self) -> Overview:
         """As `Run.status`."""
-        info = read_run_info(self.path)
+        notes = read_worker_notes(self.path)
+        now = read_state(self.path, notes)
+        info = self._info(now)
         # A former, larger job may have left notes of workers that this one does not have.
-        notes = [note for note in read_worker_notes(self.path) if note.rank < info.workers]
-        brief = self._brief(info.workers, notes)
+        notes = [note for note in notes if note.rank < _size(info, now)]
+        brief = self._brief(info, notes, now)
         return Overview(
             run=self.where,
             time=time.time(),
             state=brief.state,
             sentence=brief.sentence,
             running=brief.running,
-            size=info.workers,
-            attempt=max([info.attempt, *(note.attempt for note in notes)]),
-            journaled=info.journaled,
+            size=brief.workers,
+            attempt=now.attempt if info is None else max(info.attempt, now.attempt),
+            journaled=info is None or info.journaled,
             workers=tuple(notes),
             metrics=last_metrics(self.path),
             audit=next(iter(last_audits(self.path, 1)), None),
             operations=tuple(read_operations(self.path)) if brief.running else (),
+            changes=tuple(asdict(one) for one in changes(self.path, _LAST_CHANGES)),
             **self._updates(),
         )
 
@@ -247,14 +264,7 @@ def read_operations(run: Path) -> list[dict[str, Any]]:
     return [{name: one.get(name) for name in _OPERATION} for one in found]
 
 
-def _state(run: Path, notes: list[WorkerNote]) -> tuple[str, str]:
-    """How the job is, as far as its workers' notes tell."""
-    if not is_running(notes):
-        sentence = f"{not_running_text(notes)}. {running_beside(run)}".rstrip(" .")
-        if not notes:
-            return "never started", sentence
-        return "finished" if all(note.waiting_for == ENDED for note in notes) else "lost", sentence
-    step = max(note.step for note in notes)
-    if any(note.training for note in notes):
-        return "training", f"training, step {step}"
-    return "waiting", f"running, not inside a training loop, step {step}"
+def _size(info: RunInfo | None, now: RunState) -> int:
+    if info is not None:
+        return info.workers
+    return 0 if now.change is None else now.change.workers

@@ -8,9 +8,9 @@ from pathlib import Path
 from time import monotonic, sleep
 
 from replicast.storage.runfiles import ENDED, WorkerNote, read_worker_notes
+from replicast.storage.states import ABSENT_SECS, age
+from replicast.storage.states import FILE as STATES
 
-ABSENT_SECS = 10.0
-"""A worker writes a note every second; after this long without one it counts as not running."""
 POLL_SECS = 0.1
 _READ_NOTES_SECS = 1.0
 _LISTEN_SECS = 5.0
@@ -80,13 +80,10 @@ def running_beside(run: Path) -> str:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a job has written its description into this directory."""
+    """Whether a job was started in this directory."""
+    return (path / STATES).is_file() or is_described(path)
+
+
+def is_described(path: Path) -> bool:
+    """Whether a job has described its variables in this directory: it does when its workers have met."""
     return next(path.glob("groups/*/run.json"), None) is not None
-
-
-def age(secs: float) -> str:
-    """How long ago, roughly."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if secs >= 2 * length:
-            return f"{secs / length:.0f} {unit}"
-    return f"{max(0.0, secs):.0f} s"

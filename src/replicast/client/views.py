@@ -78,6 +78,7 @@ class Overview:
         scheduled: Those that wait for their step.
         waiting: Those that wait in the inbox.
         refused: The last ones that were refused.
+        changes: What became of the job: the last lines of states.jsonl, as `storage.states.Change` has them.
         problem: What is wrong with the journal: its updates are not among the above then.
     """
 
@@ -97,6 +98,7 @@ class Overview:
     scheduled: tuple[UpdateView, ...] = ()
     waiting: tuple[UpdateView, ...] = ()
     refused: tuple[UpdateView, ...] = ()
+    changes: tuple[Mapping[str, Any], ...] = ()
     problem: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -111,6 +113,7 @@ class Overview:
             "metrics": metrics,
             "audit": None if self.audit is None else self.audit.to_json(),
             "operations": [dict(one) for one in self.operations],
+            "changes": [dict(one) for one in self.changes],
             **{name: [view.to_json() for view in getattr(self, name)] for name in _UPDATES},
         }
 
@@ -133,6 +136,7 @@ class Overview:
                 metrics=metrics,
                 audit=None if audit is None else AuditReport.from_json(audit),
                 operations=tuple(fields["operations"]),
+                changes=tuple(fields["changes"]),
                 updates=_views(fields["updates"]),
                 scheduled=_views(fields["scheduled"]),
                 waiting=_views(fields["waiting"]),

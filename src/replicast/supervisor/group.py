@@ -87,6 +87,13 @@ def first_failure(exits: Sequence[WorkerExit]) -> WorkerExit | None:
     return next(iter(by_itself or frozen or failed), None)
 
 
+def stopping_line(signum: signal.Signals, secs: float) -> str:
+    """One line: what the first Ctrl-C or SIGTERM does."""
+    again = "; Ctrl-C again ends them at once" if signum is signal.SIGINT else ""
+    name = "Ctrl-C" if signum is signal.SIGINT else signum.name
+    return f"replicast: {name}: the workers save a checkpoint and exit, within {secs:g} s{again}"
+
+
 class Group:
     """The workers of one attempt. Use once; call `run` in the main thread.
 
@@ -193,7 +200,8 @@ class Group:
             elif self._interrupted_by is None:
                 self._interrupted_by = signum
                 if self._stage < Stage.STOPPING:
-                    self._stop(signum, self._timeouts.stop_secs)
+                    self._screen.tell(stopping_line(signum, self._timeouts.stop_secs))
+                    self._stop(signal.SIGTERM, self._timeouts.stop_secs)  # also after Ctrl-C: they save
             elif signum is signal.SIGINT:
                 self._kill()
 

@@ -10,6 +10,7 @@ from typing import TextIO
 
 from replicast.config import FAULTS, PEER_FAILED, TOLD_TO_END
 from replicast.faults import Fault
+from replicast.supervisor.failure import traceback_in
 from replicast.supervisor.group import GroupEnd
 from replicast.supervisor.lines import cropped
 from replicast.supervisor.worker import WorkerExit
@@ -92,18 +93,25 @@ def interruption_line(signum: signal.Signals, end: GroupEnd) -> str:
 
 
 def tail_box(failure: WorkerExit, stream: TextIO) -> str:
-    """The last lines of the failed worker in a box, formatted for a stream; does not write to it."""
+    """The exception of the failed worker, or its last lines, in a box for a stream; does not write to it."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text
 
     console = Console(file=stream)
-    lines = [cropped(line, _BOX_COLUMNS) for line in failure.tail]
-    text = Text.from_ansi("\n".join(lines)) if failure.tail else Text("(no output)", style="dim")
-    title = f"worker {failure.rank}: the last {len(failure.tail)} lines" if failure.tail else None
+    traceback = traceback_in(failure.log) if failure.code > 0 else []
+    lines = [cropped(line, _BOX_COLUMNS) for line in traceback or failure.tail]
+    text = Text.from_ansi("\n".join(lines)) if lines else Text("(no output)", style="dim")
+    title = f"worker {failure.rank}" + _what_is_shown(len(lines), is_traceback=bool(traceback))
     with console.capture() as captured:
         console.print(Panel(text, title=title, title_align="left", border_style="red"))
     return captured.get().rstrip("\n")
+
+
+def _what_is_shown(count: int, *, is_traceback: bool) -> str:
+    if is_traceback or not count:
+        return ""
+    return ": the last line" if count == 1 else f": the last {count} lines"
 
 
 def duration(secs: float) -> str:

@@ -36,6 +36,7 @@ from replicast.supervisor.report import (
 )
 from replicast.supervisor.rundir import locked, make_attempt_dir, next_attempt
 from replicast.supervisor.screen import Screen, make_screen
+from replicast.supervisor.states import States, what_is_taken_over
 
 _UNKILLABLE = 1
 
@@ -81,8 +82,13 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
             screen.tell(faults_line(faults))
         if absent:
             screen.tell(absent_line(absent, job.world_size))
+        taken_over = what_is_taken_over(settings.run_dir)
+        if taken_over:
+            screen.tell(taken_over)
+        states = States(settings.run_dir, screen, job.world_size, writes=0 in job.ranks)
         first_attempt = next_attempt(settings.log_dir, job.ranks)
         restarts = 0
+        states.starting(first_attempt)
         while True:
             attempt = first_attempt + restarts
             end = _run_attempt(job, settings, attempt, screen, interruptions, environ)
@@ -97,8 +103,10 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
                 )
                 screen.tell(finished)
             if not _may_restart(end) or restarts == settings.max_restarts:
+                states.ended(attempt, end, exit_code(end), _last_step(settings.run_dir, attempt))
                 return exit_code(end)
             restarts += 1
+            states.restarting(attempt + 1, end)
             screen.tell(restart_line(end, restarts, settings.max_restarts))
 
 

@@ -1,0 +1,213 @@
+"""What becomes of a job: `states.jsonl` in the run directory, one line per change, never rewritten.
+
+    starting ──► (training, as the workers' notes tell) ──► finished | failed | stopped
+       ▲                                                        │
+       └──────────────────── restarting ◄───────────────────────┘
+
+The launcher writes; without a launcher, worker 0 does. A job that is killed with its launcher writes nothing:
+then the notes of its workers are old, and the process that wrote the last line is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from replicast.processes import is_alive, is_on_this_host, this_process
+from replicast.storage.runfiles import ENDED, WorkerNote, append_line, lines_from_the_end
+from replicast.strictjson import described, parse_json
+
+FILE = "states.jsonl"
+ABSENT_SECS = 10.0
+"""A worker writes a note every second; after this long without one it counts as not running."""
+_START_SECS = 600.0
+"""How long a start may take before it counts as lost, if its process cannot be looked at from here."""
+_MAX_TEXT, _MAX_LINES = 2000, 20
+_MOST_CHANGES = 10_000
+
+
+class State(StrEnum):
+    """How a run is. Training, waiting, lost and never started are found out by readers, not written."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    WAITING = "waiting"
+    RESTARTING = "restarting"
+    FINISHED = "finished"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    LOST = "lost"
+    NEVER_STARTED = "never started"
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a job that can train, or will be again."""
+        return self in (State.STARTING, State.TRAINING, State.WAITING, State.RESTARTING)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job has said how it ended."""
+        return self in (State.FINISHED, State.FAILED, State.STOPPED)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A line of the file: the job has come to this state.
+
+    Attributes:
+        state: The state.
+        attempt: The attempt of the job that begins, runs or has ended.
+        time: Seconds since 1970.
+        by: Who wrote it: "launcher" or "worker 0".
+        process: The process of the writer, as `this_process` gives it.
+        workers: How many workers the job has; 0 if unknown.
+        step: The last step, if known.
+        worker: The worker that failed first.
+        reason: Why: the exception, the signal, or who has stopped it.
+        last_lines: The end of the log of the worker that failed.
+    """
+
+    state: State
+    attempt: int
+    time: float = 0.0
+    by: str = "launcher"
+    process: dict[str, Any] = field(default_factory=dict)
+    workers: int = 0
+    step: int | None = None
+    worker: int | None = None
+    reason: str = ""
+    last_lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """How a run is now.
+
+    Attributes:
+        state: The state.
+        sentence: The same in plain words.
+        attempt: The current attempt, or the last one.
+        change: The last line of the file, if there is one.
+    """
+
+    state: State
+    sentence: str
+    attempt: int
+    change: Change | None
+
+
+def write_change(run_dir: Path, change: Change) -> None:
+    """Appends a line. Only for one process at a time.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    stamped = replace(
+        change,
+        time=change.time or time.time(),
+        process=change.process or this_process(),
+        reason=change.reason[:_MAX_TEXT],
+        last_lines=tuple(line[:_MAX_TEXT] for line in change.last_lines[-_MAX_LINES:]),
+    )
+    append_line(Path(run_dir) / FILE, json.dumps(asdict(stamped)))
+
+
+def changes(run_dir: Path, last: int = _MOST_CHANGES) -> list[Change]:
+    """The last changes of the run, the oldest first; damaged lines are skipped."""
+    return list(islice(_from_the_end(run_dir), last))[::-1]
+
+
+def read_state(run_dir: Path, notes: Sequence[WorkerNote]) -> RunState:
+    """How a run is, by its last change and by what its workers last said."""
+    change = next(_from_the_end(run_dir), None)
+    heard = [note for note in notes if change is None or note.time >= change.time or _is_same(note, change)]
+    attempt = max([0 if change is None else change.attempt, *(note.attempt for note in heard)])
+    state = _state(change, heard)
+    return RunState(state, _sentence(state, change, heard, attempt), attempt, change)
+
+
+def _from_the_end(run_dir: Path) -> Iterator[Change]:
+    for line in lines_from_the_end(Path(run_dir) / FILE):
+        with contextlib.suppress(ValueError):
+            fields = parse_json(line)
+            if isinstance(fields, dict):
+                yield described(Change, "change of a run's state", fields)
+
+
+def _is_same(note: WorkerNote, change: Change) -> bool:
+    return note.attempt == change.attempt
+
+
+def _state(change: Change | None, heard: Sequence[WorkerNote]) -> State:
+    running = [note for note in heard if note.waiting_for != ENDED and _secs_since(note.time) <= ABSENT_SECS]
+    if change is not None and change.state.is_over:
+        newer = [note for note in running if note.attempt > change.attempt or note.time > change.time]
+        if not newer:  # A note that was written just before the end is not news.
+            return change.state
+        running = newer
+    if running:
+        return State.TRAINING if any(note.training for note in running) else State.WAITING
+    if change is None:
+        if not heard:
+            return State.NEVER_STARTED
+        return State.FINISHED if all(note.waiting_for == ENDED for note in heard) else State.LOST
+    is_heard = any(note.attempt == change.attempt and note.time > change.time for note in heard)
+    if change.state in (State.STARTING, State.RESTARTING) and not is_heard and _may_live(change):
+        return change.state
+    return State.LOST
+
+
+def _may_live(change: Change) -> bool:
+    """Whether the process that wrote a change may be alive."""
+    alive = is_alive(change.process) if is_on_this_host(change.process) else None
+    return _secs_since(change.time) <= _START_SECS if alive is None else alive
+
+
+def _sentence(state: State, change: Change | None, heard: Sequence[WorkerNote], attempt: int) -> str:
+    step = max((note.step for note in heard), default=None)
+    if change is not None and change.step is not None and state.is_over:
+        step = change.step
+    at = "" if step is None else f" at step {step}"
+    tries = f", attempt {attempt}" if attempt else ""
+    reason = "" if change is None or not change.reason else f": {change.reason}"
+    who = "" if change is None or change.worker is None else f" (worker {change.worker})"
+    ago = "" if change is None else f", {age(_secs_since(change.time))} ago"
+    match state:
+        case State.NEVER_STARTED:
+            return "No worker has been heard of yet"
+        case State.STARTING:
+            return f"Starting{tries}: no worker has been heard of yet{ago.replace(' ago', '')}"
+        case State.RESTARTING:
+            return f"Restarting{tries}{who}{reason}"
+        case State.TRAINING:
+            return f"Training{at}{tries}"
+        case State.WAITING:
+            return f"Running{at}{tries}, not inside a training loop"
+        case State.FINISHED:
+            return f"Finished{at}{ago}"
+        case State.FAILED:
+            return f"Failed{at}{tries}{who}{reason}{ago}"
+        case State.STOPPED:
+            return f"Stopped{at}{reason.replace(':', ' by', 1)}{ago}"
+        case State.LOST:
+            silent = max((note.time for note in heard), default=0.0 if change is None else change.time)
+            return f"Not running: last heard of {age(_secs_since(silent))} ago{at}{tries}; it did not say why"
+
+
+def _secs_since(moment: float) -> float:
+    return time.time() - moment
+
+
+def age(secs: float) -> str:
+    """How long ago, roughly."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if secs >= 2 * length:
+            return f"{secs / length:.0f} {unit}"
+    return f"{max(0.0, secs):.0f} s"

@@ -1,0 +1,114 @@
+"""The launcher writes down what becomes of the job: whoever looks later can tell success from a crash."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from replicast.config import TOLD_TO_END
+from replicast.supervisor.failure import exception_in, traceback_in
+from replicast.supervisor.group import GroupEnd
+from replicast.supervisor.report import short_path
+from replicast.supervisor.screen import Screen
+from replicast.supervisor.worker import WorkerExit
+
+
+class States:
+    """The states of one job. The launcher of worker 0 writes; those of other hosts write nothing.
+
+    Args:
+        run_dir: The run directory.
+        screen: Where it says that something cannot be written.
+        workers: How many workers the job has.
+        writes: Whether this launcher is the one that writes.
+    """
+
+    def __init__(self, run_dir: Path, screen: Screen, workers: int, *, writes: bool) -> None:
+        self._run_dir = run_dir
+        self._workers = workers
+        self._screen = screen
+        self._writes = writes
+
+    def starting(self, attempt: int) -> None:
+        """The first attempt of this launcher begins."""
+        self._write("starting", attempt)
+
+    def restarting(self, attempt: int, end: GroupEnd) -> None:
+        """Another attempt begins because of how the last one ended."""
+        failure = end.first_failure
+        self._write("restarting", attempt, failure, "" if failure is None else why(failure))
+
+    def ended(self, attempt: int, end: GroupEnd, exit_code: int, step: int | None) -> None:
+        """The job is over."""
+        failure = end.first_failure
+        if exit_code == 0:
+            self._write("finished", attempt, step=step)
+        elif end.interrupted_by is not None:
+            name = "Ctrl-C" if end.interrupted_by is signal.SIGINT else end.interrupted_by.name
+            self._write("stopped", attempt, reason=name, step=step)
+        elif failure is not None and failure.code == TOLD_TO_END:
+            self._write("stopped", attempt, reason=f"SIGTERM to worker {failure.rank}", step=step)
+        else:
+            reason = "workers could not be killed" if failure is None else why(failure)
+            self._write("failed", attempt, failure, reason, step)
+
+    def _write(
+        self,
+        state: str,
+        attempt: int,
+        failure: WorkerExit | None = None,
+        reason: str = "",
+        step: int | None = None,
+    ) -> None:
+        if not self._writes:
+            return
+        from replicast.storage.states import Change, State, write_change  # Imports numpy: not at start-up.
+
+        change = Change(
+            State(state),
+            attempt,
+            workers=self._workers,
+            step=step,
+            worker=None if failure is None else failure.rank,
+            reason=reason,
+            last_lines=() if failure is None else tuple(traceback_in(failure.log)) or failure.tail,
+        )
+        try:
+            write_change(self._run_dir, change)
+        except OSError as error:
+            self._screen.tell(f"replicast: the state of the job cannot be written ({error.strerror})")
+
+
+def why(failure: WorkerExit) -> str:
+    """Why a worker failed, in a line: its exception, or how its process ended."""
+    raised = exception_in(traceback_in(failure.log)) if failure.code > 0 and not failure.frozen else ""
+    return raised or failure.how
+
+
+def what_is_taken_over(run_dir: Path) -> str:
+    """One line: what a start finds in a run directory that was used before; empty if nothing."""
+    if not (run_dir / "groups").is_dir():
+        return ""
+    from replicast.errors import FileDamaged
+    from replicast.storage import inbox  # These import numpy: not for a new run.
+    from replicast.storage.checkpoint import CheckpointStore
+    from replicast.storage.updates import Updates
+
+    found = []
+    try:
+        checkpoints = CheckpointStore(run_dir).list()
+        if checkpoints:
+            found.append(f"a checkpoint of step {checkpoints[-1].step}")
+        journal = Updates(run_dir)
+        found += _counted(len(journal.committed), "in the journal")
+        found += _counted(len(journal.scheduled), "scheduled")
+    except FileDamaged as error:
+        found.append(f"a damaged file ({error})")
+    waiting = [one.id for one in inbox.waiting(run_dir)]
+    shown = ", ".join(waiting[:3]) + (", …" if len(waiting) > 3 else "")
+    found += [f"{one}: {shown}" for one in _counted(len(waiting), "waiting in the inbox, to be applied now")]
+    return f"replicast: {short_path(run_dir)} was used before; it has {'; '.join(found)}" if found else ""
+
+
+def _counted(count: int, where: str) -> list[str]:
+    return [f"{count} update{'s' if count > 1 else ''} {where}"] if count else []

@@ -1,0 +1,88 @@
+"""A run knows how it is: the last change in states.jsonl, and what the workers last said."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicast.processes import this_process
+from replicast.storage.runfiles import ENDED, WorkerNote
+from replicast.storage.states import Change, State, changes, read_state, write_change
+
+
+def note(
+    step: int = 7, *, age: float = 0.0, attempt: int = 0, training: bool = True, waits: str = ""
+) -> WorkerNote:
+    return WorkerNote(0, 1, "host", step, attempt, time.time() - age, training, waits)
+
+
+def dead_process() -> dict[str, Any]:
+    script = "import json; from replicast.processes import this_process; print(json.dumps(this_process()))"
+    import json
+
+    return json.loads(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout)
+
+
+def test_a_directory_without_a_job_was_never_started(tmp_path: Path) -> None:
+    assert read_state(tmp_path, []).state is State.NEVER_STARTED
+
+
+def test_a_job_starts_trains_restarts_and_finishes(tmp_path: Path) -> None:
+    write_change(tmp_path, Change(State.STARTING, 0))
+    assert read_state(tmp_path, []).state is State.STARTING
+    assert read_state(tmp_path, [note()]).sentence == "Training at step 7"
+    assert read_state(tmp_path, [note(training=False)]).state is State.WAITING
+    write_change(tmp_path, Change(State.RESTARTING, 1, worker=1, reason="killed by SIGKILL"))
+    restarting = read_state(tmp_path, [note(age=2.0)])
+    assert restarting.state is State.RESTARTING
+    assert restarting.sentence == "Restarting, attempt 1 (worker 1): killed by SIGKILL"
+    assert read_state(tmp_path, [note(9, attempt=1)]).sentence == "Training at step 9, attempt 1"
+    write_change(tmp_path, Change(State.FINISHED, 1, step=20))
+    finished = read_state(tmp_path, [note(20, attempt=1, age=0.5, waits=ENDED)])
+    assert finished.state is State.FINISHED
+    assert finished.sentence.startswith("Finished at step 20")
+    assert [one.state for one in changes(tmp_path)] == ["starting", "restarting", "finished"]
+
+
+def test_a_note_written_just_before_the_failure_does_not_make_it_training(tmp_path: Path) -> None:
+    write_change(tmp_path, Change(State.FAILED, 0, worker=1, reason="ValueError: bad", step=7))
+    failed = read_state(tmp_path, [note(age=0.2)])
+    assert failed.state is State.FAILED
+    assert "(worker 1): ValueError: bad" in failed.sentence
+
+
+def test_a_later_start_without_a_launcher_counts_after_the_end_of_the_first(tmp_path: Path) -> None:
+    write_change(tmp_path, Change(State.FINISHED, 0, time=time.time() - 60))
+    assert read_state(tmp_path, [note()]).state is State.TRAINING
+
+
+@pytest.mark.parametrize("state", [State.STARTING, State.RESTARTING])
+def test_a_start_whose_process_is_gone_is_lost(tmp_path: Path, state: State) -> None:
+    write_change(tmp_path, Change(state, 0, process=dead_process()))
+    assert read_state(tmp_path, []).state is State.LOST
+
+
+def test_a_job_that_is_silent_has_been_lost(tmp_path: Path) -> None:
+    write_change(tmp_path, Change(State.STARTING, 0, time=time.time() - 100, process=this_process()))
+    lost = read_state(tmp_path, [note(age=60)])
+    assert lost.state is State.LOST
+    assert "last heard of 60 s ago" in lost.sentence
+
+
+def test_damaged_lines_hide_no_good_one(tmp_path: Path) -> None:
+    write_change(tmp_path, Change(State.STARTING, 0))
+    with (tmp_path / "states.jsonl").open("ab") as file:
+        file.write(b'{"state": "flying"}\nnot json\n{"state": "finis')
+    assert read_state(tmp_path, []).state is State.STARTING
+    write_change(tmp_path, Change(State.STOPPED, 0, reason="Ctrl-C"))
+    assert read_state(tmp_path, []).sentence.startswith("Stopped by Ctrl-C")
+
+
+def test_long_texts_are_cut(tmp_path: Path) -> None:
+    write_change(tmp_path, Change(State.FAILED, 0, reason="x" * 10**6, last_lines=("y" * 10**6,) * 1000))
+    assert (tmp_path / "states.jsonl").stat().st_size < 100_000
