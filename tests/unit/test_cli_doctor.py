@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from replicast.cli import main
-from replicast.cli.doctor import (
+from replicast.supervisor.checks import (
     Verdict,
     check_address,
     check_backend,
