@@ -141,7 +141,8 @@ def test_what_waits_can_be_withdrawn_by_the_beginning_of_its_id(run: Run, direct
     assert inbox.waiting(directory) == []
     with pytest.raises(NotFound, match="no update nothing"):
         run.withdraw("nothing")
-    assert pushed.id == "slower"
+    with pytest.raises(NotFound, match="Nothing is known of update slower"):
+        pushed.result(timeout=30)
 
 
 def test_what_a_job_does_not_give_back_in_time_is_told(
