@@ -268,3 +268,25 @@ def test_a_trial_from_outside_is_told_to_who_pushed_it() -> None:
         eventually(lambda: ticket in job.outcomes)
         tell = job.outcomes[ticket]
         assert (tell.stage, tell.outcome.trial.outcome) == (Stage.REVERTED, "reverted")
+
+
+def test_until_when_an_update_is_on_trial_is_known_while_it_is() -> None:
+    with Job(2) as job:
+        run, seen = Run(job), {}
+
+        def note(worker: Worker, step: int) -> None:
+            if worker.rank == 0:
+                seen[step] = [one["trial_until"] for one in worker.session.operations()]
+
+        def one_step(worker: Worker, step: int) -> Mapping[str, Any]:
+            note(worker, step)
+            return loss_of_bias(worker, step)
+
+        run.one_step = one_step
+        run.train(14, {6: run.propose(1, bias(0.01), at_step=8)})
+        assert outcome_of(run.tickets[0]).step == 13
+        assert {step: found for step, found in seen.items() if 7 <= step <= 13} == {
+            7: [None],
+            8: [None],
+            **{step: [13] for step in range(9, 14)},
+        }
