@@ -134,7 +134,7 @@ def test_a_function_that_raises_is_refused_and_changes_nothing() -> None:
 
 def test_a_function_that_its_source_does_not_propose_is_refused_when_the_training_ends() -> None:
     world = played(Plan(steps=1, script={0: [("function", 1, "f", 3, None, None, 0)]}))
-    assert "Worker 1, on which the function was to run, has not proposed it" in "\n".join(world.notes.lines)
+    assert "Worker 1, on which the function was to run, did not propose it" in "\n".join(world.notes.lines)
 
 
 def test_fifty_updates_of_three_workers_share_few_boundaries() -> None:

@@ -1,4 +1,4 @@
-"""How far an operation has come: one enum for tickets, `status`, the command line and the journal."""
+"""The stage of an operation: one enum for tickets, `status`, the command line and the journal."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Stage(StrEnum):
     APPLIED = "applied"  # every worker has applied it; a trial is under way
     VERIFIED = "verified"  # every worker reported the same digest
     REVERTED = "reverted"  # its trial failed: every replica is back at the state before it
-    WITHDRAWN = "withdrawn"  # taken back before it was committed; nothing has changed
+    WITHDRAWN = "withdrawn"  # withdrawn before it was committed; nothing has changed
     REFUSED = "refused"  # not accepted; nothing has changed
     FAILED = "failed"  # committed, and the workers' digests differ
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing comes after it."""
+        """Whether this is a final stage."""
         return self in _FINAL
 
 

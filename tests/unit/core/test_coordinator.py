@@ -106,7 +106,7 @@ def test_a_worker_that_does_not_come_to_the_agreed_boundary_is_named() -> None:
         job.tell(TimerFired(timer.number))
     told = job.told()
     assert told.stage is Stage.REFUSED
-    assert told.outcome.problem == "Worker 1 did not come to the boundary within 900 s"
+    assert told.outcome.problem == "Worker 1 did not reach the boundary within 900 s"
     assert Release(stop.meeting) in job.said
 
 

@@ -263,7 +263,7 @@ def test_a_training_thread_that_does_not_come_is_named_and_the_update_is_refused
 
         job.on_all(script)
         error = refusal(ticket)
-        assert "Worker 1 did not come to the boundary within 0.3 s" in str(error)
+        assert "Worker 1 did not reach the boundary within 0.3 s" in str(error)
         assert error.worker == 1
         job.train(3)
 

@@ -99,7 +99,7 @@ def test_a_function_that_its_source_never_proposes_is_refused_at_the_end_of_trai
         ticket = job.workers[0].session.propose_function("f", adding(1.0), source=1, at_step=None)
         job.train(2)
         error = refusal(ticket)
-        assert "Worker 1, on which the function was to run, has not proposed it" in str(error)
+        assert "Worker 1, on which the function was to run, did not propose it" in str(error)
         assert error.worker == 1
 
 
