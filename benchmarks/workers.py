@@ -23,9 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from replicast.supervisor.bootstrap import die_with
-
 from replicast.supervisor import HeldPorts, hold_free_ports
+from replicast.supervisor.bootstrap import die_with
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 START_SECS = 90.0

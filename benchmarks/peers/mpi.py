@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from replicast.supervisor.bootstrap import die_with
 
 from benchmarks.peers.mpi_group import ANSWERS, Line, orders_of
 from benchmarks.seats import SOURCE, Array, Entry, Seat, seat
 from benchmarks.update_task import Adding, Task
+from replicast.supervisor.bootstrap import die_with
 
 if TYPE_CHECKING:
     from typing import TextIO
