@@ -1,6 +1,6 @@
-"""A job of N threads that play N workers, on twins in memory of all that a real one stands on.
+"""A job of N workers as N threads, with in-memory state, transport, journal and coordination service.
 
-For tests of your own that need no TensorFlow: the same runtime and the same core as in a real job.
+For your own tests, without TensorFlow: it has the runtime and the core of a real job.
 
     with Job(3) as job:
         ticket = job.workers[2].session.propose(Update().add("dense/bias", delta))
