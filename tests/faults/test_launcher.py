@@ -1,4 +1,4 @@
-"""`replicast run` with real processes: what it says and leaves behind when workers or the launcher end."""
+"""`replicast run` with real processes: its output, and what is left when workers or the launcher exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job is killed at every named point, one after the other, and ends as if nothing had happened."""
+"""A job is killed at every fault point in turn, and ends with the result of an undisturbed job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates in a job that is killed, interrupted or has no room: none is lost, applied twice or half there."""
+"""Updates in a job that is killed, interrupted or out of space: none is lost, applied twice or partly."""
 
 from __future__ import annotations
 

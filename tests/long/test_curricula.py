@@ -1,4 +1,4 @@
-"""A script of several trainings that is killed in any of them ends with the bits of an undisturbed run."""
+"""A script with several trainings that is killed in any of them ends with the bits of an undisturbed run."""
 
 from __future__ import annotations
 

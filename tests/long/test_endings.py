@@ -1,4 +1,4 @@
-"""More ways to end than tests/faults has, and those there on the other worker."""
+"""More ways for a job to end than in tests/faults, and the same ones on the other worker."""
 
 from __future__ import annotations
 

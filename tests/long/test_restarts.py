@@ -1,4 +1,4 @@
-"""Jobs that are killed, preempted or given up: a later life ends with the bits of an undisturbed run."""
+"""Jobs that are killed or preempted: the last attempt ends with the bits of an undisturbed run."""
 
 from __future__ import annotations
 

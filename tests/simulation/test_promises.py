@@ -1,4 +1,4 @@
-"""Promises that one small story shows, each with its own."""
+"""Promises that a small scenario demonstrates, one each."""
 
 from __future__ import annotations
 

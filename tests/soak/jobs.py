@@ -1,4 +1,4 @@
-"""One job of `train.py` under the launcher, with a plan of faults, and what became of it."""
+"""One job of `train.py` under the launcher, with a fault plan, and its outcome."""
 
 from __future__ import annotations
 

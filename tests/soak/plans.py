@@ -1,4 +1,4 @@
-"""Random plans of faults, the same for the same seed. Pure: nothing here starts anything."""
+"""Random fault plans, the same for the same seed. Pure functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`replicast push` on a run directory whose job is played by the test."""
+"""`replicast push` on a run directory with a fake job."""
 
 from __future__ import annotations
 

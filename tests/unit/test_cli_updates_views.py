@@ -1,4 +1,4 @@
-"""`replicast status`, `log`, `show` and `inspect` on a run directory whose job is played by the test."""
+"""`replicast status`, `log`, `show` and `inspect` on a run directory with a fake job."""
 
 from __future__ import annotations
 

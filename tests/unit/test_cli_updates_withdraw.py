@@ -1,4 +1,4 @@
-"""`replicast withdraw`, and the inbox where a job and somebody who withdraws may meet."""
+"""`replicast withdraw`, and races between a job and a withdrawal in the inbox."""
 
 from __future__ import annotations
 

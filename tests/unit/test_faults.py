@@ -1,4 +1,4 @@
-"""Fault points: inert without a plan, and with one exactly what it says, once."""
+"""Fault points: no effect without a plan; with one, each fault fires exactly once."""
 
 from __future__ import annotations
 

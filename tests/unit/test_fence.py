@@ -1,4 +1,4 @@
-"""What a group writes that was thought dead counts for nobody, wherever it was stopped."""
+"""Entries of a superseded group are void, wherever the group was stopped."""
 
 from __future__ import annotations
 

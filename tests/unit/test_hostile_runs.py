@@ -1,4 +1,4 @@
-"""Whatever lies in a run directory, readers end in bounded time and memory, and find what is good."""
+"""Whatever is in a run directory, readers end in bounded time and memory, and find the valid entries."""
 
 from __future__ import annotations
 

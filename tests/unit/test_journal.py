@@ -1,4 +1,4 @@
-"""The journal: what is written is read back, and what was not written is not."""
+"""The journal: exactly the entries that were written are read back."""
 
 from __future__ import annotations
 

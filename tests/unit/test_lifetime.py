@@ -1,4 +1,4 @@
-"""The end of a job, with threads as workers and the coordination's twin in memory."""
+"""The end of a job, with threads as workers and an in-memory coordination service."""
 
 from __future__ import annotations
 

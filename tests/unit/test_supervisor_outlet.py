@@ -1,4 +1,4 @@
-"""Writing to a screen that takes nothing for a while: nobody waits, and what was left out is counted."""
+"""Writing to a terminal that is not read for a while: no caller blocks, and dropped lines are counted."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_a_fit_that_was_stopped_stays_so_unless_it_is_called_otherwise() -> None
     assert found.inside == "fit"
 
 
-def test_an_own_loop_between_fits_goes_on_when_the_fit_before_it_is_passed_over() -> None:
+def test_a_custom_loop_between_fits_goes_on_when_the_fit_before_it_is_passed_over() -> None:
     life = Fits()
     life.begin(FIRST)
     position = life.stamped(Position(4))
@@ -98,7 +98,7 @@ def test_an_own_loop_between_fits_goes_on_when_the_fit_before_it_is_passed_over(
     assert again.begin(SECOND) == Position()
 
 
-def test_the_position_of_an_own_loop_is_not_taken_by_the_fit_behind_it() -> None:
+def test_the_position_of_a_custom_loop_is_not_taken_by_the_fit_behind_it() -> None:
     life = Fits()
     again = later(saved(life, life.used(Position(), 7)))
     assert again.begin(FIRST) == Position()

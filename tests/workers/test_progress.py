@@ -1,4 +1,4 @@
-"""The progress bar of a `fit` that goes on where a restored state was left."""
+"""The progress bar of a `fit` that continues from a restored state."""
 
 from __future__ import annotations
 

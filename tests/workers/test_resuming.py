@@ -1,4 +1,4 @@
-"""Where a restored `fit` goes on: after every step of an undisturbed one, with the batch that came next."""
+"""Where a restored `fit` continues: after any step of an undisturbed one, with the next batch."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def training(start: Position | None = None) -> Training:
     return life
 
 
-def own_loop(life: Training, stop_after: int, saved: dict[int, Position]) -> list[int]:
+def custom_loop(life: Training, stop_after: int, saved: dict[int, Position]) -> list[int]:
     """Four of five batches a pass, whose length is not known; two for each step."""
     data, used = tf.data.Dataset.range(5).shuffle(5, seed=7).filter(lambda number: True).take(4), []
     while len(used) < stop_after:
@@ -284,15 +284,15 @@ def own_loop(life: Training, stop_after: int, saved: dict[int, Position]) -> lis
     return used
 
 
-def test_an_own_loop_of_short_passes_and_two_batches_a_step_goes_on_in_its_pass() -> None:
+def test_a_custom_loop_of_short_passes_and_two_batches_a_step_goes_on_in_its_pass() -> None:
     saved: dict[int, Position] = {}
-    whole = own_loop(training(), 12, saved)
+    whole = custom_loop(training(), 12, saved)
     assert saved == {2: Position(0, 2), 4: Position(0, 4), 6: Position(1, 2), 8: Position(1, 4)} | {
         10: Position(2, 2),
         12: Position(2, 4),
     }
     for done in (2, 6, 10):
-        assert own_loop(training(saved[done]), 12 - done, {}) == whole[done:]
+        assert custom_loop(training(saved[done]), 12 - done, {}) == whole[done:]
 
 
 def test_steps_before_the_first_pass_are_not_of_it() -> None:

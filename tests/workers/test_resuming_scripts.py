@@ -1,4 +1,4 @@
-"""Scripts that resume: custom loops over any data, several trainings, other callbacks at epochs' ends."""
+"""Scripts that resume: custom loops over any data, several trainings, other callbacks at epoch ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of jobs whose workers are threads: who is told what, when something goes wrong on the way."""
+"""Checkpoints of jobs whose workers are threads: what each caller is told if an error occurs."""
 
 from __future__ import annotations
 

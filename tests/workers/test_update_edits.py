@@ -1,4 +1,4 @@
-"""Edits of real variables: the bits that `update/edits.py` defines, and the names that variables go by."""
+"""Edits of real variables: the bits that `update/edits.py` defines, and the names of variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One worker writes, every replica follows: the promises of an update, kept by real workers that train."""
+"""One worker writes, every replica follows: the promises of an update, on real workers that train."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ def train(
         act(step)
         look(step)
 
-    if way == "own loop":
-        own_loop(replicas, each, lambda: meeting.all_say(enough()))
+    if way == "custom loop":
+        custom_loop(replicas, each, lambda: meeting.all_say(enough()))
         return seen
     callbacks = [replicas.callback(), AtStep(each), Until(meeting, enough)]
     x, y = arrays(STEPS * 8 * 4)
@@ -166,7 +166,7 @@ def train(
     return seen
 
 
-def own_loop(replicas: replicast.Replicas, each: Callable[[int], Any], enough: Callable[[], bool]) -> None:
+def custom_loop(replicas: replicast.Replicas, each: Callable[[int], Any], enough: Callable[[], bool]) -> None:
     model, strategy = replicas.model, replicas.model.distribute_strategy
     x, y = (part[strategy.rank :: strategy.size][:16] for part in arrays())
 
@@ -240,7 +240,7 @@ def assert_all_were_reached(results: list[dict[str, Any]]) -> None:
         assert first_seen(found["seen"], place) == step, "it was seen at another step than its receipt's"
 
 
-WAYS = ["fit", "own loop", "4 steps per execution"]
+WAYS = ["fit", "custom loop", "4 steps per execution"]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,4 +1,4 @@
-"""Files that every worker would write are written by worker 0, whole, and are there when the others go on."""
+"""Files that every worker would write are written by worker 0, and are complete when the others continue."""
 
 from __future__ import annotations
 

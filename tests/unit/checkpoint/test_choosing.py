@@ -1,4 +1,4 @@
-"""Which checkpoint a job goes on from."""
+"""The checkpoint from which a job continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, and between two models."""
+"""Differences between two checkpoints, and between two models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint is the last one, and which ones stay, when training has gone back to an earlier one."""
+"""Which checkpoint is the last one, and which are kept, after training has restarted from an earlier one."""
 
 from __future__ import annotations
 

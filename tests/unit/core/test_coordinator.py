@@ -1,4 +1,4 @@
-"""The coordinator: what it is told, what it says, and what it never lets happen."""
+"""The coordinator: its events, its commands, and what it must never do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state machine of one worker: what it says, and when it lets its training thread go on."""
+"""The state machine of one worker: its messages, and when its training thread continues."""
 
 from __future__ import annotations
 

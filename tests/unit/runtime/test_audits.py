@@ -1,4 +1,4 @@
-"""Audits on real threads: who differs, where, by how much, since when, and all equal again."""
+"""Audits on real threads: which replicas differ, where, by how much and since when; and heals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads that die, full disks, silent workers: nobody waits for ever, and it is said why."""
+"""Threads that die, full disks, silent workers: no wait is unlimited, and the error says why."""
 
 from __future__ import annotations
 

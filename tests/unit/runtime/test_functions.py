@@ -1,4 +1,4 @@
-"""Functions: one worker computes an update from the live values while all wait for it."""
+"""Functions: one worker computes an update from the live values while all others wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What steps have measured, found in running means or taken as it is, and kept for a checkpoint."""
+"""Measurements of steps: derived from running means or used as they are, and kept for a checkpoint."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_each_step_measured_is_found_in_running_means(per_boundary: int) ->
     assert measures.before("loss", 1) == 7.0
 
 
-def test_what_an_own_loop_gives_is_taken_as_it_is_also_from_one_dict_and_only_the_last_is_kept() -> None:
+def test_what_a_custom_loop_gives_is_taken_as_it_is_also_from_one_dict_and_only_the_last_is_kept() -> None:
     measures, logs = Measures(), {}
     for step in range(1, 4 * MOST):
         logs["loss"] = float(step)

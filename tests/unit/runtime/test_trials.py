@@ -1,4 +1,4 @@
-"""Trials on real threads: what is measured, what decides, what authors are told, and which bits are back."""
+"""Trials on real threads: measurements, decisions, outcomes for authors, and the reverted bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates of a job whose workers are threads: what their authors are told, and what becomes of the bytes."""
+"""Updates of a job whose workers are threads: what their authors are told, and when the bytes are freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits for what: tickets in training threads and elsewhere, and workers that wait for each other."""
+"""Waits: for tickets in training threads and elsewhere, and of workers for each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is not committed can be taken back; then nobody applies it, in no start of the job."""
+"""An uncommitted update can be withdrawn; then no worker applies it in any attempt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What real workers once did and should not have: kept, so that it stays mended."""
+"""Regression tests of updates on real workers."""
 
 from __future__ import annotations
 
