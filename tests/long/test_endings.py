@@ -53,7 +53,7 @@ def test_a_callback_that_stops_one_worker_only_ends_with_the_reason(tmp_path: Pa
         """,
     )
     assert done.returncode != 0
-    assert "worker 1 came to the end of its data, or left its loop" in logs[0] or (
+    assert "worker 1 reached the end of its data, or left its loop" in logs[0] or (
         "worker 1 reached the end of its script" in logs[0]
     )
 

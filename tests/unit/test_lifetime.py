@@ -159,7 +159,7 @@ def test_a_worker_whose_data_ends_early_is_noticed_by_the_one_that_waits(workers
     workers[1].lifetime.turns.take()  # its data ended after 10 transfers
     workers[0].transfers = 11  # and this one has started the next step
     eventually(lambda: workers[0].coordination.aborted)
-    assert "worker 1 came to the end of its data" in workers[0].coordination.aborted[0]
+    assert "worker 1 reached the end of its data" in workers[0].coordination.aborted[0]
     assert isinstance(workers[0].lifetime.failure, JobFailed)
     assert workers[0].lifetime.failure.worker == 1
 

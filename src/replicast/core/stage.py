@@ -12,7 +12,7 @@ class Stage(StrEnum):
     PREPARED = "prepared"  # every worker holds its bytes and has checked them; nothing has changed
     SCHEDULED = "scheduled"  # durable, and every worker will stop at its step; it can still be withdrawn
     COMMITTED = "committed"  # the record is durable: it will be applied, after a restart if necessary
-    APPLIED = "applied"  # every worker has applied it; a trial is under way
+    APPLIED = "applied"  # every worker has applied it; a trial is in progress
     VERIFIED = "verified"  # every worker reported the same digest
     REVERTED = "reverted"  # its trial failed: every replica is back at the state before it
     WITHDRAWN = "withdrawn"  # withdrawn before it was committed; nothing has changed

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from replicast.errors import UpdateRefused
-from replicast.runtime.measures import MOST, History, Measures, mean_history
+from replicast.runtime.measures import MOST, Measures, MetricHistory, mean_history
 from replicast.update.state import MemoryState
 from replicast.update.trial import Trial, judged
 
@@ -75,7 +75,7 @@ def test_a_history_keeps_what_is_no_finite_number_and_forgets_what_was_taken_bac
 
 
 def test_a_worker_that_has_measured_nothing_is_no_part_of_the_mean() -> None:
-    histories: list[History] = [
+    histories: list[MetricHistory] = [
         [(1, 1, {"loss": 2.0}), (2, 1, {"loss": 4.0})],
         [(2, 1, {"loss": 6.0, "other": 1.0})],
         [],
