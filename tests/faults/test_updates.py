@@ -123,7 +123,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("killed", [0])  # tests/long: worker 1
-def test_a_job_that_was_killed_comes_to_the_weights_of_an_undisturbed_one(
+def test_a_job_that_was_killed_ends_with_the_weights_of_an_undisturbed_one(
     tmp_path: Path, killed: int, undisturbed: Path
 ) -> None:
     code, said = finish(start(tmp_path, CORRECTED.format(killed=killed), "--max-restarts", "1"))

@@ -277,7 +277,7 @@ def test_a_job_whose_workers_are_killed_within_an_epoch_ends_with_the_bits_of_an
     assert_same_end(killed, undisturbed, kind)
 
 
-def test_sigterm_to_one_worker_saves_at_one_boundary_and_a_later_start_goes_on_to_the_same_bits(
+def test_sigterm_to_one_worker_saves_at_one_boundary_and_a_later_start_continues_to_the_same_bits(
     job: Jobs, undisturbed: Job
 ) -> None:
     left = job("one-worker")
@@ -314,7 +314,7 @@ def test_sigterm_to_the_launcher_does_the_same_and_until_then_no_other_launcher_
     assert_same_end(left, undisturbed, "arrays")
 
 
-def test_when_no_restart_is_left_the_run_directory_is_whole_and_another_number_of_workers_goes_on(
+def test_when_no_restart_is_left_the_run_directory_is_whole_and_another_number_of_workers_continues(
     job: Jobs,
 ) -> None:
     given_up = job("given-up")

@@ -95,7 +95,7 @@ def test_a_kill_in_a_trial_decides_it_once() -> None:
         assert [decided.kept for decided in world.story.disk.history().decided.values()] == [False]
 
 
-def test_a_stale_groups_record_is_void_for_every_reader() -> None:
+def test_a_stale_groups_record_is_void_forevery_reader() -> None:
     incidents = [(0.1, "push", "push-1", ADD), (0.36, "zombie", 3.0)]
     world = played(Plan(steps=3, incidents=incidents))
     written = [entry for group in world.story.disk.groups for entry in group if isinstance(entry, Committed)]

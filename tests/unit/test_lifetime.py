@@ -53,7 +53,7 @@ def leave_all(workers: list[Worker]) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_all_leave_and_nobody_fails(workers: list[Worker]) -> None:
+def test_all_workers_leave_without_a_failure(workers: list[Worker]) -> None:
     for worker in workers:
         worker.transfers = 7
     leave_all(workers)

@@ -228,7 +228,9 @@ def test_what_cannot_be_named_or_mapped_leaves_nothing(
     transport.close()
 
 
-def test_a_full_file_system_for_the_spare_is_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_file_system_for_the_spare_is_harmless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transport = SharedMemoryTransport("job", 0, directory=tmp_path)
     transport.publish("one", [some(LARGE)])
     refused = []
@@ -247,7 +249,7 @@ def test_a_full_file_system_for_the_spare_is_no_harm(tmp_path: Path, monkeypatch
     assert files_in(tmp_path) == []
 
 
-def test_a_spare_gives_way_to_what_is_needed_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spare_is_removed_if_its_space_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transport = SharedMemoryTransport("job", 0, directory=tmp_path)
     transport.publish("one", [some(LARGE)])
     transport.release("one")

@@ -39,7 +39,7 @@ def later(position: Position) -> Fits:
     return life
 
 
-def test_a_checkpoint_of_the_second_fit_passes_the_first_one_over_and_goes_on_in_the_second() -> None:
+def test_a_checkpoint_of_the_second_fit_passes_the_first_one_over_and_continues_in_the_second() -> None:
     life = Fits()
     done(life, FIRST)
     life.begin(SECOND)
@@ -86,7 +86,7 @@ def test_a_fit_that_was_stopped_stays_so_unless_it_is_called_otherwise() -> None
     assert found.inside == "fit"
 
 
-def test_a_custom_loop_between_fits_goes_on_when_the_fit_before_it_is_passed_over() -> None:
+def test_a_custom_loop_between_fits_continues_when_the_fit_before_it_is_passed_over() -> None:
     life = Fits()
     life.begin(FIRST)
     position = life.stamped(Position(4))
@@ -118,7 +118,7 @@ def test_a_loop_that_comes_again_before_the_place_of_the_checkpoint_says_so_once
     assert again.begin(FIRST) == Position(1, 3)
 
 
-def test_a_script_that_leaves_out_what_was_done_goes_on_with_the_fit_of_the_checkpoint() -> None:
+def test_a_script_that_leaves_out_what_was_done_continues_with_the_fit_of_the_checkpoint() -> None:
     life = Fits()
     done(life, FIRST)
     life.begin(SECOND)

@@ -73,7 +73,7 @@ def batches_used(strategy: Any, directory: Path, life: int, stop_after: int) -> 
     return used
 
 
-def test_a_custom_loop_goes_on_with_the_batch_after_the_last_one(pool1: Pool, tmp_path: Path) -> None:
+def test_a_custom_loop_continues_with_the_batch_after_the_last_one(pool1: Pool, tmp_path: Path) -> None:
     (whole,) = pool1.run(batches_used, tmp_path / "undisturbed", 0, -1)
     assert len(whole) == 15
     assert [sorted(whole[first : first + 5]) for first in (0, 5, 10)] == [[0, 1, 2, 3, 4]] * 3

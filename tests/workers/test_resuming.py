@@ -227,7 +227,7 @@ def position_after(whole: Life, position: Position) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fit_goes_on_with_the_next_batch_after_any_step(pool1: Pool, kind: str) -> None:
+def test_fit_continues_with_the_next_batch_after_any_step(pool1: Pool, kind: str) -> None:
     (found,) = pool1.run(lives, kind)
     assert found["steps"] > BATCHES
     assert found["wrong"] == []
@@ -284,7 +284,7 @@ def custom_loop(life: Training, stop_after: int, saved: dict[int, Position]) -> 
     return used
 
 
-def test_a_custom_loop_of_short_passes_and_two_batches_a_step_goes_on_in_its_pass() -> None:
+def test_a_custom_loop_of_short_passes_and_two_batches_a_step_continues_in_its_pass() -> None:
     saved: dict[int, Position] = {}
     whole = custom_loop(training(), 12, saved)
     assert saved == {2: Position(0, 2), 4: Position(0, 4), 6: Position(1, 2), 8: Position(1, 4)} | {

@@ -37,7 +37,7 @@ def given(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["dataset", "list", "generator", "iterable"])
-def test_a_custom_loop_goes_on_in_any_kind_of_data_and_warns_once_in_every_attempt_of_what_is_uncertain(
+def test_a_custom_loop_continues_in_any_kind_of_data_and_warns_once_in_every_attempt_of_what_is_uncertain(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for start, expected in [
@@ -152,7 +152,7 @@ def scripts(strategy: Any) -> list[Any]:
     return wrong
 
 
-def test_a_script_of_several_fits_goes_on_in_the_one_where_it_was_with_the_data_that_came_next(
+def test_a_script_of_several_fits_continues_in_the_one_where_it_was_with_the_data_that_came_next(
     pool1: Pool,
 ) -> None:
     (wrong,) = pool1.run(scripts)

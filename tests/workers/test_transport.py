@@ -140,7 +140,7 @@ def no_room_on(
 
 
 @pytest.mark.parametrize(("full", "source"), [(1, 0), (0, 2)])
-def test_no_room_on_one_host_is_refused_by_all_and_training_goes_on(
+def test_no_room_on_one_host_is_refused_by_all_and_training_continues(
     pool3: Pool, full: int, source: int, tmp_path: Path
 ) -> None:
     results = pool3.run(no_room_on, full, source, TWO_HOSTS[0], uuid.uuid4().hex, tmp_path)

@@ -525,7 +525,7 @@ def asked_too_early(strategy: Any) -> dict[str, Any]:
     return {"seen": seen, "said": said if strategy.rank == 0 else ["prepared"]}
 
 
-def test_a_training_thread_that_waits_for_itself_is_told_and_training_goes_on(pool2: Pool) -> None:
+def test_a_training_thread_that_waits_for_itself_is_told_and_training_continues(pool2: Pool) -> None:
     results = pool2.run(asked_too_early)
     assert_equal_on_all(results)
     assert results[0]["said"] == ["prepared"]
@@ -643,7 +643,7 @@ def assert_refused_without_a_trace(pool: Pool, directory: Path) -> None:
     assert [record.id for record in committed_updates(directory / "run-True")] == ["known"]
 
 
-def test_bad_updates_are_refused_and_training_comes_to_the_same_weights_as_without_them(
+def test_bad_updates_are_refused_and_training_ends_with_the_same_weights_as_without_them(
     pool3: Pool, tmp_path: Path
 ) -> None:
     assert_refused_without_a_trace(pool3, tmp_path)

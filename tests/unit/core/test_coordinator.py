@@ -110,7 +110,7 @@ def test_a_worker_that_does_not_come_to_the_agreed_boundary_is_named() -> None:
     assert Release(stop.meeting) in job.said
 
 
-def test_a_worker_that_does_not_answer_a_stop_is_named_and_the_others_go_on() -> None:
+def test_a_worker_that_does_not_answer_a_stop_is_named_and_the_others_continue() -> None:
     job = Job()
     job.hear(0, Propose("t", ADD))
     job.all_answer()
@@ -137,7 +137,7 @@ def test_nothing_is_applied_before_the_record_is_durable() -> None:
 
 
 @pytest.mark.parametrize("outcome", [WriteOutcome.FENCED, WriteOutcome.UNKNOWN])
-def test_a_group_that_is_fenced_or_cannot_know_ends_and_tells_nobody(outcome: WriteOutcome) -> None:
+def test_a_group_that_is_fenced_or_cannot_know_ends_without_an_acknowledgement(outcome: WriteOutcome) -> None:
     job = Job()
     job.hear(OUTSIDE, Propose("push", ADD))
     job.all_answer()

@@ -57,7 +57,7 @@ def test_what_a_custom_loop_gives_is_taken_as_it_is_also_from_one_dict_and_only_
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_a_history_keeps_what_is_no_finite_number_and_forgets_what_was_taken_back(wrong: float) -> None:
+def test_a_history_keeps_what_is_no_finite_number_and_omits_what_was_reverted(wrong: float) -> None:
     measures = Measures()
     for step, value in enumerate([1.0, wrong, 3.0, 50.0], 1):
         if step == 4:
