@@ -99,7 +99,7 @@ def act(step):
     if step == 20 and rank == 1:
         replicas.propose(replicast.Update(note="after the crash").add("dense/bias", np.ones(4, "float32")))
     if step in (3, 5, 20):
-        replicas.sync()  # so that it is at this very step in every life
+        replicas.sync()  # so that it is at this very step in every attempt
     if step == 14 and rank == {killed} and attempt == 0:
         Path("killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)

@@ -150,7 +150,7 @@ class Job:
 
         Args:
             kinds: Of data: some of `KINDS`.
-            plan: What happens in each life: "kill,STEP,WORKER" or "terminate,STEP,WORKER".
+            plan: What happens in each attempt: "kill,STEP,WORKER" or "terminate,STEP,WORKER".
         """
         (self.directory / "shm").mkdir(exist_ok=True)
         (self.directory / "train.py").write_text(TRAIN)
@@ -175,7 +175,7 @@ class Job:
         return [dict(np.load(self.directory / f"{kind}-{rank}.npz")) for rank in range(workers)]
 
     def restored(self, attempt: int) -> list[str]:
-        """What each worker has restored in a life of the job."""
+        """What each worker has restored in an attempt."""
         logs = sorted((self.run_dir / "logs" / f"attempt-{attempt}").glob("worker-*.log"))
         lines = [line for log in logs for line in log.read_text().splitlines()]
         return [line for line in lines if line.startswith("restored ")]
