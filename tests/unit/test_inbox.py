@@ -9,7 +9,7 @@ import safetensors.numpy
 from replicast.core.entries import Committed, Payload, Refused, Saved, Scheduled
 from replicast.core.proposal import Pending, Proposal
 from replicast.core.stage import Stage
-from replicast.errors import UpdateRefused
+from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import write_durably
 from replicast.storage import inbox
 from replicast.storage.checkpoint import CheckpointStore
@@ -83,7 +83,7 @@ def test_a_trial_has_bounds_and_whatever_is_beyond_them_is_refused(tmp_path: Pat
     path = tmp_path / "inbox" / "a.safetensors"
     path.parent.mkdir()
     write_durably(path, update_of("a").file_chunks({"trial": trial}))
-    with pytest.raises(UpdateRefused, match=r"trial|JSON"):
+    with pytest.raises((UpdateRefused, FileDamaged), match=r"trial|JSON"):
         inbox.read(path)
 
 
@@ -133,7 +133,7 @@ def test_a_plain_file_dropped_in_is_refused_with_the_command_that_would_work(tmp
     path = run_dir / "inbox" / "delta.safetensors"
     path.parent.mkdir(parents=True)
     safetensors.numpy.save_file({"x": ONES}, path)
-    with pytest.raises(UpdateRefused) as raised:
+    with pytest.raises(FileDamaged) as raised:
         inbox.read(path)
     inbox.refuse(run_dir, path, raised.value)
     moved = run_dir / "refused" / "delta.safetensors"
@@ -178,7 +178,7 @@ def test_hostile_files_are_refused_and_moved_away(tmp_path: Path) -> None:
     entries = inbox.waiting(tmp_path)
     assert len(entries) == 7
     for entry in entries:
-        with pytest.raises(UpdateRefused) as raised:
+        with pytest.raises(FileDamaged) as raised:
             inbox.read(entry.path, max_bytes=1000)
         inbox.refuse(tmp_path, entry.path, raised.value)
     assert inbox.waiting(tmp_path) == []
