@@ -238,3 +238,20 @@ def test_what_was_refused_and_submitted_again_can_be_withdrawn(tmp_path: Path) -
     path = inbox.submit(tmp_path, update_of("a"))
     assert inbox.withdraw(tmp_path, "a", job_is_running=lambda: False)
     assert not path.exists()
+
+
+def test_a_withdrawal_that_cannot_be_removed_hides_no_other(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        inbox.request_withdrawal(tmp_path, name)
+    (tmp_path / "inbox" / "b.withdraw.json").unlink()
+    (tmp_path / "inbox" / "b.withdraw.json").mkdir()
+    assert sorted(inbox.take_withdrawals(tmp_path)) == ["a", "c"]
+
+
+def test_a_note_that_is_a_link_hides_no_other_old_note(tmp_path: Path) -> None:
+    for name in ("a", "c"):
+        inbox.note_stage(tmp_path, name, Stage.VERIFIED)
+        os.utime(tmp_path / "inbox" / f"{name}.stage.json", (0, 0))
+    (tmp_path / "inbox" / "b.stage.json").symlink_to("b.stage.json")
+    inbox.clean(tmp_path)
+    assert [path.name for path in (tmp_path / "inbox").iterdir()] == ["b.stage.json"]

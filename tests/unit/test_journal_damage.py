@@ -153,6 +153,31 @@ def test_a_group_whose_files_are_all_gone_hides_no_other(tmp_path: Path) -> None
     assert "the entries up to 000002 are missing too" in str(journal.damaged[0])
 
 
+def test_entries_of_a_group_whose_claim_is_missing_are_not_taken_for_void(tmp_path: Path) -> None:
+    written(tmp_path, payload("u1"), committed(1, "u1"))
+    written(tmp_path, payload("u2"), committed(2, "u2"))
+    claim = tmp_path / "groups" / "000002" / "claim.json"
+    whole = claim.read_bytes()
+    claim.unlink()
+    for read in (Updates, started):
+        with pytest.raises(FileDamaged, match=r"000002/claim\.json is missing.*Restore it from a backup"):
+            read(tmp_path)
+    claim.write_bytes(whole)
+    journal = started(tmp_path)
+    journal.check_start(None)
+    assert list(journal.history().committed) == [1, 2]
+
+
+def test_what_is_no_directory_among_the_groups_stops_nothing(tmp_path: Path) -> None:
+    written(tmp_path, payload("u1"), committed(1, "u1"))
+    (tmp_path / "groups" / "000007").write_bytes(b"junk")
+    (tmp_path / "groups" / "000008").symlink_to("000008")
+    assert list(Updates(tmp_path).committed) == [1]
+    journal = started(tmp_path)
+    journal.write(Withdrawn("x"))
+    assert list(journal.history().committed) == [1]
+
+
 def checkpoint(*holds: int, pending: tuple[str, ...] = ()) -> Saved:
     proposals = tuple(
         Pending(Proposal(id_, digest_of(id_), (id_, digest_of(id_))), (id_,)) for id_ in pending
@@ -329,8 +354,7 @@ def test_a_start_from_scratch_that_needs_removed_values_is_told_to_restore(tmp_p
     again.check_start(checkpoint(1))
     with pytest.raises(PayloadRemoved) as raised:
         again.check_start(None)
-    assert "update 1, committed at step 10, must be applied again" in str(raised.value)
-    assert "this start has restored no checkpoint" in str(raised.value)
+    assert "every checkpoint that is kept contains it, and this start has restored none" in str(raised.value)
     assert "Call replicas.restore() before training" in str(raised.value)
 
 

@@ -240,7 +240,7 @@ def take_withdrawals(run_dir: Path) -> list[str]:
     found = []
     for path in _inbox(run_dir).glob(f"*{_WITHDRAW}"):
         update_id = path.name.removesuffix(_WITHDRAW)
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # Gone, or something that is not a request: others are read.
             path.unlink()
             found.append(update_id)
     return found
@@ -257,7 +257,7 @@ def clean(run_dir: Path) -> None:
     for path in list(inbox.glob(f"*{_STAGE}")):
         update = path.with_name(f"{path.name.removesuffix(_STAGE)}{_UPDATE}")
         with contextlib.suppress(FileNotFoundError):
-            if time.time() - path.stat().st_mtime >= _KEEP_SECS and not update.exists():
+            if time.time() - path.lstat().st_mtime >= _KEEP_SECS and not update.exists():
                 path.unlink()
 
 

@@ -107,10 +107,8 @@ def _check_payload(run_dir: Path, key: _Key, what: str, file: EntryFile | None, 
     except OSError as error:
         # Retention keeps what any checkpoint needs, so only a start from scratch can need what it removed.
         if isinstance(error, FileNotFoundError) and start.saved is None and _last_checkpoint(run_dir):
-            raise PayloadRemoved(
-                key[0],
-                f"{what}, and this start has restored no checkpoint, all of which contain it",
-            ) from error
+            why = "every checkpoint that is kept contains it, and this start has restored none"
+            raise PayloadRemoved(key[0], why) from error
         raise stopped(
             run_dir, FileDamaged(path, str(error.strerror), verdict="cannot be read"), what
         ) from error
