@@ -239,11 +239,12 @@ def live_line(console: Console) -> Iterator[Callable[[UpdateView, list[WorkerNot
 def progress_text(view: UpdateView, notes: list[WorkerNote], *, moving: bool) -> str:
     """Where an update is, in one line; if `moving`, also what changes all the time, as the step does."""
     text = str(view.stage)
-    if view.step is not None and view.stage in (Stage.SCHEDULED, Stage.COMMITTED, Stage.APPLIED):
+    on_trial = view.trial_until is not None
+    if view.step is not None and (on_trial or view.stage in (Stage.SCHEDULED, Stage.COMMITTED)):
         text += f" {'for' if view.stage is Stage.SCHEDULED else 'at'} step {view.step}"
-    if view.trial_until is not None:
+    if on_trial:
         text += f", on trial until step {view.trial_until}"
-    if moving and notes and (view.stage is Stage.SCHEDULED or view.trial_until is not None):
+    if moving and notes and (on_trial or view.stage is Stage.SCHEDULED):
         text += f", the job is at step {max(note.step for note in notes)}"
     waits_for = view.waits_for
     if any(note.waiting_for == WITHOUT_CALLBACK for note in notes):

@@ -28,6 +28,7 @@ from replicast.core.operation import Outcome, Timeouts
 from replicast.core.operations.save import TakeSnapshot
 from replicast.core.operations.update import Load
 from replicast.core.refusal import Refusal, Refuse
+from replicast.core.stage import Stage
 from replicast.core.worker import Worker
 from replicast.errors import ClusterError, FileDamaged, JobFailed, UpdateRefused
 from replicast.runtime.channel import Channel
@@ -293,7 +294,9 @@ class Session:
                     "stage": str(one.stage),
                     "step": one.step,
                     "waits_for": one.waits_for,
-                    "waits_until": one.waits_until,
+                    "trial_until": one.waits_until
+                    if one is coordinator.trial and one.stage is Stage.APPLIED
+                    else None,
                     "author": "" if one.proposal is None else one.proposal.author,
                     "note": "" if one.proposal is None else one.proposal.note,
                 }
