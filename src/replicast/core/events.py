@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from replicast.core.messages import ToCoordinator, ToWorkers
 from replicast.core.proposal import Proposal
+from replicast.core.reports import ReportId
 
 
 class WriteOutcome(Enum):
@@ -85,7 +86,7 @@ class Awaited:
 class Performed:
     """To a worker: an order was carried out; `value` is what it returned, or a `Refusal`."""
 
-    number: int | tuple[str, int]
+    number: int
     value: Any
 
 
@@ -94,11 +95,11 @@ class Reported:
     """To a worker: the training thread did by itself what all workers do at the same boundary.
 
     Attributes:
-        kind: The operation: "save" or "audit". The n-th report of each worker belongs together.
+        id: Which save or audit it belongs to. Those of one kind are made in order.
         value: What it found.
     """
 
-    kind: str
+    id: ReportId
     value: Any
 
 

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 from replicast.core.order import Order
 from replicast.core.proposal import Proposal
+from replicast.core.reports import ReportId
 from replicast.core.stage import Stage
 
 OUTSIDE = -1
@@ -79,11 +80,11 @@ class Answer:
     """What came of an order.
 
     Attributes:
-        number: That of the `Do`; for what all workers report by themselves, the kind and its count.
+        number: That of the `Do`, or the id of what all workers report by themselves.
         value: What the order returned, or a `Refusal`.
     """
 
-    number: int | tuple[str, int]
+    number: int | ReportId
     value: Any
 
 

@@ -17,6 +17,7 @@ from replicast.core.meeting import Meeting
 from replicast.core.order import Order
 from replicast.core.proposal import Pending, Proposal
 from replicast.core.refusal import Refusal
+from replicast.core.reports import ReportId
 from replicast.core.stage import Stage
 
 
@@ -85,10 +86,9 @@ class EarlierStored:
 
 @dataclass(frozen=True, slots=True)
 class Collect:
-    """What every worker reports by itself, for the n-th time; resumed with the answers by rank."""
+    """What every worker reports by itself; resumed with the reports by rank. Refused when one is missing."""
 
-    kind: str
-    number: int
+    id: ReportId
 
 
 AnyRequest: TypeAlias = Ask | Go | Reserve | Boundary | Record | EarlierSettled | EarlierStored | Collect
@@ -116,7 +116,8 @@ class Timeouts:
     Attributes:
         prepare_secs: For every worker to have fetched and checked an update's bytes.
         answer_secs: For every worker's event loop to answer `Stop`.
-        meet_secs: For every training thread to stand at a boundary, once the first one does.
+        meet_secs: For every training thread to stand at a boundary, or to report its part of a planned save
+            or audit, once the first one does.
         decide_secs: For the coordinator, by a training thread that stands at a boundary.
         compute_secs: For an order that runs in a training thread at a boundary.
         retry_secs: Before a write that must succeed is tried again.
@@ -230,7 +231,7 @@ class Operation:
         promised: The stop for its next boundary is up, whatever else has to be done until then.
         must_run: It is committed, or has begun: when it cannot be carried out, the job ends.
         stored: Its payload is in the journal.
-        report: Of what the workers report by themselves: which report of this kind it is; otherwise 0.
+        report: Of what the workers report by themselves: which reports; otherwise None.
     """
 
     kind: ClassVar[str]
@@ -251,7 +252,7 @@ class Operation:
         self.promised = False
         self.must_run = False
         self.stored = False
-        self.report = 0
+        self.report: ReportId | None = None
         # Written by the coordinator.
         self.running: Script | None = None
         self.meeting: Meeting | None = None

@@ -67,10 +67,11 @@ class Replica(Protocol):
     def deviations(self, id_: str, digest: str, names: tuple[str, ...]) -> Mapping[str, Any]:
         """How far this replica's values of these variables are from those of a prepared update."""
 
-    def snapshot(self, *, due: bool, again: bool) -> Snapshot:
+    def snapshot(self, id_: str, *, due: bool, again: bool) -> Snapshot:
         """Copies the state on worker 0, and digests it on all.
 
         Args:
+            id_: That of the operation.
             due: Nobody waits for it. All replicas may report it later, as one that they have planned, and
                 give an empty one here.
             again: What was reported for this checkpoint is not used: an update was applied between the
