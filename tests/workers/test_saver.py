@@ -670,6 +670,20 @@ def test_a_checkpoint_that_one_worker_leaves_out_is_an_error_that_names_it_and_t
         assert sorted(CheckpointStore(tmp_path).steps()) == [1, 3, 4, 5]
 
 
+def test_training_does_not_stand_still_for_a_part_of_the_last_checkpoint_that_a_worker_never_reports(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Job(2, timeouts=replace(QUICK, answer_secs=0.2, meet_secs=10**6)) as job:
+        made = savers(job, tmp_path, SavePlan(every=1))
+
+        def act(worker: Worker) -> None:
+            for _ in range(3):
+                made[0].step() if worker.rank == 0 else worker.step()
+
+        job.on_all(act)
+        assert "the checkpoint of step 2 is skipped: the previous one is not decided yet" in caplog.text
+
+
 def test_a_part_of_a_checkpoint_that_a_worker_never_reports_ends_at_the_end_of_the_training(
     tmp_path: Path,
 ) -> None:

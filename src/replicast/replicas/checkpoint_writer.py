@@ -6,10 +6,12 @@ release lane    hears from the coordinator how each save ended; one that was not
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -176,3 +178,21 @@ class CheckpointWriter:
                 self.remove_payloads()
         except (ReplicastError, OSError) as error:
             logger.warning("old checkpoints cannot be removed and use disk space: %s", error)
+
+
+def numbers(logs: Mapping[str, Any]) -> dict[str, float]:
+    """The logs that are numbers; a metric may be anything."""
+    found = {}
+    for name, value in logs.items():
+        with contextlib.suppress(TypeError, ValueError):
+            found[name] = float(value)
+    return found
+
+
+def versions() -> dict[str, Any]:
+    """The versions of the packages that a checkpoint depends on."""
+    found = {}
+    for package in ("replicast", "tensorflow", "tensorflow-cpu", "keras", "numpy"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found

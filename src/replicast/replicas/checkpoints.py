@@ -12,13 +12,11 @@ proposals there are part of the checkpoint.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from typing import Any
 
 from replicast import faults
@@ -27,7 +25,7 @@ from replicast.core.reports import ReportId, Snapshot
 from replicast.errors import CheckpointError
 from replicast.replicas.averages import averaged_names, packed
 from replicast.replicas.checkpoint_errors import ended_before, no_run_dir
-from replicast.replicas.checkpoint_writer import CheckpointWriter, StateCopy
+from replicast.replicas.checkpoint_writer import CheckpointWriter, StateCopy, numbers, versions
 from replicast.replicas.position import Position
 from replicast.replicas.saving import SavePlan, Saving
 from replicast.runtime import Session
@@ -37,6 +35,8 @@ from replicast.update.digest import digest_array
 from replicast.update.state import Arrays, State
 
 logger = logging.getLogger("replicast")
+
+REMIND_SECS = 30.0
 
 
 class Checkpoints:
@@ -160,7 +160,7 @@ class Checkpoints:
         return "" if self._current is None else self._current.failure()
 
     def settle(self, timeout_secs: float | None = None) -> None:
-        """Blocks until nothing is being written.
+        """Blocks until nothing is being written. Without a timeout, logs every 30 s what it waits for.
 
         Raises:
             CheckpointError: A checkpoint is still being written after `timeout_secs`.
@@ -169,12 +169,17 @@ class Checkpoints:
         self.report()
         if self._current is None:
             return
-        ends = math.inf if timeout_secs is None else time.monotonic() + timeout_secs
+        started = reminded = time.monotonic()
+        ends = math.inf if timeout_secs is None else started + timeout_secs
         while not self._is_done_soon(self._current):
-            if time.monotonic() > ends:
+            now = time.monotonic()
+            if now > ends:
                 raise CheckpointError(
                     "The previous checkpoint is still being written", received=f"after {timeout_secs} s"
                 )
+            if now - reminded > REMIND_SECS:
+                reminded = now
+                logger.warning("waiting since %.0f s for %s to be written", now - started, self._current.id)
 
     def _is_done_soon(self, saving: Saving) -> bool:
         """Waits briefly for a checkpoint. Returns whether it is done."""
@@ -189,13 +194,16 @@ class Checkpoints:
     def _waits_for_current(self) -> bool:
         """Waits for the checkpoint being written, if the plan says so. Returns whether it is done.
 
-        Does not wait if the checkpoint needs this training thread to reach a boundary first.
+        Does not wait if the checkpoint needs this training thread to reach a boundary first, and at most
+        `answer_secs` for what the other workers contribute: they had the time since the last boundary.
         """
         current = self._current
         if current is None or self._plan.when_busy == "skip":
             return current is None
+        decided_by = time.monotonic() + self._session.timeouts.answer_secs
         while not self._is_done_soon(current):
-            if not current.is_writing and self._session.is_wanted:
+            is_late = self._session.is_wanted or time.monotonic() > decided_by
+            if is_late and not current.is_writing:
                 logger.warning(
                     "the checkpoint of step %d is skipped: the previous one is not decided yet",
                     self._session.step,
@@ -281,29 +289,12 @@ class Checkpoints:
             attempt=self._attempt,
             schema=self._state.schema,
             metrics=numbers(self.metrics),
-            versions=_versions(),
+            versions=versions(),
             script=self.position.script(),
         )
-
-
-def numbers(logs: Mapping[str, Any]) -> dict[str, float]:
-    """The logs that are numbers; a metric may be anything."""
-    found = {}
-    for name, value in logs.items():
-        with contextlib.suppress(TypeError, ValueError):
-            found[name] = float(value)
-    return found
 
 
 def _done() -> Saving:
     saving = Saving("")
     saving.finish()
     return saving
-
-
-def _versions() -> dict[str, Any]:
-    found = {}
-    for package in ("replicast", "tensorflow", "tensorflow-cpu", "keras", "numpy"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
