@@ -56,6 +56,7 @@ class PlannedReports:
 
         def late() -> None:
             if gather.missing:
+                gather.answers.clear()
                 self._resume(operation, gather.timed_out(self._secs))
 
         self._set_timer(self._secs, late)
@@ -94,6 +95,7 @@ class PlannedReports:
         gather, operation = self._gathers[id_]
         passed = [rank for rank in gather.missing if self._latest.get((id_.kind, rank), id_) > id_]
         if passed:
+            gather.answers.clear()
             if len(passed) == len(gather.missing):
                 del self._gathers[id_]
             self._resume(operation, gather.refused_by(passed))
