@@ -27,7 +27,7 @@ from replicast.replicas.averages import averaged_names, mean
 from replicast.replicas.checkpoint_errors import no_run_dir, not_written
 from replicast.replicas.saving import Keeping, Saving
 from replicast.runtime import Session
-from replicast.runtime.measures import History, mean_history
+from replicast.runtime.measures import MetricHistory, mean_history
 from replicast.storage.checkpoint import CheckpointStore, Draft, Manifest, file_order, saved_of
 from replicast.update.digest import digest_array
 from replicast.update.schema import Schema
@@ -43,7 +43,7 @@ class StateCopy:
     draft: Draft
     arrays: Arrays
     digests: dict[str, str]
-    measured: History
+    measured: MetricHistory
     saving: Saving
 
 
