@@ -226,10 +226,10 @@ class StateReplica:
                     found[edit.variable] = deviation(mine, value)
         return found
 
-    def snapshot(self, id_: str, *, due: bool, again: bool) -> Snapshot:
+    def snapshot(self, id_: str, *, due: bool, again: bool) -> Callable[[], Snapshot]:
         """As in `Replica`."""
-        snapshot: Snapshot = self.take_snapshot(id_, due, again)()
-        return snapshot
+        finish: Callable[[], Snapshot] = self.take_snapshot(id_, due, again)
+        return finish
 
     def keep_copy(self) -> None:
         """As in `Replica`."""

@@ -381,11 +381,12 @@ class Session:
 
     def _performed(self, number: int, order: Any, value: Any) -> None:
         """Called in the training thread after each order."""
-        event = e.Performed(number, value)
         if isinstance(order, TakeSnapshot):  # earlier proposals belong to the checkpoint: they come first
-            self._outbox.do(lambda: self._machines.post(event))
+            self._outbox.do(
+                lambda: self._machines.post(e.Performed(number, value() if callable(value) else value))
+            )
         else:
-            self._machines.post(event)
+            self._machines.post(e.Performed(number, value))
 
     def _note_long_wait(self, waits: bool) -> None:
         # Not in a lane: what is known of this worker must not stay behind when it trains on.

@@ -15,7 +15,7 @@ update was applied between the workers' snapshots, they are taken again.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -122,6 +122,6 @@ class TakeSnapshot:
     again: bool = False
     in_background: ClassVar[bool] = False
 
-    def perform(self, replica: Replica) -> Snapshot | None:
+    def perform(self, replica: Replica) -> Snapshot | Callable[[], Snapshot] | None:
         """None while a trial is under way."""
         return None if replica.on_trial else replica.snapshot(self.id, due=self.due, again=self.again)

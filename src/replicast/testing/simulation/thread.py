@@ -12,7 +12,7 @@ from replicast.core import events as e
 from replicast.core.coordinator import Coordinator
 from replicast.core.operations.save import TakeSnapshot
 from replicast.core.proposal import Proposal
-from replicast.core.reports import ReportId, Snapshot
+from replicast.core.reports import ReportId
 from replicast.core.worker import Worker
 from replicast.testing.simulation.replica import InMemory, SimulatedReplica, StoryFailed
 from replicast.testing.simulation.story import Story
@@ -77,7 +77,7 @@ class TrainingThread(ABC):
         self._last_ticket = ""
         self._is_unfinished = False
         self._waits_since: float | None = None
-        self._snapshots: deque[tuple[ReportId, Snapshot | None]] = deque()
+        self._snapshots: deque[tuple[ReportId, Any]] = deque()
 
     @abstractmethod
     def feed(self, machine: Worker | Coordinator, event: Any) -> None:
