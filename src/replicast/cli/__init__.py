@@ -58,11 +58,11 @@ class LazyGroup(click.Group):
         """Runs the command; an error of ours becomes a message and an exit code."""
         try:
             return super().invoke(ctx)
-        except (UpdateRefused, CheckpointError) as error:
+        except (UpdateRefused, CheckpointError, FileDamaged) as error:
             raise Failed(texts.error(error)) from error
         except ReplicastError as error:
             lines = [texts.printable(line) for line in str(error).split("\n")]
-            raise Failed("\n".join(lines), 1 if isinstance(error, FileDamaged) else 2) from error
+            raise Failed("\n".join(lines), 2) from error
         except OSError as error:
             if error.filename is None:  # For example a closed pipe, which click handles.
                 raise

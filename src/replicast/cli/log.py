@@ -7,9 +7,10 @@ from pathlib import Path
 
 import click
 
+from replicast.cli import Failed
 from replicast.cli.rundirs import run_argument
 from replicast.cli.tables import make_console
-from replicast.cli.update_views import committed_views, updates_table
+from replicast.cli.update_views import committed_views, damage_text, updates_table
 from replicast.storage.runfiles import read_run_info
 from replicast.storage.updates import Updates
 
@@ -29,7 +30,8 @@ def log(run: Path, as_json: bool, last: int | None) -> None:
       replicast log runs/first -n 5
       replicast log runs/first --json | jq .step
 
-    Exit code: 0; 1 when a file of the journal is damaged; 2 when RUN is not a run directory.
+    Exit code: 0; 1 when a file of the journal is damaged, which is named after all others are listed; 2 when
+    RUN is not a run directory.
     """  # noqa: D301 - click wants a real backspace
     journal = Updates(run)
     sequences = sorted(journal.committed)
@@ -41,6 +43,8 @@ def log(run: Path, as_json: bool, last: int | None) -> None:
         make_console().print(updates_table(views))
     else:
         click.echo(f"The journal is empty: {no_updates_text(run)}.")
+    if journal.damaged:
+        raise Failed(damage_text(journal))
 
 
 def no_updates_text(run: Path) -> str:

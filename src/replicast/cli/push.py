@@ -26,7 +26,7 @@ from replicast.cli.rundirs import (
     timeout_option,
 )
 from replicast.cli.tables import is_live, make_console
-from replicast.cli.update_views import UpdateView, look
+from replicast.cli.update_views import UpdateView, damage_text, look
 from replicast.core.stage import Stage
 from replicast.errors import UpdateRefused
 from replicast.storage import inbox
@@ -60,7 +60,11 @@ _TRIAL_OPTIONS = ("trial_metric", "max_increase", "trial_mode")
     default="min",
     help="Whether smaller or larger is better.",
 )
-@click.option("--wait", is_flag=True, help="Follow it until every worker has applied it and is verified.")
+@click.option(
+    "--wait",
+    is_flag=True,
+    help="Follow it until it is verified, or its trial is decided.",
+)
 @timeout_option
 @click.pass_context
 def push(context: click.Context, /, run: Path, **options: Any) -> None:
@@ -134,6 +138,8 @@ def _trial(context: click.Context, options: dict[str, Any]) -> Trial | None:
 def _number_in_journal(run: Path, update: Update, schema: Schema) -> int | None:
     """The place that the same update has in the journal already; another one with its id is refused."""
     journal = Updates(run)
+    if journal.damaged:  # The job knows what it has: it decides.
+        click.echo(damage_text(journal), err=True)
     if update.id in journal.withdrawn:
         raise UpdateRefused("An update with this id was withdrawn", expected="a new id", received=update.id)
     for number, (record, _) in journal.committed.items():
@@ -187,7 +193,10 @@ def _wait(run: Path, update_id: str, timeout_secs: float, console: Console) -> i
         code = _say_how_it_ended(run, view)
         return stopped if stopped == STOPPED else code
     click.echo(f"{why}: update {view.id} is {progress_text(view, notes, moving=True)}.", err=True)
-    if view.stage in _BEFORE_COMMIT:
+    if view.trial_until is not None:
+        where = f"{shlex.quote(str(run))} {view.id}"
+        click.echo(f"Its trial decides whether it is kept. For the verdict: replicast show {where}", err=True)
+    elif view.stage in _BEFORE_COMMIT:
         click.echo(f"To take it back: replicast withdraw {shlex.quote(str(run))} {view.id}", err=True)
     else:
         click.echo("Every worker applies it.", err=True)
@@ -230,10 +239,13 @@ def live_line(console: Console) -> Iterator[Callable[[UpdateView, list[WorkerNot
 def progress_text(view: UpdateView, notes: list[WorkerNote], *, moving: bool) -> str:
     """Where an update is, in one line; if `moving`, also what changes all the time, as the step does."""
     text = str(view.stage)
-    if view.step is not None and view.stage in (Stage.SCHEDULED, Stage.COMMITTED):
+    on_trial = view.trial_until is not None
+    if view.step is not None and (on_trial or view.stage in (Stage.SCHEDULED, Stage.COMMITTED)):
         text += f" {'for' if view.stage is Stage.SCHEDULED else 'at'} step {view.step}"
-        if moving and notes and view.stage is Stage.SCHEDULED:
-            text += f", the job is at step {max(note.step for note in notes)}"
+    if on_trial:
+        text += f", on trial until step {view.trial_until}"
+    if moving and notes and (on_trial or view.stage is Stage.SCHEDULED):
+        text += f", the job is at step {max(note.step for note in notes)}"
     waits_for = view.waits_for
     if any(note.waiting_for == WITHOUT_CALLBACK for note in notes):
         waits_for = WITHOUT_CALLBACK

@@ -12,11 +12,11 @@ from replicast.cli import texts
 from replicast.cli.examination import EditView, edits_table, views_of
 from replicast.cli.rundirs import run_argument
 from replicast.cli.tables import facts_table, make_console
-from replicast.cli.update_views import UpdateView, edits_text, find, stage_cell
+from replicast.cli.update_views import UpdateView, damage_text, edits_text, find, stage_cell
 from replicast.core.entries import Receipt
-from replicast.errors import PayloadRemoved, UpdateRefused
+from replicast.errors import FileDamaged, PayloadRemoved
 from replicast.storage.runfiles import read_run_info
-from replicast.storage.updates import load_update
+from replicast.storage.updates import Updates, load_update
 from replicast.update.update import Update
 
 
@@ -34,9 +34,14 @@ def show(run: Path, which: str, as_json: bool) -> None:
       replicast show runs/first 12
       replicast show runs/first 3f2a91c4 --json
 
+    Damaged files of the journal are named; they hide nothing else.
+
     Exit code: 0; 1 when there is no such update or its file is damaged; 2 when RUN is not a run directory.
     """  # noqa: D301 - click wants a real backspace
-    view = find(run, which)
+    journal = Updates(run)
+    view = find(run, which, journal)
+    if journal.damaged:
+        click.echo(damage_text(journal), err=True)
     if as_json:
         click.echo(json.dumps(view.to_json() | {"edits": [edit.to_json() for edit in _edits(run, view)]}))
         return
@@ -110,11 +115,12 @@ def _edits(run: Path, view: UpdateView) -> list[EditView]:
 
 
 def _update(run: Path, view: UpdateView) -> Update | None:
-    try:
-        if view.committed is not None:
+    if view.committed is not None:
+        try:
             return load_update(run, view.committed.sequence)
+        except PayloadRemoved:  # Every checkpoint contains it.
+            return None
+    try:
         return None if view.path is None else Update.load(view.path)
-    except PayloadRemoved:  # Every checkpoint contains it.
-        return None
-    except UpdateRefused:  # That may be why it was refused; or the job has just taken it away.
+    except FileDamaged:  # That may be why it was refused; or the job has just taken it away.
         return None

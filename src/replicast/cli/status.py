@@ -24,6 +24,7 @@ from replicast.cli.tables import is_live, make_console, make_table
 from replicast.cli.update_views import (
     UpdateView,
     committed_views,
+    damage_text,
     refused_views,
     scheduled_views,
     stage_cell,
@@ -59,8 +60,8 @@ def status(run: Path, as_json: bool, watch: bool) -> None:
       replicast status runs/first --watch
       replicast status runs/first --json | jq .workers[].step
 
-    Exit code: 0, also when the job is not running; 1 when a file of the run is damaged; 2 when RUN is not a
-    run directory.
+    Exit code: 0, also when the job is not running; 1 when a file of the run is damaged, which is named after
+    everything else is shown; 2 when RUN is not a run directory.
     """  # noqa: D301 - click wants a real backspace
     with contextlib.suppress(KeyboardInterrupt):  # The way to end --watch.
         if watch and not as_json and is_live(make_console()):
@@ -72,7 +73,7 @@ def status(run: Path, as_json: bool, watch: bool) -> None:
             else:
                 make_console().print(_rendered(seen))
             if not watch and seen.problem:
-                raise Failed(texts.printable(seen.problem))
+                raise Failed("\n".join(texts.printable(line) for line in seen.problem.split("\n")))
             if not watch:
                 return
             time.sleep(WATCH_SECS)
@@ -93,7 +94,7 @@ class Overview:
     waiting: list[UpdateView]
     refused: list[UpdateView]
     problem: str = ""
-    """What is wrong with the journal: its updates are not among the above then."""
+    """What is wrong with the journal: what its damaged files said is missing above."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
@@ -135,6 +136,7 @@ def look_at(run: Path) -> Overview:
         known = {record.id for record, _ in journal.committed.values()} | set(journal.scheduled)
         scheduled, waiting = scheduled_views(journal), waiting_views(run, known)
         refused = refused_views(run, journal, known | {view.id for view in waiting})[-_LAST:]
+        problem = damage_text(journal)
     except FileDamaged as error:  # The rest of the run can be seen all the same.
         problem = str(error)
     audit = next(iter(last_audits(run, 1)), None)

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Mapping
 
-from replicast.errors import CheckpointError, UpdateRefused
+from replicast.errors import CheckpointError, FileDamaged, UpdateRefused
 from replicast.update.trial import Trial, TrialOutcome
 
 _RANDOM_ID = re.compile(r"[0-9a-f]{32}")
@@ -32,13 +32,14 @@ def one_line(text: object) -> str:
     return printable(" ".join(str(text).split()))
 
 
-def error(raised: UpdateRefused | CheckpointError) -> str:
+def error(raised: UpdateRefused | CheckpointError | FileDamaged) -> str:
     """An error, one fact per line; where it names an argument of Python, the option of the command line."""
+    headline = raised.headline if isinstance(raised, FileDamaged) else raised.problem
     facts = [(label, getattr(raised, name, None)) for name, label in _LABELS.items()]
+    if isinstance(raised, FileDamaged):
+        facts.pop(0)  # The headline has the path.
     lines = [f"{label}: {one_line(value)}" for label, value in facts if value is not None]
-    return "\n  ".join([one_line(raised.problem), *lines]).replace(
-        "allow_nonfinite=True", "--allow-nonfinite"
-    )
+    return "\n  ".join([one_line(headline), *lines]).replace("allow_nonfinite=True", "--allow-nonfinite")
 
 
 def short_id(update_id: str) -> str:

@@ -1,6 +1,6 @@
 """Where each update of a run is: the journal, the inbox and the refusals seen as one list.
 
-Whatever reads the journal raises `FileDamaged` when a file of it is not what was written.
+A damaged entry of the journal hides no other: what it said is missing, and `damage_text` names its file.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from replicast.strictjson import described
 from replicast.update.edits import RESETS
 from replicast.update.trial import TrialOutcome
 
+_MOST_DAMAGED = 5
 _STYLES = dict.fromkeys(Stage, "yellow") | {
     Stage.COMMITTED: "cyan",
     Stage.APPLIED: "cyan",
@@ -52,6 +53,7 @@ class UpdateView:
         nbytes: The size of its file.
         reason: Why it failed.
         waits_for: What it waits for, as the job says.
+        trial_until: The step at which its trial is decided, while it is on trial.
     """
 
     id: str
@@ -66,6 +68,7 @@ class UpdateView:
     nbytes: int | None = None
     reason: str = ""
     waits_for: str = ""
+    trial_until: int | None = None
 
     @property
     def committed(self) -> CommittedUpdate | None:
@@ -93,7 +96,7 @@ class UpdateView:
             fields["receipts"] = [asdict(receipt) for receipt in self.receipts]
         fields["outcome"] = None if self.outcome is None else self.outcome.to_json()
         fields["refusal"] = None if self.refusal is None else self.refusal.to_json()
-        fields |= {"reason": self.reason, "waits_for": self.waits_for}
+        fields |= {"reason": self.reason, "waits_for": self.waits_for, "trial_until": self.trial_until}
         duplicates = ("digest", "before", "decided", "at_step")
         kept = {name: value for name, value in fields.items() if name not in duplicates}
         return kept | {"stage": self.stage, "step": self.step}
@@ -154,11 +157,12 @@ def noted_view(run: Path, update_id: str) -> UpdateView | None:
         update_id,
         _stage_in(note),
         float(at) if isinstance(at, int | float) else 0.0,
-        _step_in(note) if receipt is None else receipt.step,
+        _step_in(note, "step") if receipt is None else receipt.step,
         receipts=() if receipt is None else (receipt,),
         outcome=None if receipt is None else receipt.trial,
         reason=str(note.get("reason", "")),
         waits_for=str(note.get("waits_for", "")),
+        trial_until=_step_in(note, "trial_until"),
     )
 
 
@@ -174,13 +178,12 @@ def look(run: Path, update_id: str, *, thoroughly: bool) -> UpdateView:
     return UpdateView(update_id, Stage.PROPOSED, time.time()) if noted is None else noted
 
 
-def find(run: Path, given: str) -> UpdateView:
+def find(run: Path, given: str, journal: Updates) -> UpdateView:
     """The update that a person means: by its number, by its id, or by the beginning of its id.
 
     Raises:
         Failed: There is none, or several may be meant.
     """
-    journal = Updates(run)
     if given.isascii() and given.isdigit() and int(given) in journal.committed:
         return committed_views(run, journal, [int(given)])[0]
     noted = noted_view(run, given)
@@ -189,6 +192,8 @@ def find(run: Path, given: str) -> UpdateView:
     ids = sorted({view.id for view in found})
     if not ids:
         hint = "`replicast status` and `log` list them."
+        if journal.damaged:
+            hint += f"\n{damage_text(journal)}"
         raise Failed(f"There is no update {texts.printable(given)} in {texts.printable(run)}. {hint}")
     if len(ids) > 1:
         listed = ", ".join(texts.printable(one) for one in ids[:5])
@@ -205,6 +210,14 @@ def _matching(run: Path, journal: Updates, matches: Callable[[str], bool]) -> li
     views += [UpdateView(update_id, Stage.WITHDRAWN) for update_id in sorted(journal.withdrawn)]
     views += refused_views(run, journal, known)
     return [view for view in views if matches(view.id)]
+
+
+def damage_text(journal: Updates) -> str:
+    """Which entries of the journal are damaged, and what they said; empty if none is."""
+    lines = [texts.one_line(one) for one in journal.damaged[:_MOST_DAMAGED]]
+    if len(journal.damaged) > _MOST_DAMAGED:
+        lines.append(f"{len(journal.damaged) - _MOST_DAMAGED} more entries of the journal are damaged.")
+    return "\n".join(lines)
 
 
 def updates_table(views: Iterable[UpdateView]) -> Table:
@@ -239,6 +252,8 @@ def what_cell(view: UpdateView) -> Text:
     if update is None:
         return Text("")
     cell = Text(texts.one_line(edits_text(update.edits)))
+    if not update.nbytes:
+        cell = Text("not known: its entry is damaged", style="red")
     if view.outcome is not None:
         style = "green" if view.outcome.outcome == "kept" else "yellow"
         cell.append(f"\ntrial: {texts.outcome(view.outcome)}", style=style)
@@ -258,8 +273,9 @@ def _committed_view(run: Path, update: CommittedUpdate, attempt: int, reached: i
         if receipt is None and _stage_in(note) is Stage.APPLIED:
             stage = Stage.APPLIED
     at = update.committed_at if receipt is None else receipt.verified_at
+    until = update.step + update.trial.steps if update.trial is not None and receipt is None else None
     view = UpdateView(update.id, stage, at, update.step, update, update.receipts, nbytes=update.nbytes)
-    return replace(view, outcome=_outcome(update), reason=reason)
+    return replace(view, outcome=_outcome(update), reason=reason, trial_until=until)
 
 
 def _outcome(update: CommittedUpdate) -> TrialOutcome | None:
@@ -290,8 +306,8 @@ def _stage_in(note: Mapping[str, Any]) -> Stage:
         return Stage.PROPOSED
 
 
-def _step_in(note: Mapping[str, Any]) -> int | None:
-    step = note.get("step")
+def _step_in(note: Mapping[str, Any], name: str) -> int | None:
+    step = note.get(name)
     return step if type(step) is int else None
 
 

@@ -12,6 +12,7 @@ from replicast.cli.update_views import UpdateView, find, look
 from replicast.core.stage import Stage
 from replicast.storage import inbox
 from replicast.storage.runfiles import ENDED, read_worker_notes
+from replicast.storage.updates import Updates
 
 _LISTEN_SECS = 5.0
 _ANSWER_SECS = 30.0
@@ -34,7 +35,7 @@ def withdraw(run: Path, update_id: str) -> None:
     Exit code: 0 when it is gone and will not be applied; 1 when it is too late, there is no such update, or
     the job does not answer.
     """  # noqa: D301 - click wants a real backspace
-    view = find(run, update_id)
+    view = find(run, update_id, Updates(run))
     name = texts.printable(view.id)
     if view.stage in (Stage.REFUSED, Stage.WITHDRAWN):
         raise Failed(f"Update {name} was {view.stage}: there is nothing to withdraw.")
@@ -43,7 +44,7 @@ def withdraw(run: Path, update_id: str) -> None:
     except OSError as error:
         raise Failed(f"It cannot be removed from {run / 'inbox'} ({error.strerror}).") from error
     if not withdrawn:
-        view = _requested(run, find(run, view.id))
+        view = _requested(run, find(run, view.id, Updates(run)))
     if withdrawn or view.stage is Stage.WITHDRAWN:
         click.echo(f"withdrawn {name}: it will not be applied.")
         return

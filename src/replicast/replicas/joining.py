@@ -258,7 +258,6 @@ def _connect(
     writer.write_checkpoint = checkpoints.writer.write
     checkpoints.writer.policy = lambda: auditing.policy
     checkpoints.writer.remove_payloads = writer.remove_payloads
-    writer.held_by_all = checkpoints.writer.held_by_all
     told = {"save": checkpoints.writer.ended, "leave": checkpoints.writer.ended, "audit": auditing.ended}
     session.on_ended = lambda ended: told.get(ended.kind, lambda _: None)(ended)
     if settings.run_dir is not None:

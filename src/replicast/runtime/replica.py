@@ -14,7 +14,7 @@ from replicast.audits.distances import deviation
 from replicast.core.proposal import Content, Published
 from replicast.core.refusal import Refuse
 from replicast.core.reports import Applied, Seen, Snapshot
-from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused
+from replicast.errors import PayloadRemoved, UpdateRefused
 from replicast.runtime.functions import Function, computed_update
 from replicast.runtime.gate import Gate
 from replicast.runtime.measures import Measures
@@ -102,7 +102,7 @@ class StateReplica:
             raise Refuse("Only worker 0 reads the journal")
         try:
             return self._parcels.publish(self.journal.load(id_, digest))
-        except (FileDamaged, PayloadRemoved) as error:
+        except PayloadRemoved as error:
             raise Refuse(str(error)) from error
         except UpdateRefused as error:
             raise _refuse(error, self.rank) from error
