@@ -38,12 +38,12 @@ class Ended:
     """Coordinator: an operation without a ticket has ended.
 
     Attributes:
-        number: For a planned operation, the number of its report; otherwise 0.
+        id: That of the operation; of a planned save or audit, the text of its `ReportId`.
         outcome: An `Outcome`.
     """
 
     kind: str
-    number: int
+    id: str
     outcome: Any
 
 
@@ -73,7 +73,7 @@ class Send:
 class Perform:
     """Worker: carry out an order, in the background or in the training thread; `Performed` is the result."""
 
-    number: int | tuple[str, int]
+    number: int
     order: Order
 
 

@@ -21,6 +21,7 @@ from replicast.core.operations.close import Close
 from replicast.core.operations.function import Function
 from replicast.core.proposal import Pending, Proposal
 from replicast.core.refusal import Refusal
+from replicast.core.reports import ReportId
 from replicast.core.stage import Stage
 from replicast.core.tickets import Tickets, digest_of
 
@@ -167,13 +168,12 @@ class Coordinator(Tickets):
             return
         operation = collective(rest.intent, self.new_id(rest.intent[0]))
         operation.tokens = tokens
-        if isinstance(operation, Close):
-            self._give_up_reports()
+        self._reports.give_up(None if isinstance(operation, Close) else rest.step)
         self.open(operation)
 
     def _request(self, kind: str, asked_by: tuple[str, ...]) -> None:
         """Opens an operation for a request; further requests before its boundary share it."""
-        waiting = (one for one in self.operations.values() if one.kind == kind and not one.report)
+        waiting = (one for one in self.operations.values() if one.kind == kind and one.report is None)
         operation = next((one for one in waiting if one is not self.boundaries.speaker), None)
         if operation is None:
             operation = requested(kind, self.new_id(kind))
@@ -308,8 +308,8 @@ class Coordinator(Tickets):
         """A function waits until its source is among those that propose it."""
         return not isinstance(operation, Function) or operation.has_source
 
-    def _open_planned(self, kind: str, number: int) -> None:
-        self.open(planned(kind, number))
+    def _open_planned(self, report: ReportId) -> None:
+        self.open(planned(report))
 
     def _has_left_turn(self, operation: Operation) -> None:
         self._open_replays()

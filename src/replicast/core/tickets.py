@@ -98,7 +98,7 @@ class Tickets(Engine):
                 self._tell(told)
                 self._known.pop(operation.id, None)  # the journal knows it
         else:
-            self._commands.append(Ended(operation.kind, operation.report, outcome))
+            self._commands.append(Ended(operation.kind, operation.id, outcome))
         if operation.tokens:
             self._resume(operation.tokens, outcome)
 

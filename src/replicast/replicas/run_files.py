@@ -27,7 +27,7 @@ from replicast.errors import (
 )
 from replicast.files import write_quickly
 from replicast.processes import this_process
-from replicast.replicas.checkpoints import numbers
+from replicast.replicas.checkpoint_writer import numbers
 from replicast.runtime import Session
 from replicast.runtime.ticket import diverged, refused
 from replicast.storage import inbox
