@@ -107,6 +107,12 @@ NAMES = [
         ("self", "group_key", "group_size", "collective_keys", "device", "options"),
     ),
     PrivateApi(
+        f"{_EXTENDED}._update_config_proto",
+        "strategy/collectives.py",
+        "its result configures the server and the coordination service",
+        ("self", "config_proto"),
+    ),
+    PrivateApi(
         f"{_LAUNCHER}.all_reduce",
         "strategy/collectives.py",
         "starts every dense transfer, and is given its tensor first",
