@@ -95,6 +95,10 @@ class Coordination(abc.ABC):
         """Deletes a key; no-op if it does not exist."""
 
     @abc.abstractmethod
+    def find_lost(self, size: int) -> Loss | None:
+        """Returns the first of `size` workers that the service has lost. Only on worker 0, which hosts it."""
+
+    @abc.abstractmethod
     def abort(self, message: str) -> None:
         """Makes every current and later transfer of this worker fail with `message`."""
 
@@ -189,6 +193,18 @@ class ServiceCoordination(Coordination):
         except self._errors.OpError as error:
             raise self._service_gone(error) from error
 
+    def find_lost(self, size: int) -> Loss | None:  # noqa: D102
+        # Elsewhere it could block for ever, and it may hold Python's lock meanwhile.
+        jobs = [
+            (job, tasks) for job, tasks in (("chief", self.chiefs), ("worker", size - self.chiefs)) if tasks
+        ]
+        try:
+            states = self._context.get_task_states(jobs)  # by rank: None, or the error of that task
+        except self._errors.OpError as error:
+            raise self._service_gone(error) from error
+        lost = (rank for rank, state in enumerate(states) if state is not None)
+        return next((Loss(rank, "it sent no heartbeats") for rank in lost), None)
+
     def abort(self, message: str) -> None:  # noqa: D102
         self._context.abort_collective_ops(self._errors.ABORTED, message)
 
@@ -207,10 +223,15 @@ class MemoryCoordination(Coordination):
     """The same within one process: share one `Store` among the threads that act as workers."""
 
     class Store:
-        """The keys that all workers of one job share."""
+        """The keys that all workers of one job share.
+
+        Attributes:
+            lost: The worker that the service has lost; set it to play this.
+        """
 
         def __init__(self) -> None:
             self.values: dict[str, str] = {}
+            self.lost: Loss | None = None
             self.changed = threading.Condition()
 
     def __init__(self, store: Store) -> None:
@@ -233,6 +254,9 @@ class MemoryCoordination(Coordination):
     def delete(self, key: str) -> None:  # noqa: D102
         with self._store.changed:
             self._store.values.pop(key, None)
+
+    def find_lost(self, size: int) -> Loss | None:  # noqa: D102
+        return self._store.lost
 
     def abort(self, message: str) -> None:  # noqa: D102
         self.aborted.append(message)

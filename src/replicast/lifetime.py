@@ -85,6 +85,7 @@ class Lifetime:
         self._before_leaving: list[Callable[[], None]] = []
         self._at_exit: list[Callable[[], None]] = []
         self._blamed = False
+        self._reported = False
         self.turns = Turns(
             self._keys,
             rank,
@@ -159,7 +160,12 @@ class Lifetime:
             blamed, message = self._cause(error)
             first = within(CALL_SECS, lambda: self._publish_failure(blamed, message))
             self.failure = self.failure or first or _first(blamed, message)
-        if self.failure.worker != self._rank:
+        self._report()
+
+    def _report(self) -> None:
+        """Writes because of whom this worker exits, once."""
+        if self.failure is not None and self.failure.worker != self._rank and not self._reported:
+            self._reported = True
             sys.stderr.write(f"replicast: {self.failure}\n")
 
     def _cause(self, error: BaseException) -> tuple[int, str]:
@@ -218,6 +224,7 @@ class Lifetime:
             if self._trained_alone():
                 self._end_process(1)
         if self.failure is not None and self.failure.worker != self._rank:
+            self._report()
             sys.stderr.flush()
             sys.stdout.flush()
             self._end_process(PEER_FAILED)
@@ -251,7 +258,6 @@ class Lifetime:
             self.failure = self.failure or JobFailed(
                 f"worker {worker} was lost while worker 0 waited for it to finish: {error}", worker=worker
             )
-            sys.stderr.write(f"replicast: {self.failure}\n")
 
     def _watch(self) -> None:
         try:
@@ -277,12 +283,17 @@ class Lifetime:
     def _poll(self) -> JobFailed | None:
         failed = self._keys.get("failed")
         if failed is None:
-            return None if self._has_left else self.turns.mismatch()
+            return self._lost_peer() or (None if self._has_left else self.turns.mismatch())
         if failed["worker"] == self._rank:
             self._blamed = True
             self._stop.wait(POLL_SECS)
             return None
         return _first(failed["worker"], failed["message"])
+
+    def _lost_peer(self) -> JobFailed | None:
+        """On worker 0: an error if the service has lost a worker. Transfers notice that, waits do not."""
+        lost = self._coordination.find_lost(self._size) if self._rank == 0 else None
+        return None if lost is None else JobFailed(f"{lost_text(lost)} (says worker 0)", worker=lost.worker)
 
     def _no_answers(self) -> None:
         message = (

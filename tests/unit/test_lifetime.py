@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from replicast.config import PEER_FAILED
-from replicast.coordination import MemoryCoordination, lost_worker
+from replicast.coordination import Loss, MemoryCoordination, lost_worker
 from replicast.errors import JobFailed
 from replicast.lifetime import CALL_SECS, GRACE_SECS, SILENT_SECS, Lifetime
 from replicast.turns import POLL_SECS, TURNS_KEPT
@@ -365,7 +365,7 @@ def test_a_worker_exits_when_the_service_has_lost_another(
 
 @pytest.mark.parametrize("workers", [0.5], indirect=True)
 def test_worker_0_exits_when_a_peer_is_lost_while_it_waits_for_it_to_finish(
-    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("replicast.lifetime.GRACE_SECS", 0.2)
     leaving = threading.Thread(target=workers[0].lifetime.leave, daemon=True)
@@ -378,6 +378,20 @@ def test_worker_0_exits_when_a_peer_is_lost_while_it_waits_for_it_to_finish(
     monkeypatch.setattr(workers[0].coordination, "get", lost)
     eventually(lambda: workers[0].exit_codes)
     assert workers[0].exit_codes[0] == PEER_FAILED
+    assert "replicast: worker 1 was lost" in capsys.readouterr().err, "the log says because of whom"
+    workers[1].lifetime.failed(KeyboardInterrupt())
+    workers[1].lifetime.leave()
+
+
+def test_a_worker_that_the_service_has_lost_ends_all_others_although_none_of_them_is_in_a_transfer(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicast.lifetime.GRACE_SECS", 0.2)
+    workers[0].coordination._store.lost = Loss(1, "it sent no heartbeats")
+    eventually(lambda: workers[0].exit_codes)
+    assert workers[0].exit_codes == [PEER_FAILED]
+    assert workers[0].lifetime.failure is not None
+    assert str(workers[0].lifetime.failure).startswith("worker 1 was lost: it sent no heartbeats")
     workers[1].lifetime.failed(KeyboardInterrupt())
     workers[1].lifetime.leave()
 
