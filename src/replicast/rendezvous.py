@@ -225,7 +225,8 @@ def _listening(address: str) -> Iterator[socket.socket]:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=1024)
+    # Whoever reserves the port for this worker has it bound with SO_REUSEADDR or with SO_REUSEPORT: set both.
+    return socket.create_server((host, port), family=family, backlog=1024, reuse_port=True)
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

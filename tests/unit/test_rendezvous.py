@@ -61,6 +61,15 @@ def test_all_workers_meet_in_whatever_order_they_come(order: tuple[int, ...]) ->
     assert all(worker.has_met() for worker in workers)
 
 
+@pytest.mark.parametrize("option", [socket.SO_REUSEADDR, socket.SO_REUSEPORT])
+def test_a_port_that_is_reserved_for_worker_0_can_be_used(option: int) -> None:
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, option, 1)
+        held.bind(("127.0.0.1", 0))
+        addresses = (f"127.0.0.1:{held.getsockname()[1]}", "127.0.0.1:9")
+        assert all(worker.has_met() for worker in (Meeting(addresses, 0), Meeting(addresses, 1)))
+
+
 def test_waiting_workers_say_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replicast.rendezvous.REPORT_SECS", 1.5)  # two messages of worker 0
     addresses = free_addresses(3)
