@@ -1,4 +1,4 @@
-"""How a job ends on real workers: cleanly on all, or at once on all with the first error named."""
+"""How a job ends on real workers: cleanly on all, or promptly on all with the first error named."""
 
 from __future__ import annotations
 
@@ -127,4 +127,4 @@ def test_workers_with_different_numbers_of_batches_end_with_the_reason(tmp_path:
         """,
     )
     assert done.returncode != 0
-    assert "Every worker must be given the same number of batches" in logs[1 - fewer] + logs[fewer]
+    assert "Every worker must get the same number of batches" in logs[1 - fewer] + logs[fewer]

@@ -1,4 +1,4 @@
-"""Promises that one small story shows, each with its own."""
+"""Promises that a small scenario demonstrates, one each."""
 
 from __future__ import annotations
 
@@ -62,6 +62,22 @@ def test_a_proposal_that_is_not_committed_is_in_the_checkpoint_of_its_step() -> 
     assert records(world) == [(1, "add", 2)]
 
 
+def test_a_worker_that_never_reports_its_part_of_saves_is_named_after_a_bounded_time() -> None:
+    world = played(Plan(steps=120, save_every=1, forgets=(1, 1, 200)))
+    assert world.story.disk.history().checkpoints == {}
+    refused = [one for one in world.notes.lines if "did not report its save" in one]
+    assert len(refused) == 120
+    assert "save-step-1 is refused: Worker 1 did not report its save of step 1 within 20 s" in refused[0]
+    assert float(refused[0].split()[0]) < 21.0
+
+
+def test_a_save_that_one_worker_leaves_out_costs_that_one_checkpoint_only() -> None:
+    world = played(Plan(steps=6, save_every=1, audit_every=2, forgets=(1, 2, 3)))
+    assert sorted(world.story.disk.history().checkpoints) == [1, 3, 4, 5, 6]
+    assert line(world, "Worker 1 did not report its save of step 2") < line(world, "checkpoint of step 4")
+    assert line(world, "Worker 1 did not report its audit of step 2") < line(world, "[audit of step 6]")
+
+
 def test_what_waits_what_is_scheduled_and_what_is_behind_a_trial_can_be_withdrawn() -> None:
     trial = Proposal("trial", "digest-of-trial", (("add", "a", 1),), trial=Trial(4, "loss", 9.0))
     script = {1: [("propose", 0, trial)], 2: [("propose", 1, SCALE), ("propose", 1, at_step(ADD, 5))]}
@@ -95,7 +111,7 @@ def test_a_kill_in_a_trial_decides_it_once() -> None:
         assert [decided.kept for decided in world.story.disk.history().decided.values()] == [False]
 
 
-def test_a_stale_groups_record_is_void_for_every_reader() -> None:
+def test_a_stale_groups_record_is_void_forevery_reader() -> None:
     incidents = [(0.1, "push", "push-1", ADD), (0.36, "zombie", 3.0)]
     world = played(Plan(steps=3, incidents=incidents))
     written = [entry for group in world.story.disk.groups for entry in group if isinstance(entry, Committed)]
@@ -134,7 +150,7 @@ def test_a_function_that_raises_is_refused_and_changes_nothing() -> None:
 
 def test_a_function_that_its_source_does_not_propose_is_refused_when_the_training_ends() -> None:
     world = played(Plan(steps=1, script={0: [("function", 1, "f", 3, None, None, 0)]}))
-    assert "Worker 1, on which the function was to run, has not proposed it" in "\n".join(world.notes.lines)
+    assert "Worker 1, on which the function was to run, did not propose it" in "\n".join(world.notes.lines)
 
 
 def test_fifty_updates_of_three_workers_share_few_boundaries() -> None:

@@ -1,4 +1,4 @@
-"""A run directory without a job, a job that is played, and the command line: for the tests of commands."""
+"""A run directory without a job, a fake job, and the command line: for the tests of commands."""
 
 from __future__ import annotations
 
@@ -107,7 +107,9 @@ class PlayedJob:
                         Committed(sequence, id_, digest, step, self.attempt, trial, before, workers=2)
                     )
                 known_step = None if stage is Stage.PREPARED else step
-                inbox.note_stage(self.run, id_, stage, step=known_step, taken_by=this_process())
+                ends = step + taken.trial.steps if taken.trial and stage is Stage.APPLIED else None
+                until = {"trial_until": ends}
+                inbox.note_stage(self.run, id_, stage, step=known_step, taken_by=this_process(), **until)
                 yield
                 if stage is self.stops_at:
                     return

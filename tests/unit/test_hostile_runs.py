@@ -1,4 +1,4 @@
-"""Whatever lies in a run directory, readers end in bounded time and memory, and find what is good."""
+"""Whatever is in a run directory, readers end in bounded time and memory, and find the valid entries."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def strange(path: Path) -> None:
     path.with_name("12.json").write_bytes(path.read_bytes())
 
 
-def test_notes_that_are_none_hang_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_notes_do_not_block_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_worker_note(tmp_path, NOTE)
     strange(tmp_path / "workers" / "0.json")
     assert read_worker_notes(tmp_path) == [NOTE]
@@ -170,9 +170,9 @@ def test_of_a_large_file_in_the_inbox_the_header_is_read_first(
     monkeypatch.setattr(os, "readv", lambda *_: pytest.fail("it is read as a whole"))
     (entry,) = inbox.waiting(tmp_path)
     for act in (lambda: inbox.read(entry.path), lambda: inbox.take(tmp_path, entry.path)):
-        with pytest.raises(UpdateRefused):
+        with pytest.raises(FileDamaged):
             act()
-    with pytest.raises(UpdateRefused):
+    with pytest.raises(FileDamaged):
         Update.load(entry.path)
     assert inbox.stage_of(tmp_path, "large") is None
 
@@ -183,7 +183,7 @@ def test_a_link_in_the_inbox_is_refused_wherever_it_leads(tmp_path: Path) -> Non
     for name, target in (("nowhere", "nowhere"), ("large", "there.safetensors"), ("zero", "/dev/zero")):
         (tmp_path / "inbox" / f"{name}.safetensors").symlink_to(tmp_path / target)
     for entry in inbox.waiting(tmp_path):
-        with pytest.raises(UpdateRefused, match="cannot be read") as raised:
+        with pytest.raises(FileDamaged, match="cannot be read") as raised:
             inbox.take(tmp_path, entry.path)
         inbox.refuse(tmp_path, entry.path, raised.value)
     assert inbox.waiting(tmp_path) == []
@@ -199,7 +199,7 @@ def test_files_that_are_no_updates_are_refused_without_waiting_for_the_disk(
     inbox.refuse(tmp_path, tmp_path / "inbox" / "junk-0.safetensors", UpdateRefused("Wrong"), durably=False)
     monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("it waits for the disk"))
     for entry in inbox.waiting(tmp_path):
-        with pytest.raises(UpdateRefused) as raised:
+        with pytest.raises(FileDamaged) as raised:
             inbox.take(tmp_path, entry.path)
         inbox.refuse(tmp_path, entry.path, raised.value, durably=False)
     assert inbox.waiting(tmp_path) == []

@@ -52,7 +52,8 @@ def status(run: Run, as_json: bool, watch: bool) -> None:
       replicast status runs/first --json | jq .workers[].step
 
     Exit code: 0 while the job starts, trains or restarts, and when it has finished or was stopped; 1 when it
-    has failed, was lost without a word, or a file of the run is damaged; 2 when RUN is not a run directory.
+    has failed, was lost without a word, or a file of the run is damaged, which is named after everything else
+    is shown; 2 when RUN is not a run directory.
     """  # noqa: D301 - click wants a real backspace
     with contextlib.suppress(KeyboardInterrupt):  # The way to end --watch.
         if watch and not as_json and is_live(make_console()):
@@ -64,7 +65,7 @@ def status(run: Run, as_json: bool, watch: bool) -> None:
             else:
                 make_console().print(_rendered(seen))
             if not watch and seen.problem:
-                raise Failed(texts.printable(seen.problem))
+                raise Failed(texts.printable_lines(seen.problem))
             if not watch:
                 sys.exit(1 if seen.state in (State.FAILED, State.LOST) else 0)
             time.sleep(WATCH_SECS)

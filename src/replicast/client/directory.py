@@ -19,6 +19,7 @@ from replicast.client.submission import submit
 from replicast.client.updates import (
     UpdateView,
     committed_views,
+    damage_text,
     find,
     look,
     refused_views,
@@ -126,7 +127,7 @@ class DirectoryRun(Run):
         """The updates of an overview; those in the inbox can be seen also when the journal is damaged."""
         try:
             journal = Updates(self.path)
-            updates = committed_views(self.path, journal, sorted(journal.committed)[-_LAST:])
+            updates = committed_views(self.path, journal, _order(journal)[-_LAST:])
             known = {record.id for record, _ in journal.committed.values()} | set(journal.scheduled)
             waiting = waiting_views(self.path, known)
             refused = refused_views(self.path, journal, known | {view.id for view in waiting})
@@ -135,6 +136,7 @@ class DirectoryRun(Run):
                 "scheduled": tuple(scheduled_views(journal)),
                 "waiting": tuple(waiting),
                 "refused": tuple(refused[-_LAST:]),
+                "problem": damage_text(journal),
             }
         except FileDamaged as error:
             return {"waiting": tuple(waiting_views(self.path, ())), "problem": str(error)}
@@ -146,27 +148,27 @@ class DirectoryRun(Run):
     def log(self, last: int | None = None) -> list[UpdateView]:
         """As `Run.log`."""
         journal = Updates(self.path)
-        order = sorted(journal.committed, key=lambda number: (journal.committed[number][0].step, number))
+        order = _order(journal)
         return committed_views(
             self.path, journal, order if last is None else order[max(0, len(order) - last) :]
         )
 
     def show(self, which: str | int) -> UpdateView:
         """As `Run.show`."""
-        view = find(self.path, str(which))
+        view = find(self.path, str(which), Updates(self.path))
+        update = None
         try:
             if view.sequence is not None:
                 update = load_update(self.path, view.sequence)
             elif view.path is not None:
                 update = Update.load(view.path)
-            else:
-                return view
-        except FileDamaged as error:
-            return replace(view, damage=str(error))
-        except (PayloadRemoved, UpdateRefused):
-            # Every checkpoint contains it; or that is why it was refused, or the job has just taken it away.
+        except PayloadRemoved:  # Every checkpoint contains it.
             return view
-        return replace(view, details=tuple(views_of(update.edits, self.schema())))
+        except (FileDamaged, UpdateRefused) as error:
+            # That may be why it was refused; or the job has just taken it away.
+            return view if view.sequence is None else replace(view, damage=str(error))
+        details = None if update is None else tuple(views_of(update.edits, self.schema()))
+        return replace(view, details=details)
 
     def look(self, update_id: str, thoroughly: bool = False) -> UpdateView:
         """As `Run.look`."""
@@ -241,17 +243,22 @@ class DirectoryRun(Run):
         """As `Run.log_lines`."""
         logs = self.path / "logs"
         if attempt is None:
-            attempts = [
-                one.name.removeprefix("attempt-") for one in logs.glob(f"attempt-*/worker-{worker:d}.log")
-            ]
-            attempt = max((int(one) for one in attempts if one.isascii() and one.isdigit()), default=0)
+            found = (path.parent.name[8:] for path in logs.glob(f"attempt-*/worker-{worker:d}.log"))
+            attempt = max(
+                (int(number) for number in found if number.isascii() and number.isdigit()), default=0
+            )
         path = logs / f"attempt-{attempt:d}" / f"worker-{worker:d}.log"
         if not path.is_file():
             raise NotFound(
                 f"There is no log {path}: `replicast run` writes it, unless another --log-dir was given."
             )
-        found = islice(lines_from_the_end(path), min(max(lines, 0), _MAX_LOG_LINES))
-        return [line.decode(errors="replace") for line in found][::-1]
+        last = islice(lines_from_the_end(path), min(max(lines, 0), _MAX_LOG_LINES))
+        return [line.decode(errors="replace") for line in last][::-1]
+
+
+def _order(journal: Updates) -> list[int]:
+    """The committed updates in the order in which they are applied: after a restart, not that of numbers."""
+    return sorted(journal.committed, key=lambda number: (journal.committed[number][0].step, number))
 
 
 def read_operations(run: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a run tells of itself: data classes that are the same in Python, as JSON and over HTTP."""
+"""The state of a run as data classes, which are the same in Python, as JSON and over HTTP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UPDATES = ("updates", "scheduled", "waiting", "refused")
 
 @dataclass(frozen=True, slots=True)
 class Brief:
-    """How a run is, in a few words: cheap to find out, also for many runs.
+    """The state of a run in short: cheap to read, also for many runs.
 
     Attributes:
         run: Its directory or address.
@@ -79,7 +79,7 @@ class Overview:
         waiting: Those that wait in the inbox.
         refused: The last ones that were refused.
         changes: What became of the job: the last lines of states.jsonl, as `storage.states.Change` has them.
-        problem: What is wrong with the journal: its updates are not among the above then.
+        problem: What is wrong with the journal: what its damaged files said is missing above.
     """
 
     run: str

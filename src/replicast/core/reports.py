@@ -1,4 +1,4 @@
-"""What workers report of what they did at a boundary. Data that crosses processes."""
+"""Workers' reports of what they did at a boundary, as sent between processes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,32 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class ReportId:
+    """Which planned save or audit a report belongs to: the same on all workers.
+
+    Attributes:
+        kind: "save" or "audit".
+        step: The boundary at which it is made.
+        count: Which one of its kind it is at that boundary, from 1.
+    """
+
+    kind: str
+    step: int
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.kind}-step-{self.step}" + (f"-{self.count}" if self.count > 1 else "")
+
+
 @dataclass(frozen=True, slots=True)
 class Applied:
     """A worker has applied an update.
 
     Attributes:
-        digest: Of what the update touched.
+        digest: The digest of the variables that the update touched.
         applied_at: When, in seconds since 1970.
-        stall_secs: How long the training thread was held up.
+        stall_secs: How long the training thread was stopped.
         trained: How far this worker has trained, in a unit that all workers count alike.
     """
 
@@ -26,13 +44,13 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a worker saw in an audit.
+    """One worker's digests in an audit.
 
     Attributes:
-        step: Where.
+        step: The step at which they were computed.
         digests: Of each variable that must be equal on all workers; in a planned audit, one of all of them.
         free: Of each variable that may differ.
-        secs: How long it took.
+        secs: How long it took to compute them.
         trained: How far this worker has trained, in a unit that all workers count alike.
         time: When, in seconds since 1970.
     """
@@ -47,13 +65,13 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a worker contributes to a checkpoint.
+    """One worker's contribution to a checkpoint.
 
     Attributes:
-        step: Where.
-        digest: Of all that must be equal on all workers.
+        step: The step of the state.
+        digest: The digest of all variables that must be equal on all workers.
         holds: The sequence numbers of the updates that its state contains.
-        details: What is written with the checkpoint; None on worker 0 when it skips this one.
+        details: What is written with the checkpoint; None on worker 0 if it skips this one.
     """
 
     step: int

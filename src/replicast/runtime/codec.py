@@ -24,7 +24,8 @@ _CLASSES: tuple[type[Any], ...] = (
     *(update.Load, update.Prepare, update.Apply, update.Discard, function.Compute, sync.Digest, sync.Publish),
     *(save.TakeSnapshot, leave.Exit, trial.Measure, trial.Begin, trial.End),
     *(audit.Examine, audit.Expected, audit.Compare, audit.Report, audit.AuditReport, audit.Difference),
-    *(reports.Applied, reports.Seen, reports.Snapshot, entries.Receipt, operation.Outcome, refusal.Refusal),
+    *(reports.ReportId, reports.Applied, reports.Seen, reports.Snapshot, entries.Receipt),
+    *(operation.Outcome, refusal.Refusal),
     *(proposal.Proposal, proposal.Published, Trial, TrialOutcome, Parcel, Piece, Deviation),
 )
 _BY_NAME = {cls.__name__: cls for cls in _CLASSES}

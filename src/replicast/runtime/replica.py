@@ -14,7 +14,7 @@ from replicast.audits.distances import deviation
 from replicast.core.proposal import Content, Published
 from replicast.core.refusal import Refuse
 from replicast.core.reports import Applied, Seen, Snapshot
-from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused
+from replicast.errors import PayloadRemoved, UpdateRefused
 from replicast.runtime.functions import Function, computed_update
 from replicast.runtime.gate import Gate
 from replicast.runtime.measures import Measures
@@ -87,7 +87,7 @@ class StateReplica:
         self.may_differ: frozenset[str] = frozenset()
         self.trained: Callable[[], int] = lambda: 0
         self.step: Callable[[], int] = lambda: 0
-        self.take_snapshot: Callable[[bool, bool], Any] = lambda due, again: None
+        self.take_snapshot: Callable[[str, bool, bool], Any] = lambda id_, due, again: None
         self.expectation: Callable[[str], str | None] = lambda name: None
         self.on_report: Callable[[Any, bool], None] = lambda report, raises: None
         self.on_leave: Callable[[str], None] = lambda problem: None
@@ -102,7 +102,7 @@ class StateReplica:
             raise Refuse("Only worker 0 reads the journal")
         try:
             return self._parcels.publish(self.journal.load(id_, digest))
-        except (FileDamaged, PayloadRemoved) as error:
+        except PayloadRemoved as error:
             raise Refuse(str(error)) from error
         except UpdateRefused as error:
             raise _refuse(error, self.rank) from error
@@ -226,10 +226,10 @@ class StateReplica:
                     found[edit.variable] = deviation(mine, value)
         return found
 
-    def snapshot(self, *, due: bool, again: bool) -> Snapshot:
+    def snapshot(self, id_: str, *, due: bool, again: bool) -> Callable[[], Snapshot]:
         """As in `Replica`."""
-        snapshot: Snapshot = self.take_snapshot(due, again)()
-        return snapshot
+        finish: Callable[[], Snapshot] = self.take_snapshot(id_, due, again)
+        return finish
 
     def keep_copy(self) -> None:
         """As in `Replica`."""

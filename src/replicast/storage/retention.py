@@ -5,26 +5,36 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
-from replicast.core.entries import Committed, Refused, Withdrawn
+from replicast.core.entries import Committed, Refused, Scheduled, Withdrawn
 from replicast.files import remove_leftovers
 from replicast.storage.entry_files import PAYLOAD, EntryFile, payload_path
 from replicast.storage.groups import entry_kinds, entry_path, group_directory, group_numbers, last_claim
 
 
-def unneeded_payloads(files: Iterable[EntryFile], held: Container[int]) -> Iterator[EntryFile]:
+def unneeded_payloads(
+    files: Iterable[EntryFile],
+    held: Container[int],
+    group: int,
+    pending: Container[tuple[str, str]] | None,
+) -> Iterator[EntryFile]:
     """The payloads whose bytes no attempt will need again.
 
     Args:
         files: All entries that count, in order.
         held: The sequence numbers of the updates that every kept checkpoint contains.
+        group: The group that writes: what it has stored may be under way.
+        pending: The ids and digests of the updates that kept checkpoints propose again. None if not known.
     """
     open_: dict[str, dict[str, EntryFile]] = {}  # by id and digest: neither committed nor ended
+    scheduled: set[str] = set()
     for file in files:
         match file.stored:
             case Committed(sequence, id_, digest):
                 payload = open_.get(id_, {}).pop(digest, None)
                 if payload is not None and sequence in held:
                     yield payload
+            case Scheduled(id_):
+                scheduled.add(id_)
             case Withdrawn(id_) | Refused(id_, whole=True):
                 yield from open_.pop(id_, {}).values()
             case _ if file.payload_key is not None:
@@ -33,6 +43,12 @@ def unneeded_payloads(files: Iterable[EntryFile], held: Container[int]) -> Itera
                 if earlier is not None:
                     yield earlier  # A later attempt has written the same payload again.
                 open_[id_][digest] = file
+    for id_, payloads in open_.items():
+        for digest, file in payloads.items():
+            # An attempt that died has left it. No start brings it back but from a checkpoint or the schedule.
+            is_left = file.group < group and id_ not in scheduled
+            if is_left and pending is not None and (id_, digest) not in pending:
+                yield file
 
 
 def remove_void(run_dir: Path, group: int) -> None:
@@ -59,10 +75,11 @@ def _remove_void_of(directory: Path, counted: int) -> None:
     remove_leftovers(directory, older_than_secs=0.0)
     kinds = entry_kinds(directory)
     void = [entry_path(directory, number, kind) for number, kind in kinds.items() if number > counted]
+    # Not those of an entry that is missing: it may come back from a backup.
     payloads = {
         payload_path(directory, number)
-        for number, kind in kinds.items()
-        if kind == "payload" and number <= counted
+        for number in range(1, counted + 1)
+        if kinds.get(number, "payload") == "payload"
     }
     void.extend(path for path in directory.glob(f"*{PAYLOAD}") if path not in payloads)
     for path in void:

@@ -1,7 +1,8 @@
-"""Functions: one worker computes an update from the live values while all wait for it."""
+"""Functions: one worker computes an update from the live values while all others wait."""
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from dataclasses import replace
 from typing import Any
 
@@ -99,11 +100,11 @@ def test_a_function_that_its_source_never_proposes_is_refused_at_the_end_of_trai
         ticket = job.workers[0].session.propose_function("f", adding(1.0), source=1, at_step=None)
         job.train(2)
         error = refusal(ticket)
-        assert "Worker 1, on which the function was to run, has not proposed it" in str(error)
+        assert "Worker 1, on which the function was to run, did not propose it" in str(error)
         assert error.worker == 1
 
 
-def test_a_function_for_a_later_step_keeps_nobody_waiting() -> None:
+def test_a_function_for_a_later_step_delays_no_worker() -> None:
     with Job(2) as job:
         later = propose_on_all(job, "later", lambda v: {"bias": v["bias"] * 2}, 1, at_step=12)
         soon = job.workers[0].session.propose(bias(3.0))
@@ -170,17 +171,33 @@ def test_a_function_may_propose() -> None:
         assert [bias_of(worker) for worker in job.workers] == [11.0, 11.0]
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
-def test_a_function_that_ends_its_worker_is_refused_for_the_others(error: BaseException) -> None:
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), CancelledError()], ids=repr)
+def test_a_function_that_exits_is_refused_and_the_job_goes_on(error: BaseException) -> None:
     with Job(2) as job:
 
         def leave(values: Any) -> Any:
             raise error
 
         tickets = propose_on_all(job, "f", leave, source=1)
-        with pytest.raises(type(error)):
+        job.train(3)
+        for ticket in tickets:
+            assert f"leave raised {type(error).__name__}" in str(refusal(ticket))
+        later = job.workers[0].session.propose(bias(1.0))
+        job.train(2)
+        assert later.result(DEADLINE_SECS).sequence == 1
+        assert [bias_of(worker) for worker in job.workers] == [1.0, 1.0]
+
+
+def test_ctrl_c_in_a_function_ends_the_worker_and_is_refused_for_the_others() -> None:
+    with Job(2) as job:
+
+        def interrupted(values: Any) -> Any:
+            raise KeyboardInterrupt
+
+        tickets = propose_on_all(job, "f", interrupted, source=1)
+        with pytest.raises(KeyboardInterrupt):
             job.train(3)
-        assert f"It ended the worker ({type(error).__name__})" in str(refusal(tickets[0]))
+        assert "It ended the worker (KeyboardInterrupt)" in str(refusal(tickets[0]))
         assert [worker.applied for worker in job.workers] == [[], []]
 
 
@@ -221,7 +238,7 @@ def test_nothing_is_applied_between_what_a_function_saw_and_what_it_returned() -
         assert [bias_of(worker) for worker in job.workers] == [55.0, 55.0]
 
 
-def test_a_function_refused_by_a_worker_that_cannot_take_its_bytes_lets_all_go_on() -> None:
+def test_a_function_refused_by_a_worker_that_cannot_take_its_bytes_lets_all_continue() -> None:
     with Job(3) as job:
         receive = job.workers[2].transport.receive
 

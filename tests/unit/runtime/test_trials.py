@@ -1,4 +1,4 @@
-"""Trials on real threads: what is measured, what decides, what authors are told, and which bits are back."""
+"""Trials on real threads: measurements, decisions, outcomes for authors, and the reverted bits."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_a_trial_that_cannot_be_judged_is_refused(trial: Trial, steps: int, loss
         eventually(lambda: not job.board.buffers)
 
 
-def test_a_sync_and_a_save_in_a_trial_are_refused_on_all_workers_and_it_goes_on() -> None:
+def test_a_sync_and_a_save_in_a_trial_are_refused_on_all_workers_and_it_continues() -> None:
     with Job(2) as job:
         run = Run(job)
         told: list[Any] = []
@@ -249,7 +249,7 @@ def test_replicas_that_are_not_equal_after_a_trial_are_reported() -> None:
             run.tickets[0].result(DEADLINE_SECS)
 
 
-def test_what_a_trial_that_was_taken_back_has_measured_counts_for_no_other() -> None:
+def test_what_a_reverted_trial_has_measured_counts_for_no_other() -> None:
     with Job(1) as job:
         run = Run(job)
         second = run.propose(0, bias(0.5, id="second"), 12, Trial(5, max_increase=0.6))
@@ -268,3 +268,22 @@ def test_a_trial_from_outside_is_told_to_who_pushed_it() -> None:
         eventually(lambda: ticket in job.outcomes)
         tell = job.outcomes[ticket]
         assert (tell.stage, tell.outcome.trial.outcome) == (Stage.REVERTED, "reverted")
+
+
+def test_until_when_an_update_is_on_trial_is_known_while_it_is() -> None:
+    with Job(2) as job:
+
+        def until() -> list[int | None]:
+            return [one["trial_until"] for one in job.workers[0].session.operations()]
+
+        def one_step(worker: Worker, step: int) -> Mapping[str, Any]:
+            if step == 8:
+                assert until() == [None], "it is scheduled"
+            if step == 11:
+                eventually(lambda: until() == [13])
+            return loss_of_bias(worker, step)
+
+        run = Run(job, one_step)
+        run.train(14, {6: run.propose(1, bias(0.01), at_step=8)})
+        assert outcome_of(run.tickets[0]).step == 13
+        assert until() == []

@@ -1,9 +1,10 @@
-"""Who waits for what: tickets in training threads and elsewhere, and workers that wait for each other."""
+"""Waits: for tickets in training threads and elsewhere, and of workers for each other."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_a_trial_that_needs_the_steps_of_a_training_thread_is_not_waited_for() -
         assert tickets[1].waits_for == ""
 
 
-def test_a_time_limit_in_the_training_thread_is_kept_and_training_goes_on() -> None:
+def test_a_time_limit_in_the_training_thread_is_kept_and_training_continues() -> None:
     with Job(2) as job:
 
         def ask(worker: Worker, step: int) -> None:
@@ -119,7 +120,7 @@ def test_a_time_limit_that_was_not_waited_for_is_not_said_to_have_passed() -> No
         assert [step for step, _ in job.workers[0].applied] == [9]
 
 
-def test_another_thread_may_wait_while_the_training_goes_on() -> None:
+def test_another_thread_may_wait_while_the_training_continues() -> None:
     with Job(2) as job:
         receipts: list[Any] = []
         ticket = scheduled(job.workers[0].session.propose(bias(1.0), at_step=20))
@@ -212,7 +213,7 @@ def test_what_a_worker_reports_comes_after_what_it_has_proposed_before() -> None
         assert again.workers[1].applied == [(50, "before")]
 
 
-def test_a_worker_that_has_waited_long_goes_on_only_when_the_others_know_it(
+def test_a_worker_that_has_waited_long_continues_only_when_the_others_know_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise they take it for one that has missed a boundary, and end the job."""
@@ -242,9 +243,9 @@ def test_what_a_worker_reports_last_of_all_is_sent_before_its_threads_end() -> N
     with Job(2) as job:
 
         def report(worker: Worker) -> None:
-            snapshot = worker.session.replica.take_snapshot(True, False)()
+            snapshot = worker.session.replica.take_snapshot("", True, False)()
             slow = threading.Event()
-            worker.session.report("save", lambda: (slow.wait(0.5), snapshot)[1])
+            worker.session.report(worker.session.next_report("save"), lambda: (slow.wait(0.5), snapshot)[1])
             if worker.rank == 1:
                 worker.session.stop()
 
@@ -252,20 +253,45 @@ def test_what_a_worker_reports_last_of_all_is_sent_before_its_threads_end() -> N
         eventually(lambda: job.checkpoints)
 
 
-def test_a_worker_that_was_interrupted_while_it_waited_for_the_others_does_not_train_on() -> None:
-    """It would not stop at the next boundary, and apply there later what the others apply now."""
-    with Job(2) as job:
+WAITS: dict[str, Callable[[Worker], object]] = {
+    "boundary": Worker.step,
+    "sync": lambda worker: worker.session.rest("sync", 0),
+    "save": lambda worker: worker.session.rest("save"),
+    "audit": lambda worker: worker.session.rest("audit", "warn"),
+    "result": lambda worker: worker.session.propose(bias(1.0, id="mine"), at_step=99).result(DEADLINE_SECS),
+    "close": lambda worker: worker.session.rest("close"),
+}
 
-        def interrupted(worker: Worker) -> None:
+
+@pytest.mark.parametrize("then", WAITS)
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_worker_that_was_interrupted_while_it_waited_for_the_others_does_not_go_on_with_them(
+    wait: str, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has not done what it was told to do there, and what it was told is not about a later wait."""
+    monkeypatch.setattr(gate, "REMIND_SECS", 0.05)
+    with Job(2) as job:
+        is_interrupted, has_heard = threading.Event(), threading.Event()
+        if wait == "boundary":
+            job.workers[0].session.propose(bias(2.0, id="theirs"))
+            eventually(lambda: job.workers[1].session.is_wanted)
+
+        def act(worker: Worker) -> str:
             if worker.rank == 0:
-                worker.session.rest("meet", "here")
-                return
+                assert is_interrupted.wait(DEADLINE_SECS)
+                if wait == "close":
+                    worker.session.rest("close")
+                has_heard.set()
+                return ""
             worker.failure = KeyboardInterrupt()  # type: ignore[assignment]
             with pytest.raises(KeyboardInterrupt):
-                worker.session.rest("meet", "here")
-            worker.failure = None
+                WAITS[wait](worker)
+            worker.failure = None  # the script has caught it
+            is_interrupted.set()
+            assert has_heard.wait(DEADLINE_SECS)
+            with pytest.raises(JobFailed) as failed:
+                WAITS[then](worker)
+            return str(failed.value)
 
-        job.workers[0].do(lambda: time.sleep(2 * gate.REMIND_SECS))
-        job.on_all(interrupted)
-        with pytest.raises(JobFailed, match="was interrupted while it waited for the others"):
-            job.train(1)
+        said = job.on_all(act)[1]
+        assert said.startswith("This worker was interrupted while it waited for the others")

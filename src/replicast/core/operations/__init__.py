@@ -4,7 +4,7 @@ update.py     every replica applies an update at one boundary; also how the jour
 function.py   one worker computes an update from the live values, at the boundary where it is applied
 sync.py       every replica becomes equal to one worker's
 save.py       a checkpoint of one boundary
-audit.py      who differs, where; and heal
-trial.py      an update that proves itself, or is reverted by every replica
-leave.py      save, and end together
+audit.py      compares the replicas; heals them
+trial.py      an update that is kept if a metric allows it, or reverted by every replica
+leave.py      save, and exit together
 """

@@ -3,10 +3,10 @@
     coordinator                               every worker
     stop all
     nothing more is decided from here on
-    Snapshot, write the checkpoint ─────────► unless a trial is under way: what may be reverted is not saved
-    Exit ───────────────────────────────────► the process ends; worker 0, with the channel, ends last
+    Snapshot, write the checkpoint ─────────► unless a trial is in progress, whose state may be reverted
+    Exit ───────────────────────────────────► the process exits; worker 0, which has the channel, exits last
 
-What is not decided then is for the next start: it is in the inbox, in the journal or in the checkpoint.
+Undecided proposals are left to the next start: they are in the inbox, the journal or the checkpoint.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ class Leave(Operation):
         """The coordinator's side."""
         yield Boundary()
         job.leaving = True
-        refusal = Refusal("A trial is under way: the job goes on from the checkpoint before it")
+        refusal = Refusal("A trial is in progress: the job continues from the checkpoint before it")
         outcome = Outcome(Stage.VERIFIED, refusal)
         if job.trial is None:
             try:
-                snapshots = yield Ask(TakeSnapshot(), None, job.timeouts.compute_secs, "take a snapshot")
+                snapshots = yield Ask(
+                    TakeSnapshot(self.id), None, job.timeouts.compute_secs, "take a snapshot"
+                )
                 outcome = yield from saved(job, snapshots)
             except Refuse as error:
                 outcome = Outcome(Stage.VERIFIED, error.refusal)
@@ -48,15 +50,15 @@ class Leave(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """Worker, in the training thread: end the process.
+    """Worker, in the training thread: exit the process.
 
     Attributes:
-        problem: Why the state is not saved; empty when it is.
+        problem: Why the state is not saved; empty if it is.
     """
 
     problem: str = ""
     in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> None:
-        """When it has answered."""
+        """The process exits after it has answered."""
         replica.leave(self.problem)

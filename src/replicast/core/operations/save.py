@@ -1,10 +1,11 @@
 """Save: a checkpoint of one boundary.
 
     coordinator                               every worker
-    usually nobody waits: ◄────────────────── every worker takes its snapshot at one boundary, and goes on
-    otherwise: stop all, Snapshot ──────────► copy the state on worker 0, digest it everywhere; go on
+    planned, without a stop: ◄─────────────── takes its snapshot at one boundary, and continues
+    one is missing? refused (`planned.py`)
+    otherwise: stop all, Snapshot ──────────► copy the state on worker 0, digest it on all; continue
     all digests equal? otherwise an audit
-    wait until the payloads of what was proposed before are durable
+    wait until the payloads of earlier proposals are durable
     write the state: THE COMMIT of the checkpoint
 
 The checkpoint includes uncommitted proposals made before the boundary: a script restarted from here does not
@@ -14,7 +15,7 @@ update was applied between the workers' snapshots, they are taken again.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,7 +36,7 @@ from replicast.core.operation import (
 from replicast.core.operations.trial import under_way
 from replicast.core.order import Replica
 from replicast.core.refusal import Refusal, Refuse
-from replicast.core.reports import Snapshot
+from replicast.core.reports import ReportId, Snapshot
 from replicast.core.stage import Stage
 
 Snapshots = dict[int, Snapshot | None]
@@ -45,21 +46,21 @@ class Save(Operation):
     """A checkpoint for which every worker has taken a snapshot, or that was requested.
 
     Args:
-        report: The number of the workers' report that it belongs to; 0 if it was requested.
+        report: Which reports of the workers it is made of; None if it was requested.
     """
 
     kind: ClassVar[str] = "save"
 
-    def __init__(self, id_: str, report: int = 0) -> None:
+    def __init__(self, id_: str, report: ReportId | None = None) -> None:
         super().__init__(id_)
         self.report = report
 
     def script(self, job: Job) -> Script:
         """The coordinator's side."""
         snapshots = Snapshots()
-        if self.report:
-            snapshots = yield Collect(self.kind, self.report)
-            if _is_skipped(snapshots):  # also when the others' parts are not of one state
+        if self.report is not None:
+            snapshots = yield Collect(self.report)
+            if _is_skipped(snapshots):  # also if the other snapshots are of different states
                 return Outcome(Stage.VERIFIED)
         elif self.tokens:  # all training threads rest in it: they cannot train to the end of a trial
             self.in_trial = True
@@ -67,37 +68,34 @@ class Save(Operation):
         if not _are_of_one_state(snapshots):
             yield Boundary()
             if job.trial is not None:
-                raise Refuse(f"{under_way(job.trial)}: what may be reverted is not saved")
+                raise Refuse(f"{under_way(job.trial)}: its state may be reverted, so it is not saved")
             again = any(one is not None for one in snapshots.values())
-            snapshots = yield Go(TakeSnapshot(due=not self.tokens, again=again), resume=True)
+            snapshots = yield Go(TakeSnapshot(self.id, due=not self.tokens, again=again), resume=True)
         return (yield from saved(job, snapshots))
 
 
 def _is_skipped(snapshots: Snapshots) -> bool:
-    """Whether worker 0, which writes, has taken no copy: it is busy with another one."""
+    """Whether worker 0 has taken no copy, because it is still writing an earlier one."""
     first = snapshots[0]
     return first is not None and first.details is None
 
 
 def _are_of_one_state(snapshots: Snapshots) -> bool:
-    """Whether all workers have taken one, all before or all after every update at that boundary.
+    """Whether all workers have taken a snapshot, with the same updates in it.
 
-    A worker that has taken its snapshot may wait there for something else; then an update is applied there,
-    and workers that come later take theirs with it. In a trial there is none: its end comes first.
+    A worker that has taken its snapshot may wait at that boundary. If an update is then applied there,
+    workers that arrive later take theirs with it. During a trial there are no snapshots.
     """
     taken = [one for one in snapshots.values() if one is not None]
     return 0 < len(taken) == len(snapshots) and len({one.holds for one in taken}) == 1
 
 
 def saved(job: Job, snapshots: Snapshots) -> Generator[AnyRequest, Any, Outcome]:
-    """The checkpoint is durable, if the state was the same on all workers."""
+    """Writes the checkpoint, if the state was the same on all workers."""
     taken = {rank: one for rank, one in snapshots.items() if one is not None}
     if _is_skipped(snapshots):
         return Outcome(Stage.VERIFIED)
     first = taken[0]
-    if len({one.step for one in taken.values()}) > 1:
-        said = ", ".join(f"worker {rank} at step {one.step}" for rank, one in sorted(taken.items()))
-        return Outcome(Stage.REFUSED, Refusal(f"The workers save at different steps: {said}"))
     differing = tuple(rank for rank, one in sorted(taken.items()) if one.digest != first.digest)
     if differing:
         job.request_audit()
@@ -114,14 +112,16 @@ class TakeSnapshot:
     """Worker, in the training thread: the digest of the state; on worker 0 also a copy of it.
 
     Attributes:
-        due: Nobody waits for it: see `Replica.snapshot`.
-        again: Those that were reported are not used: see `Replica.snapshot`.
+        id: The id of the operation.
+        due: See `Replica.snapshot`.
+        again: See `Replica.snapshot`.
     """
 
+    id: str
     due: bool = False
     again: bool = False
     in_background: ClassVar[bool] = False
 
-    def perform(self, replica: Replica) -> Snapshot | None:
+    def perform(self, replica: Replica) -> Snapshot | Callable[[], Snapshot] | None:
         """None while a trial is under way."""
-        return None if replica.on_trial else replica.snapshot(due=self.due, again=self.again)
+        return None if replica.on_trial else replica.snapshot(self.id, due=self.due, again=self.again)

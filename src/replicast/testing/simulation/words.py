@@ -1,4 +1,4 @@
-"""Messages, entries, orders and answers as short English, for transcripts."""
+"""Messages, entries, orders and answers as short text, for transcripts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from replicast.core.operations.trial import Begin, End, Measure
 from replicast.core.operations.update import Apply, Discard, Load, Prepare
 from replicast.core.proposal import Proposal, Published
 from replicast.core.refusal import Refusal
-from replicast.core.reports import Applied, Seen, Snapshot
+from replicast.core.reports import Applied, ReportId, Seen, Snapshot
 from replicast.testing.simulation.replica import InMemory
 
 
 def described(thing: Any) -> str:
-    """A few words."""
+    """A short text for a message, an entry, an order or an answer."""
     for words in (_message, _entry, _order):
         said = words(thing)
         if said:
@@ -161,8 +161,8 @@ def _value(thing: Any) -> str:
     return str(thing)
 
 
-def _number(number: int | tuple[str, int]) -> str:
-    return str(number) if isinstance(number, int) else f"{number[0]} {number[1]}"
+def _number(number: int | ReportId) -> str:
+    return str(number) if isinstance(number, int) else f"{number.kind} of step {number.step}"
 
 
 def _edits(edits: tuple[Any, ...]) -> str:
