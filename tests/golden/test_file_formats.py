@@ -2,6 +2,7 @@
 
 import shutil
 import time
+import uuid
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +29,6 @@ from replicast.storage.index import write_index
 from replicast.storage.journal import FileJournal
 from replicast.storage.runfiles import RunInfo, read_run_info, write_run_info
 from replicast.storage.updates import committed_updates, load_update
-from replicast.strictjson import sealed
 from replicast.update.schema import Schema, Variable
 from replicast.update.trial import Trial, TrialOutcome
 from replicast.update.update import Update
@@ -72,7 +72,7 @@ def entries() -> list[Entry]:
 
 def claim() -> Claim:
     process = {"pid": 4242, "host": "box", "started": 123456}
-    return Claim(1, (), ("00001200-1",), attempt=1, process=process, claimed_at=1700000000.5, run="a" * 32)
+    return Claim(1, (), ("00001200-1",), attempt=1, process=process, claimed_at=TIME, run="a" * 32)
 
 
 def run_info() -> RunInfo:
@@ -100,13 +100,15 @@ def test_the_digest_of_an_updates_content_stays_what_it_is() -> None:
 
 def test_what_a_group_writes_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: TIME)
+    monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(claim().run))
+    monkeypatch.setattr("replicast.storage.fence.this_process", lambda: claim().process)
+    (tmp_path / "checkpoints" / claim().checkpoints[0]).mkdir(parents=True)
     fence = Fence(tmp_path, attempt=1)
     journal = FileJournal(tmp_path, fence)
     write_run_info(fence, run_info())
     for entry in entries():
         journal.write(entry, update() if isinstance(entry, Payload) else None)
     write_index(tmp_path, 1, counted_entries(tmp_path)[0])
-    (fence.directory / "claim.json").write_bytes(sealed(claim().to_json()))  # It has a process.
     names = sorted(path.name for path in (FOLDER / "group").iterdir())
     assert names == sorted(path.name for path in fence.directory.iterdir())
     for name in names:

@@ -27,6 +27,7 @@ COMMANDS = {
     "inspect": "Say what a file would do; list a run's variables.",
     "withdraw": "Take back an update that is not committed yet.",
     "audit": "Show whether the replicas are equal; --now compares them.",
+    "report": "Write a report on a run into one HTML file.",
     "checkpoint": "List, verify, compare and patch checkpoints.",
     "demo": "See it work, in under a minute.",
     "doctor": "Check this machine, and say how to fix what is wrong.",

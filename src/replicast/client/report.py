@@ -21,13 +21,15 @@ _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; }
-th, td { text-align: left; vertical-align: top; padding: .3rem .6rem .3rem 0; border-bottom: 1px solid #8884; }
+th, td { text-align: left; vertical-align: top; padding: .3rem .6rem .3rem 0; }
+tr { border-bottom: 1px solid #8884; }
 td { overflow-wrap: anywhere; }
 code { font-size: 12px; }
 .good { color: #1a7f37; } .bad { color: #c62828; font-weight: bold; }
 svg { width: 100%; height: auto; } path { fill: none; stroke: #3b6ea5; stroke-width: 1.5; }
 line { stroke: #b26a00; stroke-dasharray: 3 3; } text { font-size: 12px; fill: currentColor; }
 """
+_UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
 _WIDTH, _HEIGHT, _LEFT, _POINTS = 1000, 260, 70, 1000
 
 
@@ -141,7 +143,7 @@ def _curves(body: Element, metrics: Metrics, updates: Sequence[UpdateView]) -> N
 
 def _curve(name: str, series: Series, marks: Iterable[int]) -> Element:
     svg = Element("svg", viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img")
-    points = [
+    points: list[tuple[int, float]] = [
         (step, value)
         for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True)
         if math.isfinite(value)
@@ -194,17 +196,13 @@ def _table(body: Element, heads: Sequence[str], rows: Iterable[Sequence[object]]
 
 def _add(parent: Element, tag: str, text: str, kind: str = "") -> Element:
     element = SubElement(parent, tag, {"class": kind} if kind else {})
-    element.text = "".join(
-        one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text
-    )
+    element.text = "".join(one if one.isprintable() or one == "\n" else _UNPRINTABLE for one in text)
     return element
 
 
 def _edits(view: UpdateView) -> str:
-    return ", ".join(
-        f"{edit.get('operation')} {edit.get('variable')} {json.dumps(edit.get('shape'))}"
-        for edit in view.edits
-    )
+    edits = ((edit.get("operation"), edit.get("variable"), edit.get("shape")) for edit in view.edits)
+    return ", ".join(f"{operation} {variable} {json.dumps(shape)}" for operation, variable, shape in edits)
 
 
 def _change(change: Change) -> tuple[object, ...]:

@@ -2,13 +2,16 @@
 
     claim of group 1 ◄── entry 1 ◄── entry 2 ◄── claim of group 2 ◄── entry 1 ◄── …
 
-A claim contains the hash of the last entry before it that counts, or of the claim before if there is none.
+A claim contains the hash of the last entry before it that counts, the first entry of a group that of its
+claim.
 The seal of an entry shows damage; the chain shows that somebody has replaced an entry together with its seal.
 """
 
 from __future__ import annotations
 
 import hashlib
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +49,7 @@ def read_chain(run_dir: Path) -> Chain:
         length += 1
         try:
             content = read_bytes(path, max_bytes=_MAX_BYTES, follow=False)
-            previous = parse_object(content).get("previous")
+            previous = parse_object(bytes(content)).get("previous")
         except (FileDamaged, ValueError, OSError) as error:
             problems.append(f"{path}: {error}")
             before = ""
@@ -57,17 +60,34 @@ def read_chain(run_dir: Path) -> Chain:
     return Chain(length, before, tuple(problems))
 
 
-def last_digest(run_dir: Path, claim: Claim | None) -> str:
-    """The hash of the last record that counts under a claim; empty without one."""
-    if claim is None:
+def last_digest(run_dir: Path, counted: Sequence[tuple[int, int]]) -> str:
+    """The hash of the last of the entries that count; empty if there is none, or it cannot be read.
+
+    Args:
+        run_dir: The run directory.
+        counted: Groups in order, each with the number of its entries that count.
+    """
+    if not counted:
         return ""
-    directory = group_directory(run_dir, claim.group)
-    kinds = entry_kinds(directory)
-    last = max(kinds, default=0)
-    path = entry_path(directory, last, kinds[last]) if last else directory / CLAIM
-    return digest(read_bytes(path, max_bytes=_MAX_BYTES, follow=False))
+    group, last = counted[-1]
+    directory = group_directory(run_dir, group)
+    try:
+        path = entry_path(directory, last, entry_kinds(directory)[last])
+        return digest(read_bytes(path, max_bytes=_MAX_BYTES, follow=False))
+    except (FileDamaged, KeyError):
+        return ""
 
 
-def digest(content: bytes) -> str:
+def _records(run_dir: Path, claim: Claim) -> Iterator[Path]:
+    """The claims and entries that count, in order. A group without entries counts only if it is the last."""
+    for group, most in [*claim.counted, (claim.group, sys.maxsize)]:
+        directory = group_directory(run_dir, group)
+        yield directory / CLAIM
+        kinds = entry_kinds(directory)
+        for number in range(1, min(most, max(kinds, default=0)) + 1):
+            yield entry_path(directory, number, kinds.get(number, "missing"))
+
+
+def digest(content: bytes | memoryview) -> str:
     """The hash of a record's file."""
     return hashlib.sha256(content).hexdigest()

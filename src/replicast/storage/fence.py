@@ -16,6 +16,7 @@ from typing import Any
 from replicast.errors import ClusterError, FileDamaged, JobFailed
 from replicast.files import make_durably, sync_directory, write_durably
 from replicast.processes import is_alive, is_on_this_host, this_process
+from replicast.storage.chain import digest, last_digest
 from replicast.storage.groups import (
     CLAIM,
     GROUPS,
@@ -66,8 +67,10 @@ class Fence:
         # Only now: an earlier group will not act on anything that it writes from here on.
         claim = _taken_over(self._run_dir, self.number, attempt)
         self.run = claim.run
+        content = sealed(claim.to_json())
+        self._previous = digest(content)
         try:
-            write_durably(self.directory / CLAIM, [sealed(claim.to_json())])
+            write_durably(self.directory / CLAIM, [content])
         except OSError:
             self.check_not_taken_over()  # A later group removes unfinished files of earlier ones.
             raise
@@ -114,11 +117,13 @@ class Fence:
         """
         number = self._entries + 1
         path = entry_path(self.directory, number, kind)
+        place = {"group": self.number, "entry": number, "previous": self._previous}
+        content = sealed({**fields, **place})
         try:
-            write_durably(path, [sealed({**fields, "group": self.number, "entry": number})])
+            write_durably(path, [content])
         finally:
             if path.exists():
-                self._entries = number
+                self._entries, self._previous = number, digest(content)
         self.check()
 
     @property
@@ -164,7 +169,8 @@ def _taken_over(run_dir: Path, number: int, attempt: int) -> Claim:
         if before is None or before.counts(name) or checkpoint_parts(name)[1] not in own
     )
     run = uuid.uuid4().hex if before is None else before.run
-    return Claim(number, counted, checkpoints, attempt, this_process(), time.time(), run)
+    previous = last_digest(run_dir, counted)
+    return Claim(number, counted, checkpoints, attempt, this_process(), time.time(), run, previous)
 
 
 def _checkpoints(run_dir: Path) -> list[str]:

@@ -29,7 +29,15 @@ def test_the_documented_examples_run(
         for code in codes:
             exec(compile(code, str(DOCUMENT), "exec"), names)
     said = capsys.readouterr().out
-    for text in ("training, step 5", "7 {0: 'a", "proposed", "Wrong shape", "(3,) (4,)", "[5, 5]", "5 0.25"):
+    for text in (
+        "Training at step 5",
+        "7 {0: 'a",
+        "proposed",
+        "Wrong shape",
+        "(3,) (4,)",
+        "[5, 5]",
+        "5 0.25",
+    ):
         assert text in said, text
     assert {one.id for one in inbox.waiting(run)} == {"slower", "from-elsewhere"}
 
