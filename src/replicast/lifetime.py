@@ -29,6 +29,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
 from replicast.config import PEER_FAILED
@@ -45,6 +46,8 @@ SILENT_SECS = 12.0
 """How long the coordination service may not answer. TensorFlow considers a worker dead after 10 s."""
 CALL_SECS = 3.0
 """How long a worker that has failed waits for the service when it says so."""
+
+_HERE = str(Path(__file__).parent)
 
 
 class Lifetime:
@@ -105,7 +108,10 @@ class Lifetime:
         previous = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            previous(kind, error, trace)
+            if self._is_because_of_another(error):
+                sys.stderr.write(f"replicast: this worker was stopped {place_in(trace)}\n")
+            else:
+                previous(kind, error, trace)
             self.failed(error)
 
         sys.excepthook = hook
@@ -167,6 +173,11 @@ class Lifetime:
         if self.failure is not None and self.failure.worker != self._rank and not self._reported:
             self._reported = True
             sys.stderr.write(f"replicast: {self.failure}\n")
+
+    def _is_because_of_another(self, error: BaseException) -> bool:
+        """Whether an error only follows from another worker's failure: its traceback explains nothing."""
+        follows = isinstance(error, JobFailed) or type(error).__module__.startswith("tensorflow.")
+        return follows and self.failure is not None and self.failure.worker not in (None, self._rank)
 
     def _cause(self, error: BaseException) -> tuple[int, str]:
         """The worker because of which this worker's script raised, and what to say about it."""
@@ -327,3 +338,11 @@ class Lifetime:
 def _first(worker: int, message: str) -> JobFailed:
     named = message if message.startswith(f"worker {worker} ") else f"worker {worker} failed first: {message}"
     return JobFailed(named, worker=worker)
+
+
+def place_in(trace: TracebackType | None) -> str:
+    """Where the user's script was: the innermost line that is not in an installed package."""
+    frames = traceback.extract_tb(trace)
+    own = [frame for frame in frames if "site-packages" not in frame.filename and _HERE not in frame.filename]
+    frame = next(iter(reversed(own or frames)), None)
+    return "" if frame is None else f"at {frame.filename}:{frame.lineno}, in {frame.name}"

@@ -10,6 +10,7 @@ import keras
 from replicast.errors import ReplicastError
 from replicast.replicas.callback import BoundaryCallback
 from replicast.replicas.joining import Parts, Settings, check_not_compiled_again, join
+from replicast.replicas.run_state import RunStates
 from replicast.replicas.signals import leave_on_sigterm
 from replicast.replicas.uncounted import holds_callback, warn_of_missing_callback
 from replicast.replicas.view import ReplicasView
@@ -79,6 +80,7 @@ class ReplicasLifecycle(ReplicasView):
         parts.training.warn_of_what_was_left()
         parts.session.stop()
         parts.run_files.finish()
+        self._states.ended(parts.session.step, told_to=parts.training.leaving.left)
         self._closed = True
         self._strategy.on_fit.remove(self._fit_begins)
         if not parts.training.leaving.ends:  # at the end of the script it stays: SIGTERM need not exit then
@@ -107,7 +109,7 @@ class ReplicasLifecycle(ReplicasView):
 
     def training_ends(self) -> None:
         """Called by the callback on all workers. All proposals are settled when it returns."""
-        parts = self._active()
+        parts = self._together()  # of a script that has proposed and not trained, too
         parts.checkpoints.report()
         parts.auditing.after_training()
         try:
@@ -127,6 +129,9 @@ class ReplicasLifecycle(ReplicasView):
     def _open(self) -> None:
         """Joins the other workers. All of them call it, each with a built model."""
         self._parts = parts = join(self.model, self._optimizer, self._strategy, self._settings)
+        session = parts.session
+        self._states = RunStates(self._settings.run_dir, session.rank, session.size, self._settings.attempt)
+        self._states.starting()
         self._strategy.before_leaving(self._close_at_the_end, always=self._abandon)
         # Even before training: TensorFlow's handler would swallow SIGTERM, and loading data may take long.
         leaving = parts.training.leaving
@@ -146,6 +151,7 @@ class ReplicasLifecycle(ReplicasView):
         if self._parts is not None and not self._closed:
             self._parts.session.abandon()
             self._parts.run_files.note_end()
+            self._states.abandoned(self._parts.session.step)
             self._parts.training.leaving.ends = True  # it exits anyway: SIGTERM need not
 
     def _fit_begins(self, model: Any, callbacks: Any) -> None:
