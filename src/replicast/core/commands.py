@@ -40,11 +40,17 @@ class Ended:
     Attributes:
         number: Of what the workers report by themselves: which report of that kind it was; otherwise 0.
         outcome: An `Outcome`.
+        id: The operation's id.
+        step: The boundary at which it happened, if it got there.
+        asked_by: The ids of the requests from outside that it answers.
     """
 
     kind: str
     number: int
     outcome: Any
+    id: str = ""
+    step: int | None = None
+    asked_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,18 +13,20 @@ Content = Hashable
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """An update, or a function that will compute one.
+    """An update, a function that will compute one, or the number of an update to revert.
 
     Attributes:
         id: The update's id. The same id with the same content is one update, whoever proposes it.
         digest: Of the content; empty for a function.
-        content: Where the bytes are; None for a function.
+        content: Where the bytes are; None for what is computed later: a function, or a revert by a worker.
         at_step: The step at which it must be applied; None for the next possible one.
         trial: What it has to prove.
         source: For a function: the worker that runs it.
         author: Who proposes it.
         note: Why.
         proposed_at: When, in seconds since 1970.
+        reverts: The sequence number of the update that it undoes; None if it undoes none.
+        forced: Revert it even if it is reverted already.
     """
 
     id: str
@@ -36,6 +38,8 @@ class Proposal:
     author: str = ""
     note: str = ""
     proposed_at: float = 0.0
+    reverts: int | None = None
+    forced: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,9 @@ class Tickets(Engine):
                 self._tell(told)
                 self._known.pop(operation.id, None)  # the journal knows it
         else:
-            self._commands.append(Ended(operation.kind, operation.report, outcome))
+            asked_by = operation.asked_by
+            ended = Ended(operation.kind, operation.report, outcome, operation.id, operation.step, asked_by)
+            self._commands.append(ended)
         if operation.tokens:
             self._resume(operation.tokens, outcome)
 

@@ -7,20 +7,25 @@ from pathlib import Path
 
 from replicast.core.entries import Committed, Refused, Withdrawn
 from replicast.files import remove_leftovers
-from replicast.storage.entry_files import PAYLOAD, EntryFile, payload_path
+from replicast.storage.entry_files import PAYLOAD, EntryFile, StoredBefore, bytes_path
 from replicast.storage.groups import entry_kinds, entry_path, group_directory, group_numbers, last_claim
 
 
 def unneeded_payloads(files: Iterable[EntryFile], held: Container[int]) -> Iterator[EntryFile]:
-    """The payloads whose bytes no attempt will need again.
+    """The entries whose bytes no attempt will need again: payloads, and values before updates.
 
     Args:
         files: All entries that count, in order.
         held: The sequence numbers of the updates that every kept checkpoint contains.
     """
     open_: dict[str, dict[str, EntryFile]] = {}  # by id and digest: neither committed nor ended
+    kept: dict[int, EntryFile] = {}  # the last values before each update
     for file in files:
         match file.stored:
+            case StoredBefore(sequence, problem=""):
+                if sequence in kept:
+                    yield kept[sequence]  # A later attempt has applied the update again.
+                kept[sequence] = file
             case Committed(sequence, id_, digest):
                 payload = open_.get(id_, {}).pop(digest, None)
                 if payload is not None and sequence in held:
@@ -33,6 +38,7 @@ def unneeded_payloads(files: Iterable[EntryFile], held: Container[int]) -> Itera
                 if earlier is not None:
                     yield earlier  # A later attempt has written the same payload again.
                 open_[id_][digest] = file
+    yield from (file for sequence, file in kept.items() if sequence in held)
 
 
 def remove_void(run_dir: Path, group: int) -> None:
@@ -60,9 +66,9 @@ def _remove_void_of(directory: Path, counted: int) -> None:
     kinds = entry_kinds(directory)
     void = [entry_path(directory, number, kind) for number, kind in kinds.items() if number > counted]
     payloads = {
-        payload_path(directory, number)
+        bytes_path(directory, number, kind)
         for number, kind in kinds.items()
-        if kind == "payload" and number <= counted
+        if kind in ("payload", "before") and number <= counted
     }
     void.extend(path for path in directory.glob(f"*{PAYLOAD}") if path not in payloads)
     for path in void:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from replicast.core.entries import Committed, Decided, Receipt, Refused, Scheduled, Withdrawn
+from replicast.core.history import History
 from replicast.core.stage import Stage
 from replicast.errors import FileDamaged
 from replicast.storage.counted import counted_entries
-from replicast.storage.entry_files import EntryFile, StoredPayload, read_entry, read_payload
+from replicast.storage.entry_files import EntryFile, StoredBefore, StoredPayload, read_entry, read_payload
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
@@ -35,6 +36,8 @@ class CommittedUpdate:
         sha256: The hash of its file.
         scheduled: Whether the author chose the step.
         heals: Whether an audit made it.
+        reverts: The number of the update that it undoes, if any.
+        reverted_by: The number of the update that has undone it, if any.
         trial: The condition of its trial, if any.
         before: For a trial: the metric before the update.
         decided: How its trial ended.
@@ -55,6 +58,8 @@ class CommittedUpdate:
     sha256: str
     scheduled: bool
     heals: bool
+    reverts: int | None
+    reverted_by: int | None
     trial: Trial | None
     before: float | None
     decided: Decided | None
@@ -167,7 +172,9 @@ class Updates:
         committed: The record of each committed update and when it was written, by sequence number.
         scheduled: The updates that wait for their step, by id.
         withdrawn: The ids of withdrawn updates.
+        history: The same as the core reads it.
         refused: Why updates were refused, by id; without those that were accepted later.
+        before: Where the values before each update are, by sequence number.
 
     Raises:
         FileDamaged: An entry is missing or damaged.
@@ -183,14 +190,19 @@ class Updates:
         self._chosen: set[str] = set()
         self._decided: dict[int, Decided] = {}
         self._receipts: dict[int, list[Receipt]] = {}
+        self.before: dict[int, tuple[EntryFile, StoredBefore]] = {}
+        self.history = History()
         for file in counted_entries(self._run_dir)[0]:
             self._add(file)
+            self.history.add(file.entry())
 
     def _add(self, file: EntryFile) -> None:
         match file.stored:
             case StoredPayload() as payload:
                 self._payloads[payload.id, payload.digest] = file, payload
                 self.refused.pop(payload.id, None)
+            case StoredBefore() as before:
+                self.before[before.sequence] = file, before
             case Scheduled() as scheduled:
                 self.scheduled[scheduled.id] = scheduled
                 self._chosen.add(scheduled.id)
@@ -237,6 +249,8 @@ class Updates:
             sha256=payload.sha256,
             scheduled=record.id in self._chosen,
             heals=record.heals,
+            reverts=record.reverts,
+            reverted_by=self.history.reverted_by(record.sequence),
             trial=record.trial,
             before=record.before,
             decided=self._decided.get(record.sequence),

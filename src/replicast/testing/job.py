@@ -128,7 +128,7 @@ class Worker:
             names = ", ".join(one.variable for one in report.differences)
             self.session.raise_later(ReplicasDiverged(f"The replicas differ in {names}", step=report.step))
 
-    def _leave(self, problem: str) -> None:
+    def _leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
         self.left = problem
 
     def _take_snapshot(self, due: bool = True, again: bool = False) -> Callable[[], Snapshot]:

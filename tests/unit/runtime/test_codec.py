@@ -79,7 +79,7 @@ ORDERS: list[Any] = [
     leave.Exit("the disk is full"),
     trial.Measure(TRIAL),
     trial.Begin("fix", "digest", 3),
-    trial.End(kept=False),
+    trial.End(kept=False, sequence=7),
     audit.Examine(),
     audit.Expected(("dense/bias",)),
     audit.Compare("heal-1", "digest", ("dense/bias",)),

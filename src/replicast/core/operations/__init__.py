@@ -7,4 +7,7 @@ save.py       a checkpoint of one boundary
 audit.py      who differs, where; and heal
 trial.py      an update that proves itself, or is reverted by every replica
 leave.py      save, and end together
+pull.py       the live values of one variable, or of some rows of it
+revert.py     an update that undoes another one
+keep.py       the values that an update has overwritten become durable, for a revert
 """

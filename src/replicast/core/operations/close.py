@@ -5,13 +5,14 @@ a function that its source has not proposed           is refused: nobody will
 a trial that is under way                             is decided now, with what was measured so far
 what waited behind it                                 has its turn
 what is scheduled for a later step                    stays in the journal for the next start
+values that updates have overwritten                  are durable before the job ends
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from replicast.core.operation import Boundary, EarlierSettled, Job, Operation, Outcome, Script
+from replicast.core.operation import Boundary, EarlierSettled, EarlierStored, Job, Operation, Outcome, Script
 from replicast.core.stage import Stage
 
 
@@ -31,5 +32,6 @@ class Close(Operation):
         while job.trial is not None and job.trial.meeting is not None:
             job.trial.meeting.at_step = 0  # here, where all rest
             yield EarlierSettled()
+        yield EarlierStored()
         yield Boundary()
         return Outcome(Stage.VERIFIED)

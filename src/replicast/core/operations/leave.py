@@ -32,7 +32,7 @@ class Leave(Operation):
 
     def script(self, job: Job) -> Script:
         """The coordinator's side."""
-        yield Boundary()
+        self.step = yield Boundary()
         job.leaving = True
         refusal = Refusal("A trial is under way: the job goes on from the checkpoint before it")
         outcome = Outcome(Stage.VERIFIED, refusal)
@@ -42,7 +42,8 @@ class Leave(Operation):
                 outcome = yield from saved(job, snapshots)
             except Refuse as error:
                 outcome = Outcome(Stage.VERIFIED, error.refusal)
-        yield Go(Exit(outcome.result.problem if isinstance(outcome.result, Refusal) else ""))
+        problem = outcome.result.problem if isinstance(outcome.result, Refusal) else ""
+        yield Go(Exit(problem, self.asked_by))
         return outcome
 
 
@@ -52,11 +53,13 @@ class Exit:
 
     Attributes:
         problem: Why the state is not saved; empty when it is.
+        asked_by: The ids of the requests from outside that the process answers before it ends.
     """
 
     problem: str = ""
+    asked_by: tuple[str, ...] = ()
     in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> None:
         """When it has answered."""
-        replica.leave(self.problem)
+        replica.leave(self.problem, self.asked_by)

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from replicast.core.commands import Ended
 from replicast.core.entries import Committed, Decided, Entry, Payload, Saved, Scheduled
 from replicast.core.history import History
 from replicast.core.messages import Propose, Tell
-from replicast.core.operation import Outcome
 from replicast.core.operations.audit import AuditReport
+from replicast.core.operations.pull import Pulled
+from replicast.core.operations.revert import why_not
 from replicast.core.proposal import Proposal
 from replicast.core.stage import Stage
 from replicast.testing.simulation.clock import Clock
 from replicast.testing.simulation.disk import Disk
 from replicast.testing.simulation.notes import Notes
 from replicast.testing.simulation.plan import Plan
-from replicast.testing.simulation.replica import START, SimulatedReplica, StoryFailed, change, train
+from replicast.testing.simulation.replica import (
+    START,
+    SimulatedReplica,
+    StoryFailed,
+    change,
+    overwrites,
+    train,
+    undone,
+)
 from replicast.testing.simulation.words import described
 
 
@@ -93,9 +103,27 @@ class Checks:
                 raise StoryFailed(
                     f"the checkpoint of step {entry.step} needs {proposal.id}, which is not durable"
                 )
+        history = self._disk.history()
+        for sequence in entry.holds:
+            record = history.committed.get(sequence)
+            if record is not None and self._needs_before(history, record) and sequence not in history.before:
+                raise StoryFailed(
+                    f"the checkpoint of step {entry.step} holds update {sequence}, and the values before it "
+                    "are not durable"
+                )
 
-    def ended(self, attempt: int, replicas: Sequence[SimulatedReplica], kind: str, outcome: Outcome) -> None:
+    def _needs_before(self, history: History, record: Committed) -> bool:
+        """Whether an update can be reverted only with the values before it."""
+        decided = history.decided.get(record.sequence)
+        made_equal = record.id.startswith(("sync-", "heal-"))
+        if made_equal or (decided is not None and not decided.kept) or self._notes.faults["full disk"]:
+            return False
+        content: Any = history.content(record.id, record.digest)
+        return overwrites(content.edits)
+
+    def ended(self, attempt: int, replicas: Sequence[SimulatedReplica], ended: Ended) -> None:
         """An operation that nobody holds a ticket for has ended."""
+        kind, outcome = ended.kind, ended.outcome
         self._notes.count(f"{kind}: {getattr(outcome.result, 'outcome', outcome.stage)}")
         problem = getattr(outcome.result, "problem", "")
         if "different" in problem:
@@ -106,6 +134,15 @@ class Checks:
             self._unhealed.add(attempt)
         if isinstance(outcome.result, AuditReport):
             self._check_report(replicas, outcome.result)
+        if isinstance(outcome.result, Pulled):
+            self._check_pulled(replicas, ended.id, outcome.result)
+
+    def _check_pulled(self, replicas: Sequence[SimulatedReplica], id_: str, pulled: Pulled) -> None:
+        """All workers have shown one moment, and the answer has the values of each of them."""
+        moments = {replica.pulled[id_][:2] for replica in replicas}
+        values = {replica.rank: str(replica.pulled[id_][2]) for replica in replicas}
+        if len(moments) > 1 or pulled.step != moments.pop()[0] or pulled.digests != values:
+            raise StoryFailed(f"a pull has mixed moments or values: {pulled}, {moments}, {values}")
 
     def _check_report(self, replicas: Sequence[SimulatedReplica], report: AuditReport) -> None:
         """An audit has ended with a report."""
@@ -189,9 +226,11 @@ class Checks:
         for group in groups:
             self._check_order(group.replicas)
         self._check_end(groups[-1].replicas, entries, history)
-        self._check_room(groups[-1])
+        self._check_room(groups[-1], history.decided.values())
         self._check_model(groups[-1].replicas, entries)
         self._check_outcomes(history)
+        self._check_reverts(entries)
+        self._check_requests()
 
     def _check_order(self, replicas: Sequence[SimulatedReplica]) -> None:
         """Also of a group that died: the workers have applied the same, as far as they came."""
@@ -221,7 +260,7 @@ class Checks:
         if left:
             raise StoryFailed(f"committed, and not applied at the end: {[committed[one] for one in left]}")
 
-    def _check_room(self, group: GroupOutcome) -> None:
+    def _check_room(self, group: GroupOutcome, decided: Collection[Decided]) -> None:
         """No worker keeps the bytes of what has ended."""
         last = {proposal.id: self._times[ticket] for ticket, proposal in self._proposals.items()}
         for replica in group.replicas:
@@ -229,6 +268,9 @@ class Checks:
                 ended_at = self._ended.get((id_, self._attempts - 1), -1.0)
                 if id_ not in last or last[id_] < ended_at < group.closing_at:
                     raise StoryFailed(f"worker {replica.rank} keeps the bytes of {id_}, which has ended")
+            gone = [one.sequence for one in decided if not one.kept and one.sequence in replica.held()]
+            if gone:
+                raise StoryFailed(f"worker {replica.rank} holds the values before {gone}, which was reverted")
 
     def _check_model(self, replicas: Sequence[SimulatedReplica], entries: list[Entry]) -> None:
         values = model(entries, self._plan.steps)
@@ -242,6 +284,41 @@ class Checks:
                 found["d"] = values["d"]
             if found != values:
                 raise StoryFailed(f"worker {replica.rank} has {replica.values}, and the model {values}")
+
+    def _check_reverts(self, entries: list[Entry]) -> None:
+        """What was kept are the values before, and what reverts an update brings them back."""
+        is_exact = not self._notes.faults["drift"]
+        history = History()
+        proposals = {one.id: one for one in self._proposals.values()}
+        for entry in entries:
+            if isinstance(entry, Committed) and entry.reverts is not None:
+                self._notes.count("reverts")
+                known = proposals.get(entry.id)
+                problem = why_not(history, entry.reverts, forced=known is not None and known.forced)
+                if problem:
+                    raise StoryFailed(f"update {entry.sequence} reverts what it may not: {problem}")
+                self._check_revert(history, entry)
+            history.add(entry)
+        for sequence, kept in history.before.items():
+            content: Any = kept.content
+            values, found = model(entries, self._plan.steps, before=sequence), dict(content)
+            if is_exact and any(values[name] != value for name, value in found.items()):
+                raise StoryFailed(f"before update {sequence} the model has {values}: {kept}")
+
+    def _check_revert(self, history: History, record: Committed) -> None:
+        """What was added is subtracted; what was overwritten is brought back."""
+        first = history.committed[record.reverts or 0]
+        contents: list[Any] = [history.content(one.id, one.digest) for one in (first, record)]
+        there, back = (content.edits for content in contents)
+        before: Any = history.before.get(first.sequence) if overwrites(there) else None
+        if back != undone(there, None if before is None else dict(before.content)):
+            raise StoryFailed(f"{record} does not undo {first}: {there}, {back}")
+
+    def _check_requests(self) -> None:
+        """Whoever asked has an answer."""
+        for id_, request in self._disk.requests.items():
+            if self._was_in_time(id_):
+                raise StoryFailed(f"{id_} is not answered: {request}")
 
     def _check_outcomes(self, history: History) -> None:
         for ticket, proposal in self._proposals.items():
@@ -306,8 +383,14 @@ class Checks:
             self._notes.count("lost with their process, never acknowledged")
 
 
-def model(entries: list[Any], steps: int) -> dict[str, int]:
-    """Where one process comes to that trains and applies the journal in its order."""
+def model(entries: list[Any], steps: int, before: int = 0) -> dict[str, int]:
+    """Where one process comes to that trains and applies the journal in its order.
+
+    Args:
+        entries: The journal.
+        steps: How far it trains.
+        before: The number of the update before which it stops, if it does.
+    """
     contents: dict[tuple[str, str], Any] = {
         (one.id, one.digest): one.content for one in entries if isinstance(one, Payload)
     }
@@ -322,6 +405,8 @@ def model(entries: list[Any], steps: int) -> dict[str, int]:
             now += 1
             train(values, now)
         if isinstance(event, Committed):
+            if event.sequence == before:
+                return values
             if event.trial is not None:
                 copy = dict(values)
             change(values, contents[event.id, event.digest].edits)
