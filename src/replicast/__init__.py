@@ -14,15 +14,19 @@ from replicast.errors import (
     ClusterError,
     FileDamaged,
     JobFailed,
+    NoAnswer,
+    NotFound,
     NotSupported,
     ReplicasDiverged,
     ReplicastError,
+    RequestFailed,
     UpdateFailed,
     UpdatePending,
     UpdateRefused,
 )
 
 if TYPE_CHECKING:
+    from replicast.client import connect
     from replicast.core.entries import Receipt
     from replicast.core.operation import Timeouts
     from replicast.replicas import Replicas
@@ -41,11 +45,14 @@ __all__ = [
     "Guard",
     "JobFailed",
     "Limits",
+    "NoAnswer",
+    "NotFound",
     "NotSupported",
     "Receipt",
     "Replicas",
     "ReplicasDiverged",
     "ReplicastError",
+    "RequestFailed",
     "Strategy",
     "Timeouts",
     "Trial",
@@ -54,6 +61,7 @@ __all__ = [
     "UpdatePending",
     "UpdateRefused",
     "__version__",
+    "connect",
 ]
 
 _NEEDS_TENSORFLOW = {"Replicas": "replicast.replicas", "Strategy": "replicast.strategy"}
@@ -65,6 +73,7 @@ _LATE = {
     "Timeouts": "replicast.core.operation",
     "Trial": "replicast.update.trial",
     "Update": "replicast.update.update",
+    "connect": "replicast.client",
 }
 """What is loaded on first use: the command line answers before numpy could be loaded."""
 

@@ -11,6 +11,9 @@ ReplicastError
 ├── UpdatePending       an update is not applied yet, and waiting longer here cannot help
 ├── CheckpointError     a checkpoint is missing, incomplete, or of another model
 ├── PayloadRemoved      the values of an update are not kept any more
+├── NotFound            there is no such run, update, variable or log
+├── NoAnswer            the job is not running, or has not answered in time
+├── RequestFailed       a request did not arrive: no server, no right to it, an inbox that cannot be written
 └── FileDamaged         a file of the run directory is damaged
 
 Each has its details as fields, so that code does not have to parse the message.
@@ -276,6 +279,26 @@ class PayloadRemoved(ReplicastError):  # noqa: N818 - reads as a sentence: raise
             "it. Restore a checkpoint first, or use another run directory."
         )
         self.update_id = update_id
+
+
+class NotFound(ReplicastError):  # noqa: N818 - reads as a sentence: raise NotFound
+    """There is no such run, update, variable, checkpoint or log."""
+
+
+class NoAnswer(ReplicastError):  # noqa: N818 - reads as a sentence: raise NoAnswer
+    """The job was asked for something, and is not running or has not answered in time."""
+
+
+class RequestFailed(ReplicastError):  # noqa: N818 - reads as a sentence: raise RequestFailed
+    """A request to a run did not arrive: its server cannot be reached or did not accept it; the disk is full.
+
+    Attributes:
+        status: The status code of the server's answer; None when there was no answer.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def refusal_of(error: Exception) -> UpdateRefused:

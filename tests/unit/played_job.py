@@ -139,8 +139,8 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[float], object]) -
         moments.append(secs)
         act(secs)
 
-    monkeypatch.setattr("replicast.cli.rundirs.sleep", sleep)
-    monkeypatch.setattr("replicast.cli.rundirs.monotonic", lambda: sum(moments))
+    monkeypatch.setattr("replicast.client.notes.sleep", sleep)
+    monkeypatch.setattr("replicast.client.notes.monotonic", lambda: sum(moments))
     return moments
 
 

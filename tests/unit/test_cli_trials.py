@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from replicast.cli.push import follow, live_line
+from replicast.cli.push import live_line
+from replicast.client import connect
 from replicast.core.stage import Stage
 from replicast.storage import inbox
 from replicast.update.trial import Trial, TrialOutcome
@@ -133,7 +134,8 @@ def test_what_an_update_waits_for_reaches_no_terminal_raw(run: Path, monkeypatch
     shown: list[object] = []
     monkeypatch.setattr(Status, "update", lambda _self, text: shown.append(text))
     with live_line(Console(file=io.StringIO(), force_terminal=True)) as show:
-        follow(run, "behind", 0.0, show)
+        for view, brief in connect(run).follow("behind", 0.0):
+            show(view, brief)
     (text,) = shown
     assert isinstance(text, Text), "a string is searched for markup"
     assert is_harmless(text.plain)

@@ -306,18 +306,40 @@ def test_ctrl_c_before_it_is_written_pushes_nothing(run: Path, monkeypatch: pyte
     def interrupted(*_arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("replicast.cli.push.examine", interrupted)
+    monkeypatch.setattr("replicast.cli.push.update_of", interrupted)
     result = invoke("push", run, "--set", "learning_rate=0.1")
     assert (result.exit_code, inbox.waiting(run)) == (130, [])
     assert "Nothing was pushed" in result.output
 
 
-def test_a_job_that_is_not_running_is_noticed(run: Path, job: PlayedJob) -> None:
+def test_a_push_to_a_job_that_is_not_running_is_refused_unless_it_is_for_the_next_start(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heard_of(run, secs_ago=35)
+    meanwhile(monkeypatch, lambda _secs: None)
+    words = ("push", run, "--set", "learning_rate=0.1", "--id", "x")
+    refused = invoke(*words)
+    assert (refused.exit_code, inbox.waiting(run)) == (1, [])
+    assert "The job is not running (last heard of 35 s ago)" in refused.output
+    assert "--next-start" in refused.output
+    taken = invoke(*words, "--next-start")
+    assert (taken.exit_code, [one.id for one in inbox.waiting(run)]) == (0, ["x"])
+    assert "The job is not running (last heard of 35 s ago): it will take the update" in taken.output
+    assert "replicast withdraw run x" in taken.output
+
+
+def test_a_push_to_a_job_whose_clock_is_behind_is_taken(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard_of(run, secs_ago=60)
+    listened = meanwhile(monkeypatch, lambda _secs: heard_of(run, secs_ago=59))
     result = invoke("push", run, "--set", "learning_rate=0.1", "--id", "x")
-    assert result.exit_code == 0
-    assert "The job is not running (last heard of 35 s ago): it will take the update" in result.output
-    waited = invoke("push", run, "--set", "learning_rate=0.1", "--id", "x", "--wait")
+    assert (result.exit_code, [one.id for one in inbox.waiting(run)]) == (0, ["x"])
+    assert "not running" not in result.output
+    assert sum(listened) < 1.5
+
+
+def test_who_waits_for_the_next_start_is_told_that_the_job_is_not_running(run: Path, job: PlayedJob) -> None:
+    heard_of(run, secs_ago=35)
+    waited = invoke("push", run, "--set", "learning_rate=0.1", "--id", "x", "--wait", "--next-start")
     assert waited.exit_code == 0
     assert "proposed. The job is not running" in waited.output
 

@@ -14,7 +14,8 @@ import pytest
 import safetensors.numpy
 
 from replicast.cli import status, texts
-from replicast.cli.examination import values_of, views_of
+from replicast.client.examination import values_of, views_of
+from replicast.client.notes import age
 from replicast.core.stage import Stage
 from replicast.storage import inbox
 from replicast.storage.entry_files import fields_of
@@ -395,7 +396,7 @@ def test_sizes_and_times_are_short() -> None:
         "5000 GB",
     ]
     assert [texts.seconds(s) for s in (0.0031, 0.25, 300.4)] == ["3.1 ms", "0.25 s", "300 s"]
-    assert [texts.age(s) for s in (-1, 12.2, 600, 90_000, 400_000)] == [
+    assert [age(s) for s in (-1, 12.2, 600, 90_000, 400_000)] == [
         "0 s",
         "12 s",
         "10 min",

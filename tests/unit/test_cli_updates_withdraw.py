@@ -114,7 +114,7 @@ def test_what_a_dead_job_had_taken_can_be_withdrawn_unless_it_is_committed(
 
 
 def taken(run: Path, taker: dict[str, Any]) -> None:
-    invoke("push", run, "--set", "learning_rate=0.1", "--id", "x")
+    invoke("push", run, "--set", "learning_rate=0.1", "--id", "x", "--next-start")
     inbox.note_stage(run, "x", Stage.PREPARED, taken_by=taker)
 
 
@@ -150,7 +150,7 @@ def test_nobody_listens_for_a_job_that_has_said_its_end_or_has_taken_nothing(
 ) -> None:
     listened = meanwhile(monkeypatch, lambda _secs: None)
     heard_of(run, secs_ago=60)
-    invoke("push", run, "--set", "learning_rate=0.1", "--id", "waits")
+    invoke("push", run, "--set", "learning_rate=0.1", "--id", "waits", "--next-start")
     assert invoke("withdraw", run, "waits").exit_code == 0
     for rank in range(2):
         write_worker_note(

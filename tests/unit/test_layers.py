@@ -18,7 +18,7 @@ LAYERS = [
     {"coordination"},
     {"transport", "lifetime", "turns"},
     {"strategy"},
-    {"runtime", "supervisor"},
+    {"runtime", "supervisor", "client"},
     {"testing"},
     {"replicas"},
     {"__main__", "cli", "demo"},

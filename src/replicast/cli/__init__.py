@@ -8,8 +8,15 @@ from typing import Any
 import click
 
 from replicast import __version__
-from replicast.cli import texts
-from replicast.errors import CheckpointError, FileDamaged, ReplicastError, UpdateRefused
+from replicast.errors import (
+    CheckpointError,
+    FileDamaged,
+    NoAnswer,
+    NotFound,
+    ReplicastError,
+    RequestFailed,
+    UpdateRefused,
+)
 
 COMMANDS = {
     "run": "Start the workers of a job on this machine and supervise them.",
@@ -25,6 +32,10 @@ COMMANDS = {
     "doctor": "Check this machine, and say how to fix what is wrong.",
 }
 """Each command and its line in `replicast --help`; `replicast.cli.NAME` has the command NAME."""
+
+
+_FAILURES = (FileDamaged, NoAnswer, NotFound, RequestFailed)
+"""What ends a command with exit code 1: the command is right, and cannot be done."""
 
 
 class Failed(click.ClickException):
@@ -58,15 +69,23 @@ class LazyGroup(click.Group):
         """Runs the command; an error of ours becomes a message and an exit code."""
         try:
             return super().invoke(ctx)
-        except (UpdateRefused, CheckpointError) as error:
-            raise Failed(texts.error(error)) from error
         except ReplicastError as error:
-            lines = [texts.printable(line) for line in str(error).split("\n")]
-            raise Failed("\n".join(lines), 1 if isinstance(error, FileDamaged) else 2) from error
+            raise _failed(error) from error
         except OSError as error:
             if error.filename is None:  # For example a closed pipe, which click handles.
                 raise
-            raise Failed(texts.printable(f"{error.filename}: {error.strerror}"), 2) from error
+            raise _failed(error) from error
+
+
+def _failed(error: ReplicastError | OSError) -> Failed:
+    from replicast.cli import texts  # Loads numpy, which help must not wait for.
+
+    if isinstance(error, UpdateRefused | CheckpointError):
+        return Failed(texts.error(error))
+    if isinstance(error, OSError):
+        return Failed(texts.printable(f"{error.filename}: {error.strerror}"), 2)
+    said = "\n".join(texts.printable(line) for line in str(error).split("\n"))
+    return Failed(said, 1 if isinstance(error, _FAILURES) else 2)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

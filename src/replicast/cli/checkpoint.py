@@ -13,10 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from replicast.cli import Failed, texts
+from replicast.cli.arguments import directory_of
 from replicast.cli.edit_options import EditCommand, check_usage, edit_options, update_of
-from replicast.cli.examination import examine, print_examination, print_problems
-from replicast.cli.rundirs import checked_run
 from replicast.cli.tables import facts_table, make_console, make_table, progress_bar
+from replicast.cli.update_tables import print_examination, print_problems
+from replicast.client.examination import examine
 from replicast.errors import CheckpointError, FileDamaged
 from replicast.storage.checkpoint import CheckpointStore, Comparison, Manifest, Verdict, open_checkpoint
 from replicast.storage.checkpoint import diff as compare
@@ -56,7 +57,7 @@ def list_(run: Path, as_json: bool) -> None:
 
     Exit code: 0; 1 when one is damaged, which is named; 2 when RUN is not a run directory.
     """  # noqa: D301 - click wants a real backspace
-    store = CheckpointStore(checked_run(run, checkpoints_suffice=True))
+    store = CheckpointStore(directory_of(run))
     manifests, problems = store.list(), store.problems()
     if as_json:
         for manifest in manifests:
@@ -122,7 +123,7 @@ def verify(path: Path, step: int | None) -> None:
     """  # noqa: D301 - click wants a real backspace
     if step is not None or _is_checkpoint(path):
         sys.exit(0 if _verified(_the_checkpoint(path, step)) else 1)
-    store = CheckpointStore(checked_run(path, checkpoints_suffice=True))
+    store = CheckpointStore(directory_of(path))
     manifests, problems = store.list(), store.problems()
     verified = [_verified(store.find(manifest.step)) for manifest in manifests]
     _print_damaged(problems)
@@ -192,12 +193,12 @@ def patch(context: click.Context, /, path: Path, output: Path | None, **options:
     with open_checkpoint(source) as reader:
         before = reader.manifest
     update = update_of(context, options)
-    edits, problems = examine(update, before.schema)
+    found = examine(update, before.schema)
     if output is None or options["dry_run"]:
-        print_examination(edits, problems)
-        sys.exit(1 if problems else 0)
-    if problems:
-        print_problems(problems)
+        print_examination(found)
+        sys.exit(1 if found.problems else 0)
+    print_problems(found)
+    if found.problems:
         sys.exit(1)
     try:
         with progress_bar(f"patching {source.name}") as progress:
@@ -231,7 +232,7 @@ def _the_checkpoint(path: Path, step: int | None) -> Path:
         if step is not None:
             raise click.UsageError(f"{texts.printable(path)} is a checkpoint itself: leave the step out.")
         return path
-    store = CheckpointStore(checked_run(path, checkpoints_suffice=True))
+    store = CheckpointStore(directory_of(path))
     if step is not None:
         return store.find(step)
     last, skipped = store.last_and_skipped()

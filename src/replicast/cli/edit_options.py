@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import getpass
-import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from replicast.client.author import this_user
 from replicast.errors import UpdateRefused
 from replicast.files import parse_tensors, read_tensor_bytes
 from replicast.update.edits import Array, Operation
@@ -115,15 +113,6 @@ def update_of_tensors(tensors: dict[str, Array], operation: str, weight: float |
     """An update with one edit for each variable that a plain file names."""
     operation = Operation(operation.replace("-", "_"))
     return Update().replaced(edits_of_tensors(tensors, operation, weight if operation == "blend" else None))
-
-
-def this_user() -> str:
-    """Who runs this, as user@host."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # A container's user without a name.
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"
 
 
 def _part(name: str, value: Any, weight: float | None) -> Update:

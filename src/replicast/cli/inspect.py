@@ -8,11 +8,12 @@ from pathlib import Path
 import click
 
 from replicast.cli import texts
+from replicast.cli.arguments import RunType
 from replicast.cli.edit_options import read_file, update_of_tensors
-from replicast.cli.examination import examine, print_examination, values_of
-from replicast.cli.rundirs import checked_run
 from replicast.cli.tables import make_console, make_table
-from replicast.storage.runfiles import read_run_info
+from replicast.cli.update_tables import print_examination
+from replicast.client import Run
+from replicast.client.examination import examine, values_of
 from replicast.update.edits import Array
 from replicast.update.update import Update
 
@@ -23,14 +24,13 @@ _AS = ("add", "assign", "scale", "blend", "add-rows", "assign-rows", "add-low-ra
 @click.argument("file", type=click.Path(exists=True, path_type=Path), metavar="FILE|RUN")
 @click.option(
     "--run",
-    type=click.Path(path_type=Path),
-    callback=lambda _context, _parameter, path: None if path is None else checked_run(path),
+    type=RunType(),
     metavar="RUN",
     help="Check the file against the variables of this run.",
 )
 @click.option("--as", "operation", type=click.Choice(_AS), help="What to do with a plain file's tensors.")
 @click.option("--weight", type=float, metavar="W", help="With --as blend.")
-def inspect(file: Path, run: Path | None, operation: str | None, weight: float | None) -> None:
+def inspect(file: Path, run: Run | None, operation: str | None, weight: float | None) -> None:
     """Say what a file would do as an update, or list the variables of a run.
 
     FILE is a saved Update, or a plain safetensors file with --as; without --as, its tensors are listed. For a
@@ -52,7 +52,7 @@ def inspect(file: Path, run: Path | None, operation: str | None, weight: float |
             raise click.UsageError(
                 f"{texts.printable(file)} is a directory: --as and --run belong to a file."
             )
-        _list_variables(checked_run(file))
+        _list_variables(RunType().convert(file, None, None))
         return
     found = read_file(file)
     if isinstance(found, Update):
@@ -65,14 +65,14 @@ def inspect(file: Path, run: Path | None, operation: str | None, weight: float |
         sys.exit(0 if run is None else 2)
     else:
         update = update_of_tensors(found, operation, weight)
-    edits, problems = examine(update, None if run is None else read_run_info(run).schema)
-    print_examination(edits, problems)
-    sys.exit(1 if problems else 0)
+    examined = examine(update, None) if run is None else run.examine(update)
+    print_examination(examined)
+    sys.exit(1 if examined.problems else 0)
 
 
-def _list_variables(run: Path) -> None:
+def _list_variables(run: Run) -> None:
     """The variables of a run, by the names that an update may use."""
-    schema = read_run_info(run).schema
+    schema = run.schema()
     table = make_table("variable", "shape", "dtype", "size", "kind", right=("size",), whole=("dtype", "size"))
     for variable in schema:
         cells = texts.shape(variable.shape), variable.dtype, texts.size(variable.nbytes)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import click
 
-from replicast.cli.rundirs import run_argument
+from replicast.cli import texts
+from replicast.cli.arguments import run_argument
 from replicast.cli.tables import make_console
-from replicast.cli.update_views import committed_views, updates_table
-from replicast.storage.runfiles import read_run_info
-from replicast.storage.updates import Updates
+from replicast.cli.update_tables import updates_table
+from replicast.client import Run
 
 
 @click.command()
@@ -20,8 +19,8 @@ from replicast.storage.updates import Updates
     "--json", "as_json", is_flag=True, help="One object per line: record and receipts of an update."
 )
 @click.option("-n", "--last", type=click.IntRange(min=1), metavar="N", help="Only the last N.")
-def log(run: Path, as_json: bool, last: int | None) -> None:
-    """List the updates that a run has committed, in their order.
+def log(run: Run, as_json: bool, last: int | None) -> None:
+    """List the updates that a run has committed, in the order in which they are applied.
 
     \b
     Examples:
@@ -31,20 +30,11 @@ def log(run: Path, as_json: bool, last: int | None) -> None:
 
     Exit code: 0; 1 when a file of the journal is damaged; 2 when RUN is not a run directory.
     """  # noqa: D301 - click wants a real backspace
-    journal = Updates(run)
-    sequences = sorted(journal.committed)
-    views = committed_views(run, journal, sequences if last is None else sequences[-last:])
+    views = run.log(last)
     if as_json:
         for view in views:
             click.echo(json.dumps(view.to_json()))
     elif views:
         make_console().print(updates_table(views))
     else:
-        click.echo(f"The journal is empty: {no_updates_text(run)}.")
-
-
-def no_updates_text(run: Path) -> str:
-    """Why a journal is empty."""
-    if read_run_info(run).journaled:
-        return "no update has been committed yet"
-    return 'the job keeps no journal (durability="memory")'
+        click.echo(f"The journal is empty: {texts.no_updates(journaled=run.status().journaled)}.")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from replicast.errors import CheckpointError, UpdateRefused
 from replicast.update.trial import Trial, TrialOutcome
 
+_OPTIONS = {"allow_nonfinite=True": "--allow-nonfinite", "next_start=True": "--next-start"}
 _RANDOM_ID = re.compile(r"[0-9a-f]{32}")
 _LABELS = {
     "path": "checkpoint",
@@ -36,9 +37,10 @@ def error(raised: UpdateRefused | CheckpointError) -> str:
     """An error, one fact per line; where it names an argument of Python, the option of the command line."""
     facts = [(label, getattr(raised, name, None)) for name, label in _LABELS.items()]
     lines = [f"{label}: {one_line(value)}" for label, value in facts if value is not None]
-    return "\n  ".join([one_line(raised.problem), *lines]).replace(
-        "allow_nonfinite=True", "--allow-nonfinite"
-    )
+    said = "\n  ".join([one_line(raised.problem), *lines])
+    for argument, option in _OPTIONS.items():
+        said = said.replace(argument, option)
+    return said
 
 
 def short_id(update_id: str) -> str:
@@ -62,14 +64,6 @@ def seconds(secs: float) -> str:
     if abs(secs) < 0.0995:
         return f"{secs * 1000:.1f} ms"
     return f"{secs:.2f} s" if abs(secs) < 9.995 else f"{secs:.0f} s"
-
-
-def age(secs: float) -> str:
-    """How long ago, roughly."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if secs >= 2 * length:
-            return f"{secs / length:.0f} {unit}"
-    return f"{max(0.0, secs):.0f} s"
 
 
 def when(moment: float) -> str:
@@ -127,3 +121,10 @@ def outcome(ended: TrialOutcome) -> str:
         return f"kept at step {ended.step}: {reason}"
     back = "all replicas are back at their state before the update"
     return f"reverted at step {ended.step}: {back} ({reason})"
+
+
+def no_updates(*, journaled: bool) -> str:
+    """Why a journal is empty."""
+    return (
+        "no update has been committed yet" if journaled else 'the job keeps no journal (durability="memory")'
+    )

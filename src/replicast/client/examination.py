@@ -1,28 +1,23 @@
-"""What an update would do, and all that is wrong with it: for `push`, `patch`, `inspect` and `show`."""
+"""What an update would do, and all that is wrong with it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import click
 import numpy as np
-from rich.table import Table
-from rich.text import Text
 
-from replicast.cli import texts
-from replicast.cli.tables import make_console, make_table
 from replicast.errors import UpdateRefused
-from replicast.update.edits import FLOAT_DTYPES, RESETS, Array, Edit, Operation
+from replicast.strictjson import reading
+from replicast.update.edits import RESETS, Array, Edit, Operation
 from replicast.update.parts import factor_to_json
 from replicast.update.schema import Schema, Variable
 from replicast.update.update import Update
 from replicast.update.validate import planned
 
 _CHUNK = 2**20  # Elements that are widened to float64 at a time.
-_BEFORE_FACTOR = {Operation.SCALE: "by ", Operation.BLEND: "with weight "} | dict.fromkeys(RESETS, "to ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +29,12 @@ class Values:
     minimum: float
     maximum: float
     norm: float
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Values:
+        """The values that an edit's JSON has: what is not finite is text there."""
+        rest = (float(fields[name]) for name in ("minimum", "maximum", "norm"))
+        return cls(int(fields["size"]), int(fields["nonfinite"]), *rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,71 @@ class EditView:
             fields["values"] = {name: factor_to_json(value) for name, value in fields["values"].items()}
         return fields
 
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> EditView:
+        """Reads what `to_json` wrote.
 
-def examine(update: Update, schema: Schema | None) -> tuple[list[EditView], list[UpdateRefused]]:
+        Raises:
+            ValueError: The fields do not describe an edit.
+        """
+        with reading("edit", fields):
+            factor, values, shape = fields["factor"], fields["values"], fields["shape"]
+            return cls(
+                variable=str(fields["variable"]),
+                operation=Operation(fields["operation"]),
+                factor=None if factor is None else float(factor),
+                shape=None if shape is None else tuple(map(int, shape)),
+                dtype=str(fields["dtype"]),
+                nbytes=int(fields["nbytes"]),
+                rows=fields["rows"],
+                rank=fields["rank"],
+                values=None if values is None else Values.from_json(values),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """What an update would do to a run, without doing it.
+
+    Attributes:
+        edits: Each edit with its values in short.
+        problems: Why it would be refused: all problems, not only the first. A guard of the job is not known.
+        warnings: What may be meant and rarely is, such as a negative learning rate.
+    """
+
+    edits: tuple[EditView, ...]
+    problems: tuple[UpdateRefused, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all values."""
+        return sum(edit.nbytes for edit in self.edits)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return {
+            "edits": [edit.to_json() for edit in self.edits],
+            "problems": [problem.to_json() for problem in self.problems],
+            "warnings": list(self.warnings),
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Examination:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: The fields do not describe an examination.
+        """
+        with reading("examination", fields):
+            return cls(
+                tuple(EditView.from_json(edit) for edit in fields["edits"]),
+                tuple(UpdateRefused.from_json(problem) for problem in fields["problems"]),
+                tuple(map(str, fields["warnings"])),
+            )
+
+
+def examine(update: Update, schema: Schema | None) -> Examination:
     """What an update would do, and why it would be refused: all problems, not only the first.
 
     Args:
@@ -76,7 +140,7 @@ def examine(update: Update, schema: Schema | None) -> tuple[list[EditView], list
     """
     if schema is None:
         views = views_of(update.edits, None)
-        return views, _problems_by_themselves(update, views)
+        return Examination(tuple(views), tuple(_problems_by_themselves(update, views)))
     problems: list[UpdateRefused] = []
     edits: list[Edit] = []
     for edit in update.edits:
@@ -91,7 +155,7 @@ def examine(update: Update, schema: Schema | None) -> tuple[list[EditView], list
             edits = list(planned(update, schema, look_at=lambda _place: False).edits)
         except UpdateRefused as error:
             problems.append(error)
-    return views_of(edits, schema), problems
+    return Examination(tuple(views_of(edits, schema)), tuple(problems))
 
 
 def views_of(edits: Iterable[Edit], schema: Schema | None) -> list[EditView]:
@@ -114,47 +178,6 @@ def values_of(array: Array) -> Values:
     if low > high:
         low = high = math.nan
     return Values(flat.size, nonfinite, low, high, math.sqrt(squares))
-
-
-def edits_table(edits: Iterable[EditView], *, extremes: bool) -> Table:
-    """What an update does, edit by edit.
-
-    Args:
-        edits: The edits.
-        extremes: Whether to show the smallest and the largest value, or the size and whether all are finite.
-    """
-    numbers = ("min", "max", "norm") if extremes else ("size", "finite", "norm")
-    right = ("size", "min", "max", "norm")
-    table = make_table(
-        "variable", "operation", "shape", "dtype", *numbers, right=right, whole=("dtype", *numbers)
-    )
-    for edit in edits:
-        shape = "whole" if edit.shape is None else texts.shape(edit.shape)
-        values = edit.values
-        cells: list[str | Text] = [texts.size(edit.nbytes) if edit.nbytes else "", _finite_cell(edit)]
-        if extremes:
-            cells = (
-                ["", ""] if values is None else [texts.number(values.minimum), texts.number(values.maximum)]
-            )
-        norm = texts.number(None if values is None else values.norm)
-        table.add_row(texts.printable(edit.variable), _operation_text(edit), shape, edit.dtype, *cells, norm)
-    return table
-
-
-def print_examination(edits: list[EditView], problems: list[UpdateRefused]) -> None:
-    """The table of edits, and below it what is wrong."""
-    console = make_console()
-    console.print(edits_table(edits, extremes=False))
-    print_problems(problems)
-    if not problems:
-        size = texts.size(sum(edit.nbytes for edit in edits))
-        console.print(f"{texts.counted(len(edits), 'edit')}, {size} of values. Nothing is wrong with it.")
-
-
-def print_problems(problems: list[UpdateRefused]) -> None:
-    """Everything that is wrong, on standard error."""
-    for problem in problems:
-        click.echo(f"Refused: {texts.error(problem)}", err=True)
 
 
 def _view(edit: Edit, variable: Variable | None) -> EditView:
@@ -205,19 +228,3 @@ def _low_rank_values(a: Array, b: Array) -> Values:
             norm = math.sqrt(max(0.0, float(np.sum((wide_a.T @ wide_a) * (wide_b @ wide_b.T)))))
     extremes = min(first.minimum, second.minimum), max(first.maximum, second.maximum)
     return Values(first.size + second.size, first.nonfinite + second.nonfinite, *extremes, norm)
-
-
-def _operation_text(edit: EditView) -> str:
-    text = edit.operation.replace("_", " ")
-    if edit.rows is not None or edit.rank is not None:
-        return f"{text} ({edit.rows if edit.rows is not None else edit.rank})"
-    if edit.factor is None:
-        return text
-    return f"{text} {_BEFORE_FACTOR.get(edit.operation, '')}{texts.number(edit.factor)}"
-
-
-def _finite_cell(edit: EditView) -> Text:
-    if edit.values is None or edit.dtype not in FLOAT_DTYPES:
-        return Text("")
-    wrong = edit.values.nonfinite
-    return Text(f"{wrong} not", style="red") if wrong else Text("yes")

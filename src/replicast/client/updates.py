@@ -8,69 +8,81 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
-from replicast.cli import Failed, texts
-from replicast.cli.rundirs import is_running
-from replicast.cli.tables import make_table
+from replicast.client.examination import EditView
+from replicast.client.notes import is_running
 from replicast.core.entries import Receipt
 from replicast.core.stage import Stage
-from replicast.errors import UpdateRefused
+from replicast.errors import NotFound, UpdateRefused
 from replicast.storage import inbox
 from replicast.storage.runfiles import read_worker_notes
-from replicast.storage.updates import CommittedUpdate, ScheduledUpdate, Updates
-from replicast.strictjson import described
-from replicast.update.edits import RESETS
-from replicast.update.trial import TrialOutcome
+from replicast.storage.updates import CommittedUpdate, Updates
+from replicast.strictjson import described, reading
+from replicast.update.trial import Trial, TrialOutcome
 
-_STYLES = dict.fromkeys(Stage, "yellow") | {
-    Stage.COMMITTED: "cyan",
-    Stage.APPLIED: "cyan",
-    Stage.VERIFIED: "green",
-    Stage.REFUSED: "red",
-    Stage.FAILED: "bold red",
-}
+_FROM_RECEIPT = ("digests", "propose_to_applied_secs", "stall_secs", "verified_at")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateView:
-    """One update of a run.
+    """All that is known of one update of a run, wherever it is.
 
     Attributes:
         at: When it came to its stage, or to the inbox, in seconds since 1970; 0 when that is not known.
         step: Where it was applied, or will be, once that is known.
-        journaled: What the journal says of it, if it is committed or scheduled.
+        nbytes: The size of its file.
+        sequence: Its number in the journal, once it is committed.
+        author: Who proposed it, as far as the journal knows it; so are the following.
+        note: Why.
+        edits: A summary of each edit: operation, variable, shape of what is written.
+        scheduled: Whether its author chose the step.
+        heals: Whether an audit made it.
+        attempt: The attempt of the job that committed it.
+        committed_at: Seconds since 1970.
+        workers: The number of workers of the job.
+        content_digest: Equal for updates that do the same.
+        sha256: The hash of its file.
+        trial: The condition of its trial, if any.
+        before: For a trial: the metric before the update.
         receipts: How it ended, once for each attempt that applied it; the last one counts.
         outcome: How its trial ended.
         refusal: Why it was refused.
-        path: Its file, where it waits or lies refused.
-        nbytes: The size of its file.
+        path: Its file, where it waits or lies refused. Only for a run in a directory.
         reason: Why it failed.
         waits_for: What it waits for, as the job says.
+        details: Each edit with its values in short. Only `Run.show` reads them, if the file is still there.
+        damage: Why `details` cannot be told: the file in the journal is damaged.
     """
 
     id: str
     stage: Stage
     at: float = 0.0
     step: int | None = None
-    journaled: CommittedUpdate | ScheduledUpdate | None = None
+    nbytes: int | None = None
+    sequence: int | None = None
+    author: str = ""
+    note: str = ""
+    edits: tuple[Mapping[str, Any], ...] = ()
+    scheduled: bool = False
+    heals: bool = False
+    attempt: int | None = None
+    committed_at: float | None = None
+    workers: int | None = None
+    content_digest: str = ""
+    sha256: str = ""
+    trial: Trial | None = None
+    before: float | None = None
     receipts: tuple[Receipt, ...] = ()
     outcome: TrialOutcome | None = None
     refusal: UpdateRefused | None = None
-    path: Path | None = None
-    nbytes: int | None = None
+    path: Path | None = field(default=None, compare=False)
     reason: str = ""
     waits_for: str = ""
-
-    @property
-    def committed(self) -> CommittedUpdate | None:
-        """What the journal says of it, if it is committed."""
-        return self.journaled if isinstance(self.journaled, CommittedUpdate) else None
+    details: tuple[EditView, ...] | None = None
+    damage: str = ""
 
     @property
     def receipt(self) -> Receipt | None:
@@ -78,25 +90,36 @@ class UpdateView:
         return self.receipts[-1] if self.receipts else None
 
     def to_json(self) -> dict[str, Any]:
-        """What is known of it as JSON values: record and last receipt merged, and every receipt."""
-        fields: dict[str, Any] = {"id": self.id, "nbytes": self.nbytes, "at": self.at}
-        if self.journaled is not None:
-            fields |= asdict(self.journaled)
-            if fields["trial"] is not None:
-                fields["trial"]["before"] = fields.get("before")
-        if self.committed is not None:
-            fields["content_digest"] = self.committed.digest
-        if self.committed is not None or self.receipts:
-            last = {} if self.receipt is None else asdict(self.receipt)
-            for name in ("digests", "propose_to_applied_secs", "stall_secs", "verified_at"):
-                fields[name] = last.get(name)
-            fields["receipts"] = [asdict(receipt) for receipt in self.receipts]
-        fields["outcome"] = None if self.outcome is None else self.outcome.to_json()
-        fields["refusal"] = None if self.refusal is None else self.refusal.to_json()
-        fields |= {"reason": self.reason, "waits_for": self.waits_for}
-        duplicates = ("digest", "before", "decided", "at_step")
-        kept = {name: value for name, value in fields.items() if name not in duplicates}
-        return kept | {"stage": self.stage, "step": self.step}
+        """The fields as JSON values, with those of the last receipt beside them."""
+        made = {
+            one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("path", "details")
+        }
+        last = {} if self.receipt is None else asdict(self.receipt)
+        return made | {
+            "edits": [dict(edit) for edit in self.edits]
+            if self.details is None
+            else [edit.to_json() for edit in self.details],
+            "detailed": self.details is not None,
+            "trial": None if self.trial is None else self.trial.to_json() | {"before": self.before},
+            "receipts": [asdict(receipt) for receipt in self.receipts],
+            "outcome": None if self.outcome is None else self.outcome.to_json(),
+            "refusal": None if self.refusal is None else self.refusal.to_json(),
+            **{name: last.get(name) for name in _FROM_RECEIPT},
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> UpdateView:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: The fields do not describe an update.
+        """
+        with reading("update", fields):
+            known = {name: value for name, value in fields.items() if name not in ("path", "details")}
+            view = described(cls, "update", known)
+            if not fields["detailed"]:
+                return view
+            return replace(view, details=tuple(EditView.from_json(edit) for edit in fields["edits"]))
 
 
 def committed_views(run: Path, journal: Updates, sequences: Iterable[int]) -> list[UpdateView]:
@@ -112,7 +135,17 @@ def scheduled_views(journal: Updates) -> list[UpdateView]:
     """The updates that wait for the step that their author chose, in the order of the steps."""
     waiting = sorted(journal.scheduled.values(), key=lambda one: one.at_step)
     return [
-        UpdateView(one.id, Stage.SCHEDULED, step=one.at_step, journaled=one, nbytes=one.nbytes)
+        UpdateView(
+            id=one.id,
+            stage=Stage.SCHEDULED,
+            step=one.at_step,
+            nbytes=one.nbytes,
+            author=one.author,
+            note=one.note,
+            edits=one.edits,
+            scheduled=True,
+            trial=one.trial,
+        )
         for one in map(journal.scheduled_update, waiting)
     ]
 
@@ -122,7 +155,7 @@ def waiting_views(run: Path, known: Collection[str]) -> list[UpdateView]:
     found = []
     for entry in inbox.waiting(run):
         if entry.id not in known:
-            view = noted_view(run, entry.id) or UpdateView(entry.id, Stage.PROPOSED)
+            view = noted_view(run, entry.id) or UpdateView(id=entry.id, stage=Stage.PROPOSED)
             found.append(replace(view, at=entry.submitted_at, path=entry.path, nbytes=entry.nbytes))
     return found
 
@@ -132,7 +165,7 @@ def refused_views(run: Path, journal: Updates, known: Collection[str]) -> list[U
     found = []
     reasons = {id_: UpdateRefused(problem) for id_, problem in journal.refused.items()} | inbox.refusals(run)
     for update_id in reasons.keys() - known:
-        view = UpdateView(update_id, Stage.REFUSED, refusal=reasons[update_id])
+        view = UpdateView(id=update_id, stage=Stage.REFUSED, refusal=reasons[update_id])
         path = run / "refused" / f"{update_id}.safetensors"
         with contextlib.suppress(OSError):
             view = replace(view, at=(run / "refused" / f"{update_id}.json").stat().st_mtime)
@@ -151,10 +184,10 @@ def noted_view(run: Path, update_id: str) -> UpdateView | None:
         return None
     receipt, at = _receipt_in(note), note.get("time")
     return UpdateView(
-        update_id,
-        _stage_in(note),
-        float(at) if isinstance(at, int | float) else 0.0,
-        _step_in(note) if receipt is None else receipt.step,
+        id=update_id,
+        stage=_stage_in(note),
+        at=float(at) if isinstance(at, int | float) else 0.0,
+        step=_step_in(note) if receipt is None else receipt.step,
         receipts=() if receipt is None else (receipt,),
         outcome=None if receipt is None else receipt.trial,
         reason=str(note.get("reason", "")),
@@ -171,14 +204,14 @@ def look(run: Path, update_id: str, *, thoroughly: bool) -> UpdateView:
         found = _matching(run, Updates(run), lambda id_: id_ == update_id)
         if found:
             return found[0]
-    return UpdateView(update_id, Stage.PROPOSED, time.time()) if noted is None else noted
+    return UpdateView(id=update_id, stage=Stage.PROPOSED, at=time.time()) if noted is None else noted
 
 
 def find(run: Path, given: str) -> UpdateView:
     """The update that a person means: by its number, by its id, or by the beginning of its id.
 
     Raises:
-        Failed: There is none, or several may be meant.
+        NotFound: There is none, or several may be meant.
     """
     journal = Updates(run)
     if given.isascii() and given.isdigit() and int(given) in journal.committed:
@@ -188,11 +221,9 @@ def find(run: Path, given: str) -> UpdateView:
     found = exact or _matching(run, journal, lambda id_: bool(given) and id_.startswith(given))
     ids = sorted({view.id for view in found})
     if not ids:
-        hint = "`replicast status` and `log` list them."
-        raise Failed(f"There is no update {texts.printable(given)} in {texts.printable(run)}. {hint}")
+        raise NotFound(f"There is no update {given} in {run}. `replicast status` and `log` list them.")
     if len(ids) > 1:
-        listed = ", ".join(texts.printable(one) for one in ids[:5])
-        raise Failed(f"{texts.printable(given)} may be {len(ids)} updates: {listed}. Give more of the id.")
+        raise NotFound(f"{given} may be {len(ids)} updates: {', '.join(ids[:5])}. Give more of the id.")
     return found[0]
 
 
@@ -202,50 +233,27 @@ def _matching(run: Path, journal: Updates, matches: Callable[[str], bool]) -> li
     views = [*committed_views(run, journal, numbers), *scheduled_views(journal)]
     known = {view.id for view in views}
     views += waiting_views(run, known)
-    views += [UpdateView(update_id, Stage.WITHDRAWN) for update_id in sorted(journal.withdrawn)]
+    views += [UpdateView(id=update_id, stage=Stage.WITHDRAWN) for update_id in sorted(journal.withdrawn)]
     views += refused_views(run, journal, known)
     return [view for view in views if matches(view.id)]
 
 
-def updates_table(views: Iterable[UpdateView]) -> Table:
-    """Committed updates, each with its author and note in a second line."""
-    right, whole = ("#", "step", "size", "took"), ("#", "step", "stage", "size", "took", "when")
-    table = make_table("#", "step", "stage", "what", "size", "took", "when", right=right, whole=whole)
-    for view in views:
-        update, receipt = view.committed, view.receipt
-        if update is not None:
-            table.add_row(
-                str(update.sequence),
-                str(view.step),
-                stage_cell(view.stage),
-                what_cell(view),
-                texts.size(update.nbytes),
-                texts.seconds(receipt.propose_to_applied_secs)
-                if receipt and receipt.propose_to_applied_secs
-                else "",
-                texts.when(update.committed_at),
-            )
-    return table
-
-
-def stage_cell(stage: Stage) -> Text:
-    """A stage in its colour."""
-    return Text(stage, style=_STYLES[stage])
-
-
-def what_cell(view: UpdateView) -> Text:
-    """What an update does in a few words; then its trial, and who proposed it and why."""
-    update = view.journaled
-    if update is None:
-        return Text("")
-    cell = Text(texts.one_line(edits_text(update.edits)))
-    if view.outcome is not None:
-        style = "green" if view.outcome.outcome == "kept" else "yellow"
-        cell.append(f"\ntrial: {texts.outcome(view.outcome)}", style=style)
-    elif update.trial is not None:
-        cell.append(f"\non trial: {texts.trial(update.trial)}", style="cyan")
-    who = ": ".join(texts.one_line(text) for text in (update.author, update.note) if text)
-    return cell.append(f"\n{who}", style="dim") if who else cell
+_COMMITTED = (
+    *(
+        "sequence",
+        "step",
+        "attempt",
+        "committed_at",
+        "workers",
+        "author",
+        "note",
+        "edits",
+        "nbytes",
+        "sha256",
+    ),
+    *("scheduled", "heals", "trial", "before", "receipts"),
+)
+"""What a view says as the journal does."""
 
 
 def _committed_view(run: Path, update: CommittedUpdate, attempt: int, reached: int) -> UpdateView:
@@ -258,8 +266,15 @@ def _committed_view(run: Path, update: CommittedUpdate, attempt: int, reached: i
         if receipt is None and _stage_in(note) is Stage.APPLIED:
             stage = Stage.APPLIED
     at = update.committed_at if receipt is None else receipt.verified_at
-    view = UpdateView(update.id, stage, at, update.step, update, update.receipts, nbytes=update.nbytes)
-    return replace(view, outcome=_outcome(update), reason=reason)
+    return UpdateView(
+        id=update.id,
+        stage=stage,
+        at=at,
+        content_digest=update.digest,
+        outcome=_outcome(update),
+        reason=reason,
+        **{name: getattr(update, name) for name in _COMMITTED},
+    )
 
 
 def _outcome(update: CommittedUpdate) -> TrialOutcome | None:
@@ -269,18 +284,6 @@ def _outcome(update: CommittedUpdate) -> TrialOutcome | None:
     kept: Any = "kept" if decided.kept else "reverted"
     measured = update.before, decided.during
     return TrialOutcome(update.sequence, kept, decided.step, trial.metric, *measured, decided.reason)
-
-
-def edits_text(edits: Iterable[Mapping[str, Any]], most: int = 2) -> str:
-    """Edits in a few words: "add dense/bias, scale optimizer/learning_rate (+3)"."""
-    listed = list(edits)
-    asked = [edit for edit in listed if edit.get("operation") not in RESETS]
-    shown = [
-        f"{str(edit.get('operation')).replace('_', ' ')} {edit.get('variable')}" for edit in asked[:most]
-    ]
-    more = f" (+{len(asked) - most})" if len(asked) > most else ""
-    resets = len(listed) - len(asked)
-    return ", ".join(shown) + more + (f", reset {resets} slots" if resets else "")
 
 
 def _stage_in(note: Mapping[str, Any]) -> Stage:

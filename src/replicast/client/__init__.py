@@ -1,0 +1,27 @@
+"""One Python face for a run: its directory, or the address at which it is served. Needs no TensorFlow."""
+
+from __future__ import annotations
+
+from replicast.client.connecting import connect
+from replicast.client.examination import EditView, Examination
+from replicast.client.metrics import Metrics, Series
+from replicast.client.notes import is_run
+from replicast.client.run import Pushed, Run
+from replicast.client.updates import UpdateView
+from replicast.client.views import Brief, CheckpointView, Overview, Pulled
+
+__all__ = [
+    "Brief",
+    "CheckpointView",
+    "EditView",
+    "Examination",
+    "Metrics",
+    "Overview",
+    "Pulled",
+    "Pushed",
+    "Run",
+    "Series",
+    "UpdateView",
+    "connect",
+    "is_run",
+]

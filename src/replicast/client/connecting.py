@@ -1,0 +1,48 @@
+"""`replicast.connect`: from what a person gives to the run that is meant."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from replicast.client.directory import DirectoryRun
+from replicast.client.http import Address, read_token
+from replicast.client.notes import is_run
+from replicast.client.run import Run
+from replicast.client.served import ServedRun
+from replicast.errors import NotFound
+
+
+def connect(run: Path | str, *, token: str | None = None, token_file: Path | str | None = None) -> Run:
+    """The run in a directory, or at the address at which it is served.
+
+    Args:
+        run: The --run-dir of the job, or an address such as "https://host:8080/first".
+        token: For an address: what the server asks for.
+        token_file: A file with the token. Default: the environment's REPLICAST_TOKEN, or the file that
+            REPLICAST_TOKEN_FILE names.
+
+    Raises:
+        NotFound: There is no such run, or its job has not begun yet; names those near it.
+        RequestFailed: The address cannot be used, its server cannot be reached, or does not accept the token.
+    """
+    if is_address(run):
+        served = ServedRun(Address.parse(str(run)), read_token(token, token_file, os.environ))
+        served.brief()
+        return served
+    path = Path(run)
+    if is_run(path):
+        return DirectoryRun(path)
+    if not path.is_dir():
+        raise NotFound(f"There is no directory {path}. Give the --run-dir of the job.")
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise NotFound(f"The directory {path} cannot be read by this user.")
+    near = [str(child) for child in (*sorted(path.iterdir()), path.parent) if is_run(child)][-5:]
+    if near:
+        raise NotFound(f"{path} is not a run directory. Perhaps: {', '.join(near)}.")
+    raise NotFound(f"{path} has no run.json yet: is the job still starting?")
+
+
+def is_address(run: Path | str) -> bool:
+    """Whether a run is given by its address, and not by its directory."""
+    return isinstance(run, str) and run.startswith(("http://", "https://"))

@@ -1,0 +1,260 @@
+"""A run in a directory: what its files tell, and requests to its job through its inbox."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from replicast.audits.report import AuditReport
+from replicast.client.audit_request import audit
+from replicast.client.examination import Examination, examine, views_of
+from replicast.client.metrics import Metrics, MetricsFile
+from replicast.client.notes import POLL_SECS, is_running, not_running_text, running_beside
+from replicast.client.run import Pushed, Run
+from replicast.client.submission import submit
+from replicast.client.updates import (
+    UpdateView,
+    committed_views,
+    find,
+    look,
+    refused_views,
+    scheduled_views,
+    waiting_views,
+)
+from replicast.client.views import Brief, CheckpointView, Overview, Pulled
+from replicast.client.withdrawal import withdraw
+from replicast.errors import FileDamaged, NotFound, NotSupported, PayloadRemoved, UpdateRefused
+from replicast.files import read_json
+from replicast.storage.auditfiles import last_audits
+from replicast.storage.checkpoint import CheckpointStore
+from replicast.storage.runfiles import (
+    ENDED,
+    WITHOUT_CALLBACK,
+    WorkerNote,
+    last_metrics,
+    lines_from_the_end,
+    read_run_info,
+    read_worker_notes,
+)
+from replicast.storage.updates import Updates, load_update
+from replicast.update.schema import Schema
+from replicast.update.trial import Trial
+from replicast.update.update import Update
+
+_LAST = 5  # So many of the last updates, and of the last refusals, are in an overview.
+_MAX_LOG_LINES = 10_000
+_MAX_OPERATIONS_BYTES = 2**20
+_OPERATION = ("id", "kind", "stage", "step", "waits_for", "author", "note")
+
+
+class DirectoryRun(Run):
+    """A run in a directory.
+
+    Args:
+        path: The run directory.
+    """
+
+    poll_secs = POLL_SECS
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.where = str(path)
+        self._metrics = MetricsFile(self.path / "metrics.jsonl")
+
+    def brief(self) -> Brief:
+        """As `Run.brief`."""
+        return self._brief(read_run_info(self.path).workers, read_worker_notes(self.path))
+
+    def _brief(self, size: int, notes: list[WorkerNote]) -> Brief:
+        state, sentence = _state(self.path, notes)
+        waits = any(note.waiting_for == WITHOUT_CALLBACK for note in notes)
+        return Brief(
+            run=self.where,
+            state=state,
+            sentence=sentence,
+            running=is_running(notes),
+            step=max((note.step for note in notes), default=None),
+            workers=size,
+            heard_at=max((note.time for note in notes), default=None),
+            waits_for=WITHOUT_CALLBACK if waits else "",
+        )
+
+    def status(self) -> Overview:
+        """As `Run.status`."""
+        info = read_run_info(self.path)
+        # A former, larger job may have left notes of workers that this one does not have.
+        notes = [note for note in read_worker_notes(self.path) if note.rank < info.workers]
+        brief = self._brief(info.workers, notes)
+        return Overview(
+            run=self.where,
+            time=time.time(),
+            state=brief.state,
+            sentence=brief.sentence,
+            running=brief.running,
+            size=info.workers,
+            attempt=max([info.attempt, *(note.attempt for note in notes)]),
+            journaled=info.journaled,
+            workers=tuple(notes),
+            metrics=last_metrics(self.path),
+            audit=next(iter(last_audits(self.path, 1)), None),
+            operations=tuple(read_operations(self.path)) if brief.running else (),
+            **self._updates(),
+        )
+
+    def _updates(self) -> dict[str, Any]:
+        """The updates of an overview; those in the inbox can be seen also when the journal is damaged."""
+        try:
+            journal = Updates(self.path)
+            updates = committed_views(self.path, journal, sorted(journal.committed)[-_LAST:])
+            known = {record.id for record, _ in journal.committed.values()} | set(journal.scheduled)
+            waiting = waiting_views(self.path, known)
+            refused = refused_views(self.path, journal, known | {view.id for view in waiting})
+            return {
+                "updates": tuple(updates),
+                "scheduled": tuple(scheduled_views(journal)),
+                "waiting": tuple(waiting),
+                "refused": tuple(refused[-_LAST:]),
+            }
+        except FileDamaged as error:
+            return {"waiting": tuple(waiting_views(self.path, ())), "problem": str(error)}
+
+    def schema(self) -> Schema:
+        """As `Run.schema`."""
+        return read_run_info(self.path).schema
+
+    def log(self, last: int | None = None) -> list[UpdateView]:
+        """As `Run.log`."""
+        journal = Updates(self.path)
+        order = sorted(journal.committed, key=lambda number: (journal.committed[number][0].step, number))
+        return committed_views(
+            self.path, journal, order if last is None else order[max(0, len(order) - last) :]
+        )
+
+    def show(self, which: str | int) -> UpdateView:
+        """As `Run.show`."""
+        view = find(self.path, str(which))
+        try:
+            if view.sequence is not None:
+                update = load_update(self.path, view.sequence)
+            elif view.path is not None:
+                update = Update.load(view.path)
+            else:
+                return view
+        except FileDamaged as error:
+            return replace(view, damage=str(error))
+        except (PayloadRemoved, UpdateRefused):
+            # Every checkpoint contains it; or that is why it was refused, or the job has just taken it away.
+            return view
+        return replace(view, details=tuple(views_of(update.edits, self.schema())))
+
+    def look(self, update_id: str, thoroughly: bool = False) -> UpdateView:
+        """As `Run.look`."""
+        return look(self.path, update_id, thoroughly=thoroughly)
+
+    def audits(self, last: int = 10) -> list[AuditReport]:
+        """As `Run.audits`."""
+        return last_audits(self.path, last)
+
+    def audit(self, timeout: float = 300.0) -> AuditReport:
+        """As `Run.audit`."""
+        return audit(self.path, timeout)
+
+    def examine(self, update: Update) -> Examination:
+        """As `Run.examine`."""
+        return examine(update, self.schema())
+
+    def push(
+        self,
+        update: Update,
+        at_step: int | None = None,
+        trial: Trial | None = None,
+        next_start: bool = False,
+    ) -> Pushed:
+        """As `Run.push`."""
+        number, warning = submit(self.path, update, at_step, trial, next_start=next_start)
+        return Pushed(self, update.id, number, warning)
+
+    def withdraw(self, update_id: str) -> UpdateView:
+        """As `Run.withdraw`."""
+        return withdraw(self.path, update_id)
+
+    def revert(self, which: str | int, note: str = "", dry_run: bool = False) -> Pushed | Examination:
+        """As `Run.revert`."""
+        raise NotSupported("revert", reason="it is not built yet", remedy="Push the inverse")
+
+    def pull(self, name: str, rows: Sequence[int] | None = None, timeout: float = 300.0) -> Pulled:
+        """As `Run.pull`."""
+        raise NotSupported("pull", reason="it is not built yet", remedy="Read a checkpoint")
+
+    def checkpoint(self, timeout: float = 300.0) -> int:
+        """As `Run.checkpoint`."""
+        raise NotSupported("checkpoint", reason="it is not built yet", remedy="Wait for a planned one")
+
+    def stop(self, timeout: float = 300.0) -> int:
+        """As `Run.stop`."""
+        raise NotSupported("stop", reason="it is not built yet", remedy="Send SIGTERM to the launcher")
+
+    def metrics(self, since: int | None = None, points: int = 2000) -> Metrics:
+        """As `Run.metrics`."""
+        return self._metrics.read(since, points)
+
+    def checkpoints(self) -> list[CheckpointView]:
+        """As `Run.checkpoints`."""
+        return [
+            CheckpointView(
+                step=one.step,
+                epoch=one.epoch,
+                batch=one.batch,
+                sequence=one.sequence,
+                attempt=one.attempt,
+                created_at=one.created_at,
+                nbytes=one.nbytes,
+                state_digest=one.state_digest,
+                metrics=dict(one.metrics),
+                patched_by="" if one.parent is None else str(one.parent.get("update_id", "an update")),
+            )
+            for one in CheckpointStore(self.path).list()
+        ]
+
+    def log_lines(self, worker: int, lines: int = 200, attempt: int | None = None) -> list[str]:
+        """As `Run.log_lines`."""
+        logs = self.path / "logs"
+        if attempt is None:
+            attempts = [
+                one.name.removeprefix("attempt-") for one in logs.glob(f"attempt-*/worker-{worker:d}.log")
+            ]
+            attempt = max((int(one) for one in attempts if one.isascii() and one.isdigit()), default=0)
+        path = logs / f"attempt-{attempt:d}" / f"worker-{worker:d}.log"
+        if not path.is_file():
+            raise NotFound(
+                f"There is no log {path}: `replicast run` writes it, unless another --log-dir was given."
+            )
+        found = islice(lines_from_the_end(path), min(max(lines, 0), _MAX_LOG_LINES))
+        return [line.decode(errors="replace") for line in found][::-1]
+
+
+def read_operations(run: Path) -> list[dict[str, Any]]:
+    """The operations that the job has in progress, as worker 0 last wrote them down."""
+    try:
+        listed = read_json(run / "operations.json", max_bytes=_MAX_OPERATIONS_BYTES).get("operations")
+    except FileDamaged:  # Missing when nothing ever was; replaced without waiting for the disk.
+        return []
+    found = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    return [{name: one.get(name) for name in _OPERATION} for one in found]
+
+
+def _state(run: Path, notes: list[WorkerNote]) -> tuple[str, str]:
+    """How the job is, as far as its workers' notes tell."""
+    if not is_running(notes):
+        sentence = f"{not_running_text(notes)}. {running_beside(run)}".rstrip(" .")
+        if not notes:
+            return "never started", sentence
+        return "finished" if all(note.waiting_for == ENDED for note in notes) else "lost", sentence
+    step = max(note.step for note in notes)
+    if any(note.training for note in notes):
+        return "training", f"training, step {step}"
+    return "waiting", f"running, not inside a training loop, step {step}"

@@ -1,0 +1,253 @@
+"""The metrics of a run: a file of any length becomes a few thousand points in which every spike is visible.
+
+A series keeps a bounded number of points. When there are too many, the steps are divided into buckets, of
+which each keeps its first and its last point, the smallest and the largest value, and the first that is not
+finite. A restarted job repeats steps: what the earlier attempt wrote of them is dropped.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from replicast.files import open_plain
+from replicast.strictjson import reading
+from replicast.update.parts import factor_to_json
+
+MAX_POINTS = 10_000
+"""The largest number of points of a series that can be asked for."""
+MAX_SERIES = 100
+_KEPT_POINTS = 2 * MAX_POINTS
+_PER_BUCKET = 5
+_MAX_STEP = 2**62  # Sums and differences of two fit into 64 bits.
+_PIECE_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Series:
+    """One metric: its values by step, in the order of the steps.
+
+    Attributes:
+        steps: The steps; each at most once.
+        times: When each was written, in seconds since 1970.
+        values: The values; some may not be finite.
+    """
+
+    steps: npt.NDArray[np.int64]
+    times: npt.NDArray[np.float64]
+    values: npt.NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        values = [factor_to_json(value) for value in self.values.tolist()]
+        return {"steps": self.steps.tolist(), "times": self.times.tolist(), "values": values}
+
+    def before(self, step: int) -> Series:
+        """The points before a step."""
+        return self._chosen(slice(0, int(np.searchsorted(self.steps, step))))
+
+    def followed_by(self, later: Series) -> Series:
+        """These points and later ones."""
+        return Series(
+            np.concatenate([self.steps, later.steps]),
+            np.concatenate([self.times, later.times]),
+            np.concatenate([self.values, later.values]),
+        )
+
+    def decimated(self, points: int) -> Series:
+        """At most so many points, with the extremes of every part."""
+        if len(self) <= points:
+            return self
+        first, last = int(self.steps[0]), int(self.steps[-1])
+        width = -(-(last - first + 1) // max(1, points // _PER_BUCKET))
+        bucket = (self.steps - first) // width
+        starts = _firsts(bucket, np.arange(len(self)))
+        sizes = np.diff(starts, append=len(self))
+        finite = np.isfinite(self.values)
+        chosen = [starts, starts + sizes - 1, _firsts(bucket, np.flatnonzero(~finite))]
+        for reduced, absent in ((np.minimum, np.inf), (np.maximum, -np.inf)):
+            values = np.where(finite, self.values, absent)
+            extremes = np.repeat(reduced.reduceat(values, starts), sizes)
+            chosen.append(_firsts(bucket, np.flatnonzero(values == extremes)))
+        return self._chosen(np.unique(np.concatenate(chosen)))
+
+    def _chosen(self, which: slice | npt.NDArray[np.int64]) -> Series:
+        return Series(self.steps[which], self.times[which], self.values[which])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Metrics:
+    """The metrics of a run, or what came since an earlier look.
+
+    Attributes:
+        series: By name.
+        position: To be given as `since` for what comes later.
+        since: What was asked for; None for everything, also when the file was replaced since then. Where
+            the first step here is not after the last one known, the job was restarted: drop what is known
+            from that step on.
+        damaged: How many lines were skipped, since they are damaged.
+    """
+
+    series: Mapping[str, Series]
+    position: int
+    since: int | None = None
+    damaged: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return {
+            "series": {name: one.to_json() for name, one in self.series.items()},
+            "position": self.position,
+            "since": self.since,
+            "damaged": self.damaged,
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Metrics:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: The fields do not describe metrics.
+        """
+        with reading("metrics", fields):
+            series = {str(name): _series(one) for name, one in fields["series"].items()}
+            return cls(series, int(fields["position"]), fields["since"], int(fields["damaged"]))
+
+
+class _Line(msgspec.Struct, gc=False):
+    step: Annotated[int, msgspec.Meta(ge=0, lt=_MAX_STEP)]
+    time: float
+    values: dict[str, float | str]
+
+
+_LINE = msgspec.json.Decoder(_Line)
+
+
+@dataclass(slots=True)
+class MetricsFile:
+    """Reads metrics.jsonl once, and later only what was appended. For any number of threads.
+
+    Args:
+        path: The file; it need not exist yet.
+    """
+
+    path: Path
+    _seen: _Seen = field(default_factory=lambda: _Seen())
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def read(self, since: int | None, points: int) -> Metrics:
+        """As `Run.metrics`."""
+        points = min(max(points, _PER_BUCKET), MAX_POINTS)
+        if since is not None and 0 < since <= _size(self.path):
+            seen = _Seen(position=since)
+            seen.read(self.path)
+            return seen.metrics(points, since)
+        with self._lock:
+            if _size(self.path) < self._seen.position:  # Another file.
+                self._seen = _Seen()
+            self._seen.read(self.path)
+            return self._seen.metrics(points, None)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was read of a file of metrics up to a position, in bounded memory."""
+
+    position: int = 0
+    damaged: int = 0
+    series: dict[str, Series] = field(default_factory=dict)
+
+    def metrics(self, points: int, since: int | None) -> Metrics:
+        series = {name: one.decimated(points) for name, one in self.series.items() if len(one)}
+        return Metrics(series, self.position, since, self.damaged)
+
+    def read(self, path: Path) -> None:
+        """Reads every complete line behind the position."""
+        for piece in _pieces(path, self.position):
+            lines = []
+            for line in piece.split(b"\n")[:-1]:
+                try:
+                    lines.append(_LINE.decode(line))
+                except (msgspec.MsgspecError, UnicodeDecodeError):
+                    self.damaged += bool(line.strip())
+            self.position += len(piece)
+            if lines:
+                self._add(lines)
+
+    def _add(self, lines: list[_Line]) -> None:
+        steps = np.array([line.step for line in lines], np.int64)
+        # A restart repeats steps: a line counts unless a later one goes back behind it.
+        latest = np.minimum.accumulate(steps[::-1])[::-1]
+        counts = steps == latest
+        kept = [line for line, is_kept in zip(lines, counts.tolist(), strict=True) if is_kept]
+        self.series = {name: one.before(int(latest[0]) + 1) for name, one in self.series.items()}
+        for name in dict.fromkeys(name for line in kept for name in line.values):
+            if name in self.series or len(self.series) < MAX_SERIES:
+                self._extend(name, [line for line in kept if name in line.values])
+
+    def _extend(self, name: str, lines: list[_Line]) -> None:
+        """Adds the lines that have a value of this name; of those with the same step, the last one counts."""
+        steps = np.array([line.step for line in lines], np.int64)
+        values = np.array([_number(line.values[name]) for line in lines])
+        is_last = np.diff(steps, append=_MAX_STEP) > 0
+        new = Series(steps, np.array([line.time for line in lines]), values)._chosen(np.flatnonzero(is_last))
+        known = self.series.get(name)
+        joined = new if known is None else known.before(int(steps[0])).followed_by(new)
+        self.series[name] = joined.decimated(_KEPT_POINTS) if len(joined) > 2 * _KEPT_POINTS else joined
+
+
+def _firsts(bucket: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Of some places, in order, the first one in each bucket."""
+    return np.compress(np.diff(bucket[places], prepend=-1) != 0, places)
+
+
+def _number(value: float | str) -> float:
+    """A value as `append_metrics` wrote it; NaN for any other text."""
+    return value if isinstance(value, float) else {"inf": np.inf, "-inf": -np.inf}.get(value, np.nan)
+
+
+def _pieces(path: Path, position: int) -> Iterator[bytes]:
+    """The file behind a position in pieces that end with a line; nothing if there is no such file.
+
+    A line that is longer than a piece is cut, so that its parts are damaged lines.
+    """
+    try:
+        descriptor = open_plain(path)
+    except OSError:
+        return
+    with os.fdopen(descriptor, "rb") as file:
+        while True:
+            file.seek(position)
+            piece = file.read(_PIECE_BYTES)
+            if len(piece) < _PIECE_BYTES or b"\n" in piece:
+                piece = piece[: piece.rfind(b"\n") + 1]
+            if not piece:
+                return
+            position += len(piece)
+            yield piece
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _series(fields: Mapping[str, Any]) -> Series:
+    steps, times = np.array(fields["steps"], np.int64), np.array(fields["times"], np.float64)
+    values = np.array([float(value) for value in fields["values"]], np.float64)
+    if not steps.shape == times.shape == values.shape:
+        raise ValueError("steps, times and values must be equally many")
+    return Series(steps, times, values)

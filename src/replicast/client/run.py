@@ -1,0 +1,279 @@
+"""One run, wherever it is: the same methods for a directory and for an address at which it is served."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+from replicast.audits.report import AuditReport
+from replicast.client.examination import Examination
+from replicast.client.metrics import Metrics
+from replicast.client.notes import ticks
+from replicast.client.updates import UpdateView
+from replicast.client.views import Brief, CheckpointView, Overview, Pulled
+from replicast.core.entries import Receipt
+from replicast.core.stage import Stage
+from replicast.errors import ReplicasDiverged, UpdateFailed, UpdatePending, UpdateRefused
+from replicast.update.schema import Schema
+from replicast.update.trial import Trial
+from replicast.update.update import Update
+
+FOREVER_SECS = 10 * 365 * 86_400.0
+"""What `timeout=None` means to `Pushed.result`."""
+
+
+class Run(ABC):
+    """A run. Every method may be called from any thread; none needs TensorFlow.
+
+    Attributes:
+        where: Its directory or address, as it is given to a command.
+
+    Every method may raise `FileDamaged` when a file of the run is not what was written, and, for a served
+    run, `RequestFailed` when the server cannot be reached or does not accept the request.
+    """
+
+    where: str
+    poll_secs: float
+    """How often to look at an update that is awaited."""
+
+    @abstractmethod
+    def brief(self) -> Brief:
+        """How it is, in a few words. Cheap: reads no journal."""
+
+    @abstractmethod
+    def status(self) -> Overview:
+        """Workers, metrics, what is under way, updates and what waits."""
+
+    @abstractmethod
+    def schema(self) -> Schema:
+        """The variables that an update may change."""
+
+    @abstractmethod
+    def log(self, last: int | None = None) -> list[UpdateView]:
+        """The committed updates in the order in which they are applied; only the `last` ones if given."""
+
+    @abstractmethod
+    def show(self, which: str | int) -> UpdateView:
+        """Everything about one update, with the values of its edits in short.
+
+        Args:
+            which: Its number in the journal, its id, or the beginning of its id.
+
+        Raises:
+            NotFound: There is none, or several may be meant.
+        """
+
+    @abstractmethod
+    def look(self, update_id: str, thoroughly: bool = False) -> UpdateView:
+        """Where one update is, by its whole id. Cheap, for whoever waits for it.
+
+        Args:
+            update_id: Its id.
+            thoroughly: Read the journal in any case: a job that died may not have written its last note.
+        """
+
+    @abstractmethod
+    def audits(self, last: int = 10) -> list[AuditReport]:
+        """The last audits, oldest first."""
+
+    @abstractmethod
+    def audit(self, timeout: float = 300.0) -> AuditReport:
+        """Asks the job for an audit at its next step; blocks at most `timeout` seconds.
+
+        Raises:
+            NoAnswer: The job is not running, has ended, or has not made one in time.
+        """
+
+    @abstractmethod
+    def examine(self, update: Update) -> Examination:
+        """What an update would do, and all that is wrong with it. Nothing is sent to the job."""
+
+    @abstractmethod
+    def push(
+        self,
+        update: Update,
+        at_step: int | None = None,
+        trial: Trial | None = None,
+        next_start: bool = False,
+    ) -> Pushed:
+        """Hands an update to the job, which applies it on every worker at the same step, or on none.
+
+        The same update again, by its id, is a no-op.
+
+        Args:
+            update: The update.
+            at_step: When. Default: as soon as possible.
+            trial: The condition of its trial, if any.
+            next_start: Also when the job is not running: it takes the update when it is started again.
+
+        Raises:
+            UpdateRefused: It does not fit, another update has its id, the step is past, or the job is not
+                running and `next_start` is not given.
+        """
+
+    @abstractmethod
+    def withdraw(self, update_id: str) -> UpdateView:
+        """Takes back an update that is not committed yet; a running job is asked, for at most 30 s.
+
+        Args:
+            update_id: Its id, or the beginning of it.
+
+        Raises:
+            NotFound: There is no such update.
+            UpdateRefused: It is too late, or it was refused or withdrawn before.
+            NoAnswer: The job has taken it and does not answer.
+        """
+
+    @abstractmethod
+    def revert(self, which: str | int, note: str = "", dry_run: bool = False) -> Pushed | Examination:
+        """Pushes a new update that undoes one that was applied.
+
+        Args:
+            which: As in `show`.
+            note: Why.
+            dry_run: Only say what it would do.
+
+        Raises:
+            NotFound: There is no such update.
+            UpdateRefused: It was not applied, or cannot be undone.
+        """
+
+    @abstractmethod
+    def pull(self, name: str, rows: Sequence[int] | None = None, timeout: float = 300.0) -> Pulled:
+        """The values of a variable at one step of the running job, or in the last checkpoint when none runs.
+
+        Args:
+            name: Its name, or a suffix that names exactly one.
+            rows: Only these rows.
+            timeout: How long to wait for the job.
+
+        Raises:
+            NotFound: There is no such variable, or nothing runs and there is no checkpoint.
+            NoAnswer: The job has not answered in time.
+        """
+
+    @abstractmethod
+    def checkpoint(self, timeout: float = 300.0) -> int:
+        """Asks the job to save a checkpoint now; returns its step.
+
+        Raises:
+            NoAnswer: The job is not running, or has not saved one in time.
+        """
+
+    @abstractmethod
+    def stop(self, timeout: float = 300.0) -> int:
+        """Asks the job to save a checkpoint and to end; returns the step at which it did.
+
+        Raises:
+            NoAnswer: The job is not running, or has not ended in time.
+        """
+
+    @abstractmethod
+    def metrics(self, since: int | None = None, points: int = 2000) -> Metrics:
+        """The metrics of the training, decimated so that spikes stay visible.
+
+        Args:
+            since: Only what was written after this `Metrics.position`.
+            points: The largest number of points of each series.
+        """
+
+    @abstractmethod
+    def checkpoints(self) -> list[CheckpointView]:
+        """The checkpoints that are complete, in the order of their steps."""
+
+    @abstractmethod
+    def log_lines(self, worker: int, lines: int = 200, attempt: int | None = None) -> list[str]:
+        """The last lines that a worker has printed, oldest first.
+
+        Args:
+            worker: Its rank.
+            lines: How many.
+            attempt: Of which attempt of the job. Default: the last one.
+
+        Raises:
+            NotFound: There is no such log: it was not started by `replicast run`, or has another --log-dir.
+        """
+
+    def follow(self, update_id: str, timeout: float) -> Iterator[tuple[UpdateView, Brief]]:
+        """Where an update is, and how the job is, again and again until it has ended or the time is up."""
+        looks = max(1, round(1 / self.poll_secs))  # So many until the job is looked at again.
+        for number, is_last in enumerate(ticks(timeout, self.poll_secs)):
+            is_fresh = number % looks == 0
+            if is_fresh:
+                brief = self.brief()
+            view = self.look(update_id, thoroughly=is_last or (is_fresh and not brief.running))
+            yield view, brief
+            if view.stage.is_final:
+                return
+
+
+class Pushed:
+    """An update that was handed to a run.
+
+    Attributes:
+        run: The run.
+        id: The update's id.
+        number: Its number in the journal when it was committed before this push, which then did nothing.
+        warning: What to know of it, in a sentence: for example that the job is not running.
+    """
+
+    def __init__(self, run: Run, id: str, number: int | None = None, warning: str = "") -> None:  # noqa: A002
+        self.run = run
+        self.id = id
+        self.number = number
+        self.warning = warning
+
+    def __repr__(self) -> str:
+        return f"<Pushed {self.id} to {self.run.where}>"
+
+    def view(self) -> UpdateView:
+        """Where it is now."""
+        return self.run.look(self.id)
+
+    def result(self, timeout: float | None = None) -> Receipt:
+        """Blocks until every worker has applied the update and the digests agree, at most `timeout` seconds.
+
+        Raises:
+            UpdateRefused: The update was refused or withdrawn; no replica has changed.
+            ReplicasDiverged: The update was applied, and the replicas are not equal.
+            UpdatePending: The timeout has expired.
+        """
+        limit = FOREVER_SECS if timeout is None else timeout
+        *_, (view, brief) = self.run.follow(self.id, limit)
+        if view.stage.is_final:
+            return receipt_of(view)
+        waits = f" and waits for {view.waits_for}" if view.waits_for else ""
+        silent = "" if brief.running else f" {brief.sentence}."
+        raise UpdatePending(
+            f"Update {self.id}: {limit:g} s have passed, and it is {view.stage}{waits}.{silent} Ask again",
+            stage=view.stage,
+            update_id=self.id,
+        )
+
+
+def receipt_of(view: UpdateView) -> Receipt:
+    """The receipt of an update that has ended.
+
+    Raises:
+        UpdateRefused: It was refused or withdrawn.
+        ReplicasDiverged: It was applied, and the replicas are not equal.
+        UpdateFailed: It ended otherwise without a receipt.
+    """
+    receipt = view.receipt
+    if view.stage is Stage.WITHDRAWN:
+        raise UpdateRefused("It was withdrawn")
+    if view.stage is Stage.REFUSED:
+        raise UpdateRefused("It was refused; no reason is known") if view.refusal is None else view.refusal
+    if view.stage is Stage.FAILED:
+        digests = {} if receipt is None else dict(receipt.digests)
+        why = view.reason if view.reason else "the variables it touched are not equal on all workers"
+        raise ReplicasDiverged(
+            f"Update {view.id} was applied at step {view.step}, but {why}. "
+            "replicas.sync(source=0) makes them equal",
+            digests=digests,
+            update_id=view.id,
+            step=view.step,
+        )
+    if receipt is None:
+        raise UpdateFailed(f"Update {view.id} is {view.stage}, and its receipt is lost", update_id=view.id)
+    return receipt

@@ -1,0 +1,224 @@
+"""A run at the address at which it is served: the same methods as for a directory, over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import numpy as np
+
+from replicast.audits.report import AuditReport
+from replicast.client.author import this_user
+from replicast.client.examination import Examination, examine
+from replicast.client.http import Address, Server
+from replicast.client.metrics import Metrics
+from replicast.client.run import Pushed, Run
+from replicast.client.updates import UpdateView
+from replicast.client.views import Brief, CheckpointView, Overview, Pulled
+from replicast.errors import NotFound, RequestFailed
+from replicast.update.edits import BFLOAT16, DTYPES
+from replicast.update.schema import Schema
+from replicast.update.trial import Trial
+from replicast.update.update import Update
+
+MAX_LOG = 1000
+"""So many of the last updates can be listed at once."""
+_MAX_WAIT_SECS = 300.0
+_ANSWER_SECS = 30.0
+_Made = TypeVar("_Made")
+
+
+class ServedRun(Run):
+    """A run at an address.
+
+    Args:
+        address: Such as "https://host:8080/first"; without a name, the only run of the server.
+        token: What the server asks for, if anything.
+
+    Raises:
+        NotFound: The server has no such run, or several and none is named.
+        RequestFailed: The server cannot be reached, or does not accept the token.
+    """
+
+    poll_secs = 0.5
+
+    def __init__(self, address: Address, token: str | None = None) -> None:
+        self._server = Server(address, token)
+        name = address.name if address.name else self._only_run(address)
+        self.where = str(replace(address, name=name))
+        self._path = f"/api/runs/{quote(name, safe='')}"
+
+    def _only_run(self, address: Address) -> str:
+        names = [str(one.get("name")) for one in self._server.get("/api/runs") if isinstance(one, dict)]
+        if len(names) == 1:
+            return names[0]
+        if not names:
+            raise NotFound(f"{address} serves no run.")
+        raise NotFound(f"{address} serves {len(names)} runs. Name one: {address}/{names[0]}, for example.")
+
+    def _got(self, read: Callable[[Any], _Made], path: str = "", **query: object) -> _Made:
+        return _made(read, self._server.get(self._path + path, **query))
+
+    def _posted(
+        self, read: Callable[[Any], _Made], path: str, wait_secs: float = 0.0, **content: object
+    ) -> _Made:
+        answer = self._server.post(self._path + path, content, wait_secs + _ANSWER_SECS)
+        return _made(read, answer)
+
+    def brief(self) -> Brief:
+        """As `Run.brief`."""
+        return replace(self._got(Brief.from_json), run=self.where)
+
+    def status(self) -> Overview:
+        """As `Run.status`."""
+        return replace(self._got(Overview.from_json, "/status"), run=self.where)
+
+    def schema(self) -> Schema:
+        """As `Run.schema`."""
+        return self._got(lambda answer: Schema.from_json(answer["variables"]), "/schema")
+
+    def log(self, last: int | None = None) -> list[UpdateView]:
+        """As `Run.log`; at most the last `MAX_LOG`."""
+        count = MAX_LOG if last is None else min(last, MAX_LOG)
+        return self._got(_list_of(UpdateView.from_json, "updates"), "/updates", last=count)
+
+    def show(self, which: str | int) -> UpdateView:
+        """As `Run.show`."""
+        return self._got(UpdateView.from_json, f"/updates/{_part(which)}")
+
+    def look(self, update_id: str, thoroughly: bool = False) -> UpdateView:
+        """As `Run.look`."""
+        path = f"/updates/{_part(update_id)}"
+        return self._got(UpdateView.from_json, path, exact=True, thoroughly=thoroughly)
+
+    def audits(self, last: int = 10) -> list[AuditReport]:
+        """As `Run.audits`."""
+        return self._got(_list_of(AuditReport.from_json, "audits"), "/audits", last=last)
+
+    def audit(self, timeout: float = 300.0) -> AuditReport:
+        """As `Run.audit`."""
+        secs = min(timeout, _MAX_WAIT_SECS)
+        return self._posted(AuditReport.from_json, "/audit", secs, timeout_secs=secs)
+
+    def examine(self, update: Update) -> Examination:
+        """As `Run.examine`: here, with the variables that the server tells."""
+        return examine(update, self.schema())
+
+    def push(
+        self,
+        update: Update,
+        at_step: int | None = None,
+        trial: Trial | None = None,
+        next_start: bool = False,
+    ) -> Pushed:
+        """As `Run.push`. The arrays are sent as they are in memory, without a copy of the whole."""
+        query: dict[str, object] = {"at_step": at_step, "next_start": next_start}
+        if trial is not None:
+            query |= {
+                "trial_steps": trial.steps,
+                "trial_metric": trial.metric,
+                "trial_max_increase": trial.max_increase,
+                "trial_mode": trial.mode,
+            }
+        signed = update.signed(this_user())
+        answer = self._server.upload(f"{self._path}/updates", signed.file_chunks(), **query)
+        return _made(self._pushed, answer)
+
+    def withdraw(self, update_id: str) -> UpdateView:
+        """As `Run.withdraw`."""
+        return self._posted(UpdateView.from_json, f"/updates/{_part(update_id)}/withdraw", 60.0)
+
+    def revert(self, which: str | int, note: str = "", dry_run: bool = False) -> Pushed | Examination:
+        """As `Run.revert`."""
+        path = f"/updates/{_part(which)}/revert"
+        if dry_run:
+            return self._posted(Examination.from_json, path, note=note, dry_run=True)
+        return self._posted(self._pushed, path, note=note)
+
+    def pull(self, name: str, rows: Sequence[int] | None = None, timeout: float = 300.0) -> Pulled:
+        """As `Run.pull`."""
+        secs = min(timeout, _MAX_WAIT_SECS)
+        named = None if rows is None else ",".join(map(str, rows))
+        path = f"{self._path}/variables/{quote(name)}"
+        answer = self._server.get(path, secs + _ANSWER_SECS, rows=named, timeout=secs)
+        return _made(_pulled, answer)
+
+    def checkpoint(self, timeout: float = 300.0) -> int:
+        """As `Run.checkpoint`."""
+        secs = min(timeout, _MAX_WAIT_SECS)
+        return self._posted(_step, "/checkpoint", secs, timeout_secs=secs)
+
+    def stop(self, timeout: float = 300.0) -> int:
+        """As `Run.stop`."""
+        secs = min(timeout, _MAX_WAIT_SECS)
+        return self._posted(_step, "/stop", secs, timeout_secs=secs)
+
+    def metrics(self, since: int | None = None, points: int = 2000) -> Metrics:
+        """As `Run.metrics`."""
+        return self._got(Metrics.from_json, "/metrics", since=since, points=points)
+
+    def checkpoints(self) -> list[CheckpointView]:
+        """As `Run.checkpoints`."""
+        return self._got(_list_of(CheckpointView.from_json, "checkpoints"), "/checkpoints")
+
+    def log_lines(self, worker: int, lines: int = 200, attempt: int | None = None) -> list[str]:
+        """As `Run.log_lines`."""
+        return self._got(_list_of(str, "lines"), f"/logs/{worker:d}", lines=lines, attempt=attempt)
+
+    def _pushed(self, told: Mapping[str, Any]) -> Pushed:
+        number = told.get("number")
+        warning = str(told.get("warning", ""))
+        return Pushed(self, str(told["id"]), None if number is None else int(number), warning)
+
+
+def _made(read: Callable[[Any], _Made], answer: Any) -> _Made:
+    """What an answer describes."""
+    try:
+        return read(answer)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RequestFailed(
+            f"The server's answer cannot be used: has it another version? ({error})"
+        ) from error
+
+
+def _list_of(read: Callable[[Any], _Made], name: str) -> Callable[[Any], list[_Made]]:
+    return lambda answer: [read(one) for one in answer[name]]
+
+
+def _part(which: str | int) -> str:
+    """An update's id or number as a part of an address."""
+    if str(which) in ("", ".", ".."):
+        raise NotFound(f"There is no update {str(which)!r}.")
+    return quote(str(which), safe="")
+
+
+def _step(answer: Mapping[str, Any]) -> int:
+    return int(answer["step"])
+
+
+def _pulled(told: Mapping[str, Any]) -> Pulled:
+    flat = np.array([float(value) if isinstance(value, str) else value for value in _flat(told["values"])])
+    if told["dtype"] not in DTYPES:
+        raise ValueError(f"unknown dtype: {told['dtype']}")
+    dtype = BFLOAT16 if told["dtype"] == "bfloat16" else np.dtype(told["dtype"])
+    array, rows = flat.astype(dtype).reshape(told["shape"]), told.get("rows")
+    return Pulled(
+        name=str(told["name"]),
+        step=int(told["step"]),
+        digest=str(told["digest"]),
+        source=str(told["source"]),
+        array=array,
+        rows=None if rows is None else tuple(map(int, rows)),
+    )
+
+
+def _flat(values: Any) -> list[Any]:
+    if not isinstance(values, list):
+        return [values]
+    return (
+        values
+        if not values or not isinstance(values[0], list)
+        else [one for row in values for one in _flat(row)]
+    )

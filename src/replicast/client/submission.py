@@ -1,0 +1,94 @@
+"""How an update from outside enters the inbox of a run: checked first, and only if a job will take it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from replicast.client.author import this_user
+from replicast.client.notes import is_heard_of, is_running, not_running_text, running_beside
+from replicast.errors import UpdateRefused
+from replicast.storage import inbox
+from replicast.storage.runfiles import WorkerNote, read_run_info, read_worker_notes
+from replicast.storage.updates import Updates
+from replicast.update.trial import Trial
+from replicast.update.update import Update
+from replicast.update.validate import planned
+
+
+def submit(
+    run: Path, update: Update, at_step: int | None, trial: Trial | None, *, next_start: bool
+) -> tuple[int | None, str]:
+    """Puts an update into the inbox, as `Run.push` says.
+
+    Returns:
+        Its number, if the journal has it already; and what its author should know, in a sentence.
+
+    Raises:
+        UpdateRefused: As `Run.push` says, or it cannot be written.
+        FileDamaged: The journal is damaged.
+    """
+    plan = planned(update, read_run_info(run).schema)
+    number = _number_in_journal(run, update, plan)
+    if number is not None:
+        return number, ""
+    notes = read_worker_notes(run)
+    _check_step(at_step, notes)
+    warning = _check_running(run, update, notes, next_start=next_start)
+    try:
+        inbox.submit(run, update.signed(this_user()), at_step, trial)
+    except OSError as error:
+        raise UpdateRefused(
+            f"The update cannot be written to {run / 'inbox'} ({error.strerror})",
+            received=f"{update.nbytes} bytes",
+            remedy="Free some space there, or let this user write there, and push it again",
+        ) from error
+    return None, warning
+
+
+def _number_in_journal(run: Path, update: Update, plan: Update) -> int | None:
+    """The place that the same update has in the journal already; another one with its id is refused."""
+    journal = Updates(run)
+    if update.id in journal.withdrawn:
+        raise UpdateRefused("An update with this id was withdrawn", expected="a new id", received=update.id)
+    for number, (record, _) in journal.committed.items():
+        if record.id == update.id:
+            if record.digest in (update.content_digest(), plan.content_digest()):
+                return number
+            raise UpdateRefused(
+                f"Another update with this id is in the journal, as number {number}",
+                expected="a new id, or the same content",
+                received=update.id,
+            )
+    return None
+
+
+def _check_step(at_step: int | None, notes: list[WorkerNote]) -> None:
+    step = max((note.step for note in notes), default=0)
+    if at_step is not None and at_step <= step and is_running(notes):
+        raise UpdateRefused(
+            f"Step {at_step} is past",
+            expected=f"a step after {step}, where the job is",
+            received=f"step {at_step}",
+        )
+
+
+def _check_running(run: Path, update: Update, notes: list[WorkerNote], *, next_start: bool) -> str:
+    """Refuses what nobody would take, unless that is wanted or it waits there already.
+
+    Returns:
+        What the author of an accepted update should know.
+    """
+    if is_running(notes):
+        return ""
+    said, beside = not_running_text(notes), running_beside(run)
+    if next_start or any(one.id == update.id for one in inbox.waiting(run)):
+        return f"{said}: it will take the update when it is started again. {beside}".rstrip()
+    if not beside and is_heard_of(run):
+        return ""
+    raise UpdateRefused(
+        said,
+        expected="a running job",
+        remedy=beside
+        if beside
+        else "Push it again when the job runs, or for its next start: next_start=True",
+    )
