@@ -52,6 +52,10 @@ def stage_cell(stage: Stage) -> Text:
 def what_cell(view: UpdateView) -> Text:
     """What an update does in a few words; then its trial, and who proposed it and why."""
     cell = Text(texts.one_line(edits_text(view.edits)))
+    if view.reverts is not None:
+        cell.append(f"\nreverts update {view.reverts}", style="yellow")
+    if view.reverted_by is not None:
+        cell.append(f"\nreverted by update {view.reverted_by}", style="yellow")
     if view.outcome is not None:
         style = "green" if view.outcome.outcome == "kept" else "yellow"
         cell.append(f"\ntrial: {texts.outcome(view.outcome)}", style=style)

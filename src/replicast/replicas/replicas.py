@@ -211,8 +211,8 @@ class Replicas(ReplicasView):
         """Proposes an update that undoes a committed one. Any worker, any thread; returns at once.
 
         Added values are subtracted, scaled ones are divided, and training since then stays. Assigned and
-        blended values, and optimizer slots that the update has reset, go back to exactly what they were before
-        it; training since then is lost for them. The revert is an update like any other, and can be reverted.
+        blended values, and optimizer slots that the update has reset, go back to exactly what they were
+        before it; training since then is lost for them. A revert can be reverted like any other update.
 
         Args:
             number: The update's sequence number: `receipt.sequence`, or from `replicast log`.

@@ -151,7 +151,7 @@ class Requests:
             UpdateRefused: There is no such variable or row, or it is too much.
         """
         variable = self._session.replica.state.schema.resolve(request.name)
-        check_rows(request.rows, variable.name, variable.shape)
+        requests.check_rows(request.rows, variable.name, variable.shape)
         count = sum(stop - start for start, stop in request.rows)
         nbytes = variable.nbytes
         if request.rows:
@@ -224,24 +224,6 @@ class Requests:
                 self._session.files.do(write)
             else:
                 self._failed.put((failed_at, write))
-
-
-def check_rows(rows: requests.Rows, name: str, shape: tuple[int, ...]) -> None:
-    """Checks that a variable has these rows.
-
-    Raises:
-        UpdateRefused: It has not.
-    """
-    if rows and not shape:
-        raise UpdateRefused("A scalar variable has no rows", variable=name)
-    beyond = [stop - 1 for _, stop in rows if stop > shape[0]]
-    if beyond:
-        raise UpdateRefused(
-            "There is no such row",
-            variable=name,
-            expected=f"0 to {shape[0] - 1}" if shape[0] else "none: the variable has no rows",
-            received=str(beyond[0]),
-        )
 
 
 def _described(pulled: Pulled) -> dict[str, Any]:

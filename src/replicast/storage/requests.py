@@ -255,6 +255,24 @@ def indices_of(rows: Rows) -> npt.NDArray[np.int64]:
     return np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in rows])
 
 
+def check_rows(rows: Rows, name: str, shape: tuple[int, ...]) -> None:
+    """Checks that a variable has these rows.
+
+    Raises:
+        UpdateRefused: It has not.
+    """
+    if rows and not shape:
+        raise UpdateRefused("A scalar variable has no rows", variable=name)
+    beyond = [stop - 1 for _, stop in rows if stop > shape[0]]
+    if beyond:
+        raise UpdateRefused(
+            "There is no such row",
+            variable=name,
+            expected=f"0 to {shape[0] - 1}" if shape[0] else "none: the variable has no rows",
+            received=str(beyond[0]),
+        )
+
+
 def _check(request: Request) -> None:
     if request.kind not in get_args(Kind):
         raise ValueError(f"There is no such kind of request. Received: {str(request.kind)[:100]!r}")

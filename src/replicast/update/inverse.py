@@ -132,6 +132,6 @@ def _inverse_edit(edit: Edit) -> Edit:
     key = negated[edit.operation]
     arrays = dict(edit.arrays)
     with np.errstate(all="ignore"):  # integers wrap around, and come back by wrapping around
-        arrays[key] = np.negative(arrays[key])
+        arrays[key] = np.asarray(np.negative(arrays[key]))
     arrays[key].flags.writeable = False
     return Edit(edit.operation, edit.variable, arrays)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from replicast.core.commands import Ended
 from replicast.core.entries import Committed, Decided, Entry, Payload, Saved, Scheduled
@@ -13,22 +12,14 @@ from replicast.core.history import History
 from replicast.core.messages import Propose, Tell
 from replicast.core.operations.audit import AuditReport
 from replicast.core.operations.pull import Pulled
-from replicast.core.operations.revert import why_not
 from replicast.core.proposal import Proposal
 from replicast.core.stage import Stage
 from replicast.testing.simulation.clock import Clock
 from replicast.testing.simulation.disk import Disk
+from replicast.testing.simulation.model import check_before, check_reverts, model, needs_before
 from replicast.testing.simulation.notes import Notes
 from replicast.testing.simulation.plan import Plan
-from replicast.testing.simulation.replica import (
-    START,
-    SimulatedReplica,
-    StoryFailed,
-    change,
-    overwrites,
-    train,
-    undone,
-)
+from replicast.testing.simulation.replica import SimulatedReplica, StoryFailed
 from replicast.testing.simulation.words import described
 
 
@@ -104,22 +95,13 @@ class Checks:
                     f"the checkpoint of step {entry.step} needs {proposal.id}, which is not durable"
                 )
         history = self._disk.history()
-        for sequence in entry.holds:
+        for sequence in () if self._notes.faults["full disk"] else entry.holds:
             record = history.committed.get(sequence)
-            if record is not None and self._needs_before(history, record) and sequence not in history.before:
+            if record is not None and needs_before(history, record) and sequence not in history.before:
                 raise StoryFailed(
                     f"the checkpoint of step {entry.step} holds update {sequence}, and the values before it "
                     "are not durable"
                 )
-
-    def _needs_before(self, history: History, record: Committed) -> bool:
-        """Whether an update can be reverted only with the values before it."""
-        decided = history.decided.get(record.sequence)
-        made_equal = record.id.startswith(("sync-", "heal-"))
-        if made_equal or (decided is not None and not decided.kept) or self._notes.faults["full disk"]:
-            return False
-        content: Any = history.content(record.id, record.digest)
-        return overwrites(content.edits)
 
     def ended(self, attempt: int, replicas: Sequence[SimulatedReplica], ended: Ended) -> None:
         """An operation that nobody holds a ticket for has ended."""
@@ -229,7 +211,10 @@ class Checks:
         self._check_room(groups[-1], history.decided.values())
         self._check_model(groups[-1].replicas, entries)
         self._check_outcomes(history)
-        self._check_reverts(entries)
+        forced = {one.id for one in self._proposals.values() if one.forced}
+        self._notes.count("reverts", check_reverts(entries, forced))
+        if not self._notes.faults["drift"]:
+            check_before(entries, self._plan.steps)
         self._check_requests()
 
     def _check_order(self, replicas: Sequence[SimulatedReplica]) -> None:
@@ -284,35 +269,6 @@ class Checks:
                 found["d"] = values["d"]
             if found != values:
                 raise StoryFailed(f"worker {replica.rank} has {replica.values}, and the model {values}")
-
-    def _check_reverts(self, entries: list[Entry]) -> None:
-        """What was kept are the values before, and what reverts an update brings them back."""
-        is_exact = not self._notes.faults["drift"]
-        history = History()
-        proposals = {one.id: one for one in self._proposals.values()}
-        for entry in entries:
-            if isinstance(entry, Committed) and entry.reverts is not None:
-                self._notes.count("reverts")
-                known = proposals.get(entry.id)
-                problem = why_not(history, entry.reverts, forced=known is not None and known.forced)
-                if problem:
-                    raise StoryFailed(f"update {entry.sequence} reverts what it may not: {problem}")
-                self._check_revert(history, entry)
-            history.add(entry)
-        for sequence, kept in history.before.items():
-            content: Any = kept.content
-            values, found = model(entries, self._plan.steps, before=sequence), dict(content)
-            if is_exact and any(values[name] != value for name, value in found.items()):
-                raise StoryFailed(f"before update {sequence} the model has {values}: {kept}")
-
-    def _check_revert(self, history: History, record: Committed) -> None:
-        """What was added is subtracted; what was overwritten is brought back."""
-        first = history.committed[record.reverts or 0]
-        contents: list[Any] = [history.content(one.id, one.digest) for one in (first, record)]
-        there, back = (content.edits for content in contents)
-        before: Any = history.before.get(first.sequence) if overwrites(there) else None
-        if back != undone(there, None if before is None else dict(before.content)):
-            raise StoryFailed(f"{record} does not undo {first}: {there}, {back}")
 
     def _check_requests(self) -> None:
         """Whoever asked has an answer."""
@@ -381,35 +337,3 @@ class Checks:
                 raise StoryFailed(f"{ticket} was proposed by a training thread and is lost: {proposal}")
         elif (proposal.id, proposal.digest) not in self._stages:
             self._notes.count("lost with their process, never acknowledged")
-
-
-def model(entries: list[Any], steps: int, before: int = 0) -> dict[str, int]:
-    """Where one process comes to that trains and applies the journal in its order.
-
-    Args:
-        entries: The journal.
-        steps: How far it trains.
-        before: The number of the update before which it stops, if it does.
-    """
-    contents: dict[tuple[str, str], Any] = {
-        (one.id, one.digest): one.content for one in entries if isinstance(one, Payload)
-    }
-    records = [one for one in entries if isinstance(one, Committed)]
-    decided = {one.sequence: one for one in entries if isinstance(one, Decided)}
-    events: list[tuple[int, float, Any]] = [(one.step, one.sequence, one) for one in records]
-    events += [(one.step, one.last + 0.5, one) for one in decided.values()]
-    events.sort(key=lambda one: one[:2])
-    values, copy, now = dict(START), dict(START), 0
-    for step, _, event in [*events, (steps, 0.0, None)]:
-        while now < step:
-            now += 1
-            train(values, now)
-        if isinstance(event, Committed):
-            if event.sequence == before:
-                return values
-            if event.trial is not None:
-                copy = dict(values)
-            change(values, contents[event.id, event.digest].edits)
-        elif isinstance(event, Decided) and not event.kept:
-            values = dict(copy)
-    return values

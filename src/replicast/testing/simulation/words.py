@@ -77,8 +77,8 @@ def _entry(thing: Any) -> str:
         case n.Committed(sequence, id_, _, step, heals=heals, reverts=reverts):
             why = f", reverts update {reverts}" if reverts is not None else ", heals" if heals else ""
             return f"record {sequence}: {id_} at step {step}{why}  ◄── the commit"
-        case n.Before(sequence, _, content):
-            return f"values before update {sequence}: {_value(dict(content))}"
+        case n.Before(sequence, _, tuple() as content):
+            return f"values before update {sequence}: {_value((content, ''))}"
         case n.Decided(sequence, kept, step):
             return (
                 f"the trial of update {sequence} is decided at step {step}: {'kept' if kept else 'reverted'}"
