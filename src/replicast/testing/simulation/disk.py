@@ -59,9 +59,11 @@ class Disk:
         return History(self.entries())
 
     def undo(self, sequence: int) -> tuple[Edit, ...] | None:
-        """The update that undoes another one; None if the values before it are not kept."""
+        """The update that undoes another one; None if it does not count, or its values are not kept."""
         history = self.history()
-        record = history.committed[sequence]
+        record = history.committed.get(sequence)
+        if record is None:
+            return None
         payload = self.find(Payload, record.id, record.digest)
         content: Any = None if payload is None else payload.content
         before: Any = history.before.get(sequence)
