@@ -157,6 +157,8 @@ HOSTILE: dict[str, Any] = {
     "infinite": b'{"kind": "save", "author": "", "requested_at": 0, "deadline": 1e999}',
     "long-author": {"author": "a" * 300},
     "surrogate": {"author": "\ud800"},
+    "surrogate-kind": {"kind": "\ud800"},
+    "surrogate-name": {"kind": "pull", "name": "\ud800"},
     "pull-of-nothing": {"kind": "pull"},
     "name-of-nothing": {"name": "dense/bias"},
     "rows-backwards": {"kind": "pull", "name": BIAS, "rows": [[3, 1]]},

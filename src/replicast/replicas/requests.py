@@ -213,6 +213,8 @@ class Requests:
         except OSError as error:
             logger.warning("an answer cannot be written, and will be retried: %s", error)
             self._failed.put((time.monotonic(), partial(self._write, run_dir, id_, answer, values)))
+        except Exception:  # one answer must not end the thread that writes all others
+            logger.exception("the answer to the request %s cannot be written", ascii(id_))
 
     def _retry(self, *, at_once: bool) -> None:
         """Writes answers once more that could not be written."""

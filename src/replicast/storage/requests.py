@@ -185,7 +185,8 @@ def answer(run_dir: Path, id_: str, given: Answer, values: npt.NDArray[Any] | No
         return True
     if values is not None:
         write_durably(inbox / f"{id_}{_VALUES}", tensor_chunks({_TENSOR: values}, {}))
-    write_durably(inbox / f"{id_}{_ANSWER}", [json_bytes(asdict(given))])
+    problem = given.problem.encode(errors="backslashreplace").decode()  # it may quote what was received
+    write_durably(inbox / f"{id_}{_ANSWER}", [json_bytes(asdict(replace(given, problem=problem)))])
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
         return True
