@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from replicast.cli.doctor import Verdict, check_two_workers
+from replicast.supervisor.checks import Verdict, check_two_workers
 from replicast.supervisor.lines import without_colours
 
 DEADLINE_SECS = 60.0

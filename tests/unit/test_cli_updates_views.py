@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from replicast.audits.report import AuditReport
 from replicast.cli import status, texts
 from replicast.client.examination import values_of, views_of
 from replicast.client.notes import age
 from replicast.core.stage import Stage
 from replicast.storage import inbox
+from replicast.storage.auditfiles import append_audit
 from replicast.storage.entry_files import fields_of
 from replicast.storage.fence import Fence
 from replicast.storage.runfiles import (
@@ -29,8 +31,9 @@ from replicast.storage.runfiles import (
     write_worker_note,
 )
 from replicast.update.edits import BFLOAT16
+from replicast.update.schema import Schema, Variable
 from replicast.update.update import Update
-from tests.unit.played_job import BIAS, PlayedJob, heard_of, invoke, made_run, tensors
+from tests.unit.played_job import BIAS, SCHEMA, PlayedJob, heard_of, invoke, made_run, tensors
 
 
 @pytest.fixture
@@ -423,3 +426,52 @@ def test_a_job_without_a_journal_is_not_said_to_have_committed_nothing(run: Path
         write_run_info(Fence(run, attempt=0), replace(read_run_info(run), journaled=journaled))
         for command in ("log", "status"):
             assert said in invoke(command, run).output, command
+
+
+def test_the_log_is_in_the_order_in_which_updates_are_applied(run: Path) -> None:
+    job = PlayedJob(run)
+    for update_id, step in (("first", 40), ("second", 20), ("third", 30)):
+        inbox.submit(run, Update(id=update_id).assign("learning_rate", 1), step)
+        job.act_all()
+    listed = [json.loads(line)["id"] for line in invoke("log", run, "--json").output.splitlines()]
+    assert listed == ["second", "third", "first"]
+    assert json.loads(invoke("log", run, "-n", 1, "--json").output)["id"] == "first"
+    assert [one["id"] for one in json.loads(invoke("status", run, "--json").output)["updates"]] == listed
+
+
+def test_status_says_that_the_last_audit_is_of_an_earlier_attempt(run: Path) -> None:
+    audit = AuditReport(1, 7, time.time(), 2, 6, 148, 7, 7, (), (), "equal", (), 0.01, ())
+    append_audit(run, audit)
+    assert "attempt" not in invoke("status", run).output.splitlines()[-3]
+    for rank in range(2):
+        write_worker_note(run, WorkerNote(rank, 1, "box", 5, 1, time.time(), training=True, waiting_for=""))
+    said = " ".join(invoke("status", run).output.split())
+    assert "in attempt 0: none since the restart" in said
+
+
+def test_in_a_pipe_no_name_is_broken(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS")
+    name = f"model/{'block_' * 30}kernel"
+    schema = Schema([*SCHEMA, Variable(name, (), "float32", "trainable")])
+    write_run_info(Fence(run, attempt=0), replace(read_run_info(run), schema=schema))
+    inbox.submit(run, Update(id="x" * 90, note="why " * 60).assign(name, 1.0))
+    listed = invoke("inspect", run).output
+    assert any(line.startswith(f"{name} ") for line in listed.splitlines())
+    assert "scalar" in listed
+    assert "x" * 90 in invoke("status", run).output
+    assert name in invoke("push", run, "--set", f"{name}=1", "--dry-run").output
+
+
+def test_a_learning_rate_that_is_not_positive_is_warned_of_in_a_dry_run(run: Path) -> None:
+    for value in ("-3", "0"):
+        result = invoke("push", run, "--set", f"learning_rate={value}", "--dry-run")
+        assert result.exit_code == 0
+        assert f"Warning: optimizer/learning_rate would be {value}." in result.output
+        assert "Nothing is wrong" not in result.output
+    assert "Nothing is wrong" in invoke("push", run, "--set", "learning_rate=3", "--dry-run").output
+
+
+def test_an_abbreviation_suggests_the_variable_that_is_meant(run: Path) -> None:
+    for name in ("lr", "optimizer/lr"):
+        output = invoke("push", run, "--set", f"{name}=0.1").output
+        assert "expected: perhaps optimizer/learning_rate" in output

@@ -71,3 +71,8 @@ def test_a_line_without_an_end_does_not_fill_the_screen_when_its_worker_fails() 
     assert "the reason" in box
     assert "x" * 20 in box
     assert len(box) < 5000
+
+
+def test_the_box_counts_its_lines() -> None:
+    for tail, said in ((("why",), "worker 0: the last line "), (("a", "b"), "worker 0: the last 2 lines ")):
+        assert said in tail_box(WorkerExit(0, 1, 1.0, Path("log"), tail=tail), io.StringIO())

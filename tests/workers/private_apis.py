@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 import replicast
-from replicast.cli.doctor import release
+from replicast.supervisor.checks import release
 
 SOURCE = Path(replicast.__file__).parent
 OURS = ("strategy", "coordination.py")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -14,13 +15,17 @@ from rich.text import Text
 from replicast.cli import texts
 
 _WIDEST = 120  # Longer lines are hard to read, however wide the terminal.
+_UNLIMITED = 100_000
 _REFRESH_SECS = 0.1
 
 
 def make_console(*, stderr: bool = False) -> Console:
     """The console for standard output, or for standard error."""
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-    console.width = min(console.width, _WIDEST)
+    is_wide = (
+        not console.is_terminal and "COLUMNS" not in os.environ
+    )  # No name is broken in a pipe or a file.
+    console.width = _UNLIMITED if is_wide else min(console.width, _WIDEST)
     return console
 
 

@@ -85,8 +85,8 @@ def number(value: float | None) -> str:
 
 
 def shape(dimensions: tuple[int, ...]) -> str:
-    """A shape: 3×4; "one number" for none."""
-    return "×".join(map(str, dimensions)) if dimensions else "one number"
+    """A shape: 3×4; "scalar" for none."""
+    return "×".join(map(str, dimensions)) if dimensions else "scalar"
 
 
 def metrics(values: Mapping[str, float]) -> str:

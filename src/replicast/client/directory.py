@@ -110,7 +110,7 @@ class DirectoryRun(Run):
         """The updates of an overview; those in the inbox can be seen also when the journal is damaged."""
         try:
             journal = Updates(self.path)
-            updates = committed_views(self.path, journal, sorted(journal.committed)[-_LAST:])
+            updates = committed_views(self.path, journal, _order(journal)[-_LAST:])
             known = {record.id for record, _ in journal.committed.values()} | set(journal.scheduled)
             waiting = waiting_views(self.path, known)
             refused = refused_views(self.path, journal, known | {view.id for view in waiting})
@@ -130,7 +130,7 @@ class DirectoryRun(Run):
     def log(self, last: int | None = None) -> list[UpdateView]:
         """As `Run.log`."""
         journal = Updates(self.path)
-        order = sorted(journal.committed, key=lambda number: (journal.committed[number][0].step, number))
+        order = _order(journal)
         return committed_views(
             self.path, journal, order if last is None else order[max(0, len(order) - last) :]
         )
@@ -234,17 +234,22 @@ class DirectoryRun(Run):
         """As `Run.log_lines`."""
         logs = self.path / "logs"
         if attempt is None:
-            attempts = [
-                one.name.removeprefix("attempt-") for one in logs.glob(f"attempt-*/worker-{worker:d}.log")
-            ]
-            attempt = max((int(one) for one in attempts if one.isascii() and one.isdigit()), default=0)
+            found = (path.parent.name[8:] for path in logs.glob(f"attempt-*/worker-{worker:d}.log"))
+            attempt = max(
+                (int(number) for number in found if number.isascii() and number.isdigit()), default=0
+            )
         path = logs / f"attempt-{attempt:d}" / f"worker-{worker:d}.log"
         if not path.is_file():
             raise NotFound(
                 f"There is no log {path}: `replicast run` writes it, unless another --log-dir was given."
             )
-        found = islice(lines_from_the_end(path), min(max(lines, 0), _MAX_LOG_LINES))
-        return [line.decode(errors="replace") for line in found][::-1]
+        last = islice(lines_from_the_end(path), min(max(lines, 0), _MAX_LOG_LINES))
+        return [line.decode(errors="replace") for line in last][::-1]
+
+
+def _order(journal: Updates) -> list[int]:
+    """The committed updates in the order in which they are applied: after a restart, not that of numbers."""
+    return sorted(journal.committed, key=lambda number: (journal.committed[number][0].step, number))
 
 
 def read_operations(run: Path) -> list[dict[str, Any]]:

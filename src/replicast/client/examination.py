@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from replicast.update.schema import Schema, Variable
 from replicast.update.update import Update
 from replicast.update.validate import planned
 
+_POSITIVE = "A learning rate that trains is positive"
 _CHUNK = 2**20  # Elements that are widened to float64 at a time.
 
 
@@ -159,7 +160,8 @@ def examine(update: Update, schema: Schema | None) -> Examination:
             edits = list(planned(update, schema, look_at=lambda _place: False).edits)
         except UpdateRefused as error:
             problems.append(error)
-    return Examination(tuple(views_of(edits, schema)), tuple(problems))
+    views = views_of(edits, schema)
+    return Examination(tuple(views), tuple(problems), tuple(_warnings(views)))
 
 
 def views_of(edits: Iterable[Edit], schema: Schema | None) -> list[EditView]:
@@ -209,6 +211,18 @@ def _problems_by_themselves(update: Update, views: list[EditView]) -> list[Updat
     if not views:
         return [UpdateRefused("The update has no edits", expected="at least one", received="none")]
     return [] if update.allow_nonfinite else [problem for view in views for problem in _nonfinite(view)]
+
+
+def _warnings(views: Iterable[EditView]) -> Iterator[str]:
+    """What is allowed and hardly meant."""
+    for view in views:
+        if view.variable.rpartition("/")[2] != "learning_rate":
+            continue
+        lowest = math.nan if view.values is None else view.values.minimum
+        if view.operation is Operation.ASSIGN and lowest <= 0:
+            yield f"{view.variable} would be {lowest:g}. {_POSITIVE}"
+        if view.operation is Operation.SCALE and view.factor is not None and view.factor <= 0:
+            yield f"{view.variable} would be multiplied by {view.factor:g}. {_POSITIVE}"
 
 
 def _nonfinite(view: EditView) -> list[UpdateRefused]:

@@ -166,6 +166,7 @@ class _Seen:
 
     position: int = 0
     damaged: int = 0
+    last_step: int = -1
     series: dict[str, Series] = field(default_factory=dict)
 
     def metrics(self, points: int, since: int | None) -> Metrics:
@@ -175,23 +176,30 @@ class _Seen:
     def read(self, path: Path) -> None:
         """Reads every complete line behind the position."""
         for piece in _pieces(path, self.position):
-            lines = []
-            for line in piece.split(b"\n")[:-1]:
-                try:
-                    lines.append(_LINE.decode(line))
-                except (msgspec.MsgspecError, UnicodeDecodeError):
-                    self.damaged += bool(line.strip())
+            try:
+                lines = _LINE.decode_lines(piece)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                lines = list(self._whole_lines(piece))
             self.position += len(piece)
             if lines:
                 self._add(lines)
 
+    def _whole_lines(self, piece: bytes) -> Iterator[_Line]:
+        """The lines of a piece without those that are damaged."""
+        for line in piece.split(b"\n"):
+            if line.strip():
+                try:
+                    yield _LINE.decode(line)
+                except (msgspec.MsgspecError, UnicodeDecodeError):
+                    self.damaged += 1
+
     def _add(self, lines: list[_Line]) -> None:
         steps = np.array([line.step for line in lines], np.int64)
-        # A restart repeats steps: a line counts unless a later one goes back behind it.
-        latest = np.minimum.accumulate(steps[::-1])[::-1]
-        counts = steps == latest
-        kept = [line for line, is_kept in zip(lines, counts.tolist(), strict=True) if is_kept]
-        self.series = {name: one.before(int(latest[0]) + 1) for name, one in self.series.items()}
+        kept = [lines[place] for place in _counting(steps).tolist()]
+        lowest = int(steps.min())
+        goes_on = lowest == steps[0] == self.last_step  # Further values of the same step.
+        self.series = {name: one.before(lowest + goes_on) for name, one in self.series.items()}
+        self.last_step = int(steps[-1])
         for name in dict.fromkeys(name for line in kept for name in line.values):
             if name in self.series or len(self.series) < MAX_SERIES:
                 self._extend(name, [line for line in kept if name in line.values])
@@ -205,6 +213,16 @@ class _Seen:
         known = self.series.get(name)
         joined = new if known is None else known.before(int(steps[0])).followed_by(new)
         self.series[name] = joined.decimated(_KEPT_POINTS) if len(joined) > 2 * _KEPT_POINTS else joined
+
+
+def _counting(steps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The places of the lines that count: those that no restart goes back to, or behind."""
+    places = np.flatnonzero(steps == np.minimum.accumulate(steps[::-1])[::-1])
+    attempt = np.cumsum(
+        np.diff(places, prepend=places[0]) > 1
+    )  # What is between two is of a given up attempt.
+    last = np.searchsorted(steps[places], steps[places], side="right") - 1
+    return np.compress(attempt == attempt[last], places)
 
 
 def _firsts(bucket: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

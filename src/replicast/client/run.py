@@ -70,6 +70,9 @@ class Run(ABC):
         Args:
             update_id: Its id.
             thoroughly: Read the journal in any case: a job that died may not have written its last note.
+
+        Raises:
+            NotFound: Nothing is known of it: it was withdrawn before a job took it, or has another id.
         """
 
     @abstractmethod
@@ -245,6 +248,7 @@ class Pushed:
             UpdateRefused: The update was refused or withdrawn; no replica has changed.
             ReplicasDiverged: The update was applied, and the replicas are not equal.
             UpdatePending: The timeout has expired.
+            NotFound: It was withdrawn before a job took it.
         """
         limit = FOREVER_SECS if timeout is None else timeout
         *_, (view, brief) = self.run.follow(self.id, limit)

@@ -6,7 +6,6 @@ Whatever reads the journal raises `FileDamaged` when a file of it is not what wa
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -200,7 +199,11 @@ def noted_view(run: Path, update_id: str) -> UpdateView | None:
 
 
 def look(run: Path, update_id: str, *, thoroughly: bool) -> UpdateView:
-    """Where one update is: by its note; by the journal when the note may be missing or says too little."""
+    """Where one update is: by its note; by the journal when the note is missing or says too little.
+
+    Raises:
+        NotFound: Nothing is known of it: it was withdrawn before a job took it, or has another id.
+    """
     noted = noted_view(run, update_id)
     if noted is not None and noted.receipt is not None:
         return noted
@@ -208,7 +211,9 @@ def look(run: Path, update_id: str, *, thoroughly: bool) -> UpdateView:
         found = _matching(run, Updates(run), lambda id_: id_ == update_id)
         if found:
             return found[0]
-    return UpdateView(id=update_id, stage=Stage.PROPOSED, at=time.time()) if noted is None else noted
+    if noted is None:
+        raise NotFound(f"Nothing is known of update {update_id} in {run}: it may have been withdrawn.")
+    return noted
 
 
 def find(run: Path, given: str) -> UpdateView:

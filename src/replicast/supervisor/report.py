@@ -107,7 +107,8 @@ def tail_box(failure: WorkerExit, stream: TextIO) -> str:
     console = Console(file=stream)
     lines = [cropped(line, _BOX_COLUMNS) for line in failure.tail]
     text = Text.from_ansi("\n".join(lines)) if failure.tail else Text("(no output)", style="dim")
-    title = f"worker {failure.rank}: the last {len(failure.tail)} lines" if failure.tail else None
+    lines_text = "line" if len(failure.tail) == 1 else f"{len(failure.tail)} lines"
+    title = f"worker {failure.rank}: the last {lines_text}" if failure.tail else None
     with console.capture() as captured:
         console.print(Panel(text, title=title, title_align="left", border_style="red"))
     return captured.get().rstrip("\n")

@@ -181,8 +181,9 @@ class Schema:
         return matches[0] if len(matches) == 1 else None
 
     def _near(self, name: str) -> list[str]:
-        """Full names that are similar to this one, or have a suffix that is."""
-        near = difflib.get_close_matches(name, list(self._by_suffix), n=4 * _MAX_NAMES, cutoff=0.6)
+        """Full names that this one abbreviates, as `lr`, that are similar to it, or have a suffix that is."""
+        near = [suffix for suffix in self._by_suffix if _initials(suffix) == name.rpartition("/")[2].lower()]
+        near += difflib.get_close_matches(name, list(self._by_suffix), n=4 * _MAX_NAMES, cutoff=0.6)
         return list(dict.fromkeys(full for suffix in near for full in self._by_suffix[suffix]))[:_MAX_NAMES]
 
 
@@ -190,6 +191,12 @@ def _suffixes(name: str) -> list[str]:
     """Every suffix of a name that starts after a "/", the full name first."""
     parts = name.split("/")
     return ["/".join(parts[start:]) for start in range(len(parts))]
+
+
+def _initials(name: str) -> str:
+    """The first letters of the words of a name without a "/": "lr" for learning_rate; empty for one word."""
+    words = name.split("_")
+    return "".join(word[:1] for word in words).lower() if len(words) > 1 and "/" not in name else ""
 
 
 def _listed(names: list[str], limit: int = _MAX_NAMES) -> str:

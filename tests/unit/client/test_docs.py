@@ -1,0 +1,41 @@
+"""The examples of docs/client.md do what they say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from replicast.client import Run, connect
+from replicast.storage import inbox
+from replicast.storage.runfiles import append_metrics
+from tests.unit.client.serving import TOKEN, served
+from tests.unit.played_job import PlayedJob, made_run, meanwhile
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "client.md"
+
+
+def test_the_documented_examples_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = made_run(Path("runs/first"))
+    append_metrics(run, 5, {"loss": 0.25})
+    meanwhile(monkeypatch, PlayedJob(run).act)
+    codes = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    with served(connect(run), tmp_path) as server:
+        names = {"address": f"{server.address}/first", "token": TOKEN}
+        for code in codes:
+            exec(compile(code, str(DOCUMENT), "exec"), names)
+    said = capsys.readouterr().out
+    for text in ("training, step 5", "7 {0: 'a", "proposed", "Wrong shape", "(3,) (4,)", "[5, 5]", "5 0.25"):
+        assert text in said, text
+    assert {one.id for one in inbox.waiting(run)} == {"slower", "from-elsewhere"}
+
+
+def test_every_method_of_a_run_is_documented() -> None:
+    text = DOCUMENT.read_text()
+    methods = [name for name, one in vars(Run).items() if callable(one) and not name.startswith("_")]
+    unknown = [name for name in methods if f"`{name}(" not in text and f" {name}(" not in text]
+    assert set(unknown) <= {"look", "follow", "schema"}

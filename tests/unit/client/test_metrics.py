@@ -1,0 +1,168 @@
+"""`Run.metrics`: long files, restarts and damaged lines."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicast.client.metrics import MAX_POINTS, MAX_SERIES, Metrics, MetricsFile, Series
+from replicast.storage.runfiles import append_metrics
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
+def line(step: int, **values: float | str) -> str:
+    return json.dumps({"step": step, "time": 1.5 * step, "values": values}) + "\n"
+
+
+def points(found: Metrics, name: str = "loss") -> list[tuple[int, float]]:
+    series = found.series[name]
+    return list(zip(series.steps.tolist(), series.values.tolist(), strict=True))
+
+
+def test_a_file_that_is_not_there_yet_has_no_metrics(path: Path) -> None:
+    metrics = MetricsFile(path)
+    assert (metrics.read(None, 100).series, metrics.read(None, 100).position) == ({}, 0)
+    append_metrics(path.parent, 1, {"loss": 0.5})
+    assert points(metrics.read(None, 100)) == [(1, 0.5)]
+
+
+def test_a_spike_in_many_lines_stays_visible_and_the_number_of_points_is_bounded(path: Path) -> None:
+    values = np.random.default_rng(1).normal(size=200_000)
+    values[[54_321, 54_322, 123_456]] = 1000.0, -1000.0, np.nan
+    texts = ("nan" if np.isnan(value) else value for value in values.tolist())
+    with path.open("w") as file:
+        file.writelines(line(step, loss=value) for step, value in enumerate(texts))
+    metrics = MetricsFile(path)
+    for most in (100, 2000, MAX_POINTS):
+        found = dict(points(metrics.read(None, most)))
+        assert len(found) <= most
+        assert (found[54_321], found[54_322]) == (1000.0, -1000.0)
+        assert np.isnan(found[123_456])
+        assert {0, 199_999} <= set(found)
+        assert all(values[step] == value for step, value in found.items() if step != 123_456)
+    assert metrics.read(None, 10**9).series["loss"].steps.size <= MAX_POINTS
+
+
+def test_what_was_read_once_is_not_read_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_text("".join(line(step, loss=step) for step in range(1000)))
+    metrics = MetricsFile(path)
+    assert len(metrics.read(None, 2000).series["loss"]) == 1000
+    size = path.stat().st_size
+    path.write_bytes(b"x" * (size - 1) + b"\n")
+    with path.open("a") as file:
+        file.write(line(1000, loss=7))
+    assert points(metrics.read(None, 2000))[-2:] == [(999, 999.0), (1000, 7.0)]
+    path.write_text(line(3, loss=1))
+    assert points(metrics.read(None, 2000)) == [(3, 1.0)]
+
+
+def test_of_steps_that_a_restart_repeats_the_later_attempt_counts(path: Path) -> None:
+    first = "".join(line(step, loss=step, old=1) for step in range(1, 11))
+    path.write_text(first)
+    metrics = MetricsFile(path)
+    before = metrics.read(None, 100)
+    second = "".join(line(step, loss=100 + step) for step in range(6, 9))
+    with path.open("a") as file:
+        file.write(second)
+    expected = [(step, float(step if step < 6 else 100 + step)) for step in range(1, 9)]
+    for found in (metrics.read(None, 100), MetricsFile(path).read(None, 100)):
+        assert points(found) == expected
+        assert points(found, "old") == [(step, 1.0) for step in range(1, 6)]
+    since = metrics.read(before.position, 100)
+    assert points(since) == expected[5:]
+
+
+def test_lines_of_one_step_are_joined_and_the_last_value_of_a_name_counts(path: Path) -> None:
+    path.write_text(line(1, loss=1) + line(2, loss=2, accuracy=3) + line(2, loss=4, val_loss=5))
+    found = MetricsFile(path).read(None, 100)
+    assert points(found) == [(1, 1.0), (2, 4.0)]
+    assert (points(found, "accuracy"), points(found, "val_loss")) == ([(2, 3.0)], [(2, 5.0)])
+    metrics = MetricsFile(path)
+    metrics.read(None, 100)
+    with path.open("a") as file:
+        file.write(line(2, late=6))
+    found = metrics.read(None, 100)
+    assert (points(found)[-1], points(found, "late")) == ((2, 4.0), [(2, 6.0)])
+
+
+def test_damaged_lines_are_skipped_and_counted(path: Path) -> None:
+    rubbish = ["", "null", "[]", "{}", '{"step": -1, "time": 0, "values": {}}', "\x00", "{" * 100_000]
+    rubbish += [
+        f'{{"step": {2**70}, "time": 0, "values": {{"loss": 1}}}}',
+        '{"step": true}',
+        "x" * (5 * 2**20),
+    ]
+    path.write_bytes(
+        b"\xff\xfe\n" + "".join(f"{text}\n" for text in rubbish).encode() + line(9, loss=1).encode()
+    )
+    with path.open("a") as file:
+        file.write(line(10, loss="inf", accuracy="rubbish") + line(11, loss=3)[:-5])
+    found = MetricsFile(path).read(None, 100)
+    assert points(found) == [(9, 1.0), (10, np.inf)]
+    assert found.damaged >= len(rubbish) - 1
+    assert found.position == path.stat().st_size - len(line(11, loss=3)[:-5])
+
+
+def test_what_is_no_file_has_no_metrics(path: Path) -> None:
+    os.mkfifo(path)
+    assert not MetricsFile(path).read(None, 100).series
+    assert not MetricsFile(path.parent).read(5, 100).series
+
+
+def test_names_without_end_fill_no_memory(path: Path) -> None:
+    path.write_text("".join(line(step, **{f"name {step}": 1.0}) for step in range(3 * MAX_SERIES)))
+    assert len(MetricsFile(path).read(None, 100).series) == MAX_SERIES
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 12), st.sampled_from(["loss", "accuracy"])), max_size=40)
+
+
+@given(STEPS, st.lists(st.integers(0, 40), max_size=3))
+def test_however_often_a_job_goes_back_only_the_last_attempt_counts(
+    tmp_path_factory: pytest.TempPathFactory, written: list[tuple[int, str]], reads: list[int]
+) -> None:
+    path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
+    metrics, known, last = MetricsFile(path), {"loss": {}, "accuracy": {}}, -1
+    for number, (step, name) in enumerate(written):
+        with path.open("a") as file:
+            file.write(line(step, **{name: number}))
+        if number in reads:
+            metrics.read(None, 100)
+        for one, values in known.items():
+            known[one] = {old: value for old, value in values.items() if old < step + (step == last)}
+        known[name][step], last = float(number), step
+    expected = {name: sorted(values.items()) for name, values in known.items() if values}
+    for found in (metrics.read(None, 100), MetricsFile(path).read(None, 100)):
+        assert {name: points(found, name) for name in found.series} == expected
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.floats(width=32)), min_size=1, max_size=60),
+    st.integers(1, 12),
+)
+def test_whatever_is_written_steps_are_in_order_and_values_are_those_of_the_file(
+    written: list[tuple[int, float]], most: int
+) -> None:
+    known: dict[int, float] = {}
+    for step, value in written:
+        known = {earlier: one for earlier, one in known.items() if earlier < step} | {step: value}
+    series = Series(*(np.array(column) for column in (list(known), [0.0] * len(known), list(known.values()))))
+    found = series.decimated(most)
+    assert len(found) <= max(most, 5)
+    assert found.steps.tolist() == sorted(set(found.steps.tolist()))
+    for step, value in zip(found.steps.tolist(), found.values.tolist(), strict=True):
+        assert np.array_equal(value, known[step], equal_nan=True)
+    finite = [value for value in known.values() if np.isfinite(value)]
+    if finite:
+        kept = found.values[np.isfinite(found.values)]
+        assert (kept.min(), kept.max()) == (min(finite), max(finite))

@@ -1,0 +1,301 @@
+"""What every `Run` promises: one in a directory, and the same one served."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import replicast
+from replicast.audits.report import AuditReport
+from replicast.client import Run, connect
+from replicast.core.stage import Stage
+from replicast.errors import (
+    NoAnswer,
+    NotFound,
+    ReplicasDiverged,
+    UpdatePending,
+    UpdateRefused,
+)
+from replicast.storage import inbox
+from replicast.storage.auditfiles import append_audit, audit_requests
+from replicast.storage.runfiles import append_metrics
+from replicast.update.trial import Trial
+from replicast.update.update import Update
+from tests.unit.client.serving import TOKEN, served
+from tests.unit.played_job import BIAS, PlayedJob, heard_of, made_run, meanwhile
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return made_run()
+
+
+@pytest.fixture(params=["directory", "served"])
+def run(request: pytest.FixtureRequest, directory: Path, tmp_path: Path) -> Iterator[Run]:
+    if request.param == "directory":
+        yield connect(directory)
+        return
+    with served(connect(directory), tmp_path) as server:
+        yield connect(f"{server.address}/first", token=TOKEN)
+
+
+@pytest.fixture
+def job(directory: Path, monkeypatch: pytest.MonkeyPatch) -> PlayedJob:
+    """A job that acts whenever somebody waits for it."""
+    played = PlayedJob(directory)
+    meanwhile(monkeypatch, played.act)
+    return played
+
+
+def slower() -> Update:
+    return Update(id="slower", note="too fast").assign("learning_rate", 0.5)
+
+
+def test_a_push_ends_with_its_receipt(run: Run, job: PlayedJob) -> None:
+    pushed = run.push(slower())
+    assert pushed.view().stage is Stage.PROPOSED
+    receipt = pushed.result(timeout=30)
+    assert (receipt.id, receipt.sequence, receipt.step) == ("slower", 1, 7)
+    assert dict(receipt.digests) == {0: "a" * 32, 1: "a" * 32}
+    assert pushed.view().stage is Stage.VERIFIED
+
+
+def test_a_push_without_an_author_is_signed_by_whoever_pushes(run: Run, job: PlayedJob) -> None:
+    run.push(slower()).result(timeout=30)
+    (view,) = run.log()
+    assert (view.note, "@" in view.author) == ("too fast", True)
+
+
+def test_the_same_update_again_is_a_no_op_and_another_one_with_its_id_is_refused(
+    run: Run, job: PlayedJob, directory: Path
+) -> None:
+    assert run.push(slower()).number is None
+    assert run.push(slower()).number is None
+    assert len(inbox.waiting(directory)) == 1
+    other = Update(id="slower").assign("learning_rate", 0.25)
+    with pytest.raises(UpdateRefused, match="Another update with this id"):
+        run.push(other)
+    run.push(slower()).result(timeout=30)
+    again = run.push(slower())
+    assert (again.number, again.result(timeout=0).sequence) == (1, 1)
+    with pytest.raises(UpdateRefused, match="Another update with this id"):
+        run.push(other)
+
+
+def test_an_update_that_does_not_fit_is_refused_with_the_reason(run: Run, directory: Path) -> None:
+    with pytest.raises(UpdateRefused) as caught:
+        run.push(Update().add("dense/bias", np.ones(4, np.float32)))
+    assert (caught.value.variable, caught.value.expected) == ("model/dense/bias", "(3,)")
+    assert inbox.waiting(directory) == []
+
+
+def test_step_and_trial_arrive(run: Run, directory: Path) -> None:
+    trial = Trial(50, "accuracy", 0.05, "max")
+    run.push(slower(), at_step=40, trial=trial)
+    (waiting,) = inbox.waiting(directory)
+    submitted = inbox.read(waiting.path)
+    assert (submitted.at_step, submitted.trial) == (40, trial)
+    with pytest.raises(UpdateRefused, match="Step 5 is past"):
+        run.push(Update(id="late").assign("learning_rate", 1), at_step=5)
+
+
+def test_a_push_to_a_job_that_is_not_running_is_refused_unless_it_is_for_the_next_start(
+    run: Run, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meanwhile(monkeypatch, lambda _secs: None)
+    heard_of(directory, secs_ago=35)
+    with pytest.raises(UpdateRefused, match=r"The job is not running .*next_start=True"):
+        run.push(slower())
+    assert inbox.waiting(directory) == []
+    pushed = run.push(slower(), next_start=True)
+    assert "it will take the update when it is started again" in pushed.warning
+    with pytest.raises(UpdatePending, match=r"it is proposed\. The job is not running") as caught:
+        pushed.result(timeout=1)
+    assert (caught.value.stage, caught.value.update_id) == (Stage.PROPOSED, "slower")
+
+
+@pytest.mark.parametrize(
+    ("fate", "error", "said"),
+    [
+        (Stage.REFUSED, UpdateRefused, "Worker 1 has no room"),
+        (Stage.FAILED, ReplicasDiverged, "worker 1 differs"),
+    ],
+)
+def test_a_push_that_ends_badly_raises_as_a_ticket_does(
+    run: Run, job: PlayedJob, fate: Stage, error: type[Exception], said: str
+) -> None:
+    job.fate = fate
+    with pytest.raises(error, match=said):
+        run.push(slower()).result(timeout=30)
+
+
+def test_what_waits_can_be_withdrawn_by_the_beginning_of_its_id(run: Run, directory: Path) -> None:
+    pushed = run.push(slower())
+    withdrawn = run.withdraw("slow")
+    assert (withdrawn.id, withdrawn.stage) == ("slower", Stage.WITHDRAWN)
+    assert inbox.waiting(directory) == []
+    with pytest.raises(NotFound, match="no update nothing"):
+        run.withdraw("nothing")
+    with pytest.raises(NotFound, match="Nothing is known of update slower"):
+        pushed.result(timeout=30)
+
+
+def test_what_a_job_does_not_give_back_in_time_is_told(
+    run: Run, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meanwhile(monkeypatch, lambda _secs: heard_of(directory))
+    run.push(slower(), at_step=40)
+    played = PlayedJob(directory)
+    played.stops_at = Stage.SCHEDULED
+    played.act_all()
+    with pytest.raises(NoAnswer, match="still scheduled"):
+        run.withdraw("slower")
+    played.stops_at = Stage.COMMITTED
+    played.act_all()
+    with pytest.raises(UpdateRefused, match="Too late"):
+        run.withdraw("slower")
+
+
+def test_log_and_show_tell_the_same_of_an_update(run: Run, job: PlayedJob) -> None:
+    update = (
+        Update(id="both", author="ann", reset_slots=True).add("dense/bias", BIAS).scale("dense/kernel", 0.5)
+    )
+    run.push(update)
+    run.push(slower(), trial=Trial(5))
+    job.act_all()
+    first, second = run.log()
+    assert (first.sequence, first.author, second.trial) == (1, "ann", Trial(5))
+    assert run.log(last=1) == [second]
+    shown = run.show("bo")
+    assert (shown.id, shown.receipts, shown.sha256) == (first.id, first.receipts, first.sha256)
+    assert shown.details is not None
+    assert [(one.variable, one.operation) for one in shown.details][:2] == [
+        ("model/dense/bias", "add"),
+        ("model/dense/kernel", "scale"),
+    ]
+    assert shown.details[0].values is not None
+    assert shown.details[0].values.norm == pytest.approx(5**0.5)
+    assert run.show(2).id == "slower"
+    with pytest.raises(NotFound, match="no update 9"):
+        run.show(9)
+
+
+def test_refused_updates_are_known_with_their_reason(run: Run, job: PlayedJob) -> None:
+    job.fate = Stage.REFUSED
+    run.push(slower())
+    job.act_all()
+    refusal = run.show("slower").refusal
+    assert refusal is not None
+    assert (refusal.problem, refusal.worker) == ("Worker 1 has no room", 1)
+    assert [view.id for view in run.status().refused] == ["slower"]
+
+
+def test_status_tells_workers_metrics_and_updates(run: Run, directory: Path, job: PlayedJob) -> None:
+    run.push(slower()).result(timeout=30)
+    run.push(Update(id="waits").assign("learning_rate", 1))
+    append_metrics(directory, 5, {"loss": 0.125, "accuracy": float("nan")})
+    seen = run.status()
+    assert (seen.run, seen.running, seen.state, seen.size) == (run.where, True, "training", 2)
+    assert [(note.rank, note.step) for note in seen.workers] == [(0, 5), (1, 5)]
+    assert seen.metrics is not None
+    assert (seen.metrics["step"], seen.metrics["values"]["loss"]) == (5, 0.125)
+    assert np.isnan(seen.metrics["values"]["accuracy"])
+    assert [view.stage for view in seen.updates] == [Stage.VERIFIED]
+    assert [view.id for view in seen.waiting] == ["waits"]
+    again = type(seen).from_json(seen.to_json())
+    assert (again.workers, again.updates, again.waiting) == (seen.workers, seen.updates, seen.waiting)
+    brief = run.brief()
+    assert (brief.run, brief.running, brief.step, brief.workers) == (run.where, True, 5, 2)
+
+
+def test_an_examination_tells_every_problem_and_pushes_nothing(run: Run, directory: Path) -> None:
+    found = run.examine(Update().add("dense/kernl", BIAS).assign("learning_rate", float("nan")))
+    assert len(found.problems) == 2
+    assert "perhaps model/dense/kernel" in str(found.problems[0].expected)
+    good = run.examine(slower())
+    assert (good.problems, good.warnings, good.edits[0].variable) == ((), (), "optimizer/learning_rate")
+    assert inbox.waiting(directory) == []
+
+
+def test_a_learning_rate_that_is_not_positive_is_warned_of(run: Run) -> None:
+    for value in (0, -3):
+        (warning,) = run.examine(Update().assign("learning_rate", value)).warnings
+        assert f"optimizer/learning_rate would be {value}" in warning
+    assert run.examine(Update().scale("learning_rate", -1)).warnings
+    assert not run.examine(Update().scale("learning_rate", 0.5)).warnings
+
+
+def report(number: int, requests: tuple[str, ...] = ()) -> AuditReport:
+    return AuditReport(
+        number=number,
+        step=7,
+        time=time.time(),
+        workers=2,
+        variables=6,
+        nbytes=148,
+        found_at=7,
+        last_equal=7,
+        differences=(),
+        declared=(),
+        outcome="equal",
+        healed=(),
+        digest_secs=0.01,
+        requests=requests,
+    )
+
+
+def test_audits_are_listed_and_one_can_be_asked_for(
+    run: Run, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2, 3):
+        append_audit(directory, report(number))
+    assert [one.number for one in run.audits(last=2)] == [2, 3]
+
+    def answers(_secs: float) -> None:
+        append_audit(directory, report(4, audit_requests(directory)))
+
+    meanwhile(monkeypatch, answers)
+    assert run.audit(timeout=30).number == 4
+    heard_of(directory, secs_ago=60)
+    with pytest.raises(NoAnswer, match="only a running job can make an audit"):
+        run.audit(timeout=30)
+
+
+def test_metrics_come_with_the_place_to_go_on_from(run: Run, directory: Path) -> None:
+    for step in range(5):
+        append_metrics(directory, step, {"loss": 1.0 / (step + 1)})
+    first = run.metrics()
+    assert first.series["loss"].steps.tolist() == [0, 1, 2, 3, 4]
+    append_metrics(directory, 5, {"loss": float("inf")})
+    later = run.metrics(since=first.position)
+    assert (later.since, later.series["loss"].steps.tolist()) == (first.position, [5])
+    assert later.series["loss"].values.tolist() == [float("inf")]
+    assert not run.metrics(since=later.position).series
+
+
+def test_log_lines_are_those_of_the_last_attempt(run: Run, directory: Path) -> None:
+    for attempt in (0, 2, 10):
+        path = directory / "logs" / f"attempt-{attempt}" / "worker-1.log"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"".join(b"attempt %d line %d \xff\n" % (attempt, line) for line in range(5)))
+    assert run.log_lines(1, lines=2) == ["attempt 10 line 3 �", "attempt 10 line 4 �"]
+    assert run.log_lines(1, lines=1, attempt=0) == ["attempt 0 line 4 �"]
+    with pytest.raises(NotFound, match="no log"):
+        run.log_lines(0)
+
+
+def test_a_run_without_checkpoints_has_none(run: Run) -> None:
+    assert run.checkpoints() == []
+
+
+def test_the_variables_of_a_run_are_known(run: Run) -> None:
+    assert [one.name for one in run.schema()][:2] == ["model/dense/kernel", "model/dense/bias"]
+
+
+def test_connect_is_a_name_of_the_package(directory: Path) -> None:
+    assert replicast.connect(directory).where == str(directory)
