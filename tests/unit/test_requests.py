@@ -15,7 +15,7 @@ import pytest
 from replicast.core.commands import Ended
 from replicast.errors import UpdateRefused
 from replicast.replicas.requests import RETRY_SECS, Requests
-from replicast.storage import requests
+from replicast.storage import inbox, requests
 from replicast.storage.requests import Answer, Kind
 from replicast.testing.job import Job, eventually
 
@@ -80,6 +80,7 @@ def test_a_pull_gives_the_values_of_one_boundary_and_their_digest_on_every_worke
     assert found.details["equal"]
     assert len(found.details["digests"]) == 2
     np.testing.assert_array_equal(requests.read_values(asked.run_dir, id_), np.full(3, 3, np.float32))
+    assert inbox.waiting(asked.run_dir) == [], "the values are no update"
 
 
 def test_a_pull_of_rows_gives_these_rows_in_their_order(asked: Asked) -> None:

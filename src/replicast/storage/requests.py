@@ -1,11 +1,12 @@
 """Requests from outside to a running job, and the job's answers.
 
-inbox/<id>.request.json          what somebody asks for: audit, save, leave or pull; until when; who
-inbox/<id>.answer.safetensors    the values that were pulled, written before the answer
-inbox/<id>.answer.json           what came of it; kept for an hour, unless the author removes it
+inbox/<id>.request.json      what somebody asks for: audit, save, leave or pull; until when; who
+inbox/<id>.answer.tensors    the values that were pulled, as safetensors; written before the answer
+inbox/<id>.answer.json       what came of it; kept for an hour, unless the author removes it
 
 A request stays until it is answered, so that a job that dies before that answers it in its next attempt. A
 request whose deadline has passed is refused. Anybody may write here: what is no request is refused as well.
+The values are not called `.safetensors`, because every such file in the inbox is an update.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Rows: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges of rows: each from its first row to the one behind its last."""
 
 MOST_RANGES = 10_000
-_REQUEST, _ANSWER, _VALUES = ".request.json", ".answer.json", ".answer.safetensors"
+_REQUEST, _ANSWER, _VALUES = ".request.json", ".answer.json", ".answer.tensors"
 _KEEP_SECS = 3600.0
 _MAX_REQUEST_BYTES = 2**20
 _MAX_ANSWER_BYTES = 64 * 2**20

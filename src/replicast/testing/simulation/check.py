@@ -152,6 +152,8 @@ class Checks:
             raise StoryFailed(
                 f"worker {replica.rank} applies {id_} at step {replica.step}, not {record.step}"
             )
+        if record.reverts is not None and record.reverts not in replica.holds:
+            raise StoryFailed(f"worker {replica.rank} reverts update {record.reverts} before it has it")
         if sequence in replica.holds:
             raise StoryFailed(f"worker {replica.rank} applies {id_} twice")
 
