@@ -45,6 +45,7 @@ class Propose(Adding):
         with self.group.scope():
             self.model = Weights(self.task)
         self.replicas = replicast.Replicas(self.model, durability="memory")
+        self.replicas.training_begins()
         self.proposed: Any = None
 
     def weights(self) -> Iterable[Array]:

@@ -14,7 +14,7 @@ ReplicastError
 ├── NotFound            there is no such run, update, variable or log
 ├── NoAnswer            the job is not running, or has not answered in time
 ├── RequestFailed       a request did not arrive: no server, no right to it, an inbox that cannot be written
-└── FileDamaged         a file of the run directory is damaged
+└── FileDamaged         a file is damaged, cannot be read, or is not what it should be
 
 Each has its details as fields, so that code does not have to parse the message.
 """
@@ -253,32 +253,67 @@ class CheckpointError(ReplicastError):
 
 
 class FileDamaged(ReplicastError):  # noqa: N818 - reads as a sentence: raise FileDamaged
-    """A file of the run directory is damaged, or cannot be verified.
+    """A file is damaged, cannot be read, or is not what it should be: of a run directory, or an update's.
 
     Attributes:
         path: The file.
         problem: What is wrong with it.
+        verdict: The same in two words: "is damaged", "cannot be read", "is too large".
+        expected: What would have been accepted.
+        received: What was found instead.
+        remedy: What to do about it.
     """
 
-    def __init__(self, path: Path | str, problem: str = "") -> None:
-        super().__init__(f"{path} is damaged: {_sentence(problem)}" if problem else str(path))
+    def __init__(
+        self,
+        path: Path | str,
+        problem: str = "",
+        *,
+        verdict: str = "is damaged",
+        expected: str | None = None,
+        received: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        labelled = {"Expected": expected, "Received": received}
+        headline = f"{path} {verdict}: {problem}" if problem else f"{path} {verdict}"
+        parts = [headline, *(f"{label}: {value}" for label, value in labelled.items() if value is not None)]
+        if remedy is not None:
+            parts.append(remedy)
+        super().__init__(" ".join(_sentence(part) for part in parts))
         self.path = Path(path)
         self.problem = problem
+        self.verdict = verdict
+        self.expected = expected
+        self.received = received
+        self.remedy = remedy
+
+    @property
+    def headline(self) -> str:
+        """Which file, and what is wrong with it."""
+        return f"{self.path} {self.verdict}" + (f": {self.problem}" if self.problem else "")
 
 
 class PayloadRemoved(ReplicastError):  # noqa: N818 - reads as a sentence: raise PayloadRemoved
-    """The values of an update are removed when every checkpoint that is kept contains it.
+    """The values of an update are not kept any more.
+
+    They are removed when every checkpoint that is kept contains the update.
 
     Attributes:
         update_id: The update's id.
+        remedy: What to do about it.
     """
 
-    def __init__(self, update_id: str) -> None:
-        super().__init__(
-            f"The values of update {update_id} are not kept any more: every checkpoint that is kept contains "
-            "it. Restore a checkpoint first, or use another run directory."
-        )
+    def __init__(
+        self,
+        update_id: str,
+        problem: str = "every checkpoint that is kept contains it",
+        *,
+        remedy: str = "Call replicas.restore() before training, or use another run directory",
+    ) -> None:
+        said = f"The values of update {update_id} are not kept any more: {problem}"
+        super().__init__(f"{_sentence(said)} {_sentence(remedy)}")
         self.update_id = update_id
+        self.remedy = remedy
 
 
 class NotFound(ReplicastError):  # noqa: N818 - reads as a sentence: raise NotFound
@@ -309,6 +344,9 @@ def refusal_of(error: Exception) -> UpdateRefused:
     """Turns any error that an update caused into a refusal of that update."""
     if isinstance(error, UpdateRefused):
         return error
+    if isinstance(error, FileDamaged):
+        expected, received = error.expected, error.received
+        return UpdateRefused(error.headline, expected=expected, received=received, remedy=error.remedy)
     message = str(error)[:500]
     refusal = UpdateRefused(
         f"Handling the update caused an unexpected error ({type(error).__name__}: {message})",

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from replicast import faults
-from replicast.errors import FileDamaged, UpdateRefused
+from replicast.errors import FileDamaged
 from replicast.strictjson import json_bytes, parse_object, unsealed
 from replicast.tensorfiles import (
     TensorFile,
@@ -166,7 +166,8 @@ def _read_with(parse: Callable[[bytes], dict[str, Any]], path: Path, max_bytes: 
     except OSError as error:
         raise FileDamaged(path, f"it cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise FileDamaged(path, f"it holds no valid JSON ({str(error)[:500]})") from error
+        said = str(error)[:500]
+        raise FileDamaged(path, said if parse is unsealed else f"it holds no valid JSON ({said})") from error
 
 
 def read_small(path: Path | str, *, max_bytes: int, directory: int | None = None) -> bytes:
@@ -215,7 +216,7 @@ def read_tensor_bytes(
         follow: Whether it may be a link.
 
     Raises:
-        UpdateRefused: As in `read_bytes`, or it is no safetensors file.
+        FileDamaged: As in `read_bytes`, or it is no safetensors file.
     """
     check = partial(_check_tensors, path.name, max_tensors)
     return read_bytes(path, max_bytes=max_bytes, follow=follow, check=check)
@@ -225,7 +226,7 @@ def check_tensor_file(path: Path, *, max_tensors: int) -> None:
     """Reads only the header of a safetensors file that is no link, and compares it with the file's size.
 
     Raises:
-        UpdateRefused: It cannot be read, or is no safetensors file.
+        FileDamaged: It cannot be read, or is no safetensors file.
     """
     with _opened(path, follow=False) as (descriptor, nbytes):
         _check_tensors(path.name, max_tensors, descriptor, nbytes)
@@ -247,20 +248,20 @@ def read_bytes(
         check: Called with the descriptor and the size before memory is taken for all of it.
 
     Raises:
-        UpdateRefused: It is no plain file, cannot be read, is larger, or changed while it was read.
+        FileDamaged: It is no plain file, cannot be read, is larger, or changed while it was read.
     """
     limit = MAX_BYTES if max_bytes is None else max_bytes
     with _opened(path, follow=follow) as (descriptor, nbytes):
         if nbytes > limit:
-            raise UpdateRefused(
-                f"{path} is too large", expected=f"at most {limit} bytes", received=f"{nbytes} bytes"
-            )
+            expected, received = f"at most {limit} bytes", f"{nbytes} bytes"
+            raise FileDamaged(path, verdict="is too large", expected=expected, received=received)
         check(descriptor, nbytes)
         content = np.empty(nbytes, np.uint8).data
         read = _read_all(descriptor, content)
     if read != nbytes:
-        raise UpdateRefused(
-            f"{path} became shorter while it was read",
+        raise FileDamaged(
+            path,
+            verdict="became shorter while it was read",
             expected=f"{nbytes} bytes",
             received=f"{read} bytes",
             remedy="Write it under another name and rename it when it is complete",
@@ -270,17 +271,21 @@ def read_bytes(
 
 @contextlib.contextmanager
 def _opened(path: Path, *, follow: bool) -> Iterator[tuple[int, int]]:
-    """A plain file that somebody gave us: its descriptor and its size. What goes wrong is a refusal."""
+    """A plain file that somebody gave us: its descriptor and its size."""
     try:
         descriptor = open_plain(path, follow=follow)
     except (OSError, ValueError) as error:
-        raise UpdateRefused(f"{path} cannot be read ({getattr(error, 'strerror', error)})") from error
+        raise _unreadable(path, error) from error
     try:
         yield descriptor, os.fstat(descriptor).st_size
     except OSError as error:
-        raise UpdateRefused(f"{path} cannot be read ({error.strerror})") from error
+        raise _unreadable(path, error) from error
     finally:
         os.close(descriptor)
+
+
+def _unreadable(path: Path, error: Exception) -> FileDamaged:
+    return FileDamaged(path, getattr(error, "strerror", None) or str(error), verdict="cannot be read")
 
 
 def _check_tensors(source: str, max_tensors: int, descriptor: int, nbytes: int) -> None:

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from replicast.errors import UpdateRefused
+from replicast.errors import FileDamaged
 from replicast.strictjson import parse_json
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -85,13 +85,13 @@ def parse_tensors(content: memoryview, source: str, *, max_tensors: int) -> Tens
         max_tensors: The maximum number of tensors.
 
     Raises:
-        UpdateRefused: It is not a safetensors file, or its header and its bytes do not match.
+        FileDamaged: It is not a safetensors file, or its header and its bytes do not match.
     """
     header, first = _header_of(content, len(content), source, max_tensors)
     metadata, spans = _layout_of(header, len(content) - first, source)
     data = content[first:]
     tensors = {
-        name: _tensor(data[start:stop], header[name], f"{source}: the tensor {name!r}")
+        name: _tensor(data[start:stop], header[name], source, f"the tensor {name!r}")
         for (start, stop), name in spans
     }
     return TensorFile(metadata, tensors)
@@ -112,30 +112,31 @@ def check_header(begin: bytes, nbytes: int, source: str, *, max_tensors: int) ->
         max_tensors: The maximum number of tensors.
 
     Raises:
-        UpdateRefused: It is not a safetensors file, or the header and the size do not match.
+        FileDamaged: It is not a safetensors file, or the header and the size do not match.
     """
     header, first = _header_of(memoryview(begin), nbytes, source, max_tensors)
     _layout_of(header, nbytes - first, source)
 
 
-def loads_strictly(text: str | bytes, what: str) -> Any:
-    """Parses JSON of an update with `parse_json`.
+def loads_strictly(text: str | bytes, source: str, what: str) -> Any:
+    """Parses JSON of a file with `parse_json`.
 
     Raises:
-        UpdateRefused: It is not valid JSON.
+        FileDamaged: It is not valid JSON.
     """
     try:
         return parse_json(text)
     except ValueError as error:
-        raise UpdateRefused(f"{what} is not valid JSON ({str(error)[:200]})") from error
+        raise FileDamaged(source, f"its {what} is not valid JSON ({str(error)[:200]})") from error
 
 
 def _header_of(content: memoryview, nbytes: int, source: str, max_tensors: int) -> tuple[dict[str, Any], int]:
     """The header of a file of `nbytes` bytes, and the offset of the data."""
     length = int.from_bytes(content[:8], "little")
     if nbytes < 8 or length > min(nbytes - 8, MAX_HEADER_BYTES):
-        raise UpdateRefused(
-            f"{source} is not a safetensors file, or is truncated",
+        raise FileDamaged(
+            source,
+            verdict="is not a safetensors file, or is truncated",
             expected=f"a header of at most {MAX_HEADER_BYTES} bytes within the file",
             received=f"{nbytes} bytes that announce a header of {length}"
             if nbytes >= 8
@@ -145,10 +146,10 @@ def _header_of(content: memoryview, nbytes: int, source: str, max_tensors: int) 
     # Count before parsing: a parsed empty list takes twenty times the memory of its text. A tensor has three
     # brackets, and so has its edit in the metadata; names and notes may have some too.
     if text.count(b"[") + text.count(b"{") > 6 * max_tensors + 20_000:
-        raise UpdateRefused(f"{source} has too many tensors", expected=f"at most {max_tensors}")
-    header = loads_strictly(text, f"{source}: the header")
+        raise FileDamaged(source, verdict="has too many tensors", expected=f"at most {max_tensors}")
+    header = loads_strictly(text, source, "header")
     if not isinstance(header, dict):
-        raise UpdateRefused(f"{source} is not a safetensors file: its header is not a JSON object")
+        raise FileDamaged(source, "its header is not a JSON object", verdict="is not a safetensors file")
     return header, 8 + length
 
 
@@ -158,16 +159,17 @@ def _layout_of(
     """Removes the metadata from the header; returns it, and the byte range of each tensor, in order."""
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise UpdateRefused(f"{source} has metadata that is not a mapping of strings")
+        raise FileDamaged(source, "its metadata is not a mapping of strings")
     spans = sorted((_span(name, entry, source), name) for name, entry in header.items())
     end = 0
     for (start, stop), name in spans:
         if start != end:
-            raise UpdateRefused(f"{source}: the bytes of {name!r} overlap others or leave a gap")
+            raise FileDamaged(source, f"the bytes of {name!r} overlap others or leave a gap")
         end = stop
     if end != nbytes:
-        raise UpdateRefused(
-            f"{source} does not have the size given in its header",
+        raise FileDamaged(
+            source,
+            "it does not have the size given in its header",
             expected=f"{end} bytes of data",
             received=f"{nbytes}",
             remedy="The file may be truncated: write it again",
@@ -177,8 +179,9 @@ def _layout_of(
 
 def _span(name: str, entry: Any, source: str) -> tuple[int, int]:
     """The byte range of a tensor, after checking its entry in the header."""
-    problem = UpdateRefused(
-        f"{source}: invalid header entry of {name!r}",
+    problem = FileDamaged(
+        source,
+        f"invalid header entry of {name!r}",
         expected=f"a dtype of {', '.join(_DTYPES)}, a shape, and data_offsets of that size",
         received=str(entry)[:200],
     )
@@ -199,18 +202,19 @@ def _sizes(value: Any) -> list[int] | None:
     return value if valid else None
 
 
-def _tensor(data: memoryview, entry: Mapping[str, Any], what: str) -> Array:
+def _tensor(data: memoryview, entry: Mapping[str, Any], source: str, what: str) -> Array:
     dtype = _DTYPES[entry["dtype"]]
     if len(data) != math.prod(entry["shape"]) * dtype.itemsize:
-        raise UpdateRefused(f"{what} extends beyond the end of the file", remedy="The file may be truncated")
+        problem = f"{what} extends beyond the end of the file"
+        raise FileDamaged(source, problem, remedy="The file may be truncated: write it again")
     flat = np.frombuffer(data, np.uint8)
     if dtype == np.bool_ and flat.size and flat.max() > 1:
-        raise UpdateRefused(f"{what} has invalid bools", expected="0 or 1", received=str(flat.max()))
+        raise FileDamaged(source, f"{what} has invalid bools", expected="0 or 1", received=str(flat.max()))
     if flat.size and flat.ctypes.data % dtype.itemsize:
         flat = flat.copy()  # Other writers may not align tensors.
     try:
         array: Array = flat.view(dtype).reshape(entry["shape"])
     except ValueError as error:
-        raise UpdateRefused(f"{what} has an impossible shape ({error})") from error
+        raise FileDamaged(source, f"{what} has an impossible shape ({error})") from error
     array.flags.writeable = False
     return array

@@ -107,7 +107,8 @@ class PlayedJob:
                         Committed(sequence, id_, digest, step, self.attempt, trial, before, workers=2)
                     )
                 known_step = None if stage is Stage.PREPARED else step
-                inbox.note_stage(self.run, id_, stage, step=known_step, taken_by=this_process())
+                waits = {"waits_until": step + taken.trial.steps if taken.trial else 0}
+                inbox.note_stage(self.run, id_, stage, step=known_step, taken_by=this_process(), **waits)
                 yield
                 if stage is self.stops_at:
                     return

@@ -18,7 +18,7 @@ from replicast.core.stage import Stage
 from replicast.storage import inbox
 from replicast.update.trial import Trial, TrialOutcome
 from replicast.update.update import Update
-from tests.unit.played_job import PlayedJob, heard_of, invoke, made_run
+from tests.unit.played_job import PlayedJob, heard_of, invoke, made_run, meanwhile
 
 
 @pytest.fixture
@@ -159,3 +159,31 @@ def test_who_waits_behind_a_trial_is_told_so(run: Path) -> None:
     inbox.note_stage(run, "behind", Stage.PROPOSED, waits_for="the trial of update 3, until step 55")
     waited = invoke("push", run, "--set", "learning_rate=1", "--id", "behind", "--wait", "--timeout", 0.1)
     assert "is proposed and waits for the trial of update 3, until step 55" in waited.output
+
+
+def test_waiting_for_a_trial_says_until_when_it_lasts_and_ends_with_the_verdict(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = PlayedJob(run)
+    job.outcome = TrialOutcome(1, "kept", 57, "loss", 0.5, 0.5, "loss was 0.5 before the update")
+    meanwhile(monkeypatch, job.act)
+    words = ("--trial-steps", 50, "--id", "tried", "--wait", "--timeout", 60)
+    result = invoke("push", run, "--set", "learning_rate=1", *words)
+    lines = result.output.splitlines()
+    assert "applied at step 7, on trial until step 57" in lines
+    assert "applied" not in lines
+    assert (result.exit_code, lines[-1].strip()) == (0, "kept at step 57: loss was 0.5 before the update")
+
+
+def test_a_trial_that_outlasts_the_wait_is_said_to_be_on_trial(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = PlayedJob(run)
+    job.stops_at = Stage.APPLIED
+    meanwhile(monkeypatch, job.act)
+    words = ("--trial-steps", 50, "--id", "tried", "--wait", "--timeout", 5)
+    result = invoke("push", run, "--set", "learning_rate=1", *words)
+    assert result.exit_code == 3
+    assert "update tried is applied at step 7, on trial until step 57, the job is at step 5." in result.output
+    assert "For the verdict: replicast show run tried" in result.output
+    assert "Every worker applies it" not in result.output

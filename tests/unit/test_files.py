@@ -15,7 +15,7 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicast.errors import FileDamaged, UpdateRefused
+from replicast.errors import FileDamaged
 from replicast.files import (
     json_bytes,
     make_durably,
@@ -220,7 +220,7 @@ F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     ],
 )
 def test_a_file_that_lies_is_refused(content: bytes) -> None:
-    with pytest.raises(UpdateRefused):
+    with pytest.raises(FileDamaged):
         parse(content)
 
 
@@ -233,7 +233,7 @@ def test_empty_tensors_and_no_tensors_are_files_too() -> None:
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused_or_read(content: bytes) -> None:
     for attempt in (content, file_of(content)):
-        with contextlib.suppress(UpdateRefused):  # Any other error would fail the test.
+        with contextlib.suppress(FileDamaged):  # Any other error would fail the test.
             parse(attempt)
 
 
@@ -247,7 +247,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
         (tmp_path / "large", "Expected: at most 10 bytes. Received: 11 bytes"),
         (tmp_path / "nul\0", "cannot be read"),
     ]:
-        with pytest.raises(UpdateRefused, match=problem):
+        with pytest.raises(FileDamaged, match=problem):
             read_bytes(path, max_bytes=10)
     assert bytes(read_bytes(tmp_path / "large", max_bytes=11)) == b"0" * 11
 
@@ -264,7 +264,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(
         return os.stat_result(status)
 
     monkeypatch.setattr(os, "fstat", before_it_shrank)
-    with pytest.raises(UpdateRefused, match="became shorter"):
+    with pytest.raises(FileDamaged, match="became shorter"):
         read_bytes(tmp_path / "file")
 
 

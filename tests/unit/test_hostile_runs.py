@@ -170,9 +170,9 @@ def test_of_a_large_file_in_the_inbox_the_header_is_read_first(
     monkeypatch.setattr(os, "readv", lambda *_: pytest.fail("it is read as a whole"))
     (entry,) = inbox.waiting(tmp_path)
     for act in (lambda: inbox.read(entry.path), lambda: inbox.take(tmp_path, entry.path)):
-        with pytest.raises(UpdateRefused):
+        with pytest.raises(FileDamaged):
             act()
-    with pytest.raises(UpdateRefused):
+    with pytest.raises(FileDamaged):
         Update.load(entry.path)
     assert inbox.stage_of(tmp_path, "large") is None
 
@@ -183,7 +183,7 @@ def test_a_link_in_the_inbox_is_refused_wherever_it_leads(tmp_path: Path) -> Non
     for name, target in (("nowhere", "nowhere"), ("large", "there.safetensors"), ("zero", "/dev/zero")):
         (tmp_path / "inbox" / f"{name}.safetensors").symlink_to(tmp_path / target)
     for entry in inbox.waiting(tmp_path):
-        with pytest.raises(UpdateRefused, match="cannot be read") as raised:
+        with pytest.raises(FileDamaged, match="cannot be read") as raised:
             inbox.take(tmp_path, entry.path)
         inbox.refuse(tmp_path, entry.path, raised.value)
     assert inbox.waiting(tmp_path) == []
@@ -199,7 +199,7 @@ def test_files_that_are_no_updates_are_refused_without_waiting_for_the_disk(
     inbox.refuse(tmp_path, tmp_path / "inbox" / "junk-0.safetensors", UpdateRefused("Wrong"), durably=False)
     monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("it waits for the disk"))
     for entry in inbox.waiting(tmp_path):
-        with pytest.raises(UpdateRefused) as raised:
+        with pytest.raises(FileDamaged) as raised:
             inbox.take(tmp_path, entry.path)
         inbox.refuse(tmp_path, entry.path, raised.value, durably=False)
     assert inbox.waiting(tmp_path) == []

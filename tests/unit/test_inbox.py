@@ -9,7 +9,7 @@ import safetensors.numpy
 from replicast.core.entries import Committed, Payload, Refused, Saved, Scheduled
 from replicast.core.proposal import Pending, Proposal
 from replicast.core.stage import Stage
-from replicast.errors import UpdateRefused
+from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import write_durably
 from replicast.storage import inbox
 from replicast.storage.checkpoint import CheckpointStore
@@ -83,7 +83,7 @@ def test_a_trial_has_bounds_and_whatever_is_beyond_them_is_refused(tmp_path: Pat
     path = tmp_path / "inbox" / "a.safetensors"
     path.parent.mkdir()
     write_durably(path, update_of("a").file_chunks({"trial": trial}))
-    with pytest.raises(UpdateRefused, match=r"trial|JSON"):
+    with pytest.raises((UpdateRefused, FileDamaged), match=r"trial|JSON"):
         inbox.read(path)
 
 
@@ -133,7 +133,7 @@ def test_a_plain_file_dropped_in_is_refused_with_the_command_that_would_work(tmp
     path = run_dir / "inbox" / "delta.safetensors"
     path.parent.mkdir(parents=True)
     safetensors.numpy.save_file({"x": ONES}, path)
-    with pytest.raises(UpdateRefused) as raised:
+    with pytest.raises(FileDamaged) as raised:
         inbox.read(path)
     inbox.refuse(run_dir, path, raised.value)
     moved = run_dir / "refused" / "delta.safetensors"
@@ -178,7 +178,7 @@ def test_hostile_files_are_refused_and_moved_away(tmp_path: Path) -> None:
     entries = inbox.waiting(tmp_path)
     assert len(entries) == 7
     for entry in entries:
-        with pytest.raises(UpdateRefused) as raised:
+        with pytest.raises(FileDamaged) as raised:
             inbox.read(entry.path, max_bytes=1000)
         inbox.refuse(tmp_path, entry.path, raised.value)
     assert inbox.waiting(tmp_path) == []
@@ -252,3 +252,20 @@ def test_a_revert_has_no_edits_of_its_own(tmp_path: Path) -> None:
     path = inbox.submit(tmp_path, Update(id="both").add("w", 1.0), reverts=3)
     with pytest.raises(UpdateRefused, match="no edits"):
         inbox.read(path)
+
+
+def test_a_withdrawal_that_cannot_be_removed_hides_no_other(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        inbox.request_withdrawal(tmp_path, name)
+    (tmp_path / "inbox" / "b.withdraw.json").unlink()
+    (tmp_path / "inbox" / "b.withdraw.json").mkdir()
+    assert sorted(inbox.take_withdrawals(tmp_path)) == ["a", "c"]
+
+
+def test_a_note_that_is_a_link_hides_no_other_old_note(tmp_path: Path) -> None:
+    for name in ("a", "c"):
+        inbox.note_stage(tmp_path, name, Stage.VERIFIED)
+        os.utime(tmp_path / "inbox" / f"{name}.stage.json", (0, 0))
+    (tmp_path / "inbox" / "b.stage.json").symlink_to("b.stage.json")
+    inbox.clean(tmp_path)
+    assert [path.name for path in (tmp_path / "inbox").iterdir()] == ["b.stage.json"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from replicast.core.stage import Stage
-from replicast.errors import UpdateRefused
+from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import tensor_chunks
 from replicast.mapping import LARGE_BYTES
 from replicast.update.edits import DTYPES, RESETS, Operation
@@ -248,18 +248,18 @@ def test_a_saved_update_is_loaded(tmp_path: Path) -> None:
     small().save(path)
     assert same(Update.load(path), small())
     assert same(Update.load(str(path), max_bytes=path.stat().st_size), small())
-    with pytest.raises(UpdateRefused, match="too large"):
+    with pytest.raises(FileDamaged, match="too large"):
         Update.load(path, max_bytes=path.stat().st_size - 1)
-    with pytest.raises(UpdateRefused, match="No such file"):
+    with pytest.raises(FileDamaged, match="No such file"):
         Update.load(tmp_path / "missing")
 
 
 def test_every_truncation_of_a_file_is_refused() -> None:
     whole = content(small())
     for length in range(len(whole)):
-        with pytest.raises(UpdateRefused):
+        with pytest.raises(FileDamaged):
             Update.parse(memoryview(whole[:length]), "file")
-    with pytest.raises(UpdateRefused):
+    with pytest.raises(FileDamaged):
         Update.parse(memoryview(whole + b"\0"), "file")
 
 
@@ -270,7 +270,7 @@ def test_flipped_bytes_of_a_header_are_refused_or_mean_something_else() -> None:
         for flip in (0x01, 0x10, 0x80, 0xFF):
             damaged = bytearray(whole)
             damaged[position] ^= flip
-            with contextlib.suppress(UpdateRefused):  # Any other error would fail the test.
+            with contextlib.suppress(FileDamaged):  # Any other error would fail the test.
                 Update.parse(memoryview(bytes(damaged)), "file")[0].content_digest()
 
 
@@ -324,7 +324,7 @@ GOOD = {"format": 1, "id": "x", "note": "", "author": "", "edits": [EDIT]}
     ],
 )
 def test_a_description_that_is_none_is_refused(description: Any) -> None:
-    with pytest.raises(UpdateRefused):
+    with pytest.raises(FileDamaged):
         Update.parse(file_with(description), "file")
 
 
@@ -336,7 +336,7 @@ def test_a_good_description_is_taken() -> None:
 
 def test_a_file_of_too_many_edits_is_refused() -> None:
     scale = EDIT | {"operation": "scale", "factor": 1.0, "arrays": {}}
-    with pytest.raises(UpdateRefused, match="too many edits"):
+    with pytest.raises(FileDamaged, match="too many edits"):
         Update.parse(file_with(GOOD | {"edits": [scale] * 100_001}, {}), "file")
 
 
@@ -408,7 +408,7 @@ def test_a_plain_file_that_does_not_fit_its_operation_is_refused(
 def test_a_plain_file_without_operation_says_how_to_push_it(tmp_path: Path) -> None:
     path = tmp_path / "plain.safetensors"
     safetensors.numpy.save_file({"a": ONES}, path)
-    with pytest.raises(UpdateRefused, match="replicast push RUN --add FILE"):
+    with pytest.raises(FileDamaged, match="replicast push RUN --add FILE"):
         Update.load(path)
 
 

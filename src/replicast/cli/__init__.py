@@ -38,7 +38,7 @@ COMMANDS = {
 """Each command and its line in `replicast --help`; `replicast.cli.NAME` has the command NAME."""
 
 
-_FAILURES = (FileDamaged, NoAnswer, NotFound, RequestFailed, RequestRefused)
+_FAILURES = (NoAnswer, NotFound, RequestFailed, RequestRefused)
 """What ends a command with exit code 1: the command is right, and cannot be done."""
 
 
@@ -84,12 +84,11 @@ class LazyGroup(click.Group):
 def _failed(error: ReplicastError | OSError) -> Failed:
     from replicast.cli import texts  # Loads numpy, which help must not wait for.
 
-    if isinstance(error, UpdateRefused | CheckpointError):
+    if isinstance(error, UpdateRefused | CheckpointError | FileDamaged):
         return Failed(texts.error(error))
     if isinstance(error, OSError):
         return Failed(texts.printable(f"{error.filename}: {error.strerror}"), 2)
-    said = "\n".join(texts.printable(line) for line in str(error).split("\n"))
-    return Failed(said, 1 if isinstance(error, _FAILURES) else 2)
+    return Failed(texts.printable_lines(error), 1 if isinstance(error, _FAILURES) else 2)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -73,7 +73,8 @@ def update_of(context: click.Context, options: dict[str, Any]) -> Update:
     A saved update that is given alone keeps its id; author and note are kept where the command line has none.
 
     Raises:
-        UpdateRefused: A file cannot be read or does not fit, or a name or text cannot be used.
+        FileDamaged: A file cannot be read, or is damaged.
+        UpdateRefused: A file does not fit, or a name or text cannot be used.
         click.BadParameter: What should be NAME=NUMBER is something else.
     """
     values = {name: iter(options[name]) for name in _NAMES}
@@ -102,7 +103,7 @@ def read_file(path: Path) -> Update | dict[str, Array]:
     """A saved update, or the tensors of a plain file by name.
 
     Raises:
-        UpdateRefused: It cannot be read, or is damaged.
+        FileDamaged: It cannot be read, or is damaged.
     """
     content = read_tensor_bytes(path, max_tensors=MAX_TENSORS)
     file = parse_tensors(content, str(path), max_tensors=MAX_TENSORS)

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from replicast.cli import texts
+from replicast.cli import Failed, texts
 from replicast.cli.arguments import run_argument
 from replicast.cli.tables import make_console
 from replicast.cli.update_tables import updates_table
@@ -28,13 +28,16 @@ def log(run: Run, as_json: bool, last: int | None) -> None:
       replicast log runs/first -n 5
       replicast log runs/first --json | jq .step
 
-    Exit code: 0; 1 when a file of the journal is damaged; 2 when RUN is not a run directory.
+    Exit code: 0; 1 when a file of the journal is damaged, which is named after all others are listed; 2 when
+    RUN is not a run directory.
     """  # noqa: D301 - click wants a real backspace
-    views = run.log(last)
+    views, seen = run.log(last), run.status()
     if as_json:
         for view in views:
             click.echo(json.dumps(view.to_json()))
     elif views:
         make_console().print(updates_table(views))
     else:
-        click.echo(f"The journal is empty: {texts.no_updates(journaled=run.status().journaled)}.")
+        click.echo(f"The journal is empty: {texts.no_updates(journaled=seen.journaled)}.")
+    if seen.problem:
+        raise Failed(texts.printable_lines(seen.problem))

@@ -49,7 +49,7 @@ _TRIAL_OPTIONS = ("trial_metric", "max_increase", "trial_mode")
     default="min",
     help="Whether smaller or larger is better.",
 )
-@click.option("--wait", is_flag=True, help="Follow it until every worker has applied it and is verified.")
+@click.option("--wait", is_flag=True, help="Follow it until it is verified, or its trial is decided.")
 @timeout_option
 @click.pass_context
 def push(context: click.Context, /, run: Run, **options: Any) -> None:
@@ -119,7 +119,7 @@ def _pushed(
     click.echo(f"pushed {update.id}")
     if pushed.warning:
         back = f"replicast withdraw {shlex.quote(run.where)} {update.id}"
-        click.echo(f"{texts.printable(pushed.warning)} To take it back: {back}")
+        click.echo(f"{texts.printable_lines(pushed.warning)}\nTo take it back: {back}", err=True)
     return pushed
 
 
@@ -150,7 +150,10 @@ def follow(pushed: Pushed, timeout_secs: float, console: Console) -> int:
         code = _say_how_it_ended(run, view)
         return stopped if stopped == STOPPED else code
     click.echo(f"{why}: update {view.id} is {progress_text(view, brief, moving=True)}.", err=True)
-    if view.stage in _BEFORE_COMMIT:
+    if view.trial_until is not None:
+        where = f"{shlex.quote(run.where)} {view.id}"
+        click.echo(f"Its trial decides whether it is kept. For the verdict: replicast show {where}", err=True)
+    elif view.stage in _BEFORE_COMMIT:
         click.echo(f"To take it back: replicast withdraw {shlex.quote(run.where)} {view.id}", err=True)
     else:
         click.echo("Every worker applies it.", err=True)
@@ -180,10 +183,12 @@ def live_line(console: Console) -> Iterator[Callable[[UpdateView, Brief], None]]
 def progress_text(view: UpdateView, brief: Brief, *, moving: bool) -> str:
     """Where an update is, in one line; if `moving`, also what changes all the time, as the step does."""
     text = str(view.stage)
-    if view.step is not None and view.stage in (Stage.SCHEDULED, Stage.COMMITTED):
+    if view.step is not None and view.stage in (Stage.SCHEDULED, Stage.COMMITTED, Stage.APPLIED):
         text += f" {'for' if view.stage is Stage.SCHEDULED else 'at'} step {view.step}"
-        if moving and brief.step is not None and view.stage is Stage.SCHEDULED:
-            text += f", the job is at step {brief.step}"
+    if view.trial_until is not None:
+        text += f", on trial until step {view.trial_until}"
+    if moving and brief.step is not None and (view.stage is Stage.SCHEDULED or view.trial_until is not None):
+        text += f", the job is at step {brief.step}"
     waits_for = brief.waits_for if brief.waits_for else view.waits_for
     if waits_for and view.stage in _BEFORE_COMMIT:
         text += f" and waits for {texts.one_line(waits_for)}"

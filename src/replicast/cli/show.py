@@ -30,9 +30,13 @@ def show(run: Run, which: str, as_json: bool) -> None:
       replicast show runs/first 12
       replicast show runs/first 3f2a91c4 --json
 
+    Damaged files of the journal are named; they hide nothing else.
+
     Exit code: 0; 1 when there is no such update or its file is damaged; 2 when RUN is not a run directory.
     """  # noqa: D301 - click wants a real backspace
-    view = run.show(which)
+    view, problem = run.show(which), run.status().problem
+    if problem:
+        click.echo(texts.printable_lines(problem), err=True)
     if as_json:
         click.echo(json.dumps(view.to_json()))
     else:

@@ -42,8 +42,8 @@ def status(run: Run, as_json: bool, watch: bool) -> None:
       replicast status runs/first --watch
       replicast status runs/first --json | jq .workers[].step
 
-    Exit code: 0, also when the job is not running; 1 when a file of the run is damaged; 2 when RUN is not a
-    run directory.
+    Exit code: 0, also when the job is not running; 1 when a file of the run is damaged, which is named after
+    everything else is shown; 2 when RUN is not a run directory.
     """  # noqa: D301 - click wants a real backspace
     with contextlib.suppress(KeyboardInterrupt):  # The way to end --watch.
         if watch and not as_json and is_live(make_console()):
@@ -55,7 +55,7 @@ def status(run: Run, as_json: bool, watch: bool) -> None:
             else:
                 make_console().print(_rendered(seen))
             if not watch and seen.problem:
-                raise Failed(texts.printable(seen.problem))
+                raise Failed(texts.printable_lines(seen.problem))
             if not watch:
                 return
             time.sleep(WATCH_SECS)

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Mapping
 
-from replicast.errors import CheckpointError, UpdateRefused
+from replicast.errors import CheckpointError, FileDamaged, UpdateRefused
 from replicast.update.trial import Trial, TrialOutcome
 
 _OPTIONS = {"allow_nonfinite=True": "--allow-nonfinite", "next_start=True": "--next-start"}
@@ -28,16 +28,24 @@ def printable(text: object) -> str:
     return "".join(character if character.isprintable() else "�" for character in str(text))
 
 
+def printable_lines(text: object) -> str:
+    """Text of several lines, each made harmless."""
+    return "\n".join(printable(line) for line in str(text).split("\n"))
+
+
 def one_line(text: object) -> str:
     """Text from a file in one line."""
     return printable(" ".join(str(text).split()))
 
 
-def error(raised: UpdateRefused | CheckpointError) -> str:
+def error(raised: UpdateRefused | CheckpointError | FileDamaged) -> str:
     """An error, one fact per line; where it names an argument of Python, the option of the command line."""
+    headline = raised.headline if isinstance(raised, FileDamaged) else raised.problem
     facts = [(label, getattr(raised, name, None)) for name, label in _LABELS.items()]
+    if isinstance(raised, FileDamaged):
+        facts.pop(0)  # The headline has the path.
     lines = [f"{label}: {one_line(value)}" for label, value in facts if value is not None]
-    said = "\n  ".join([one_line(raised.problem), *lines])
+    said = "\n  ".join([one_line(headline), *lines])
     for argument, option in _OPTIONS.items():
         said = said.replace(argument, option)
     return said

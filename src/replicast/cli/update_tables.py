@@ -52,6 +52,8 @@ def stage_cell(stage: Stage) -> Text:
 def what_cell(view: UpdateView) -> Text:
     """What an update does in a few words; then its trial, and who proposed it and why."""
     cell = Text(texts.one_line(edits_text(view.edits)))
+    if view.sequence is not None and not view.nbytes:
+        cell = Text("not known: its entry is damaged", style="red")
     if view.reverts is not None:
         cell.append(f"\nreverts update {view.reverts}", style="yellow")
     if view.reverted_by is not None:

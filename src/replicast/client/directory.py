@@ -20,6 +20,7 @@ from replicast.client.submission import submit
 from replicast.client.updates import (
     UpdateView,
     committed_views,
+    damage_text,
     find,
     look,
     refused_views,
@@ -119,6 +120,7 @@ class DirectoryRun(Run):
                 "scheduled": tuple(scheduled_views(journal)),
                 "waiting": tuple(waiting),
                 "refused": tuple(refused[-_LAST:]),
+                "problem": damage_text(journal),
             }
         except FileDamaged as error:
             return {"waiting": tuple(waiting_views(self.path, ())), "problem": str(error)}
@@ -137,20 +139,20 @@ class DirectoryRun(Run):
 
     def show(self, which: str | int) -> UpdateView:
         """As `Run.show`."""
-        view = find(self.path, str(which))
+        view = find(self.path, str(which), Updates(self.path))
+        update = None
         try:
             if view.sequence is not None:
                 update = load_update(self.path, view.sequence)
             elif view.path is not None:
                 update = Update.load(view.path)
-            else:
-                return view
-        except FileDamaged as error:
-            return replace(view, damage=str(error))
-        except (PayloadRemoved, UpdateRefused):
-            # Every checkpoint contains it; or that is why it was refused, or the job has just taken it away.
+        except PayloadRemoved:  # Every checkpoint contains it.
             return view
-        return replace(view, details=tuple(views_of(update.edits, self.schema())))
+        except (FileDamaged, UpdateRefused) as error:
+            # That may be why it was refused; or the job has just taken it away.
+            return view if view.sequence is None else replace(view, damage=str(error))
+        details = None if update is None else tuple(views_of(update.edits, self.schema()))
+        return replace(view, details=details)
 
     def look(self, update_id: str, thoroughly: bool = False) -> UpdateView:
         """As `Run.look`."""

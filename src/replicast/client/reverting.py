@@ -13,6 +13,7 @@ from replicast.errors import UpdateRefused
 from replicast.storage import inbox
 from replicast.storage.reverting import Undo, undo
 from replicast.storage.runfiles import read_run_info, read_worker_notes
+from replicast.storage.updates import Updates
 from replicast.update.inverse import meaning
 from replicast.update.update import Update
 
@@ -46,7 +47,7 @@ def submit_revert(run: Path, which: str | int, note: str, *, force: bool) -> str
 
 
 def _undo(run: Path, which: str | int, *, force: bool) -> Undo:
-    view = find(run, str(which))
+    view = find(run, str(which), Updates(run))
     if view.sequence is None:
         raise UpdateRefused(
             f"Update {view.id} is {view.stage}: it was not applied, so there is nothing to revert",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from replicast.client.author import this_user
 from replicast.client.notes import is_heard_of, is_running, not_running_text, running_beside
+from replicast.client.updates import damage_text
 from replicast.errors import UpdateRefused
 from replicast.storage import inbox
 from replicast.storage.runfiles import WorkerNote, read_run_info, read_worker_notes
@@ -28,7 +29,8 @@ def submit(
         FileDamaged: The journal is damaged.
     """
     plan = planned(update, read_run_info(run).schema)
-    number = _number_in_journal(run, update, plan)
+    journal = Updates(run)
+    number = _number_in_journal(journal, update, plan)
     if number is not None:
         return number, ""
     notes = read_worker_notes(run)
@@ -42,12 +44,12 @@ def submit(
             received=f"{update.nbytes} bytes",
             remedy="Free some space there, or let this user write there, and push it again",
         ) from error
-    return None, warning
+    damage = damage_text(journal)  # The job knows what it has: it decides.
+    return None, f"{damage}\n{warning}".strip()
 
 
-def _number_in_journal(run: Path, update: Update, plan: Update) -> int | None:
+def _number_in_journal(journal: Updates, update: Update, plan: Update) -> int | None:
     """The place that the same update has in the journal already; another one with its id is refused."""
-    journal = Updates(run)
     if update.id in journal.withdrawn:
         raise UpdateRefused("An update with this id was withdrawn", expected="a new id", received=update.id)
     for number, (record, _) in journal.committed.items():

@@ -1,6 +1,6 @@
 """Where each update of a run is: the journal, the inbox and the refusals seen as one list.
 
-Whatever reads the journal raises `FileDamaged` when a file of it is not what was written.
+A damaged entry of the journal hides no other: what it said is missing, and `damage_text` names its file.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from replicast.storage.updates import CommittedUpdate, Updates
 from replicast.strictjson import described, reading
 from replicast.update.trial import Trial, TrialOutcome
 
+_MOST_DAMAGED = 5
 _FROM_RECEIPT = ("digests", "propose_to_applied_secs", "stall_secs", "verified_at")
 
 
@@ -54,6 +55,7 @@ class UpdateView:
         path: Its file, where it waits or lies refused. Only for a run in a directory.
         reason: Why it failed.
         waits_for: What it waits for, as the job says.
+        trial_until: The step at which its trial is decided, while it is on trial.
         details: Each edit with its values in short. Only `Run.show` reads them, if the file is still there.
         damage: Why `details` cannot be told: the file in the journal is damaged.
     """
@@ -84,6 +86,7 @@ class UpdateView:
     path: Path | None = field(default=None, compare=False)
     reason: str = ""
     waits_for: str = ""
+    trial_until: int | None = None
     details: tuple[EditView, ...] | None = None
     damage: str = ""
 
@@ -185,16 +188,17 @@ def noted_view(run: Path, update_id: str) -> UpdateView | None:
     note = inbox.stage_of(run, update_id)
     if note is None:
         return None
-    receipt, at = _receipt_in(note), note.get("time")
+    receipt, at, stage = _receipt_in(note), note.get("time"), _stage_in(note)
     return UpdateView(
         id=update_id,
-        stage=_stage_in(note),
+        stage=stage,
         at=float(at) if isinstance(at, int | float) else 0.0,
-        step=_step_in(note) if receipt is None else receipt.step,
+        step=_step_in(note, "step") if receipt is None else receipt.step,
         receipts=() if receipt is None else (receipt,),
         outcome=None if receipt is None else receipt.trial,
         reason=str(note.get("reason", "")),
         waits_for=str(note.get("waits_for", "")),
+        trial_until=(_step_in(note, "waits_until") or None) if stage is Stage.APPLIED else None,
     )
 
 
@@ -216,13 +220,12 @@ def look(run: Path, update_id: str, *, thoroughly: bool) -> UpdateView:
     return noted
 
 
-def find(run: Path, given: str) -> UpdateView:
+def find(run: Path, given: str, journal: Updates) -> UpdateView:
     """The update that a person means: by its number, by its id, or by the beginning of its id.
 
     Raises:
         NotFound: There is none, or several may be meant.
     """
-    journal = Updates(run)
     if given.isascii() and given.isdigit() and int(given) in journal.committed:
         return committed_views(run, journal, [int(given)])[0]
     noted = noted_view(run, given)
@@ -230,7 +233,8 @@ def find(run: Path, given: str) -> UpdateView:
     found = exact or _matching(run, journal, lambda id_: bool(given) and id_.startswith(given))
     ids = sorted({view.id for view in found})
     if not ids:
-        raise NotFound(f"There is no update {given} in {run}. `replicast status` and `log` list them.")
+        hint = "`replicast status` and `log` list them."
+        raise NotFound(f"There is no update {given} in {run}. {hint}\n{damage_text(journal)}".rstrip())
     if len(ids) > 1:
         raise NotFound(f"{given} may be {len(ids)} updates: {', '.join(ids[:5])}. Give more of the id.")
     return found[0]
@@ -245,6 +249,14 @@ def _matching(run: Path, journal: Updates, matches: Callable[[str], bool]) -> li
     views += [UpdateView(id=update_id, stage=Stage.WITHDRAWN) for update_id in sorted(journal.withdrawn)]
     views += refused_views(run, journal, known)
     return [view for view in views if matches(view.id)]
+
+
+def damage_text(journal: Updates) -> str:
+    """Which entries of the journal are damaged, and what they said; empty if none is."""
+    lines = [" ".join(str(one).split()) for one in journal.damaged[:_MOST_DAMAGED]]
+    if len(journal.damaged) > _MOST_DAMAGED:
+        lines.append(f"{len(journal.damaged) - _MOST_DAMAGED} more entries of the journal are damaged.")
+    return "\n".join(lines)
 
 
 _COMMITTED = (
@@ -282,6 +294,9 @@ def _committed_view(run: Path, update: CommittedUpdate, attempt: int, reached: i
         content_digest=update.digest,
         outcome=_outcome(update),
         reason=reason,
+        trial_until=update.step + update.trial.steps
+        if update.trial is not None and receipt is None
+        else None,
         **{name: getattr(update, name) for name in _COMMITTED},
     )
 
@@ -302,8 +317,8 @@ def _stage_in(note: Mapping[str, Any]) -> Stage:
         return Stage.PROPOSED
 
 
-def _step_in(note: Mapping[str, Any]) -> int | None:
-    step = note.get("step")
+def _step_in(note: Mapping[str, Any], name: str) -> int | None:
+    step = note.get(name)
     return step if type(step) is int else None
 
 

@@ -78,7 +78,7 @@ class Overview:
         scheduled: Those that wait for their step.
         waiting: Those that wait in the inbox.
         refused: The last ones that were refused.
-        problem: What is wrong with the journal: its updates are not among the above then.
+        problem: What is wrong with the journal: what its damaged files said is missing above.
     """
 
     run: str

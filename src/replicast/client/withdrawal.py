@@ -10,6 +10,7 @@ from replicast.core.stage import Stage
 from replicast.errors import NoAnswer, UpdateRefused
 from replicast.storage import inbox
 from replicast.storage.runfiles import read_worker_notes
+from replicast.storage.updates import Updates
 
 _ANSWER_SECS = 30.0
 _WITHDRAWABLE = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
@@ -27,7 +28,7 @@ def withdraw(run: Path, update_id: str) -> UpdateView:
         NoAnswer: The job has taken it and does not answer.
         FileDamaged: The journal is damaged.
     """
-    view = find(run, update_id)
+    view = find(run, update_id, Updates(run))
     if view.stage in (Stage.REFUSED, Stage.WITHDRAWN):
         raise UpdateRefused(f"Update {view.id} was {view.stage}: there is nothing to withdraw")
     try:
@@ -36,7 +37,7 @@ def withdraw(run: Path, update_id: str) -> UpdateView:
         raise UpdateRefused(f"It cannot be removed from {run / 'inbox'} ({error.strerror})") from error
     if withdrawn:
         return UpdateView(id=view.id, stage=Stage.WITHDRAWN)
-    view = _requested(run, find(run, view.id))
+    view = _requested(run, find(run, view.id, Updates(run)))
     if view.stage is Stage.WITHDRAWN:
         return view
     if view.stage is Stage.REFUSED:

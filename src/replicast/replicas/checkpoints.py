@@ -75,7 +75,8 @@ class Checkpoints:
         named: The step of a checkpoint to keep: the script restored it by step, and will again on a restart.
         save_due: Makes a checkpoint that is due at this boundary. Set before the first boundary.
         policy: What happens when replicas differ, for messages. Set before the first boundary.
-        remove_payloads: Removes payloads that no checkpoint needs. Set before the first boundary.
+        remove_payloads: Removes payloads that no checkpoint needs, given the updates that all contain and
+            those that some propose again. Set before the first boundary.
     """
 
     def __init__(self, session: Session, state: State, store: CheckpointStore | None, attempt: int) -> None:
@@ -96,7 +97,9 @@ class Checkpoints:
         self.named: int | None = None
         self.save_due: Callable[[], object] = self.save_in_passing
         self.policy: Callable[[], str] = lambda: "raise"
-        self.remove_payloads: Callable[[], None] = lambda: None
+        self.remove_payloads: Callable[[frozenset[int], frozenset[tuple[str, str]] | None], None] = (
+            lambda held, pending: None
+        )
         session.replica.take_snapshot = self._take_when_asked
 
     @property
@@ -337,11 +340,6 @@ class Checkpoints:
             other.clear()
         return WriteOutcome.DURABLE
 
-    def held_by_all(self) -> frozenset[int]:
-        """The updates that every kept checkpoint contains: no restart needs their payloads."""
-        kept = [] if self._store is None else [saved_of(each).holds for each in self._store.list()]
-        return frozenset.intersection(*kept) if kept else frozenset()
-
     def ended(self, ended: Ended) -> None:
         """A checkpoint that was not written: says why. In the lane "release"."""
         stage, refusal, current = ended.outcome.stage, ended.outcome.result, self._current
@@ -394,9 +392,21 @@ class Checkpoints:
         try:
             if self._store is not None:
                 self._store.prune(self._plan.keeping.last, best, self.named)
-                self.remove_payloads()
+                self._remove_payloads(self._store)
         except (ReplicastError, OSError) as error:
             logger.warning("old checkpoints cannot be removed and use disk space: %s", error)
+
+    def _remove_payloads(self, store: CheckpointStore) -> None:
+        """Removes the payloads that no start from a checkpoint needs.
+
+        Called in the only thread that writes and removes checkpoints: the list has all of them.
+        """
+        kept = [saved_of(manifest) for manifest in store.list()]
+        held = frozenset.intersection(*(saved.holds for saved in kept)) if kept else frozenset()
+        proposals = [one.proposal for saved in kept for one in saved.pending]
+        pending = frozenset((one.id, one.digest) for one in proposals)
+        # One that is damaged now may be repaired, and nobody knows what it proposes.
+        self.remove_payloads(held, None if store.problems() else pending)
 
 
 def numbers(logs: Mapping[str, Any]) -> dict[str, float]:

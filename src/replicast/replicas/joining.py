@@ -237,7 +237,6 @@ def _connect(
     writer.write_checkpoint = checkpoints.write
     checkpoints.policy = lambda: auditing.policy
     checkpoints.remove_payloads = writer.remove_payloads
-    writer.held_by_all = checkpoints.held_by_all
     told = {"save": checkpoints.ended, "leave": checkpoints.ended, "audit": auditing.ended}
     session.on_ended = lambda ended: told.get(ended.kind, lambda _: None)(ended)
     if settings.run_dir is not None:

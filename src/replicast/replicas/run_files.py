@@ -24,7 +24,6 @@ from replicast.errors import (
     JobFailed,
     ReplicastError,
     UpdateRefused,
-    refusal_of,
 )
 from replicast.files import write_quickly
 from replicast.processes import this_process
@@ -220,7 +219,7 @@ class RunFiles:
                 raise
             except Exception as error:
                 logger.exception("%s refused: unexpected error while processing it", path)
-                inbox.refuse(run_dir, path, refusal_of(error))
+                inbox.refuse(run_dir, path, error)
         except OSError as error:
             self._aside[path] = time.monotonic() + ASIDE_SECS
             self._warn(path, f"{path} stays in the inbox and will be retried after the others", error)
@@ -236,7 +235,7 @@ class RunFiles:
                 self._proposed[ticket] = path
         except FileNotFoundError:
             return  # withdrawn just now
-        except UpdateRefused as error:
+        except (UpdateRefused, FileDamaged) as error:
             inbox.refuse(run_dir, path, error, durably=False)
 
     def _propose_taken(self, ticket: str, taken: inbox.Submitted) -> None:
@@ -265,10 +264,12 @@ class RunFiles:
         under_way = {one["id"]: one for one in self._session.operations()} if self._proposed else {}
         for path in self._proposed.values():
             one = under_way.get(path.name.removesuffix(".safetensors"))
-            standing = None if one is None else (one["stage"], one["step"], one["waits_for"])
+            names = ("stage", "step", "waits_for", "waits_until")
+            standing = None if one is None else tuple(one[name] for name in names)
             if one is not None and standing is not None and self._noted.get(path) != standing:
                 self._noted[path] = standing
-                self._note(run_dir, one["id"], Stage(one["stage"]), one["step"], waits_for=one["waits_for"])
+                waits = {name: one[name] for name in ("waits_for", "waits_until")}
+                self._note(run_dir, one["id"], Stage(one["stage"]), one["step"], **waits)
 
     def _note(self, run_dir: Path, id_: str, stage: Stage, step: int | None, **fields: Any) -> None:
         inbox.note_stage(run_dir, id_, stage, step=step, taken_by=this_process(), **fields)

@@ -38,13 +38,18 @@ def computed_update(id_: str, function: Function, state: State, rank: int) -> Up
     """Runs a user's function on the live values and returns its update under the agreed id.
 
     Raises:
-        UpdateRefused: The function raised, or returned neither an `Update` nor a mapping.
+        UpdateRefused: The function raised, called `sys.exit`, or returned neither an `Update` nor a mapping.
+        KeyboardInterrupt: Somebody pressed Ctrl-C meanwhile: that is for the job.
     """
     try:
         returned = function(LiveValues(state))
     except UpdateRefused:
         raise
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except (
+        BaseException
+    ) as error:  # An exit is an error of the function too: all workers wait for its result.
         said = f"The function {_name(function)} raised {type(error).__name__}: {error}"
         raise UpdateRefused(said, worker=rank) from error
     if isinstance(returned, Update):

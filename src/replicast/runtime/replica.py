@@ -112,7 +112,7 @@ class StateReplica:
             raise Refuse("Only worker 0 reads the journal")
         try:
             return self._parcels.publish(self.journal.load(id_, digest))
-        except (FileDamaged, PayloadRemoved) as error:
+        except PayloadRemoved as error:
             raise Refuse(str(error)) from error
         except UpdateRefused as error:
             raise _refuse(error, self.rank) from error

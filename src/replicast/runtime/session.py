@@ -33,7 +33,7 @@ from replicast.core.operations.update import Load
 from replicast.core.order import Order
 from replicast.core.refusal import Refusal, Refuse
 from replicast.core.worker import Worker
-from replicast.errors import ClusterError, JobFailed, UpdateRefused
+from replicast.errors import ClusterError, FileDamaged, JobFailed, UpdateRefused
 from replicast.runtime.channel import Channel
 from replicast.runtime.exchange import Exchange
 from replicast.runtime.functions import Function
@@ -229,8 +229,14 @@ class Session:
         return outcome.result if isinstance(outcome, Outcome) else outcome
 
     def begin(self) -> None:
-        """Resumes unfinished work of earlier attempts, before the first common operation of all workers."""
+        """Resumes unfinished work of earlier attempts, before the first common operation of all workers.
+
+        Raises:
+            FileDamaged, PayloadRemoved: Worker 0 cannot: something in the journal is damaged or missing.
+        """
         if not self.begun:
+            if self._writer is not None and self._machines.coordinator is not None:
+                self._writer.journal.check_start(self._machines.coordinator.start)
             self.rest("begin")
             self.begun = True
 
@@ -297,6 +303,7 @@ class Session:
                     "stage": str(one.stage),
                     "step": one.step,
                     "waits_for": one.waits_for,
+                    "waits_until": one.waits_until,
                     "author": "" if one.proposal is None else one.proposal.author,
                     "note": "" if one.proposal is None else one.proposal.note,
                 }
@@ -369,7 +376,7 @@ class Session:
             value = command.order.perform(self.replica)
         except Refuse as error:
             value = error.refusal
-        except JobFailed:
+        except (JobFailed, FileDamaged):  # what was promised is lost: that ends the job
             raise
         except Exception as error:
             logger.warning("%s failed on this worker", type(command.order).__name__, exc_info=True)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from replicast.errors import JobFailed
+from replicast.errors import FileDamaged, JobFailed
 
 logger = logging.getLogger("replicast")
 
@@ -29,7 +29,7 @@ class Threads:
         self._on_death = on_death
         self._threads: list[threading.Thread] = []
         self._lanes: list[Lane] = []
-        self._death: JobFailed | None = None
+        self._death: JobFailed | FileDamaged | None = None
 
     def start(self, name: str, target: Callable[[], None]) -> None:
         """Starts a thread; `target` must return soon after `stopping` is set."""
@@ -71,7 +71,7 @@ class Threads:
         if self.stopping.is_set():
             logger.debug("thread %s failed while stopping", name, exc_info=error)
             return
-        if isinstance(error, JobFailed):
+        if isinstance(error, JobFailed | FileDamaged):
             self._death = error  # the training thread reports it
         else:
             logger.error("the background thread %r died", name, exc_info=error)

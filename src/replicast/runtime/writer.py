@@ -25,9 +25,6 @@ class Writer:
         journal: Stores the entries.
         checkpoints: The `Saved` entries of the checkpoints that exist already.
         write_checkpoint: Writes the state of a `Saved` and returns the outcome.
-
-    Attributes:
-        held_by_all: The sequence numbers of the updates that every kept checkpoint contains.
     """
 
     def __init__(
@@ -38,7 +35,6 @@ class Writer:
     ) -> None:
         self.journal = journal
         self.write_checkpoint = write_checkpoint
-        self.held_by_all: Callable[[], frozenset[int]] = frozenset
         self._checkpoints = checkpoints or []
 
     def start(self, threads: Threads) -> None:
@@ -61,9 +57,9 @@ class Writer:
         update = parcels.prepared(entry.id, entry.digest) if isinstance(entry, Payload) else None
         self._entries.do(lambda: then(*self._written(entry, update)))
 
-    def remove_payloads(self) -> None:
-        """Removes the payloads that no kept checkpoint needs. Returns at once."""
-        self._entries.do(lambda: self.journal.remove_payloads(self.held_by_all()))
+    def remove_payloads(self, held: frozenset[int], pending: frozenset[tuple[str, str]] | None) -> None:
+        """Removes the payloads that no kept checkpoint needs (`Journal.remove_payloads`). Returns at once."""
+        self._entries.do(lambda: self.journal.remove_payloads(held, pending))
 
     def _written(self, entry: Entry, update: Update | None) -> tuple[WriteOutcome, str]:
         if isinstance(entry, Receipt):

@@ -4,50 +4,61 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from replicast.core.entries import Committed
 from replicast.errors import FileDamaged
-from replicast.storage.entry_files import EntryFile, read_entry
-from replicast.storage.groups import Claim, entry_kinds, entry_path, group_directory, last_claim
+from replicast.storage.damage import DamagedEntry
+from replicast.storage.entry_files import EntryFile, bytes_path, read_entry
+from replicast.storage.groups import Claim, entry_kinds, group_directory, last_claim
 from replicast.storage.index import Covered, counts, covered_by, indexes_of, read_index
 
 _TRIES = 3
 
 
-def counted_entries(run_dir: Path) -> tuple[list[EntryFile], int]:
-    """The entries that count, in order, and how many of them came from an index.
+class Counted(NamedTuple):
+    """The entries that count.
 
-    Opens an index, and the entries after it.
+    Attributes:
+        files: Those that can be read, in order.
+        indexed: How many of them came from an index.
+        damaged: Those that are missing or damaged, in order.
+    """
+
+    files: list[EntryFile]
+    indexed: int
+    damaged: list[DamagedEntry]
+
+
+def counted_entries(run_dir: Path) -> Counted:
+    """Reads the entries that count: an index, and the entries after it. One that is damaged hides no other.
 
     Raises:
-        FileDamaged: An entry is missing or damaged.
+        FileDamaged: The claim, which says what counts, is damaged.
     """
     claim = last_claim(run_dir)
     for _ in range(_TRIES):
-        try:
-            return _counted_under(run_dir, claim)
-        except FileDamaged:
-            earlier, claim = claim, last_claim(run_dir)
-            if claim == earlier:
-                raise
-            # A group has taken over meanwhile, and has removed files that do not count.
-    return _counted_under(run_dir, claim)
+        counted = _counted_under(run_dir, claim)
+        earlier, claim = claim, last_claim(run_dir) if counted.damaged else claim
+        if claim == earlier:
+            break
+        # A group has taken over meanwhile, and has removed files that do not count.
+    return counted
 
 
-def _counted_under(run_dir: Path, claim: Claim | None) -> tuple[list[EntryFile], int]:
+def _counted_under(run_dir: Path, claim: Claim | None) -> Counted:
     if claim is None:
-        return [], 0
+        return Counted([], 0, [])
     counted = [*claim.counted, (claim.group, sys.maxsize)]
     files = _indexed(run_dir, claim.group, counted)
     indexed, covers = len(files), dict(covered_by(files))
+    damaged: list[DamagedEntry] = []
     for group, most in counted:
-        if group < max(covers, default=0):
-            continue
-        files.extend(_entries_of(run_dir, group, covers.get(group, 0) + 1, most))
-    _check_order(run_dir, files)
-    return files, indexed
+        if group >= max(covers, default=0):
+            _read_group(run_dir, group, covers.get(group, 0) + 1, most, files, damaged)
+    return Counted(_in_order(run_dir, files, damaged), indexed, sorted(damaged, key=lambda one: one.place))
 
 
 def _indexed(run_dir: Path, last_group: int, counted: Covered) -> list[EntryFile]:
@@ -60,27 +71,54 @@ def _indexed(run_dir: Path, last_group: int, counted: Covered) -> list[EntryFile
     return []
 
 
-def _entries_of(run_dir: Path, group: int, first: int, most: int) -> list[EntryFile]:
-    """The entries of a group from `first` to the last one that counts."""
+def _read_group(
+    run_dir: Path, group: int, first: int, most: int, files: list[EntryFile], damaged: list[DamagedEntry]
+) -> None:
+    """Adds the entries of a group from `first` to the last one that counts."""
     directory = group_directory(run_dir, group)
     kinds = entry_kinds(directory)
+    if len(kinds) < max(kinds, default=0):  # A listing may miss what is renamed into place meanwhile.
+        kinds |= entry_kinds(directory)
     last = max(kinds, default=0) if most == sys.maxsize else most
-    files = []
-    for number in range(first, last + 1):
-        if number not in kinds:
-            other = entry_path(directory, max(kinds), kinds[max(kinds)]).name
-            problem = f"the journal has {other}, but no entry of this number. Move away what is not its own"
-            raise FileDamaged(directory / f"{number:06d}", problem)
-        files.append(read_entry(run_dir, group, number, kinds[number]))
-    return files
+    expected = first
+    for number in sorted(number for number in kinds if first <= number <= last):
+        if number > expected:
+            damaged.append(_missing(directory, group, expected, number - 1))
+        expected = number + 1
+        try:
+            files.append(read_entry(run_dir, group, number, kinds[number]))
+        except FileDamaged as error:
+            damaged.append(DamagedEntry(group, number, kinds[number], error))
+    if expected <= last:
+        damaged.append(_missing(directory, group, expected, last))
 
 
-def _check_order(run_dir: Path, files: Iterable[EntryFile]) -> None:
-    """Raises unless the committed updates are numbered consecutively from 1."""
-    expected = 1
+def _missing(directory: Path, group: int, first: int, last: int) -> DamagedEntry:
+    if first < last:
+        error = FileDamaged(
+            directory / f"{first:06d}", f"the entries up to {last:06d} are missing too", verdict="is missing"
+        )
+        return DamagedEntry(group, first, None, error)
+    left = (kind for kind in ("payload", "before") if bytes_path(directory, first, kind).exists())
+    error = FileDamaged(directory / f"{first:06d}", "there are later entries", verdict="is missing")
+    return DamagedEntry(group, first, next(left, None), error)
+
+
+def _in_order(run_dir: Path, files: Sequence[EntryFile], damaged: list[DamagedEntry]) -> list[EntryFile]:
+    """The entries without records whose number does not fit: those are added to the damaged ones.
+
+    Committed updates are numbered consecutively from 1. Each damaged entry between two may be another one.
+    """
+    kept, expected, last = [], 1, (0, 0)
     for file in files:
         if isinstance(file.stored, Committed):
-            if file.stored.sequence != expected:
-                problem = f"it must be the record of update {expected}. Received: {file.stored.sequence}"
-                raise FileDamaged(file.path(run_dir), problem)
-            expected += 1
+            sequence, place = file.stored.sequence, file.place
+            between = any(last < one.place < place and one.may_be("committed") for one in damaged)
+            if sequence != expected and not (between and sequence > expected):
+                problem = f"it must be the record of update {expected}. Received: {sequence}"
+                error = FileDamaged(file.path(run_dir), problem)
+                damaged.append(DamagedEntry(file.group, file.number, file.kind, error))
+                continue
+            expected, last = sequence + 1, place
+        kept.append(file)
+    return kept

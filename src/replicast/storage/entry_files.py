@@ -234,13 +234,10 @@ def read_payload(path: Path, stored: StoredPayload | StoredBefore) -> Update:
     """
     if not path.exists():
         raise PayloadRemoved(stored.id)
-    try:
-        content = read_bytes(path, max_bytes=stored.nbytes, follow=False)
-        if hashlib.sha256(content).hexdigest() != stored.sha256:
-            raise FileDamaged(path, f"its sha256 is not that of its entry. Expected: {stored.sha256}")
-        return Update.parse(content, path.name)[0]
-    except UpdateRefused as error:
-        raise FileDamaged(path, str(error)) from error
+    content = read_bytes(path, max_bytes=stored.nbytes, follow=False)
+    if hashlib.sha256(content).hexdigest() != stored.sha256:
+        raise FileDamaged(path, "its sha256 is not that of its entry", expected=stored.sha256)
+    return Update.parse(content, str(path))[0]
 
 
 def summary(edit: Edit) -> dict[str, Any]:

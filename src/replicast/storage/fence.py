@@ -90,11 +90,15 @@ class Fence:
         Raises:
             JobFailed: Another group has taken over.
         """
-        if group_directory(self._run_dir, self.number + 1).exists():
+        if self.is_taken_over():
             raise JobFailed(
                 f"Another group of workers{self._later()} has taken over {self._run_dir}; this one was "
                 "presumed dead, and what it writes no longer counts"
             )
+
+    def is_taken_over(self) -> bool:
+        """Whether another group has taken over the run."""
+        return group_directory(self._run_dir, self.number + 1).exists()
 
     def append(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Writes the next entry of this group's log, atomically and durably. Only for one thread.

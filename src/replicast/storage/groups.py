@@ -29,6 +29,10 @@ from replicast.files import read_sealed
 from replicast.strictjson import described
 
 GROUPS, CLAIM = "groups", "claim.json"
+_CLAIM_REMEDY = (
+    "It says which entries and checkpoints count. Restore it from a backup, or copy a checkpoint to "
+    "NEW/checkpoints/ and start the job in the new run directory NEW"
+)
 _ENTRY = re.compile(r"([0-9]{6,})\.([a-z]+)\.json")
 _CHECKPOINT = re.compile(r"([0-9]{8,})(?:-([0-9]+)(?:-([0-9]+))?)?")
 
@@ -93,28 +97,35 @@ def last_claim(run_dir: Path, before: int | None = None) -> Claim | None:
     """The last claim, which says what counts; with `before`, the last claim of an earlier group.
 
     Raises:
-        FileDamaged: The claim is damaged.
+        FileDamaged: The claim is damaged, or missing although its group has written entries.
     """
     for group in group_numbers(run_dir):
+        if before is not None and group >= before:
+            continue
         path = group_directory(run_dir, group) / CLAIM
-        # A group without a claim died before it took over, or is about to take over.
-        if (before is None or group < before) and path.exists():
-            try:
-                claim = Claim.from_json(read_sealed(path))
-            except ValueError as error:
-                raise FileDamaged(path, str(error)) from error
-            if claim.group != group:
-                raise FileDamaged(path, f"it is the claim of another group. Received: {claim.group}")
-            return claim
+        if path.exists():
+            return _read_claim(path, group)
+        # A group without a claim died before it took over, or is about to take over: it has no entries.
+        if entry_kinds(path.parent) and not path.exists():
+            problem = "its group has written entries"
+            raise FileDamaged(path, problem, verdict="is missing", remedy=_CLAIM_REMEDY)
     return None
+
+
+def _read_claim(path: Path, group: int) -> Claim:
+    try:
+        claim = Claim.from_json(read_sealed(path))
+        if claim.group != group:
+            raise ValueError(f"it is the claim of another group. Received: {claim.group}")
+    except (FileDamaged, ValueError) as error:
+        problem = error.problem if isinstance(error, FileDamaged) else str(error)
+        raise FileDamaged(path, problem, remedy=_CLAIM_REMEDY) from error
+    return claim
 
 
 def entry_kinds(directory: Path) -> dict[int, str]:
     """The kind of each entry of a group's log, by number."""
-    try:
-        names = [path.name for path in directory.iterdir()]
-    except FileNotFoundError:
-        return {}
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     matches = (_ENTRY.fullmatch(name) for name in names)
     return {int(match[1]): match[2] for match in matches if match is not None}
 

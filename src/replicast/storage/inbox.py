@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from replicast.core.stage import Stage
-from replicast.errors import FileDamaged, UpdateRefused
+from replicast.errors import FileDamaged, UpdateRefused, refusal_of
 from replicast.files import (
     TEMPORARY,
     check_tensor_file,
@@ -107,6 +107,7 @@ def submit(
 
     Raises:
         UpdateRefused: Another update with this id waits in the inbox, or the step is not valid.
+        FileDamaged: What waits in the inbox under this id cannot be read.
         OSError: It cannot be written.
     """
     path = _inbox(run_dir) / f"{update.id}{_UPDATE}"
@@ -154,7 +155,8 @@ def read(path: Path, max_bytes: int | None = None) -> Submitted:
         max_bytes: The largest file to read. Default: 4 GiB.
 
     Raises:
-        UpdateRefused: The file cannot be read, is damaged, too large or not an update, or its name is wrong.
+        FileDamaged: The file cannot be read, is damaged, too large or not an update.
+        UpdateRefused: Its name, step or trial is not valid.
     """
     run_dir = path.parent.parent
     later = _refused(run_dir) / path.name
@@ -185,14 +187,14 @@ def take(run_dir: Path, path: Path, max_bytes: int | None = None) -> Submitted |
         What `read` returns; None if the update was withdrawn in the meantime.
 
     Raises:
-        UpdateRefused: As in `read`.
+        FileDamaged, UpdateRefused: As in `read`.
         OSError: The note cannot be written.
     """
     try:
         check_tensor_file(path, max_tensors=MAX_TENSORS)
         note_stage(run_dir, path.name.removesuffix(_UPDATE), Stage.PROPOSED, taken_by=this_process())
         return read(path, max_bytes)
-    except UpdateRefused as error:
+    except FileDamaged as error:
         if isinstance(error.__cause__, FileNotFoundError):
             return None
         raise
@@ -257,7 +259,7 @@ def take_withdrawals(run_dir: Path) -> list[str]:
     found = []
     for path in _inbox(run_dir).glob(f"*{_WITHDRAW}"):
         update_id = path.name.removesuffix(_WITHDRAW)
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # Gone, or something that is not a request: others are read.
             path.unlink()
             found.append(update_id)
     return found
@@ -274,17 +276,17 @@ def clean(run_dir: Path) -> None:
     for path in list(inbox.glob(f"*{_STAGE}")):
         update = path.with_name(f"{path.name.removesuffix(_STAGE)}{_UPDATE}")
         with contextlib.suppress(FileNotFoundError):
-            if time.time() - path.stat().st_mtime >= _KEEP_SECS and not update.exists():
+            if time.time() - path.lstat().st_mtime >= _KEEP_SECS and not update.exists():
                 path.unlink()
 
 
-def refuse(run_dir: Path, path: Path, error: UpdateRefused, *, durably: bool = True) -> None:
+def refuse(run_dir: Path, path: Path, error: Exception, *, durably: bool = True) -> None:
     """Writes why an update is refused, then moves its file out of the inbox.
 
     Args:
         run_dir: The run directory.
         path: Its file in the inbox.
-        error: The reason.
+        error: The reason: a refusal, or whatever went wrong with its file.
         durably: Whether to sync. Thousands of invalid files must not delay other updates, and after a power
             failure they are simply refused again.
 
@@ -293,7 +295,7 @@ def refuse(run_dir: Path, path: Path, error: UpdateRefused, *, durably: bool = T
     """
     refused = _refused(run_dir)
     make_durably(refused)
-    reason = json_bytes({"reason": error.to_json(), "refused_at": time.time()})
+    reason = json_bytes({"reason": refusal_of(error).to_json(), "refused_at": time.time()})
     update_id = path.name.removesuffix(_UPDATE)
     if durably:
         write_durably(refused / f"{update_id}.json", [reason])

@@ -20,7 +20,7 @@ from replicast import faults
 from replicast.core.entries import Before, Committed, Entry, Payload, Saved
 from replicast.core.history import History
 from replicast.core.proposal import Content
-from replicast.errors import FileDamaged, ReplicastError, UpdateRefused
+from replicast.errors import FileDamaged, PayloadRemoved, ReplicastError, UpdateRefused
 from replicast.files import TEMPORARY, sync_directory, write_durably
 from replicast.storage.counted import counted_entries
 from replicast.storage.entry_files import (
@@ -38,6 +38,7 @@ from replicast.storage.entry_files import (
 from replicast.storage.fence import Fence
 from replicast.storage.index import write_index
 from replicast.storage.retention import remove_void, unneeded_payloads
+from replicast.storage.starting import check_records, check_start, stopped
 from replicast.update.inverse import NOT_KEPT
 from replicast.update.update import Update
 
@@ -81,7 +82,20 @@ class Journal(ABC):
         """Loads the update of a payload. Any thread may call it.
 
         Raises:
-            FileDamaged: It is missing, was removed, or is damaged.
+            PayloadRemoved: It is not kept any more.
+            FileDamaged: It is missing or damaged.
+        """
+
+    @abstractmethod
+    def check_start(self, saved: Saved | None) -> None:
+        """Checks that all is known and stored that a start has to apply. Call it before anything is decided.
+
+        Args:
+            saved: The checkpoint that is restored; None if the job starts from scratch.
+
+        Raises:
+            PayloadRemoved: The values of an update are not kept any more.
+            FileDamaged: Something that this start needs is missing or damaged. The message says what to do.
         """
 
     @abstractmethod
@@ -112,14 +126,18 @@ class Journal(ABC):
         """The entries that count. The content of a payload is the tuple of its id and digest."""
 
     @abstractmethod
-    def remove_payloads(self, held: Container[int]) -> int:
+    def remove_payloads(self, held: Container[int], pending: Container[tuple[str, str]] | None) -> int:
         """Removes the bytes of updates that no attempt will need again; the entries stay.
 
-        These are the updates that every kept checkpoint contains, and those that were refused or withdrawn.
-        Files that cannot be removed are left alone. Only for the thread that writes.
+        These are the updates that every kept checkpoint contains, those that were refused or withdrawn, and
+        those that an earlier attempt stored and neither scheduled nor committed, unless a kept checkpoint
+        proposes them again. Files that cannot be removed are left alone. Only for the thread that writes.
 
         Args:
             held: The sequence numbers of the updates that every kept checkpoint contains.
+            pending: The ids and digests of the updates that kept checkpoints propose again, one of this
+                attempt among them: what this attempt has taken over from an earlier one is in it. None if
+                this is not known.
 
         Returns:
             The number of removed payloads.
@@ -134,15 +152,16 @@ class FileJournal(Journal):
         fence: The claim of the group.
 
     Raises:
-        FileDamaged: An entry of an earlier group is missing or damaged.
+        FileDamaged: The record of a committed update may be missing or damaged.
         OSError: Leftovers of an earlier group cannot be removed.
     """
 
     def __init__(self, run_dir: Path, fence: Fence) -> None:
         self._run_dir, self._fence = Path(run_dir), fence
         remove_void(self._run_dir, fence.number)
-        self._files, self._indexed = counted_entries(self._run_dir)
-        self._files = [file.without_edits() for file in self._files]
+        files, self._indexed, self._damaged = counted_entries(self._run_dir)
+        self._files = [file.without_edits() for file in files]
+        check_records(self._run_dir, self._files, self._damaged)
         self._payloads = {key: file for file in self._files if (key := file.payload_key) is not None}
         self._before = {
             file.stored.sequence: file for file in self._files if isinstance(file.stored, StoredBefore)
@@ -179,7 +198,14 @@ class FileJournal(Journal):
         file = self._payloads.get((id_, digest))
         if file is None or not isinstance(file.stored, StoredPayload):
             raise FileDamaged(self._run_dir / "groups", f"it has no payload for update {id_} ({digest})")
-        return read_payload(file.payload_path(self._run_dir), file.stored)
+        try:
+            return read_payload(file.payload_path(self._run_dir), file.stored)
+        except FileDamaged as error:
+            raise stopped(self._run_dir, error, f"it has the values of update {id_}") from error
+
+    def check_start(self, saved: Saved | None) -> None:
+        """As in `Journal`."""
+        check_start(self._run_dir, self._files, self._damaged, self._payloads, saved)
 
     def stage_before(self, before: Update) -> Content:
         """As in `Journal`."""
@@ -199,11 +225,13 @@ class FileJournal(Journal):
         """As in `Journal`."""
         return History(file.entry() for file in self._files)
 
-    def remove_payloads(self, held: Container[int]) -> int:
-        """As in `Journal`."""
-        left = [file for file in unneeded_payloads(self._files, held) if file.place not in self._removed]
+    def remove_payloads(self, held: Container[int], pending: Container[tuple[str, str]] | None) -> int:
+        """As in `Journal`. Removes nothing if an entry is damaged, or a later group has taken over."""
+        if self._damaged or self._fence.is_taken_over():
+            return 0
+        unneeded = unneeded_payloads(self._files, held, self._fence.number, pending)
         removed = 0
-        for file in left:
+        for file in [file for file in unneeded if file.place not in self._removed]:
             try:
                 file.payload_path(self._run_dir).unlink()
                 removed += 1
@@ -226,6 +254,9 @@ class FileJournal(Journal):
             self._write_index()
 
     def _write_index(self) -> None:
+        """An index has no holes: while an entry is damaged, an earlier index stays."""
+        if self._damaged:
+            return
         self._indexed = len(self._files)
         with contextlib.suppress(OSError):  # The index is derived: the entries have the same content.
             write_index(self._run_dir, self._fence.number, self._files)
@@ -257,8 +288,11 @@ class MemoryJournal(Journal):
         """As in `Journal`."""
         update = self._updates.get((id_, digest))
         if update is None:
-            raise FileDamaged(f"update {id_}", "it is no longer kept: the journal is in memory")
+            raise PayloadRemoved(id_, "the journal is in memory", remedy="Propose the update again")
         return update
+
+    def check_start(self, saved: Saved | None) -> None:
+        """As in `Journal`. What is not in memory is refused when it is loaded."""
 
     def stage_before(self, before: Update) -> Content:
         """As in `Journal`."""
@@ -282,7 +316,7 @@ class MemoryJournal(Journal):
         """As in `Journal`."""
         return History(self._entries)
 
-    def remove_payloads(self, held: Container[int]) -> int:
+    def remove_payloads(self, held: Container[int], pending: Container[tuple[str, str]] | None) -> int:
         """As in `Journal`. Removes nothing, since the size is bounded."""
         return 0
 

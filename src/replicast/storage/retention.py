@@ -5,21 +5,29 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
-from replicast.core.entries import Committed, Refused, Withdrawn
+from replicast.core.entries import Committed, Refused, Scheduled, Withdrawn
 from replicast.files import remove_leftovers
 from replicast.storage.entry_files import PAYLOAD, EntryFile, StoredBefore, bytes_path
 from replicast.storage.groups import entry_kinds, entry_path, group_directory, group_numbers, last_claim
 
 
-def unneeded_payloads(files: Iterable[EntryFile], held: Container[int]) -> Iterator[EntryFile]:
+def unneeded_payloads(
+    files: Iterable[EntryFile],
+    held: Container[int],
+    group: int,
+    pending: Container[tuple[str, str]] | None,
+) -> Iterator[EntryFile]:
     """The entries whose bytes no attempt will need again: payloads, and values before updates.
 
     Args:
         files: All entries that count, in order.
         held: The sequence numbers of the updates that every kept checkpoint contains.
+        group: The group that writes: what it has stored may be under way.
+        pending: The ids and digests of the updates that kept checkpoints propose again. None if not known.
     """
     open_: dict[str, dict[str, EntryFile]] = {}  # by id and digest: neither committed nor ended
     kept: dict[int, EntryFile] = {}  # the last values before each update
+    scheduled: set[str] = set()
     for file in files:
         match file.stored:
             case StoredBefore(sequence, problem=""):
@@ -30,6 +38,8 @@ def unneeded_payloads(files: Iterable[EntryFile], held: Container[int]) -> Itera
                 payload = open_.get(id_, {}).pop(digest, None)
                 if payload is not None and sequence in held:
                     yield payload
+            case Scheduled(id_):
+                scheduled.add(id_)
             case Withdrawn(id_) | Refused(id_, whole=True):
                 yield from open_.pop(id_, {}).values()
             case _ if file.payload_key is not None:
@@ -39,6 +49,12 @@ def unneeded_payloads(files: Iterable[EntryFile], held: Container[int]) -> Itera
                     yield earlier  # A later attempt has written the same payload again.
                 open_[id_][digest] = file
     yield from (file for sequence, file in kept.items() if sequence in held)
+    for id_, payloads in open_.items():
+        for digest, file in payloads.items():
+            # An attempt that died has left it. No start brings it back but from a checkpoint or the schedule.
+            is_left = file.group < group and id_ not in scheduled
+            if is_left and pending is not None and (id_, digest) not in pending:
+                yield file
 
 
 def remove_void(run_dir: Path, group: int) -> None:
@@ -65,10 +81,12 @@ def _remove_void_of(directory: Path, counted: int) -> None:
     remove_leftovers(directory, older_than_secs=0.0)
     kinds = entry_kinds(directory)
     void = [entry_path(directory, number, kind) for number, kind in kinds.items() if number > counted]
+    # Not those of an entry that is missing: it may come back from a backup.
     payloads = {
         bytes_path(directory, number, kind)
-        for number, kind in kinds.items()
-        if kind in ("payload", "before") and number <= counted
+        for number in range(1, counted + 1)
+        for kind in ("payload", "before")
+        if kinds.get(number, kind) == kind
     }
     void.extend(path for path in directory.glob(f"*{PAYLOAD}") if path not in payloads)
     for path in void:

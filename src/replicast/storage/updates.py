@@ -12,6 +12,7 @@ from replicast.core.history import History
 from replicast.core.stage import Stage
 from replicast.errors import FileDamaged
 from replicast.storage.counted import counted_entries
+from replicast.storage.damage import DamagedEntry
 from replicast.storage.entry_files import EntryFile, StoredBefore, StoredPayload, read_entry, read_payload
 from replicast.update.trial import Trial
 from replicast.update.update import Update
@@ -31,9 +32,10 @@ class CommittedUpdate:
         workers: The number of workers of the job.
         author: Who proposed it.
         note: Why.
-        edits: A summary of each edit: operation, variable, shape of what is written.
-        nbytes: The size of its file.
-        sha256: The hash of its file.
+        edits: A summary of each edit: operation, variable, shape of what is written. Empty, as author and
+            note, if the entry that has them is damaged.
+        nbytes: The size of its file; 0 if that is not known.
+        sha256: The hash of its file; empty if that is not known.
         scheduled: Whether the author chose the step.
         heals: Whether an audit made it.
         reverts: The number of the update that it undoes, if any.
@@ -81,8 +83,8 @@ class ScheduledUpdate:
         trial: The condition of its trial, if any.
         author: Who proposed it.
         note: Why.
-        edits: A summary of each edit: operation, variable, shape of what is written.
-        nbytes: The size of its file.
+        edits: A summary of each edit, as in `CommittedUpdate`.
+        nbytes: The size of its file; 0 if that is not known.
     """
 
     id: str
@@ -102,9 +104,10 @@ def committed_updates(run_dir: Path, last: int | None = None) -> list[CommittedU
         last: The number of latest updates to return; less is read then. Default: all.
 
     Raises:
-        FileDamaged: An entry is missing or damaged.
+        FileDamaged: An entry is missing or damaged: `Updates` has the others.
     """
     run = Updates(run_dir)
+    run.check_whole()
     records = list(run.committed.values())
     wanted = records if last is None else records[max(0, len(records) - last) :]
     return [run.committed_update(*record) for record in wanted]
@@ -117,23 +120,24 @@ def scheduled_updates(run_dir: Path) -> list[ScheduledUpdate]:
         FileDamaged: As in `committed_updates`.
     """
     run = Updates(run_dir)
+    run.check_whole()
     return [run.scheduled_update(one) for one in sorted(run.scheduled.values(), key=lambda one: one.at_step)]
 
 
 def withdrawn_ids(run_dir: Path) -> frozenset[str]:
-    """The ids of the updates that were withdrawn.
+    """The ids of the updates that are known to be withdrawn.
 
     Raises:
-        FileDamaged: As in `committed_updates`.
+        FileDamaged: The claim of the last group is damaged.
     """
     return frozenset(Updates(run_dir).withdrawn)
 
 
 def refused(run_dir: Path) -> dict[str, str]:
-    """The reasons of all refusals in the journal, by update id, without updates that were accepted later.
+    """The reasons of the known refusals in the journal, by update id, without updates accepted later.
 
     Raises:
-        FileDamaged: As in `committed_updates`.
+        FileDamaged: As in `withdrawn_ids`.
     """
     return Updates(run_dir).refused
 
@@ -142,10 +146,15 @@ def has_promised(run_dir: Path, id_: str) -> bool:
     """Whether an update is committed or scheduled, so that every attempt of the job will apply it.
 
     Raises:
-        FileDamaged: As in `committed_updates`.
+        FileDamaged: A damaged entry may say so.
     """
     run = Updates(run_dir)
-    return id_ in run.scheduled or any(record.id == id_ for record, _ in run.committed.values())
+    if id_ in run.scheduled or any(record.id == id_ for record, _ in run.committed.values()):
+        return True
+    for damaged in run.damaged:
+        if damaged.may_be("committed") or damaged.may_be("scheduled"):
+            raise damaged.error
+    return False
 
 
 def load_update(run_dir: Path, sequence: int) -> Update:
@@ -175,9 +184,10 @@ class Updates:
         history: The same as the core reads it.
         refused: Why updates were refused, by id; without those that were accepted later.
         before: Where the values before each update are, by sequence number.
+        damaged: The entries that are missing or damaged. Whatever they said is not among the above.
 
     Raises:
-        FileDamaged: An entry is missing or damaged.
+        FileDamaged: The claim of the last group, which says what counts, is damaged.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -192,9 +202,15 @@ class Updates:
         self._receipts: dict[int, list[Receipt]] = {}
         self.before: dict[int, tuple[EntryFile, StoredBefore]] = {}
         self.history = History()
-        for file in counted_entries(self._run_dir)[0]:
+        files, _, self.damaged = counted_entries(self._run_dir)
+        for file in files:
             self._add(file)
             self.history.add(file.entry())
+
+    def check_whole(self) -> None:
+        """Raises `FileDamaged` if any entry is missing or damaged."""
+        if self.damaged:
+            raise self.damaged[0].error
 
     def _add(self, file: EntryFile) -> None:
         match file.stored:
@@ -233,7 +249,7 @@ class Updates:
 
     def committed_update(self, record: Committed, committed_at: float) -> CommittedUpdate:
         """Joins what is known about a committed update."""
-        file, payload = self.payload(record.id, record.digest)
+        payload = self._described(record.id, record.digest)
         return CommittedUpdate(
             sequence=record.sequence,
             id=record.id,
@@ -244,7 +260,7 @@ class Updates:
             workers=record.workers,
             author=payload.author,
             note=payload.note,
-            edits=self._edits(file, payload),
+            edits=payload.edits or (),
             nbytes=payload.nbytes,
             sha256=payload.sha256,
             scheduled=record.id in self._chosen,
@@ -259,20 +275,31 @@ class Updates:
 
     def scheduled_update(self, scheduled: Scheduled) -> ScheduledUpdate:
         """Joins what is known about an update that waits for its step."""
-        file, payload = self.payload(scheduled.id, scheduled.digest)
+        payload = self._described(scheduled.id, scheduled.digest)
         return ScheduledUpdate(
             id=scheduled.id,
             at_step=scheduled.at_step,
             trial=scheduled.trial,
             author=payload.author,
             note=payload.note,
-            edits=self._edits(file, payload),
+            edits=payload.edits or (),
             nbytes=payload.nbytes,
         )
 
-    def _edits(self, file: EntryFile, payload: StoredPayload) -> tuple[Mapping[str, Any], ...]:
-        """The summaries of the edits, which an index omits: they are read from the entry's own file."""
+    def _described(self, id_: str, digest: str) -> StoredPayload:
+        """The payload of an update; without author, note and edits if its entry is damaged.
+
+        An index omits the edits: they are read from the entry's own file.
+        """
+        found = self._payloads.get((id_, digest))
+        if found is None:
+            return StoredPayload(id_, digest, "", "", "", 0)
+        file, payload = found
         if payload.edits is None:
-            own = read_entry(self._run_dir, file.group, file.number, file.kind).stored
-            payload = own if isinstance(own, StoredPayload) else payload
-        return payload.edits or ()
+            try:
+                own = read_entry(self._run_dir, file.group, file.number, file.kind).stored
+                payload = own if isinstance(own, StoredPayload) else payload
+            except FileDamaged as error:
+                if all(one.place != file.place for one in self.damaged):
+                    self.damaged.append(DamagedEntry(file.group, file.number, file.kind, error))
+        return payload

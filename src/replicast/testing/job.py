@@ -31,7 +31,7 @@ from replicast.core.messages import Tell
 from replicast.core.operation import Timeouts
 from replicast.core.operations.audit import AuditReport
 from replicast.core.reports import Snapshot
-from replicast.errors import JobFailed, ReplicasDiverged
+from replicast.errors import FileDamaged, JobFailed, ReplicasDiverged
 from replicast.runtime import Channel, Exchange, Session, Writer
 from replicast.storage.journal import Journal, MemoryJournal
 from replicast.transport import MemoryTransport
@@ -270,17 +270,18 @@ class Job:
                 outcomes[worker.rank] = act(worker)
             except BaseException as error:
                 errors[worker.rank] = error
-                if isinstance(error, JobFailed):  # it is over for all, as in a real job
+                if isinstance(error, JobFailed | FileDamaged):  # it is over for all, as in a real job
                     for other in self.workers:
-                        other.failure = other.failure or error
+                        other.failure = other.failure or JobFailed(str(error), worker=worker.rank)
             done[worker.rank].set()
 
         for worker in self.workers:
             worker.do(partial(run, worker))
         ends = time.monotonic() + DEADLINE_SECS
         stuck = [rank for rank, one in enumerate(done) if not one.wait(max(0.0, ends - time.monotonic()))]
-        # Workers that waited for a failed one have a broken barrier, which is not the cause.
-        for error in sorted(errors.values(), key=lambda one: isinstance(one, threading.BrokenBarrierError)):
+        # Workers that waited for a failed one have a broken barrier, or are told so: that is not the cause.
+        causes = (threading.BrokenBarrierError, JobFailed)
+        for error in sorted(errors.values(), key=lambda one: isinstance(one, causes)):
             raise error
         if stuck:
             raise TimeoutError(f"worker {stuck[0]} is stuck")

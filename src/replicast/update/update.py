@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from replicast.errors import UpdateRefused
+from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import (
     loads_strictly,
     parse_tensors,
@@ -270,7 +270,7 @@ class Update:
         """Reads what `save` wrote, if it has no more than `max_bytes` (4 GiB unless given).
 
         Raises:
-            UpdateRefused: The file cannot be read, is damaged, too large, or not an update.
+            FileDamaged: The file cannot be read, is damaged, too large, or not an update.
         """
         content = read_tensor_bytes(Path(path), max_tensors=MAX_TENSORS, max_bytes=max_bytes)
         return cls.parse(content, str(path))[0]
@@ -282,30 +282,37 @@ class Update:
         The arrays are views of `content`. `remedy` is the advice for a file that contains only tensors.
 
         Raises:
-            UpdateRefused: The bytes are damaged, or not an update.
+            FileDamaged: The bytes are damaged, or not an update.
         """
         file = parse_tensors(content, source, max_tensors=MAX_TENSORS)
         if _METADATA not in file.metadata:
-            raise UpdateRefused(
-                f"{source} holds tensors and not what to do with them",
+            raise FileDamaged(
+                source,
+                verdict="holds tensors and not what to do with them",
                 expected="a file that Update.save wrote",
                 received=f"{len(file.tensors)} tensors without metadata of replicast",
                 remedy=remedy
                 if remedy
                 else "Say the operation: Update.from_tensors, `replicast push RUN --add FILE`",
             )
-        description = loads_strictly(file.metadata[_METADATA], f"{source}: the description")
+        description = loads_strictly(file.metadata[_METADATA], source, "description")
         unused = dict(file.tensors)
 
         def named_array(what: str, name: Any) -> Array:
             if not isinstance(name, str) or name not in unused:
-                raise UpdateRefused(f"{source}: {what} is missing", received=str(name)[:200])
+                raise FileDamaged(source, f"{what} is missing", received=str(name)[:200])
             return unused.pop(name)
 
-        update = _from_description(description, named_array)
+        try:
+            update = _from_description(description, named_array)
+        except UpdateRefused as error:  # The description is not one that `save` wrote.
+            expected, received = error.expected, error.received
+            raise FileDamaged(
+                source, error.problem, expected=expected, received=received, remedy=error.remedy
+            ) from error
         if unused:
-            raise UpdateRefused(
-                f"{source} has tensors that no edit uses", received=", ".join(list(unused)[:5])
+            raise FileDamaged(
+                source, "it has tensors that no edit uses", received=", ".join(list(unused)[:5])
             )
         return update, description
 
@@ -336,7 +343,8 @@ class Update:
             max_bytes: The largest file to read. Default: 4 GiB.
 
         Raises:
-            UpdateRefused: The file cannot be read, is damaged, too large, or does not fit the operation.
+            FileDamaged: The file cannot be read, is damaged, or too large.
+            UpdateRefused: Its tensors do not fit the operation.
         """
         content = read_tensor_bytes(Path(path), max_tensors=MAX_TENSORS, max_bytes=max_bytes)
         file = parse_tensors(content, str(path), max_tensors=MAX_TENSORS)

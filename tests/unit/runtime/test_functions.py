@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from dataclasses import replace
 from typing import Any
 
@@ -170,17 +171,33 @@ def test_a_function_may_propose() -> None:
         assert [bias_of(worker) for worker in job.workers] == [11.0, 11.0]
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
-def test_a_function_that_ends_its_worker_is_refused_for_the_others(error: BaseException) -> None:
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), CancelledError()], ids=repr)
+def test_a_function_that_exits_is_refused_and_the_job_goes_on(error: BaseException) -> None:
     with Job(2) as job:
 
         def leave(values: Any) -> Any:
             raise error
 
         tickets = propose_on_all(job, "f", leave, source=1)
-        with pytest.raises(type(error)):
+        job.train(3)
+        for ticket in tickets:
+            assert f"leave raised {type(error).__name__}" in str(refusal(ticket))
+        later = job.workers[0].session.propose(bias(1.0))
+        job.train(2)
+        assert later.result(DEADLINE_SECS).sequence == 1
+        assert [bias_of(worker) for worker in job.workers] == [1.0, 1.0]
+
+
+def test_ctrl_c_in_a_function_ends_the_worker_and_is_refused_for_the_others() -> None:
+    with Job(2) as job:
+
+        def interrupted(values: Any) -> Any:
+            raise KeyboardInterrupt
+
+        tickets = propose_on_all(job, "f", interrupted, source=1)
+        with pytest.raises(KeyboardInterrupt):
             job.train(3)
-        assert f"It ended the worker ({type(error).__name__})" in str(refusal(tickets[0]))
+        assert "It ended the worker (KeyboardInterrupt)" in str(refusal(tickets[0]))
         assert [worker.applied for worker in job.workers] == [[], []]
 
 
