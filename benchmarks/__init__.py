@@ -1,1 +1,1 @@
-"""What training costs, as ratios of contestants that take turns in one run: `make bench`."""
+"""Benchmarks: ratios between contestants that take turns in one run: `make bench`."""

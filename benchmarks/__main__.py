@@ -21,7 +21,7 @@ TABLES = ("fit", "update", "stall", "idle", "rows", "hosts", "checkpoint", "audi
 
 
 def main() -> int:
-    """Measures and prints; says how to exit: 1 if a table is missing because the bench itself is broken."""
+    """Measures and prints; returns the exit code: 1 if the benchmark of a table has an error."""
     options = parse(sys.argv[1:])
     facts = machine_facts()
     results: list[Result] = []
@@ -30,9 +30,9 @@ def main() -> int:
         for name in options.only or TABLES:
             try:
                 results.extend(tables(name, options, say))
-            except Exception:  # the other tables are worth having all the same
+            except Exception:  # measure the other tables anyway
                 broken.append(f"The {name} table could not be measured:\n{traceback.format_exc()}")
-    remove_leftovers(shared_memory_directory(os.environ))  # of the crews, which were killed
+    remove_leftovers(shared_memory_directory(os.environ))  # of the worker pools, which were killed
     show(facts, results, sys.stdout)
     if options.json is not None:
         write_json(facts, results, options.json)
@@ -85,7 +85,7 @@ def several(text: str) -> int:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """One changing line on a terminal, a line per message elsewhere; on stderr, as stdout is the result."""
+    """Shows progress on stderr: one changing line on a terminal, otherwise a line per message."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda message: print(message, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The `audit` table: how fast a state of 100 MB is digested, and what a training pays for being audited."""
+"""The `audit` table: how fast a state of 100 MB is digested, and what audits cost a training."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from benchmarks.update_task import Task
 
 BUDGET_SECS = 120.0
 TURNS_PER_ROUND = 2
-"""One per cent is looked for: many turns, close to each other."""
+"""Many turns, close to each other, because differences of one per cent matter."""
 STEP_MS = 20.0
 EVERY = 100
 MODULE = "benchmarks.audit_replicast"
 DIGESTS = Contestant("digests of the state, all workers at once", "replicast", f"{MODULE}:Digests")
-AUDIT = Contestant("boundary with an audit, in the midst of training", "replicast", f"{MODULE}:Audit")
+AUDIT = Contestant("boundary with an audit, during training", "replicast", f"{MODULE}:Audit")
 WITH = Contestant(f"step of the loop, audit_every={EVERY}", "replicast", f"{MODULE}:With")
 WITHOUT = Contestant("step of the loop, no audits", "replicast", f"{MODULE}:Without")
 CONTESTANTS = (WITH, WITHOUT, AUDIT, DIGESTS)
@@ -25,7 +25,7 @@ def measure(rounds: int, say: Say) -> Result:
 
     Args:
         rounds: How many rounds, of several turns each, if time allows.
-        say: Told what is being done now.
+        say: Called with a progress message.
     """
     rows, done, task = race_of_two("audit", CONTESTANTS, Task, rounds * TURNS_PER_ROUND, BUDGET_SECS, say)
     megabytes = task.variables * task.shape[0] * task.shape[1] * 4 / 1e6
@@ -42,6 +42,6 @@ def measure(rounds: int, say: Say) -> Result:
         ),
         notes=(
             f"Turns alternate in the same processes, each with a state of its own; one is {EVERY} steps.",
-            "Workers digest at the same boundary and go on; worker 0 compares in the background.",
+            "Workers digest at the same boundary and continue; worker 0 compares in the background.",
         ),
     )

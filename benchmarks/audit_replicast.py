@@ -7,7 +7,7 @@ from typing import Any
 
 import replicast
 from benchmarks.audit import EVERY
-from benchmarks.seats import Contestant, lasted
+from benchmarks.runner import Implementation, lasted
 from benchmarks.training import Training
 from benchmarks.update_replicast import Weights
 from replicast.strategy import KerasState
@@ -19,7 +19,7 @@ STEPS_BETWEEN = 5
 REPORT_SECS = 10.0
 
 
-class Digests(Contestant):
+class Digests(Implementation):
     """The digest of every variable, several times over: the mean time of one."""
 
     def setup(self) -> None:
@@ -35,10 +35,10 @@ class Digests(Contestant):
             return
         wanted = [digest_array(value) for value in self.task.change(1)]
         if list(self.found.values()) != wanted:
-            raise RuntimeError("The digests are not those of the values")
+            raise RuntimeError("The digests do not match the values")
 
     def arrange(self, index: int) -> None:
-        """The state is what it was."""
+        """The state is unchanged."""
 
     def round(self, index: int) -> tuple[int | None, int]:
         names = [variable.name for variable in self.state.schema]
@@ -48,8 +48,8 @@ class Digests(Contestant):
         return lasted((time.monotonic_ns() - start) // REPEATS)
 
 
-class Without(Contestant):
-    """Steps with a boundary after each. Besides the net that is trained, the state has its 100 MB."""
+class Without(Implementation):
+    """Steps with a boundary after each. The state has 100 MB in addition to the trained model."""
 
     audit_every: int | None = None
 
@@ -66,7 +66,7 @@ class Without(Contestant):
         self.audits = 0
 
     def check(self, rounds: int) -> None:
-        """All audits were made, and found the replicas equal. Worker 0 knows, soon after the boundary."""
+        """All audits ran and found the replicas equal. Worker 0 knows this soon after the boundary."""
         if not self.is_source:
             return
         until = time.monotonic() + REPORT_SECS
@@ -77,7 +77,7 @@ class Without(Contestant):
             raise RuntimeError(f"{len(reports)} audits instead of {self.audits}, or replicas differ")
 
     def arrange(self, index: int) -> None:
-        """Goes on where the last turn ended."""
+        """Continues where the last turn ended."""
 
     def round(self, index: int) -> tuple[int | None, int]:
         start = time.monotonic_ns()
@@ -93,13 +93,13 @@ class Without(Contestant):
 
 
 class With(Without):
-    """The same steps; at the last of them the workers are audited."""
+    """The same steps, with an audit at the last one."""
 
     audit_every = EVERY
 
 
 class Audit(Without):
-    """How long a boundary with an audit keeps the training thread: the mean of several."""
+    """How long a boundary with an audit stops the training thread: the mean of several."""
 
     audit_every = STEPS_BETWEEN
 

@@ -1,4 +1,4 @@
-"""The `checkpoint` table: what it costs to save a state of 100 MB, and to get it back."""
+"""The `checkpoint` table: the cost of saving and restoring a state of 100 MB."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def measure(rounds: int, say: Say) -> Result:
 
     Args:
         rounds: How many turns each gets, if time allows.
-        say: Told what is being done now.
+        say: Called with a progress message.
     """
     rows, done, task = race_of_two("checkpoint", CONTESTANTS, Task, rounds, BUDGET_SECS, say)
     return Result(

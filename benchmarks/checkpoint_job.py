@@ -1,7 +1,7 @@
-"""The job of the restart table: two workers with a state of 100 MB, one of which kills itself with -9, once.
+"""The job of the restart table: two workers with a state of 100 MB, one of which kills itself once with -9.
 
-Run by `replicast run -m`, with a file for its notes as the argument: lines of a word and a time of
-`time.monotonic_ns`, which is the same clock in all processes of a machine.
+Run by `replicast run -m`, with the path of its notes as the argument: lines with the name of an event and a
+time of `time.monotonic_ns`, which is the same clock in all processes of a machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KILL_AT = 3
 
 
 class Story(keras.callbacks.Callback):
-    """Notes the first step; at the step of the kill the checkpoint is there, and a worker ends."""
+    """Notes the first step; kills a worker at a step after the checkpoint."""
 
     def __init__(self, replicas: replicast.Replicas, notes: Path, restarted: bool) -> None:
         super().__init__()

@@ -10,13 +10,13 @@ import numpy as np
 
 import replicast
 from benchmarks.checkpoint_task import Keeping
-from benchmarks.seats import Array, lasted
+from benchmarks.runner import Array, lasted
 from benchmarks.update_replicast import Weights
 from replicast.storage.checkpoint import CheckpointStore
 
 RESULT_SECS = 40.0
 KEPT_ROUND = 3
-"""Restored in every round: any state but zeros."""
+"""Restored in every round: any state except zeros."""
 
 
 class _Replicast(Keeping):
@@ -32,7 +32,7 @@ class _Replicast(Keeping):
 
 
 class Stall(_Replicast):
-    """A save, as `save_every` makes it at a boundary: how long the slowest training thread was in it.
+    """A save as with `save_every`: how long it stops the slowest training thread.
 
     Worker 0 copies its state, the others digest theirs; the file is written afterwards.
     """
@@ -70,7 +70,7 @@ class Durable(Stall):
 
 
 class Restore(_Replicast):
-    """Every worker reads and verifies the checkpoint; when all have found it right, all apply it."""
+    """Every worker reads and verifies the checkpoint; all apply it once all have verified it."""
 
     def setup(self) -> None:
         super().setup()
@@ -78,7 +78,7 @@ class Restore(_Replicast):
         self.replicas.save().result(RESULT_SECS)
 
     def arrange(self, index: int) -> None:
-        self.replicas.close()  # a restore is the first thing in the life of a job
+        self.replicas.close()  # a restore is the first operation of a job
         self.replicas = replicast.Replicas(self.model, run_dir=self.run_dir)
         self.assign(np.zeros((self.task.variables, *self.task.shape), np.float32))
 
@@ -95,7 +95,7 @@ class Restore(_Replicast):
 
 
 class Copy(Keeping):
-    """A copy of all variables, from array to array, into memory that is there; on all workers at once."""
+    """A copy of all variables, from array to array, into allocated memory; on all workers together."""
 
     def setup(self) -> None:
         self.values = self.state(0)

@@ -16,14 +16,14 @@ from benchmarks.workers import REPOSITORY
 
 WORKERS = 2
 BUDGET_SECS = 75.0
-"""No round but the first begins after this."""
-PATIENCE_SECS = 180.0
+"""After this time no further round starts."""
+TIMEOUT_SECS = 180.0
 FIRST_STEP, KILLED = "first-step", "killed"
-"""The words of the job's notes."""
+"""The events in the job's notes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lives:
+class JobTimes:
     """One job, in milliseconds: from the command to its first step, and from the kill to the next one."""
 
     cold: float | None
@@ -36,10 +36,10 @@ def measure(rounds: int, say: Say) -> Result:
 
     Args:
         rounds: How many jobs, if time allows.
-        say: Told what is being done now.
+        say: Called with a progress message.
     """
     begun = time.monotonic()
-    jobs: list[Lives] = []
+    jobs: list[JobTimes] = []
     while len(jobs) < rounds and (not jobs or time.monotonic() - begun < BUDGET_SECS):
         say(f"checkpoint: restart, job {len(jobs) + 1} of {rounds}")
         jobs.append(_job())
@@ -54,13 +54,13 @@ def measure(rounds: int, say: Say) -> Result:
         rows=(restarted, cold),
         ratios=(Ratio.of("kill to next step / cold start", restarted, cold, "at most", 1.5),),
         notes=(
-            "Both in the life of one job: the launcher notices, ends the group and starts it again.",
-            "The next step is the first that the new group trains, compiled anew as in a cold start.",
+            "Both are times of one job: the launcher detects the exit, stops the group and restarts it.",
+            "The next step is the first one of the new group, including compilation as in a cold start.",
         ),
     )
 
 
-def _job() -> Lives:
+def _job() -> JobTimes:
     with tempfile.TemporaryDirectory(prefix="replicast-bench-") as directory:
         notes = Path(directory) / "notes"
         arguments = [
@@ -91,22 +91,23 @@ def _job() -> Lives:
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
-                timeout=PATIENCE_SECS,
+                timeout=TIMEOUT_SECS,
             )
         except subprocess.TimeoutExpired:
-            return Lives(None, None, f"did not end within {PATIENCE_SECS:.0f} s")
+            return JobTimes(None, None, f"did not end within {TIMEOUT_SECS:.0f} s")
         if ended.returncode != 0:
-            return Lives(None, None, f"exit code {ended.returncode}: {ended.stderr.strip()[-200:]}")
+            return JobTimes(None, None, f"exit code {ended.returncode}: {ended.stderr.strip()[-200:]}")
         return read_notes(notes.read_text(), start)
 
 
-def read_notes(notes: str, start: int) -> Lives:
+def read_notes(notes: str, start: int) -> JobTimes:
     """The figures of one job from its notes and the time at which its command was started."""
-    words = [line.split() for line in notes.splitlines()]
-    if [word for word, _ in words] != [FIRST_STEP, KILLED, FIRST_STEP]:
-        return Lives(None, None, f"the job did not go as planned: {[word for word, _ in words]}")
-    first, killed, following = (int(moment) for _, moment in words)
-    return Lives(cold=(first - start) / 1e6, restarted=(following - killed) / 1e6)
+    noted = [line.split() for line in notes.splitlines()]
+    events = [event for event, _ in noted]
+    if events != [FIRST_STEP, KILLED, FIRST_STEP]:
+        return JobTimes(None, None, f"unexpected events of the job: {events}")
+    first, killed, following = (int(time_ns) for _, time_ns in noted)
+    return JobTimes(cold=(first - start) / 1e6, restarted=(following - killed) / 1e6)
 
 
 def _environment() -> dict[str, str]:

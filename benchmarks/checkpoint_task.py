@@ -1,4 +1,4 @@
-"""What the contestants of the `checkpoint` table have in common: a state, another one in every round."""
+"""The task of the `checkpoint` table: a state that differs in every round."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from benchmarks.seats import Array, Contestant
+from benchmarks.runner import Array, Implementation
 
 
-class Keeping(Contestant):
-    """One way to write a state down, or to get it back."""
+class Keeping(Implementation):
+    """One way to save or restore a state."""
 
     @abc.abstractmethod
     def found(self, rounds: int) -> Iterable[Array] | None:
-        """The variables as that many rounds have left them; None where this worker has nothing to show."""
+        """The variables after that many rounds; None if there is nothing to check on this worker."""
 
     def state(self, index: int) -> Array:
         """The state of a round: all variables, one after the other along the first axis."""
@@ -31,5 +31,5 @@ class Keeping(Contestant):
                 raise RuntimeError(f"Variable {number} is wrong after {rounds} rounds")
 
     def kept(self, rounds: int) -> int:
-        """Which round's state is there after that many: the last one's."""
+        """The round whose state is expected after that many rounds: the last one."""
         return rounds - 1

@@ -11,10 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.checkpoint_task import Keeping
-from benchmarks.seats import Array
+from benchmarks.runner import Array
 
 KEPT_ROUND = 3
-"""Read in every round: any state but zeros."""
+"""Read in every round: any state except zeros."""
 
 
 class _Checkpoint(Keeping):
@@ -61,7 +61,7 @@ class Write(_Checkpoint):
 
 
 class Read(_Checkpoint):
-    """Every worker reads the files for itself. Nothing is verified."""
+    """Every worker reads the files separately. Nothing is verified."""
 
     def setup(self) -> None:
         super().setup()

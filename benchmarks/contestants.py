@@ -1,7 +1,7 @@
-"""The ways to train that are compared, as they run on a worker.
+"""The contestants of the `fit` table, as they run on a worker.
 
-Each function gets the strategy of its crew, the number of steps and the size of the model, and returns a
-function that trains for exactly that many steps. The model, the data and the optimizer are the same for all.
+Each function takes the strategy of its pool and the task, and returns a function that trains for exactly the
+steps of the task. The model, the data and the optimizer are the same for all.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def replicast_strategy() -> Any:
 
 
 def replicast_strategy_of_several_hosts() -> Any:
-    """As if each worker were on a host of its own."""
+    """Gives each worker its own host id."""
     from replicast.config import HOST_ID
 
     os.environ[HOST_ID] = f"host-{os.environ['RANK']}"
@@ -94,7 +94,7 @@ def tf_keras_fit_arrays(strategy: Any, task: Task) -> Train:
 def loop_on_a_constant_batch(strategy: Any, task: Task) -> Train:
     import tensorflow as tf
 
-    step, optimizer, _ = own_step(strategy, task)
+    step, optimizer, _ = custom_step(strategy, task)
     mine = task.batch // strategy.num_replicas_in_sync
     share = tuple(tf.constant(array[:mine]) for array in task.arrays())
 
@@ -106,7 +106,7 @@ def loop_on_a_constant_batch(strategy: Any, task: Task) -> Train:
 
 
 def loop_on_the_distributed_iterator(strategy: Any, task: Task) -> Train:
-    step, optimizer, _ = own_step(strategy, task)
+    step, optimizer, _ = custom_step(strategy, task)
     batches = strategy.experimental_distribute_dataset(_dataset(task))
 
     def train() -> None:
@@ -179,11 +179,11 @@ def _fit(strategy: Any, task: Task, model: Any, *data: Any) -> Train:
     )
 
 
-def own_step(strategy: Any, task: Task) -> tuple[Any, Any, Any]:
-    """One step as TensorFlow's guide to own loops writes it, with a Keras 3 model, and without metrics.
+def custom_step(strategy: Any, task: Task) -> tuple[Any, Any, Any]:
+    """One step as in TensorFlow's guide to custom training loops, with a Keras 3 model and without metrics.
 
     Returns:
-        The step, to be given a batch; the optimizer and the model.
+        The step, a function of a batch; the optimizer and the model.
     """
     import keras
     import tensorflow as tf
@@ -209,7 +209,7 @@ def own_step(strategy: Any, task: Task) -> tuple[Any, Any, Any]:
 
 
 def _counted(train: Callable[[], Any], optimizer: Any, task: Task) -> Train:
-    """Fails when a turn was not the number of steps by which its time will be divided."""
+    """Fails if a turn did not have the number of steps by which its time is divided."""
 
     def checked() -> None:
         before = int(optimizer.iterations.numpy())

@@ -1,4 +1,4 @@
-"""The `hosts` table: the change of the `update` table between two hosts, both played by this machine."""
+"""The `hosts` table: the change of the `update` table between two hosts, both simulated by this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.fit import Contestant, Say
-from benchmarks.race import TURNS, CrewGroup, Race
+from benchmarks.race import TURNS, PoolGroup, Race
 from benchmarks.report import Ratio, Result
 from benchmarks.update import BROADCAST_EACH, BROADCAST_FUSED
 from benchmarks.update_task import Task
@@ -22,13 +22,13 @@ def measure(rounds: int, say: Say) -> Result:
 
     Args:
         rounds: How many turns each gets, if time allows.
-        say: Told what is being done now.
+        say: Called with a progress message.
     """
     with tempfile.TemporaryDirectory(prefix="replicast-bench-") as directory:
         task = Task(Path(directory))
         groups = {
-            "stock": CrewGroup("stock_strategy", WORKERS),
-            "hosts": CrewGroup("replicast_strategy_of_several_hosts", WORKERS),
+            "stock": PoolGroup("stock_strategy", WORKERS),
+            "hosts": PoolGroup("replicast_strategy_of_several_hosts", WORKERS),
         }
         race = Race("hosts", CONTESTANTS, groups, WORKERS, task, say)
         rows = race.run(rounds, BUDGET_SECS)
@@ -43,6 +43,6 @@ def measure(rounds: int, say: Say) -> Result:
         ),
         notes=(
             TURNS,
-            "One machine plays both hosts: no bytes are shared in memory, and none cross a network.",
+            "One machine simulates both hosts: no bytes are shared in memory, and none cross a network.",
         ),
     )

@@ -1,15 +1,15 @@
-"""The `idle` table: what a training pays for boundaries at which nothing happens."""
+"""The `idle` table: the cost of boundaries without operations."""
 
 from __future__ import annotations
 
 from benchmarks.fit import Contestant, Say
 from benchmarks.race import WORKERS, race_of_two
 from benchmarks.report import Ratio, Result
-from benchmarks.seats import Ground
+from benchmarks.runner import BaseTask
 
 BUDGET_SECS = 70.0
 TURNS_PER_ROUND = 3
-"""One per cent is looked for: many short turns, close to each other."""
+"""Many short turns, close to each other, because differences of one per cent matter."""
 STEP_MS = 20.0
 MODULE = "benchmarks.idle_replicast"
 BOUNDARY = Contestant("boundary() alone, 20,000 calls", "replicast", f"{MODULE}:Boundaries")
@@ -23,9 +23,9 @@ def measure(rounds: int, say: Say) -> Result:
 
     Args:
         rounds: How many rounds, of several turns each, if time allows.
-        say: Told what is being done now.
+        say: Called with a progress message.
     """
-    rows, done, _ = race_of_two("idle", CONTESTANTS, Ground, rounds * TURNS_PER_ROUND, BUDGET_SECS, say)
+    rows, done, _ = race_of_two("idle", CONTESTANTS, BaseTask, rounds * TURNS_PER_ROUND, BUDGET_SECS, say)
     return Result(
         title=f"idle boundaries on {WORKERS} workers",
         unit=f"ms for one on the slower worker, {done} turns",
@@ -36,6 +36,6 @@ def measure(rounds: int, say: Say) -> Result:
         ),
         notes=(
             "Turns alternate in the same processes, with the same model; a turn is 50 steps.",
-            "Replicas, with their threads and a run directory, are there in turns with boundaries only.",
+            "Replicas, with their threads and a run directory, exist only in turns with boundaries.",
         ),
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import replicast
-from benchmarks.seats import Contestant, lasted
+from benchmarks.runner import Implementation, lasted
 from benchmarks.training import Training
 
 CALLS = 20_000
@@ -16,14 +16,14 @@ STEPS = 50
 _training = functools.cache(Training)
 
 
-class Without(Contestant):
-    """Steps with nothing between them, in a process without a `Replicas`."""
+class Without(Implementation):
+    """Steps without boundaries, in a process without `Replicas`."""
 
     def setup(self) -> None:
         self.training = _training(self.group)
 
     def check(self, rounds: int) -> None:
-        """There are no weights to look at: nothing is changed."""
+        """There are no weights to check: nothing is changed."""
 
     def arrange(self, index: int) -> None:
         self.training.step()
@@ -33,10 +33,10 @@ class Without(Contestant):
 
 
 class With(Without):
-    """The same steps of the same model, with a boundary after each. `Replicas` are made for each turn."""
+    """The same steps of the same model, with a boundary after each. Each turn creates its `Replicas`."""
 
     def arrange(self, index: int) -> None:
-        # With a run directory, in which the background threads tell what the job does.
+        # With a run directory, to which the background threads write the status of the job.
         run_dir = self.task.directory / f"run-{type(self).__name__}-{index}"
         self.replicas = replicast.Replicas(
             self.training.model, optimizer=self.training.optimizer, run_dir=run_dir
@@ -57,7 +57,7 @@ class With(Without):
 
 
 class Boundaries(With):
-    """Boundaries alone, many thousand of them."""
+    """Only boundaries, many thousands of them."""
 
     def _measured(self) -> int:
         before = self.replicas.step

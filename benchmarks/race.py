@@ -1,4 +1,4 @@
-"""A race: contestants take turns on processes that stay up, and every turn is checked."""
+"""A race: contestants take turns on long-lived processes, and every turn is checked."""
 
 from __future__ import annotations
 
@@ -10,59 +10,59 @@ from typing import Protocol, TypeVar
 
 from benchmarks.fit import Contestant, Say, order_of_round
 from benchmarks.report import Row
-from benchmarks.seats import Clock, Entry, Ground
-from benchmarks.workers import Crew, Failed, Ready
+from benchmarks.runner import BaseTask, Clock, Entry
+from benchmarks.workers import Failed, Ready, WorkerPool
 
-PATIENCE_SECS = 60.0
+TIMEOUT_SECS = 60.0
 WORKERS = 2
-GroundT = TypeVar("GroundT", bound=Ground)
+TaskT = TypeVar("TaskT", bound=BaseTask)
 TURNS = "Contestants take turns in every round; every round's weights are checked, number by number."
 
 
 class Group(Protocol):
-    """Processes that stay up and run one contestant at a time."""
+    """Long-lived processes that run one contestant at a time."""
 
-    def prepare(self, entry: Entry, patience_secs: float) -> None:
-        """Sets up and runs once, unless that was done before."""
+    def prepare(self, entry: Entry, timeout_secs: float) -> None:
+        """Sets a contestant up and runs it once; no-op if that was already done."""
 
-    def order(self, order: str, entry: Entry, patience_secs: float) -> None:
-        """Has all processes do one thing: "arrange", "race" or "check"."""
+    def order(self, order: str, entry: Entry, timeout_secs: float) -> None:
+        """Makes all processes carry out an order: "arrange", "race" or "check"."""
 
     def end(self) -> None: ...
 
 
-class CrewGroup:
-    """A crew as a group.
+class PoolGroup:
+    """A worker pool as a group.
 
     Args:
-        strategy: The function of `benchmarks.contestants` that makes what the workers have in common.
-        workers: How many.
+        strategy: The function of `benchmarks.contestants` that creates the strategy of the workers.
+        workers: The number of workers.
     """
 
     def __init__(self, strategy: str, workers: int) -> None:
-        self._crew = Crew(f"benchmarks.contestants:{strategy}", workers)
+        self._pool = WorkerPool(f"benchmarks.contestants:{strategy}", workers)
 
-    def prepare(self, entry: Entry, patience_secs: float) -> None:
+    def prepare(self, entry: Entry, timeout_secs: float) -> None:
         for order in ("arrange", "race", "check"):
-            self._crew.prepare(_ready(order, entry), patience_secs)
+            self._pool.prepare(_ready(order, entry), timeout_secs)
 
-    def order(self, order: str, entry: Entry, patience_secs: float) -> None:
-        self._crew.seconds(_ready(order, entry), patience_secs)
+    def order(self, order: str, entry: Entry, timeout_secs: float) -> None:
+        self._pool.seconds(_ready(order, entry), timeout_secs)
 
     def end(self) -> None:
-        self._crew.end()
+        self._pool.end()
 
 
 class Race:
     """One interleaved run.
 
     Args:
-        name: Of the table, for messages.
-        contestants: Who takes part.
-        groups: The processes, by the names that the contestants know them by.
-        workers: How many there are in each group.
-        task: What is done.
-        say: Told what is being done now.
+        name: The name of the table, for messages.
+        contestants: The contestants.
+        groups: The processes, by the names of the contestants' pools.
+        workers: The number of workers in each group.
+        task: The task.
+        say: Called with a progress message.
 
     Attributes:
         done: How many rounds were run.
@@ -74,7 +74,7 @@ class Race:
         contestants: Sequence[Contestant],
         groups: Mapping[str, Group],
         workers: int,
-        task: Ground,
+        task: BaseTask,
         say: Say,
     ) -> None:
         self.done = 0
@@ -88,11 +88,11 @@ class Race:
         self._times: dict[Contestant, list[float | None]] = {c: [] for c in contestants}
 
     def run(self, rounds: int, budget_secs: float) -> dict[Contestant, Row]:
-        """Runs up to that many rounds after one that does not count, and ends the processes.
+        """Runs up to that many rounds after one warm-up round, and ends the processes.
 
         Args:
             rounds: How many turns each contestant gets, if time allows.
-            budget_secs: No round but the first begins after this.
+            budget_secs: After this time no further round starts.
         """
         begun = time.monotonic()
         try:
@@ -114,12 +114,12 @@ class Race:
         if contestant in self._problems:
             return None
         self._say(f"{self._name}: {what}, {contestant.name}")
-        group, entry = self._groups[contestant.crew], Entry(contestant.factory, self._task)
+        group, entry = self._groups[contestant.pool], Entry(contestant.factory, self._task)
         try:
-            group.prepare(entry, PATIENCE_SECS)  # nothing to do, unless another one has cost us the group
-            group.order("arrange", entry, PATIENCE_SECS)
+            group.prepare(entry, TIMEOUT_SECS)  # no-op unless the group was lost
+            group.order("arrange", entry, TIMEOUT_SECS)
             self._clock.clear()
-            group.order("race", entry, PATIENCE_SECS)
+            group.order("race", entry, TIMEOUT_SECS)
         except Failed as failure:
             self._problems[contestant] = str(failure)
             return None
@@ -130,39 +130,39 @@ class Race:
             return
         try:
             entry = Entry(contestant.factory, self._task)
-            self._groups[contestant.crew].order("check", entry, PATIENCE_SECS)
+            self._groups[contestant.pool].order("check", entry, TIMEOUT_SECS)
         except Failed as failure:
             self._problems[contestant] = str(failure)
 
 
 def _ready(order: str, entry: Entry) -> Ready:
-    return Ready("benchmarks.seats:do", (order, entry))
+    return Ready("benchmarks.runner:do", (order, entry))
 
 
 def race_of_two(
     name: str,
     contestants: Sequence[Contestant],
-    kind: type[GroundT],
+    kind: type[TaskT],
     rounds: int,
     budget_secs: float,
     say: Say,
-) -> tuple[dict[Contestant, Row], int, GroundT]:
+) -> tuple[dict[Contestant, Row], int, TaskT]:
     """Lets contestants take turns on groups of two workers: replicast's, and stock ones if one needs them.
 
     Args:
-        name: Of the table, for messages.
-        contestants: Who takes part.
-        kind: What is done.
+        name: The name of the table, for messages.
+        contestants: The contestants.
+        kind: The class of the task.
         rounds: How many turns each gets, if time allows.
-        budget_secs: No round but the first begins after this.
-        say: Told what is being done now.
+        budget_secs: After this time no further round starts.
+        say: Called with a progress message.
 
     Returns:
-        What each has measured, how many rounds there were, and the task.
+        The row of each contestant, the number of rounds, and the task.
     """
     with tempfile.TemporaryDirectory(prefix="replicast-bench-") as directory:
         task = kind(Path(directory))
-        wanted = sorted({contestant.crew for contestant in contestants})
-        groups: dict[str, Group] = {crew: CrewGroup(f"{crew}_strategy", WORKERS) for crew in wanted}
+        wanted = sorted({contestant.pool for contestant in contestants})
+        groups: dict[str, Group] = {pool: PoolGroup(f"{pool}_strategy", WORKERS) for pool in wanted}
         race = Race(name, contestants, groups, WORKERS, task, say)
         return race.run(rounds, budget_secs), race.done, task

@@ -1,4 +1,4 @@
-"""How results look: tables on a terminal, plain lines in a file, JSON for machines."""
+"""The output formats of results: tables on a terminal, plain lines in a file, JSON for programs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Row:
     """One contestant.
 
     Attributes:
-        name: What it is called in the table.
+        name: Its name in the table.
         times: One figure per round; None for a round without one.
         problem: Why there are no (more) figures, or None.
     """
@@ -42,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Two contestants compared round by round, and what the comparison should come to, if anything."""
+    """Two contestants compared round by round, and the target of the ratio, if there is one."""
 
     name: str
     per_round: tuple[float, ...]
@@ -53,14 +53,14 @@ class Ratio:
     def of(
         cls, name: str, above: Row, below: Row, bound: Bound = "at most", target: float | None = None
     ) -> Ratio:
-        """Divides the figures of the same round: what slowed the machine down slowed down both."""
+        """Divides the figures of the same round, because a slow machine slows down both."""
         pairs = zip(above.times, below.times, strict=True)
         ratios = tuple(a / b for a, b in pairs if a is not None and b is not None)
         return cls(name, ratios, bound, target)
 
     @classmethod
     def to(cls, name: str, above: Row, below: float, bound: Bound, target: float) -> Ratio:
-        """Divides the figures of all rounds by a number that is given."""
+        """Divides the figures of all rounds by a given number."""
         return cls(name, tuple(figure / below for figure in above.measured()), bound, target)
 
     def met(self) -> bool | None:
@@ -83,7 +83,7 @@ class Result:
 
 
 def machine_facts() -> dict[str, str]:
-    """What a reader must know to compare these figures with others."""
+    """The environment of these figures, for comparisons with others."""
     threads = ", ".join(f"{name}={value}" for name, value in threads_of_a_worker().items())
     return {
         "machine": f"{len(os.sched_getaffinity(0))} cores, {_processor()}, {platform.system()}",
@@ -179,7 +179,7 @@ def _sentence(ratio: Ratio) -> str:
 
 
 def _short(number: float, digits: int) -> str:
-    """So many digits behind the point, but at least two that say something."""
+    """Formats a number with this many decimals, but at least two significant digits."""
     return f"{number:.{digits}f}" if number >= 10**-digits * 10 else f"{number:.2g}"
 
 

@@ -1,4 +1,4 @@
-"""The `rows` table: what it saves to send the rows that change instead of the table that they are in."""
+"""The `rows` table: the gain of sending only the changed rows instead of the whole table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def measure(rounds: int, say: Say) -> Result:
 
     Args:
         rounds: How many turns each gets, if time allows.
-        say: Told what is being done now.
+        say: Called with a progress message.
     """
     results, done, task = race_of_two("rows", CONTESTANTS, TableTask, rounds, BUDGET_SECS, say)
     return Result(

@@ -26,5 +26,5 @@ class AssignTable(Propose):
 
     def update(self, index: int) -> replicast.Update:
         table = self.task.table(index)
-        table.flags.writeable = False  # ours alone: no copy is needed
+        table.flags.writeable = False  # not used elsewhere: no copy is needed
         return replicast.Update().assign("part_0", table)

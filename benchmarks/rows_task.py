@@ -1,4 +1,4 @@
-"""What the contestants of the `rows` table do: some rows of a large table, or all of it, to every worker."""
+"""The task of the `rows` table: send some rows of a large table, or all of it, to every worker."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import ClassVar
 
 import numpy as np
 
-from benchmarks.seats import Array, Ground
+from benchmarks.runner import Array, BaseTask
 from benchmarks.update_task import PERIOD
 
 
 @dataclass(frozen=True, slots=True)
-class TableTask(Ground):
-    """A table of zeros, float32, and what becomes of it.
+class TableTask(BaseTask):
+    """A table, initially zeros in float32, and its changes.
 
     Attributes:
-        changed: How many of its rows are changed in a round.
+        changed: The number of rows that a round changes.
         variables: One, the table.
-        shape: The table's.
+        shape: The shape of the table.
     """
 
     changed: ClassVar[int] = 1_000
@@ -30,7 +30,7 @@ class TableTask(Ground):
         return f"{self.changed:,} rows of a table of {rows:,} × {columns}"
 
     def indices(self, index: int) -> Array:
-        """Which rows are changed in a round: others in each, anywhere in the table."""
+        """The rows that a round changes: different ones in each, spread over the table."""
         return np.random.default_rng(index).choice(self.shape[0], self.changed, replace=False)
 
     def rows(self, index: int) -> Array:
@@ -55,7 +55,7 @@ class TableTask(Ground):
         if rounds == 0:
             _check(not found.any(), rounds)
             return
-        # Period by period, as another whole table to compare with would take longer to make than to send.
+        # Period by period, because creating a second table would take longer than sending one.
         numbers = np.arange(PERIOD, dtype=np.float32) + np.float32(rounds - 1)
         flat = found.reshape(-1)
         whole = flat.size // PERIOD * PERIOD

@@ -1,4 +1,4 @@
-"""The `stall` table: how long an update of 100 MB keeps the training thread from its next step."""
+"""The `stall` table: how long an update of 100 MB stops the training thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.update_task import Task
 
 BUDGET_SECS = 90.0
 TURNS_PER_ROUND = 2
-"""A turn is short, and what it measures shorter."""
+"""Many turns per round, because a turn is short and the measured time even shorter."""
 MODULE = "benchmarks.stall_replicast"
 MEMORY = Contestant('replicast, durability="memory"', "replicast", f"{MODULE}:InMemory")
 DISK = Contestant('replicast, durability="disk"', "replicast", f"{MODULE}:OnDisk")
@@ -23,7 +23,7 @@ def measure(rounds: int, say: Say) -> Result:
 
     Args:
         rounds: How many rounds, of several turns each, if time allows.
-        say: Told what is being done now.
+        say: Called with a progress message.
     """
     rows, done, task = race_of_two("stall", CONTESTANTS, Task, rounds * TURNS_PER_ROUND, BUDGET_SECS, say)
     return Result(
@@ -37,7 +37,7 @@ def measure(rounds: int, say: Say) -> Result:
         ),
         notes=(
             TURNS,
-            "All in the midst of training on a constant batch, in the same processes, on all at once.",
+            "All during training on a constant batch, in the same processes, on all workers together.",
             "Updates are proposed by another thread of worker 0, one at a time.",
         ),
     )

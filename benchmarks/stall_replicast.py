@@ -1,4 +1,4 @@
-"""The contestants of the `stall` table, all in the midst of the same training."""
+"""The contestants of the `stall` table, all during the same training."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 import replicast
 from benchmarks.peers.mirrored import Floor
-from benchmarks.seats import Array, lasted
+from benchmarks.runner import Array, lasted
 from benchmarks.training import Loop, Training
 from benchmarks.update_replicast import Weights, adding
 from benchmarks.update_task import Adding
 
 LEAD_STEPS = 5
-"""Steps before anything else happens, so that it happens in the midst of training."""
+"""Steps before the measurement, so that it happens during training."""
 RESULT_SECS = 40.0
 
 
 class InMemory(Adding):
-    """An update that another thread of the source proposes; the receipt tells how long training stood still.
+    """An update that another thread of the source proposes; the receipt has the time of the stall.
 
-    That is on the worker that it held up longest: from where the update was in the way of its training
-    thread, to where that went on.
+    This is the time on the worker with the longest stop: from when its training thread had to wait for the
+    update until it continued.
     """
 
     def setup(self) -> None:
@@ -44,7 +44,7 @@ class InMemory(Adding):
     def round(self, index: int) -> tuple[int | None, int]:
         if not self.is_source:
             self.loop.run(self.replicas.boundary, lambda _: False)
-            return lasted(0)  # the receipt, which the source has, tells of all workers
+            return lasted(0)  # the source has the receipt, which covers all workers
         with ThreadPoolExecutor(1, thread_name_prefix="author") as author:
             receipt: Future[replicast.Receipt] | None = None
 
@@ -73,7 +73,7 @@ class OnDisk(InMemory):
 
 
 class BareFunction(Floor):
-    """The addition alone, by a `tf.function`: the change is on every worker already."""
+    """Only the addition, in a `tf.function`: the change is already on every worker."""
 
     def setup(self) -> None:
         super().setup()
@@ -92,7 +92,7 @@ class BareFunction(Floor):
 
 
 class BareEager(BareFunction):
-    """The addition alone, one operation after the other."""
+    """Only the addition, one eager operation after the other."""
 
     def setup(self) -> None:
         super().setup()

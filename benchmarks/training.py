@@ -1,4 +1,4 @@
-"""A training for others to be measured in: steps of about 20 ms on a constant batch, on every worker."""
+"""A training in which other operations are measured: steps of about 20 ms on a constant batch."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from typing import Any
 
 import tensorflow as tf
 
-from benchmarks.contestants import Task, own_step
+from benchmarks.contestants import Task, custom_step
 
 TASK = Task(steps=1, epochs=1, batch=512, units=512)
 """A step of this size took 12 to 28 ms on two busy cores of 2.8 GHz; the `idle` table prints its time."""
 
 
 class Training:
-    """An own loop's model, optimizer and step."""
+    """The model, optimizer and step of a custom training loop."""
 
     def __init__(self, strategy: Any) -> None:
-        self._step, self.optimizer, self.model = own_step(strategy, TASK)
+        self._step, self.optimizer, self.model = custom_step(strategy, TASK)
         mine = TASK.batch // strategy.num_replicas_in_sync
         self._share = tuple(tf.constant(array[:mine]) for array in TASK.arrays())
 
     def step(self) -> None:
-        """One step; returns when this worker has the gradients of all and has applied them."""
+        """One step; returns when this worker has applied the gradients of all workers."""
         self._step(self._share)
 
 
 class Loop:
-    """Training that all workers leave after the same step, which the source chooses on the way.
+    """Training that all workers end after the same step, which the source chooses while it runs.
 
-    No worker can finish a step that the source has not begun, as it needs the source's gradients. So the
-    source writes down which step is the last before it begins that step, and everybody reads it afterwards.
+    No worker can finish a step that the source has not started, because it needs the source's gradients. So
+    the source writes the number of the last step before it starts that step, and all workers read it after.
 
     Args:
-        training: What is done in a step.
+        training: The training.
         path: A file that all workers map.
         is_source: Whether this worker chooses.
     """
@@ -57,11 +57,11 @@ class Loop:
             self._last[0] = 0
 
     def run(self, boundary: Callable[[], None], enough: Callable[[int], bool]) -> None:
-        """Trains until the source says that it is enough.
+        """Trains until the source decides to stop.
 
         Args:
             boundary: Called after each step.
-            enough: Asked on the source after each step, with the number of steps until now.
+            enough: Called on the source after each step with the number of steps so far; true to stop.
         """
         while True:
             self._training.step()

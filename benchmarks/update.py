@@ -1,4 +1,4 @@
-"""The `update` table: one worker's change of 100 MB, added on every worker, by whatever way there is."""
+"""The `update` table: a change of 100 MB on one worker, added on every worker, in different ways."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from benchmarks.fit import Contestant, Say
 from benchmarks.peers.mpi_group import MpiGroup, mpiexec
-from benchmarks.race import TURNS, CrewGroup, Group, Race
+from benchmarks.race import TURNS, Group, PoolGroup, Race
 from benchmarks.report import Ratio, Result, Row
 from benchmarks.update_task import Task
 
 WORKERS = (2, 4)
 BUDGET_SECS = 100.0
-"""For one number of workers: no round begins after this."""
+"""Per number of workers: after this time no further round starts."""
 PEERS = "benchmarks.peers"
 
 REPLICAST = Contestant(
@@ -56,14 +56,14 @@ def measure(workers: int, rounds: int, say: Say) -> Result:
     Args:
         workers: How many processes each of them has.
         rounds: How many turns each gets, if time allows.
-        say: Told what is being done now.
+        say: Called with a progress message.
     """
     with tempfile.TemporaryDirectory(prefix="replicast-bench-") as directory:
         task = Task(Path(directory))
         groups: dict[str, Group] = {
-            "stock": CrewGroup("stock_strategy", workers),
-            "replicast": CrewGroup("replicast_strategy", workers),
-            "torch": CrewGroup("torch_group", workers),
+            "stock": PoolGroup("stock_strategy", workers),
+            "replicast": PoolGroup("replicast_strategy", workers),
+            "torch": PoolGroup("torch_group", workers),
             "mpi": MpiGroup(workers, task.directory),
         }
         race = Race(f"update, {workers} workers", CONTESTANTS, groups, workers, task, say)

@@ -9,16 +9,16 @@ from typing import Any
 import keras
 
 import replicast
-from benchmarks.seats import Array
+from benchmarks.runner import Array
 from benchmarks.update_task import Adding
 
 
 class Weights(keras.Model):
-    """A model that is nothing but its variables.
+    """A model that only has variables.
 
     Args:
-        task: How many variables, and their shape.
-        net: A model that is trained, if there is one: its variables are part of the state too.
+        task: The number of variables, and their shape.
+        net: A model that is trained, if there is one: its variables are also part of the state.
     """
 
     def __init__(self, task: Any, net: keras.Model | None = None) -> None:
@@ -60,16 +60,16 @@ class Propose(Adding):
         ticket = self.replicas.propose(self.proposed) if self.is_source else None
         self.replicas.training_ends()
         if ticket is None:
-            return None, start  # the receipt, which the source has, tells when the last one was done
+            return None, start  # the source has the receipt, with the time of the last worker
         return start, start + int(ticket.result(60.0).propose_to_applied_secs * 1e9)
 
     def update(self, index: int) -> replicast.Update:
-        """What is proposed in a round."""
+        """The update of a round."""
         return adding(self.task.change(index))
 
 
 class MakeAndPropose(Propose):
-    """The same, from the arrays: the `Update` copies them, which belongs to the time here."""
+    """The same, including the creation of the `Update`, which copies the arrays."""
 
     def arrange(self, index: int) -> None:
         if self.is_source:

@@ -1,4 +1,4 @@
-"""What every contestant of the `update` table does: 100 MB from one worker, added on all."""
+"""The task of the `update` table: 100 MB from one worker, added on all."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import ClassVar
 
 import numpy as np
 
-from benchmarks.seats import Array, Contestant, Ground
+from benchmarks.runner import Array, BaseTask, Implementation
 
 PERIOD = 251
 """The change repeats after this many numbers: a prime, so that no two variables get the same values."""
 
 
 @dataclass(frozen=True, slots=True)
-class Task(Ground):
-    """The change: its values differ from place to place and from round to round.
+class Task(BaseTask):
+    """The change: its values differ between elements and between rounds.
 
     Attributes:
-        variables: How many.
-        shape: Of each of them, in float32.
+        variables: The number of variables.
+        shape: The shape of each, in float32.
     """
 
     variables: ClassVar[int] = 50
@@ -32,7 +32,7 @@ class Task(Ground):
         return f"{size:.0f} MB in {self.variables} variables"
 
     def change(self, index: int) -> Array:
-        """What is added in a round: all variables, one after the other along the first axis."""
+        """The change of a round: all variables, concatenated along the first axis."""
         return self._pattern() + np.float32(index)
 
     def check(self, weights: Iterable[Array], rounds: int) -> None:
@@ -48,8 +48,8 @@ class Task(Ground):
         return (np.arange(count) % PERIOD).astype(np.float32).reshape(self.variables, *self.shape)
 
 
-class Adding(Contestant):
-    """One way to bring the change to every worker."""
+class Adding(Implementation):
+    """One way to add the change on every worker."""
 
     @abc.abstractmethod
     def weights(self) -> Iterable[Array]:

@@ -1,4 +1,4 @@
-"""Checkouts of replicast in one interleaved race: what a change has done to the time of an update.
+"""Compares checkouts of replicast in one interleaved run: the effect of a change on the time of an update.
 
     git worktree add --detach ../before COMMIT
     python -m benchmarks.versions ../before --workers 2 --rounds 30
@@ -16,9 +16,9 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.fit import Contestant
-from benchmarks.race import CrewGroup, Race
+from benchmarks.race import PoolGroup, Race
 from benchmarks.report import Row
-from benchmarks.seats import Entry
+from benchmarks.runner import Entry
 from benchmarks.update_task import Task
 from benchmarks.workers import REPOSITORY
 
@@ -26,20 +26,20 @@ BUDGET_SECS = 900.0
 FIGURES = {"MakeAndPropose": "making the update included", "Propose": "propose alone"}
 
 
-class CheckoutGroup(CrewGroup):
+class CheckoutGroup(PoolGroup):
     """Workers that run the replicast of one checkout."""
 
     def __init__(self, checkout: str, workers: int) -> None:
         super().__init__("replicast_strategy", workers)
         self._source = str(Path(checkout).resolve() / "src")
 
-    def prepare(self, entry: Entry, patience_secs: float) -> None:
+    def prepare(self, entry: Entry, timeout_secs: float) -> None:
         os.environ["PYTHONPATH"] = self._source  # of the processes that are started now
-        super().prepare(entry, patience_secs)
+        super().prepare(entry, timeout_secs)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Races this checkout of replicast against others.")
+    parser = argparse.ArgumentParser(description="Compares this checkout of replicast with others.")
     parser.add_argument("others", nargs="+", help="directories of other checkouts")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30)

@@ -1,7 +1,7 @@
-"""The processes that are measured: crews of workers that stay up and run one contestant at a time.
+"""The measured processes: pools of long-lived workers that run one contestant at a time.
 
-A process can be part of one TensorFlow cluster only, so contestants on different strategies live in different
-crews. All crews are up at the same time and idle while another one runs: the parent hands out the turns.
+A process can be part of only one TensorFlow cluster, so contestants on different strategies run in different
+pools. All pools exist at the same time, and are idle while another one runs: the parent schedules the turns.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from replicast.supervisor.bootstrap import die_with
-
 from replicast.supervisor import HeldPorts, hold_free_ports
+from replicast.supervisor.bootstrap import die_with
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 START_SECS = 90.0
 AFTER_A_FAILURE_SECS = 3.0
-"""How long the others of a crew may take to answer when one has failed: they may wait for it for ever."""
+"""How long to wait for the other workers of a pool after one has failed: they may wait for it forever."""
 _DESCRIPTOR = "BENCHMARK_SOCKET"
 _PARENT = "BENCHMARK_PARENT"
 
@@ -41,14 +40,14 @@ class Failed(Exception):  # noqa: N818 - an outcome of a measurement
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What to do on a worker: `module:function(strategy, *args)` makes what is run and timed later."""
+    """A call on a worker: `module:function(strategy, *args)` returns the function that is run and timed."""
 
     factory: str
     args: tuple[Any, ...]
 
 
 def threads_of_a_worker(workers: int = 2) -> dict[str, str]:
-    """The same for every process of every contestant: the cores divided by the workers of a crew."""
+    """Thread settings, the same for every process: the cores divided by the number of workers of a pool."""
     share = str(max(1, len(os.sched_getaffinity(0)) // workers))
     return {
         "TF_NUM_INTRAOP_THREADS": share,
@@ -57,12 +56,12 @@ def threads_of_a_worker(workers: int = 2) -> dict[str, str]:
     }
 
 
-class Crew:
-    """Some workers that run the same contestants together. Started when first needed, and again if lost.
+class WorkerPool:
+    """Workers that run the same contestants together. Started on first use, and again after a failure.
 
     Args:
         strategy: `module:function()` that each worker calls first, or None.
-        size: How many workers.
+        size: The number of workers.
     """
 
     def __init__(self, strategy: str | None, size: int) -> None:
@@ -73,36 +72,36 @@ class Crew:
         self._ready: set[Ready] = set()
 
     def start(self) -> None:
-        """Starts the processes and returns at once."""
+        """Starts the processes; does not wait for them."""
         self._ports = hold_free_ports(self._size + 1)
         self._workers = [_Worker(rank, self._ports.numbers, self._strategy) for rank in range(self._size)]
 
-    def prepare(self, contestant: Ready, patience_secs: float) -> None:
-        """Builds a contestant on every worker and runs it once, unless that was done before."""
+    def prepare(self, contestant: Ready, timeout_secs: float) -> None:
+        """Builds a contestant on every worker and runs it once; no-op if that was already done."""
         if not self._workers:
             self.start()
         if contestant in self._ready:
             return
         self._ask(("prepare", contestant), START_SECS)
-        self._ask(("run", contestant), patience_secs)
+        self._ask(("run", contestant), timeout_secs)
         self._ready.add(contestant)
 
-    def seconds(self, contestant: Ready, patience_secs: float) -> float:
-        """How long a contestant that is ready takes on the slowest worker."""
-        return max(self._ask(("run", contestant), patience_secs))
+    def seconds(self, contestant: Ready, timeout_secs: float) -> float:
+        """The time of a prepared contestant on the slowest worker."""
+        return max(self._ask(("run", contestant), timeout_secs))
 
     def end(self) -> None:
-        """Kills the processes. There is nothing in them worth a farewell."""
+        """Kills the processes, which have nothing to clean up."""
         for worker in self._workers:
             worker.kill()
         if self._ports is not None:
             self._ports.release()
         self._workers, self._ports, self._ready = [], None, set()
 
-    def _ask(self, question: Any, patience_secs: float) -> list[Any]:
+    def _ask(self, question: Any, timeout_secs: float) -> list[Any]:
         for worker in self._workers:
             worker.send(question)
-        until = time.monotonic() + patience_secs
+        until = time.monotonic() + timeout_secs
         answers: list[Any] = []
         problems: list[str] = []
         silent = False
@@ -123,7 +122,7 @@ class Crew:
 
 
 class _Worker:
-    """One process, seen from the parent."""
+    """The parent's view of one process."""
 
     def __init__(self, rank: int, ports: tuple[int, ...], strategy: str | None) -> None:
         self.rank = rank
@@ -191,7 +190,7 @@ def _environment(rank: int, ports: tuple[int, ...], descriptor: int) -> dict[str
 
 
 def main(strategy_factory: str | None) -> None:
-    """A worker's life: answers one question after the other until it is killed."""
+    """The main loop of a worker: answers requests until it is killed."""
     die_with(int(os.environ[_PARENT]))
     connection = Connection(int(os.environ[_DESCRIPTOR]))
     strategy: Any = None
@@ -226,5 +225,5 @@ def _load(address: str) -> Any:
 
 
 if __name__ == "__main__":
-    # Under its importable name, so that what the parent pickles is what this process unpickles.
+    # Under its importable name, so that this process can unpickle the parent's objects.
     importlib.import_module("benchmarks.workers").main(sys.argv[1] if len(sys.argv) > 1 else None)

@@ -1,1 +1,1 @@
-"""What the `update` table compares with: other ways to add one worker's change on every worker."""
+"""The peers in the `update` table: other ways to add a change of one worker on every worker."""

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 import torch
 
-from benchmarks.seats import SOURCE, Array
+from benchmarks.runner import SOURCE, Array
 from benchmarks.update_task import Adding
 
 
 class Fused(Adding):
-    """One broadcast of all variables, which lie in one buffer."""
+    """One broadcast of all variables, which are in one buffer."""
 
     def setup(self) -> None:
         self.variables = torch.zeros((self.task.variables, *self.task.shape))

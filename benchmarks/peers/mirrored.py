@@ -1,4 +1,4 @@
-"""What TensorFlow itself offers on its strategy: a sum, a checkpoint, broadcasts; and the floor."""
+"""TensorFlow's own ways on its strategy: a sum, a checkpoint, broadcasts; and the lower bound."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from benchmarks.seats import Array
+from benchmarks.runner import Array
 from benchmarks.update_task import Adding
 
 _GROUP_KEY = 7_000
 _FIRST_KEY = 700_000_000
-"""Above all keys that the strategy gives to its own transfers."""
+"""Above all keys that the strategy uses for its own transfers."""
 
 
 class _Mirrored(Adding):
@@ -43,10 +43,10 @@ class _Mirrored(Adding):
 
     @abc.abstractmethod
     def _step(self, deltas: list[Any], first_key: Any) -> None:
-        """What is done in a `tf.function`."""
+        """A contestant whose round is a `tf.function`."""
 
     def _first_key(self, index: int) -> Any:
-        """Every broadcast of every round has a key of its own."""
+        """A different key for every broadcast of every round."""
         return tf.constant(_FIRST_KEY + index * self.task.variables)
 
     def _change(self, index: int) -> list[Any]:
@@ -58,7 +58,7 @@ class _Mirrored(Adding):
 
 
 class Floor(_Mirrored):
-    """No transfer at all: the change is on every worker already."""
+    """No transfer at all: the change is already on every worker."""
 
     def arrange(self, index: int) -> None:
         self.deltas = self._change(index)
@@ -73,7 +73,7 @@ class Floor(_Mirrored):
 
 
 class AllReduce(_Mirrored):
-    """The usual trick: the source gives the change, the others give zeros, and all add the sum."""
+    """The usual trick: the source contributes the change, the others zeros, and all add the sum."""
 
     def arrange(self, index: int) -> None:
         if self.is_source:
@@ -92,7 +92,7 @@ class AllReduce(_Mirrored):
 
 
 class Checkpoint(_Mirrored):
-    """The source adds and writes a checkpoint; when it is there, all read it. Nothing is fsynced."""
+    """The source adds and writes a checkpoint; then all read it. Nothing is fsynced."""
 
     def setup(self) -> None:
         super().setup()
@@ -147,7 +147,7 @@ class BroadcastEach(_Mirrored):
 
 
 class BroadcastFused(BroadcastEach):
-    """TensorFlow's broadcast, once: the source has the change of all variables in one buffer already."""
+    """TensorFlow's broadcast, once: the source already has the change of all variables in one buffer."""
 
     def _change(self, index: int) -> list[Any]:
         return [tf.constant(self.task.change(index).reshape(-1, self.task.shape[1]))]

@@ -1,7 +1,7 @@
-"""MPI by mpi4py: a broadcast and an addition in numpy, and the process that runs them.
+"""MPI with mpi4py: a broadcast and an addition in numpy, and the process that runs them.
 
-Run by `mpiexec -n N python -m benchmarks.peers.mpi DIRECTORY` and told what to do line by line through a pipe
-of its own: a rank that waited for its turn inside MPI would keep a core busy while others are measured.
+Run by `mpiexec -n N python -m benchmarks.peers.mpi DIRECTORY`. Each rank reads its orders from its own pipe:
+a rank that waited inside MPI would keep a core busy while others are measured.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from replicast.supervisor.bootstrap import die_with
 
 from benchmarks.peers.mpi_group import ANSWERS, Line, orders_of
-from benchmarks.seats import SOURCE, Array, Entry, Seat, seat
+from benchmarks.runner import SOURCE, Array, Entry, Runner, runner_of
 from benchmarks.update_task import Adding, Task
+from replicast.supervisor.bootstrap import die_with
 
 if TYPE_CHECKING:
     from typing import TextIO
 
 
 class Fused(Adding):
-    """One broadcast of all variables, which lie in one buffer."""
+    """One broadcast of all variables, which are in one buffer."""
 
     def setup(self) -> None:
         self.variables = np.zeros((self.task.variables, *self.task.shape), np.float32)
@@ -59,7 +59,7 @@ class Each(Fused):
 
 
 def main(directory: Path) -> None:
-    """A rank's life: one line in, one line out, until there are no more."""
+    """The main loop of a rank: one order in, one answer out, until the orders end."""
     die_with(os.getppid())
     from mpi4py import MPI
 
@@ -69,19 +69,19 @@ def main(directory: Path) -> None:
         orders_of(directory, world.rank).open() as orders,
     ):
         print(Line(world.rank, "here"), file=answers)
-        obey(world, orders, answers, directory)
+        serve(world, orders, answers, directory)
 
 
-def obey(world: Any, orders: TextIO, answers: TextIO, directory: Path) -> None:
-    seats: dict[str, Seat] = {}
+def serve(world: Any, orders: TextIO, answers: TextIO, directory: Path) -> None:
+    runners: dict[str, Runner] = {}
     for line in orders:
         order, contestant = line.split()
         try:
             if order == "prepare":
                 entry = Entry(contestant, Task(directory))
-                seats[contestant] = seat(world, entry, world.rank, world.size)
+                runners[contestant] = runner_of(world, entry, world.rank, world.size)
             else:
-                getattr(seats[contestant], order)()
+                getattr(runners[contestant], order)()
             answer = "done"
         except Exception:
             answer = traceback.format_exc().strip().splitlines()[-1][:200]

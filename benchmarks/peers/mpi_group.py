@@ -1,4 +1,4 @@
-"""The group of processes under mpiexec, seen from the parent: started once, asked through named pipes."""
+"""The parent's view of the processes under mpiexec: started once, controlled through named pipes."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from benchmarks.seats import Entry
+from benchmarks.runner import Entry
 from benchmarks.workers import AFTER_A_FAILURE_SECS, REPOSITORY, Failed, threads_of_a_worker
 from replicast.supervisor import bootstrap
 
 ANSWERS = "answers"
-"""The pipe that all ranks write to; a line is short enough to arrive whole."""
+"""The pipe that all ranks write to; a line is short enough to be written atomically."""
 FAREWELL_SECS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What a rank answers: `RANK WORDS`."""
+    """The answer of a rank: `RANK TEXT`."""
 
     rank: int
-    words: str
+    text: str
 
     def __str__(self) -> str:
-        return f"{self.rank} {self.words}"
+        return f"{self.rank} {self.text}"
 
     @classmethod
-    def parse(cls, text: str) -> Line:
-        rank, words = text.split(" ", 1)
-        return cls(int(rank), words)
+    def parse(cls, line: str) -> Line:
+        rank, text = line.split(" ", 1)
+        return cls(int(rank), text)
 
 
 def orders_of(directory: Path, rank: int) -> Path:
@@ -45,16 +45,16 @@ def orders_of(directory: Path, rank: int) -> Path:
 
 
 def mpiexec() -> str | None:
-    """The launcher beside this Python, as it fits the mpi4py there; else the one on the path, or None."""
+    """The launcher next to this Python, which matches its mpi4py; else the one on the path, or None."""
     return shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 
 
 class MpiGroup:
-    """Started when first needed, and again if lost.
+    """A group of MPI processes. Started on first use, and again after a failure.
 
     Args:
-        size: How many ranks.
-        directory: Where the pipes are made.
+        size: The number of ranks.
+        directory: The directory for the pipes.
     """
 
     def __init__(self, size: int, directory: Path) -> None:
@@ -67,21 +67,21 @@ class MpiGroup:
         self._unread = b""
         self._ready: set[Entry] = set()
 
-    def prepare(self, entry: Entry, patience_secs: float) -> None:
-        """Sets a contestant up on every rank and runs it once, unless that was done before."""
+    def prepare(self, entry: Entry, timeout_secs: float) -> None:
+        """Sets a contestant up on every rank and runs it once; no-op if that was already done."""
         if self._process is None:
-            self._start(patience_secs)
+            self._start(timeout_secs)
         if entry not in self._ready:
             for order in ("prepare", "arrange", "race"):
-                self._ask(order, entry, patience_secs)
+                self._ask(order, entry, timeout_secs)
             self._ready.add(entry)
 
-    def order(self, order: str, entry: Entry, patience_secs: float) -> None:
-        """Has every rank do one thing."""
-        self._ask(order, entry, patience_secs)
+    def order(self, order: str, entry: Entry, timeout_secs: float) -> None:
+        """Makes every rank carry out an order."""
+        self._ask(order, entry, timeout_secs)
 
     def end(self) -> None:
-        """Lets the ranks run out of orders; kills what does not leave."""
+        """Closes the pipes of orders; kills processes that do not exit."""
         for descriptor in [*self._orders, *([self._answers] if self._answers >= 0 else [])]:
             os.close(descriptor)
         if self._process is not None:
@@ -99,7 +99,7 @@ class MpiGroup:
         self._process, self._orders, self._answers, self._unread = None, [], -1, b""
         self._ready = set()
 
-    def _start(self, patience_secs: float) -> None:
+    def _start(self, timeout_secs: float) -> None:
         launcher = mpiexec()
         if launcher is None:
             raise Failed("mpiexec is not installed")
@@ -122,15 +122,15 @@ class MpiGroup:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._collect("here", patience_secs)
+        self._collect("here", timeout_secs)
 
-    def _ask(self, order: str, entry: Entry, patience_secs: float) -> None:
+    def _ask(self, order: str, entry: Entry, timeout_secs: float) -> None:
         for descriptor in self._orders:
             os.write(descriptor, f"{order} {entry.contestant}\n".encode())
-        self._collect("done", patience_secs)
+        self._collect("done", timeout_secs)
 
-    def _collect(self, wanted: str, patience_secs: float) -> None:
-        until = time.monotonic() + patience_secs
+    def _collect(self, wanted: str, timeout_secs: float) -> None:
+        until = time.monotonic() + timeout_secs
         waiting = set(range(self._size))
         problems: list[str] = []
         while waiting:
@@ -140,8 +140,8 @@ class MpiGroup:
                 self.end()
                 break
             waiting.discard(line.rank)
-            if line.words != wanted:
-                problems.append(f"rank {line.rank}: {line.words}")
+            if line.text != wanted:
+                problems.append(f"rank {line.rank}: {line.text}")
                 until = min(until, time.monotonic() + AFTER_A_FAILURE_SECS)
         if problems:
             raise Failed(problems[0])

@@ -1,7 +1,7 @@
-"""Files that are written whole or not at all, and read with suspicion.
+"""Writes files completely or not at all, and reads them defensively.
 
-Whatever has a final name is complete: files are written beside their place, fsynced, renamed, and then their
-directory is fsynced. Tensors lie in the safetensors format (`tensorfiles.py`).
+A file with a final name is complete: files are written under a temporary name in the same directory, fsynced
+and renamed; then the directory is fsynced. Tensors have the safetensors format (`tensorfiles.py`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = [
 TEMPORARY = ".tmp-"
 MAX_BYTES = 4 * 2**30
 MAX_JSON_BYTES = 256 * 2**20
-"""A manifest of a hundred thousand variables has about a tenth of this."""
+"""About ten times the size of a manifest of a hundred thousand variables."""
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux only; `os` has none.
 if _sync_file_range is not None:
     _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
@@ -66,11 +66,11 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 def write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Writes a file that is there, whole, even after a power cut.
+    """Writes a file that is complete even after a power failure.
 
     Raises:
-        OSError: It could not be written. Nothing is left under a temporary name, and under the final name
-            nothing new; unless it was the directory that could not be synced: the file is there then, whole.
+        OSError: It could not be written. The temporary file is removed, and the file with the final name is
+            unchanged; only if syncing the directory failed, the new file is already there and complete.
     """
     with _temporary(path) as (descriptor, temporary):
         for chunk in chunks:
@@ -83,16 +83,16 @@ def write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
 
 
 def write_quickly(path: Path, text: str) -> None:
-    """Writes a small file whole, without waiting for the disk: a power cut may take it."""
+    """Writes a small file completely, without waiting for the disk: it may be lost in a power failure."""
     with _temporary(path) as (descriptor, temporary):
         _write_all(descriptor, text.encode())
         temporary.rename(path)
 
 
 def start_writing(descriptor: int, place: int, nbytes: int) -> None:
-    """Has the kernel begin to write these bytes to disk, so that the fsync at the end finds less to do.
+    """Makes the kernel start to write these bytes to disk, so that the final fsync has less to do.
 
-    Only a hint: where the system does not know it, nothing happens.
+    Only a hint: no-op where the system does not support it.
     """
     if _sync_file_range is not None:
         _sync_file_range(descriptor, place, nbytes, _SYNC_FILE_RANGE_WRITE)
@@ -108,10 +108,10 @@ def sync_directory(path: Path) -> None:
 
 
 def make_durably(directory: Path) -> None:
-    """Makes a directory, and those above it, so that their names outlive a power cut.
+    """Creates a directory and its parents, so that their names survive a power failure.
 
     Raises:
-        OSError: It cannot be made, or its name cannot be made durable.
+        OSError: It cannot be created, or its name cannot be made durable.
     """
     if directory.is_dir():
         return
@@ -121,16 +121,16 @@ def make_durably(directory: Path) -> None:
         sync_directory(directory.parent)
     except OSError:
         with contextlib.suppress(OSError):
-            directory.rmdir()  # Or the next one who comes would find it, and think it durable.
+            directory.rmdir()  # Otherwise the next caller would find it and assume that it is durable.
         raise
 
 
 def remove_leftovers(directory: Path, *, older_than_secs: float = 3600.0) -> None:
-    """Removes what writers that died left under temporary names.
+    """Removes temporary files of writers that died.
 
     Args:
-        directory: Where to look, if it is there.
-        older_than_secs: Younger files are left alone, since somebody may be writing them.
+        directory: The directory, which may not exist.
+        older_than_secs: Younger files are kept, because they may still be being written.
     """
     if not directory.is_dir():
         return
@@ -146,13 +146,13 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """The JSON object in a file of a run directory.
 
     Raises:
-        FileDamaged: It is not there, no plain file, too large, or holds something else.
+        FileDamaged: It is missing, not a regular file, too large, or not a JSON object.
     """
     return _read_with(parse_object, path, max_bytes)
 
 
 def read_sealed(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in a file that checks itself (`strictjson.sealed`).
+    """The JSON object in a file with a checksum (`strictjson.sealed`).
 
     Raises:
         FileDamaged: As in `read_json`, or it was changed after it was written.
@@ -167,20 +167,20 @@ def _read_with(parse: Callable[[bytes], dict[str, Any]], path: Path, max_bytes: 
         raise FileDamaged(path, f"it cannot be read ({error.strerror})") from error
     except ValueError as error:
         said = str(error)[:500]
-        raise FileDamaged(path, said if parse is unsealed else f"it holds no valid JSON ({said})") from error
+        raise FileDamaged(path, said if parse is unsealed else f"it is not valid JSON ({said})") from error
 
 
 def read_small(path: Path | str, *, max_bytes: int, directory: int | None = None) -> bytes:
-    """The bytes of a plain file that is no link: whatever else has its name neither blocks nor is read.
+    """Reads a regular file. Links, pipes and devices are not read, and do not block.
 
     Args:
         path: The file.
-        max_bytes: The most that it may have.
+        max_bytes: The maximum size.
         directory: The descriptor of the directory that a relative path starts from.
 
     Raises:
-        OSError: It cannot be read, or is no plain file.
-        ValueError: It is larger.
+        OSError: It cannot be read, or is not a regular file.
+        ValueError: It is larger than `max_bytes`.
     """
     descriptor = open_plain(path, directory=directory)
     with os.fdopen(descriptor, "rb") as file:
@@ -191,10 +191,10 @@ def read_small(path: Path | str, *, max_bytes: int, directory: int | None = None
 
 
 def open_plain(path: Path | str, *, directory: int | None = None, follow: bool = False) -> int:
-    """Opens a plain file for reading. A pipe or a device would block, or do something.
+    """Opens a regular file for reading. Opening a pipe or a device could block or have side effects.
 
     Raises:
-        OSError: It cannot be opened, or is something else; a link too, unless `follow`.
+        OSError: It cannot be opened, or is not a regular file; also for a link, unless `follow` is true.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     descriptor = os.open(path, flags, dir_fd=directory)
@@ -207,26 +207,26 @@ def open_plain(path: Path | str, *, directory: int | None = None, follow: bool =
 def read_tensor_bytes(
     path: Path, *, max_tensors: int, max_bytes: int | None = None, follow: bool = True
 ) -> memoryview:
-    """The bytes of a safetensors file, once its header is found to fit its size.
+    """Reads a safetensors file after checking its header against its size.
 
     Args:
         path: The file.
-        max_tensors: The most tensors it may have.
-        max_bytes: The most that is read; `MAX_BYTES` unless given.
+        max_tensors: The maximum number of tensors.
+        max_bytes: The maximum size. Default: `MAX_BYTES`.
         follow: Whether it may be a link.
 
     Raises:
-        FileDamaged: As in `read_bytes`, or it is no safetensors file.
+        FileDamaged: As in `read_bytes`, or it is not a safetensors file.
     """
     check = partial(_check_tensors, path.name, max_tensors)
     return read_bytes(path, max_bytes=max_bytes, follow=follow, check=check)
 
 
 def check_tensor_file(path: Path, *, max_tensors: int) -> None:
-    """Reads only the header of a safetensors file that is no link, and compares it with the file's size.
+    """Checks only the header of a safetensors file, against the size of the file. Links are refused.
 
     Raises:
-        FileDamaged: It cannot be read, or is no safetensors file.
+        FileDamaged: It cannot be read, or is not a safetensors file.
     """
     with _opened(path, follow=False) as (descriptor, nbytes):
         _check_tensors(path.name, max_tensors, descriptor, nbytes)
@@ -239,16 +239,16 @@ def read_bytes(
     follow: bool = True,
     check: Callable[[int, int], None] = lambda _descriptor, _nbytes: None,
 ) -> memoryview:
-    """A file's bytes in memory that numpy can use in place.
+    """Reads a file into memory that numpy can use in place.
 
     Args:
         path: The file.
-        max_bytes: The most that is read; `MAX_BYTES` unless given.
+        max_bytes: The maximum size. Default: `MAX_BYTES`.
         follow: Whether it may be a link.
-        check: Called with the descriptor and the size before memory is taken for all of it.
+        check: Called with the descriptor and the size before memory is allocated for the content.
 
     Raises:
-        FileDamaged: It is no plain file, cannot be read, is larger, or changed while it was read.
+        FileDamaged: It is not a regular file, cannot be read, is too large, or changed while it was read.
     """
     limit = MAX_BYTES if max_bytes is None else max_bytes
     with _opened(path, follow=follow) as (descriptor, nbytes):
@@ -271,7 +271,7 @@ def read_bytes(
 
 @contextlib.contextmanager
 def _opened(path: Path, *, follow: bool) -> Iterator[tuple[int, int]]:
-    """A plain file that somebody gave us: its descriptor and its size."""
+    """Opens a user's file: its descriptor and its size."""
     try:
         descriptor = open_plain(path, follow=follow)
     except (OSError, ValueError) as error:
@@ -295,7 +295,7 @@ def _check_tensors(source: str, max_tensors: int, descriptor: int, nbytes: int) 
 
 @contextlib.contextmanager
 def _temporary(path: Path) -> Iterator[tuple[int, Path]]:
-    """A new file beside `path`, open for writing; gone afterwards unless it was renamed."""
+    """A new temporary file in the directory of `path`, open for writing; removed unless it was renamed."""
     temporary = path.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:

@@ -1,4 +1,4 @@
-"""JSON of files and messages: one way to write it, one strict way to read it, and a seal against damage."""
+"""JSON of files and messages: one way to write it, one strict way to read it, and a checksum (seal)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _Described = TypeVar("_Described")
 MAX_DEPTH = 64
 MAX_INTEGER = 2**64
 SEAL = "seal"
-"""The last entry of a sealed object: the SHA-256 of the file as it is without this line."""
+"""The last entry of a sealed object: the SHA-256 of the file without this line."""
 
 
 def json_bytes(value: object) -> bytes:
-    """JSON as it lies in files: keys sorted, one per line, so that the same value has the same bytes."""
+    """JSON as it is written to files: sorted keys, one per line, so that equal values have equal bytes."""
     text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
-    # What is no Unicode, as in a file's name, becomes an escape.
+    # Text that is not valid Unicode, as in file names, is escaped.
     return text.encode(errors="backslashreplace")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text: no name twice in one object, no NaN, no absurd number, no deep nesting.
+    """Parses JSON strictly: no duplicate names, no NaN, no absurdly large numbers, no deep nesting.
 
     Raises:
-        ValueError: It is not that.
+        ValueError: The text is not such JSON.
     """
     try:
         value = json.loads(
@@ -47,10 +47,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """The JSON object in a text, read as strictly.
+    """Parses a JSON object with `parse_json`.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The text is not a JSON object.
     """
     value = parse_json(text)
     if not isinstance(value, dict):
@@ -59,7 +59,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def sealed(fields: Mapping[str, Any]) -> bytes:
-    """An object as it lies in a file that checks itself: the seal is its last entry, in a line of its own."""
+    """An object as it is written to a sealed file: the seal is its last entry, on its own line."""
     if not fields or SEAL in fields:
         raise ValueError(
             f"An object with fields, none of them {SEAL!r}, can be sealed. Received: {list(fields)}"
@@ -69,24 +69,24 @@ def sealed(fields: Mapping[str, Any]) -> bytes:
 
 
 def unsealed(content: bytes) -> dict[str, Any]:
-    """What `sealed` was given.
+    """Reads what `sealed` wrote.
 
     Raises:
-        ValueError: The content differs from what was written, in whatever bit.
+        ValueError: The content differs from what was written, in at least one bit.
     """
     body = content[:-_SEAL_BYTES] + _END
     if content[-_SEAL_BYTES:] != _seal_of(body):
-        raise ValueError("its seal does not fit its content: it was changed after it was written")
+        raise ValueError("its seal does not match its content: it was changed after it was written")
     return parse_object(body)
 
 
 def described(kind: type[_Described], what: str, fields: Mapping[str, Any]) -> _Described:
-    """The dataclass that the fields of a JSON object describe: each of its own type, none is converted.
+    """Creates a dataclass from the fields of a JSON object; types are checked, never converted.
 
-    A field that is no dataclass is what the `from_json` of its type says.
+    A field whose type is not a dataclass is read by the `from_json` method of its type.
 
     Raises:
-        ValueError: They describe none.
+        ValueError: The fields do not describe this dataclass.
     """
     with reading(what, fields):
         return msgspec.convert(
@@ -96,7 +96,7 @@ def described(kind: type[_Described], what: str, fields: Mapping[str, Any]) -> _
 
 @contextlib.contextmanager
 def reading(what: str, fields: Mapping[str, Any]) -> Iterator[None]:
-    """Turns whatever is wrong with the fields of a JSON object into one ValueError that shows them."""
+    """Turns any error about the fields of a JSON object into one ValueError that shows them."""
     try:
         yield
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError, msgspec.ValidationError) as error:
@@ -104,7 +104,7 @@ def reading(what: str, fields: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _seal_of(content: bytes) -> bytes:
-    """What stands in the place of the end of an object's JSON when it is sealed."""
+    """The text that replaces the end of an object's JSON when it is sealed."""
     return f',\n "{SEAL}": "{hashlib.sha256(content).hexdigest()}"\n}}\n'.encode()
 
 
@@ -138,7 +138,7 @@ def _float(text: str) -> float:
 
 
 def _check_depth(value: Any) -> None:
-    """Level by level: a recursion would fail at just what it looks for."""
+    """Checks the nesting level by level: a recursion would fail on exactly the input it must detect."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [

@@ -3,14 +3,14 @@
 A turn is a synchronization point that all workers reach between steps, in the same order: the start of a pass
 over the data, or an exchange outside of a step. Transfers inside steps are counted by every worker alike. If
 this worker has started more transfers than another worker had at its next turn, this worker waits for a
-transfer that nobody will join. That is certain, and needs no timeout.
+transfer that the other one will never join. This detection is certain, and needs no timeout.
 
 Keys of the coordination service, each written once:
 
     turn/K        by the first worker at its K-th turn: its rank and its number of transfers
     turn/K/RANK   by each worker at its K-th turn: whether a given worker has passed is one lookup
     left          by the first worker at the end of its script: its rank, transfers and turns
-    stands        by a worker that has waited for others at a boundary for a while; deleted when it goes on
+    stands        by a worker that has waited for others at a boundary for a while; deleted when it continues
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Turns:
         if not self._is_watched():
             raise JobFailed("The thread that watches the job has died; see its error above in the log.")
         if self._alone is not None:
-            raise self._nobody_joins(self._alone[0])
+            raise self._transfer_without_peers(self._alone[0])
         transfers = self._transfers_started()
         self.count += 1
         self._keys.put(f"turn/{self.count}", {"worker": self._rank, "transfers": transfers})
@@ -116,7 +116,7 @@ class Turns:
         """Takes a turn and waits there for all other workers.
 
         Blocks while the others run, and logs every 30 s which worker it waits for. If another worker never
-        comes because it waits for a transfer of this worker, that worker's `mismatch` notices.
+        arrives because it waits for a transfer of this worker, that worker's `mismatch` detects it.
 
         Args:
             message: Passed to the other workers.
@@ -146,7 +146,7 @@ class Turns:
 
     @contextlib.contextmanager
     def alone(self, doing: str) -> Iterator[None]:
-        """Inside, this worker does something that the others do not: a transfer fails, nobody would join it.
+        """Inside, this worker does something that the others do not: a transfer fails, as none would join it.
 
         Has an effect only in the main thread: while another thread saves, the main thread may train.
         """
@@ -160,12 +160,12 @@ class Turns:
             self._alone = None
 
     def stand(self, step: int) -> None:
-        """This worker has waited for the others at a boundary for some time, and starts no transfer there."""
+        """Publishes that this worker waits for the others at a boundary, where it starts no transfer."""
         value = {"worker": self._rank, "transfers": self._transfers_started(), "step": step}
         self._keys.put("stands", value)
 
     def go_on(self) -> None:
-        """The wait of `stand` is over."""
+        """Ends the wait of `stand`."""
         stands = self._keys.get("stands", 0.001)
         if stands is not None and stands["worker"] == self._rank:
             self._keys.delete("stands")
@@ -185,13 +185,13 @@ class Turns:
         """Returns an error if this worker waits for a transfer that another worker will never join."""
         alone = self._alone
         if alone is not None and (self.transfers_or_none() or 0) > alone[1] and self._alone is alone:
-            return self._nobody_joins(alone[0])
+            return self._transfer_without_peers(alone[0])
         count = self.count
         ahead = self._keys.get(f"turn/{count + 1}")
         if ahead is not None and self._waits_in_vain(ahead) and self.count == count:
             return JobFailed(
-                f"worker {ahead['worker']} came to the end of its data, or left its loop, while worker "
-                f"{self._rank} went on to another step. Every worker must be given the same number of "
+                f"worker {ahead['worker']} reached the end of its data, or left its loop, while worker "
+                f"{self._rank} continued with another step. Every worker must get the same number of "
                 "batches, and a callback must stop all workers or none",
                 worker=ahead["worker"],
             )
@@ -212,7 +212,7 @@ class Turns:
     def _missed_boundary(self) -> JobFailed | None:
         """An error if this worker waits in a transfer for one that waits for it at a boundary.
 
-        Seen twice, so that a worker that is just being told to go on does not count.
+        Must be observed twice, because the other worker may just be about to continue.
         """
         stands, suspect = self._keys.get("stands", 0.001), self._suspect
         in_vain = stands is not None and stands["worker"] != self._rank and self._waits_in_vain(stands)
@@ -221,8 +221,8 @@ class Turns:
             return None
         return JobFailed(
             f"worker {stands['worker']} waits for the others at the boundary of step {stands['step']}, and "
-            f"worker {self._rank} went on to another step: one of them has missed a boundary, or made one "
-            "too many. Every worker must call replicas.boundary() after each step, and come to the same "
+            f"worker {self._rank} continued with another step: one of them has missed a boundary, or had one "
+            "too many. Every worker must call replicas.boundary() after each step, and make the same "
             "calls of replicast",
             worker=self._rank,
         )
@@ -243,7 +243,7 @@ class Turns:
             logger.debug("the number of transfers cannot be read", exc_info=True)
             return None
 
-    def _nobody_joins(self, doing: str) -> JobFailed:
+    def _transfer_without_peers(self, doing: str) -> JobFailed:
         return JobFailed(
             f"worker {self._rank} started a transfer to all workers while it alone was {doing}. Nothing that "
             "a save calls may create variables in strategy.scope(), train, evaluate or reduce",

@@ -1,4 +1,4 @@
-"""How a job ends on real workers: cleanly on all, or at once on all with the first error named."""
+"""How a job ends on real workers: cleanly on all, or promptly on all with the first error named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`replicast run` with real processes: what it says and leaves behind when workers or the launcher end."""
+"""`replicast run` with real processes: its output, and what is left when workers or the launcher exit."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_no_worker_is_left_when_the_launcher_itself_is_killed(launch: Launcher) 
     gone(*pids)
 
 
-def test_a_screen_that_nobody_reads_stops_neither_the_workers_nor_a_signal(launch: Launcher) -> None:
+def test_a_terminal_that_is_not_read_stops_neither_the_workers_nor_a_signal(launch: Launcher) -> None:
     script = "for number in range(400):\n    print('x' * 1000, number)\nfor_ever()"
     launched = launch(script, "--run-dir", "run", "--tee", "all")
     pids = [launched.pid("pid-0"), launched.pid("pid-1")]

@@ -1,4 +1,4 @@
-"""A job is killed at every named point, one after the other, and ends as if nothing had happened."""
+"""A job is killed at every fault point in turn, and ends with the result of an undisturbed job."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.soak.jobs import PUSHED, Outcome, losses, run_job
 HANGS_SECS = 900
 """Far more than a job takes, also on a busy machine."""
 
-# One life of the job for each. Not at the first occurrence, so that a life gets a few steps further; those
-# that only worker 0 comes to take turns with those for which worker 1 can be the one to die. How far a life
-# gets depends on who is quicker: the job is long enough that the last of them has many steps before it.
+# One attempt of the job for each. Not at the first occurrence, so that an attempt trains a few steps. Points
+# that only worker 0 reaches alternate with those at which worker 1 can die. How far an attempt gets depends
+# on timing: the job is long enough that the last attempt has many steps left.
 WALK = [
     (1, "propose", 2),
     (0, "journal", 2),
@@ -45,14 +45,14 @@ def test_a_job_that_is_killed_at_every_point_ends_with_the_state_of_an_undisturb
     tmp_path: Path, undisturbed: Outcome
 ) -> None:
     plan = [
-        Fault(worker, Point(name), occurrence, attempt=life)
-        for life, (worker, name, occurrence) in enumerate(WALK)
+        Fault(worker, Point(name), occurrence, attempt=attempt)
+        for attempt, (worker, name, occurrence) in enumerate(WALK)
     ]
     outcome = run_job(tmp_path / "run", plan, workers=2, max_restarts=len(plan) + 1, give_up_secs=HANGS_SECS)
     assert losses(outcome, undisturbed) == [], outcome.said
     assert [fired["point"] for fired in outcome.fired] == [name for _, name, _ in WALK]
     assert {name for _, name, _ in WALK} == set(Point) - OF_TRIALS
-    assert outcome.lives == len(plan) + 1, "somebody died who was not meant to"
+    assert outcome.attempts == len(plan) + 1, "an unplanned restart"
 
 
 def test_the_undisturbed_job_has_updates_of_every_kind(undisturbed: Outcome) -> None:

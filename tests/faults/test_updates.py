@@ -1,4 +1,4 @@
-"""Updates in a job that is killed, interrupted or has no room: none is lost, applied twice or half there."""
+"""Updates in a job that is killed, interrupted or out of space: none is lost, applied twice or partly."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def act(step):
     if step == 20 and rank == 1:
         replicas.propose(replicast.Update(note="after the crash").add("dense/bias", np.ones(4, "float32")))
     if step in (3, 5, 20):
-        replicas.sync()  # so that it is at this very step in every life
+        replicas.sync()  # so that it is at this very step in every attempt
     if step == 14 and rank == {killed} and attempt == 0:
         Path("killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -123,7 +123,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("killed", [0])  # tests/long: worker 1
-def test_a_job_that_was_killed_comes_to_the_weights_of_an_undisturbed_one(
+def test_a_job_that_was_killed_ends_with_the_weights_of_an_undisturbed_one(
     tmp_path: Path, killed: int, undisturbed: Path
 ) -> None:
     code, said = finish(start(tmp_path, CORRECTED.format(killed=killed), "--max-restarts", "1"))

@@ -1,4 +1,4 @@
-"""Bytes of a checkpoint that an earlier version wrote: they must be read, and written the same."""
+"""The bytes of a checkpoint: they must stay readable, and be written unchanged."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Digests that files of earlier versions hold: they must stay what they are."""
+"""Digests that are stored in files: they must not change."""
 
 import ml_dtypes
 import numpy as np

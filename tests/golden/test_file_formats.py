@@ -1,4 +1,4 @@
-"""Bytes of files that earlier versions wrote: they must be read, and written the same."""
+"""The bytes of the file formats: they must stay readable, and be written unchanged."""
 
 import shutil
 import time

@@ -1,4 +1,4 @@
-"""A script of several trainings that is killed in any of them ends with the bits of an undisturbed run."""
+"""A script with several trainings that is killed in any of them ends with the bits of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ np.savez(f"state-{strategy.rank}.npz", step=replicas.step, **values)
 
 
 def trained(directory: Path, *arguments: str) -> tuple[list[dict[str, np.ndarray]], list[str], str]:
-    """The states at the end, what worker 0 restored in each life, and all that was said."""
+    """The states at the end, what worker 0 restored in each attempt, and all that was said."""
     (directory / "shm").mkdir(parents=True)
     (directory / "train.py").write_text(TRAIN)
     command = [sys.executable, "-m", "replicast.cli", "run", "-n", "2", "--run-dir", "run"]

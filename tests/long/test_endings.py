@@ -1,4 +1,4 @@
-"""More ways to end than tests/faults has, and those there on the other worker."""
+"""More ways for a job to end than in tests/faults, and the same ones on the other worker."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def test_worker_1_that_has_fewer_batches_ends_all_with_the_reason(tmp_path: Path
     endings.test_workers_with_different_numbers_of_batches_end_with_the_reason(tmp_path, 1)
 
 
-def test_a_job_whose_worker_1_was_killed_comes_to_the_weights_of_an_undisturbed_one(
+def test_a_job_whose_worker_1_was_killed_ends_with_the_weights_of_an_undisturbed_one(
     tmp_path: Path, undisturbed: Path
 ) -> None:
-    updates.test_a_job_that_was_killed_comes_to_the_weights_of_an_undisturbed_one(tmp_path, 1, undisturbed)
+    updates.test_a_job_that_was_killed_ends_with_the_weights_of_an_undisturbed_one(tmp_path, 1, undisturbed)
 
 
 def test_a_script_that_ends_early_on_all_workers_ends_with_0(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_callback_that_stops_one_worker_only_ends_with_the_reason(tmp_path: Pa
         """,
     )
     assert done.returncode != 0
-    assert "worker 1 came to the end of its data, or left its loop" in logs[0] or (
+    assert "worker 1 reached the end of its data, or left its loop" in logs[0] or (
         "worker 1 reached the end of its script" in logs[0]
     )
 

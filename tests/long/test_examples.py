@@ -1,4 +1,4 @@
-"""The examples as people start them: alone, on two and three workers, and killed."""
+"""The examples as users start them: on one, two and three workers, and killed."""
 
 from __future__ import annotations
 

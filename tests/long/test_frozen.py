@@ -1,4 +1,4 @@
-"""A worker that is stopped (SIGSTOP) neither ends nor answers: the others end, and the job starts again."""
+"""A worker that is stopped (SIGSTOP) neither exits nor answers: the others exit, and the job restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that is killed in a trial, and after its decision: neither the outcome nor a bit is another."""
+"""A job that is killed during a trial, or after its decision, ends with the same outcome and bits."""
 
 from __future__ import annotations
 

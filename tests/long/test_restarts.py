@@ -1,4 +1,4 @@
-"""Jobs that are killed, preempted or given up: a later life ends with the bits of an undisturbed run."""
+"""Jobs that are killed or preempted: the last attempt ends with the bits of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Job:
 
         Args:
             kinds: Of data: some of `KINDS`.
-            plan: What happens in each life: "kill,STEP,WORKER" or "terminate,STEP,WORKER".
+            plan: What happens in each attempt: "kill,STEP,WORKER" or "terminate,STEP,WORKER".
         """
         (self.directory / "shm").mkdir(exist_ok=True)
         (self.directory / "train.py").write_text(TRAIN)
@@ -175,7 +175,7 @@ class Job:
         return [dict(np.load(self.directory / f"{kind}-{rank}.npz")) for rank in range(workers)]
 
     def restored(self, attempt: int) -> list[str]:
-        """What each worker has restored in a life of the job."""
+        """What each worker has restored in an attempt."""
         logs = sorted((self.run_dir / "logs" / f"attempt-{attempt}").glob("worker-*.log"))
         lines = [line for log in logs for line in log.read_text().splitlines()]
         return [line for line in lines if line.startswith("restored ")]
@@ -277,7 +277,7 @@ def test_a_job_whose_workers_are_killed_within_an_epoch_ends_with_the_bits_of_an
     assert_same_end(killed, undisturbed, kind)
 
 
-def test_sigterm_to_one_worker_saves_at_one_boundary_and_a_later_start_goes_on_to_the_same_bits(
+def test_sigterm_to_one_worker_saves_at_one_boundary_and_a_later_start_continues_to_the_same_bits(
     job: Jobs, undisturbed: Job
 ) -> None:
     left = job("one-worker")
@@ -314,7 +314,7 @@ def test_sigterm_to_the_launcher_does_the_same_and_until_then_no_other_launcher_
     assert_same_end(left, undisturbed, "arrays")
 
 
-def test_when_no_restart_is_left_the_run_directory_is_whole_and_another_number_of_workers_goes_on(
+def test_when_no_restart_is_left_the_run_directory_is_whole_and_another_number_of_workers_continues(
     job: Jobs,
 ) -> None:
     given_up = job("given-up")

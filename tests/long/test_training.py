@@ -1,4 +1,4 @@
-"""The trainings of tests/workers that are not run there, on two workers or on three."""
+"""The trainings of tests/workers/recipes.py that are not run there, on two or three workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worker processes that stay up and run many test functions: starting TensorFlow costs seconds."""
+"""Long-lived worker processes that run many test functions: starting TensorFlow takes seconds."""
 
 from tests.pool.pool import Pool, WorkerFailed
 

@@ -1,4 +1,4 @@
-"""What tests ask of replicas: the bytes of their state, and whether all workers hold the same."""
+"""Checks of replicas: the bytes of their state, and whether they are the same on all workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes over the socket between a pool and its workers, pickled: calls one way, outcomes the other."""
+"""The pickled messages between a pool and its workers: calls in one direction, outcomes in the other."""
 
 from __future__ import annotations
 

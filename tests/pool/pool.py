@@ -1,4 +1,4 @@
-"""A pool of workers that runs test functions on all ranks at once and says what went wrong where."""
+"""A pool of workers that runs test functions on all ranks together and reports which rank failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker process, seen from pytest: started, fed, asked where it stands, ended."""
+"""A worker process as pytest controls it: start, calls, stack traces, end."""
 
 from __future__ import annotations
 

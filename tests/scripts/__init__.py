@@ -1,1 +1,1 @@
-"""Scripts as people write them for one process, run on two workers and compared with plain Keras."""
+"""Typical scripts for one process, run on two workers and compared with plain Keras."""

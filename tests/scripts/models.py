@@ -1,4 +1,4 @@
-"""Models with a `train_step` of their own and without `call`, as people write them for one process."""
+"""Models with a custom `train_step` and without `call`, as users write them for one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keras' callbacks: the files of one worker, the decisions of plain Keras on every worker."""
+"""Keras' callbacks: one worker writes the files, and every worker makes the decisions of plain Keras."""
 
 from __future__ import annotations
 

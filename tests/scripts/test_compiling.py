@@ -1,4 +1,4 @@
-"""Building a model, or compiling it again, outside the scope that it was made in."""
+"""Building a model, or compiling it again, outside the scope in which it was created."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training loops of a script's own, without `strategy.run`."""
+"""Custom training loops without `strategy.run`."""
 
 from __future__ import annotations
 

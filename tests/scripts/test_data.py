@@ -1,4 +1,4 @@
-"""What is said when workers are given different data, and how losses see the rows of other workers."""
+"""Warnings and errors about workers with different data, and losses that use the rows of other workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What validation, and `steps`, see of their data: the same as in plain Keras."""
+"""Validation and `steps` use the same data as in plain Keras."""
 
 from __future__ import annotations
 

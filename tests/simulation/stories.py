@@ -1,6 +1,6 @@
-"""The stories of the golden transcripts: one per operation, and one per telling fault.
+"""The scenarios of the golden transcripts: one per operation, and one per typical fault.
 
-`python -m tests.simulation.stories` writes the transcripts again.
+`python -m tests.simulation.stories` regenerates the transcripts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STORIES: dict[str, tuple[str, Plan]] = {
         Plan(steps=3, incidents=[(0.2, "push", "push-1", UPDATE), (1.0, "push", "push-2", UPDATE)]),
     ),
     "refused": (
-        "Worker 1 cannot prepare the update: it is refused, and training goes on.",
+        "Worker 1 cannot prepare the update: it is refused, and training continues.",
         Plan(
             steps=2,
             script={0: [("propose", 0, Proposal("bad", "digest-of-bad", (("add", "no/such", 1),)))]},
@@ -58,7 +58,7 @@ STORIES: dict[str, tuple[str, Plan]] = {
         Plan(steps=3, script={1: [("function", 1, "f", 7, None, None, None)]}),
     ),
     "sync": (
-        "Worker 1 has assigned to a variable by itself; then all workers call sync(source=0).",
+        "Worker 1 has changed only its own replica; then all workers call sync(source=0).",
         Plan(steps=2, script={1: [("sync", 0)]}, incidents=[(0.1, "drift", 1, 99)]),
     ),
     "save": (
@@ -70,11 +70,11 @@ STORIES: dict[str, tuple[str, Plan]] = {
         Plan(size=3, steps=3, audit_every=2, incidents=[(0.1, "drift", 1, 99)]),
     ),
     "audit-raise": (
-        "An audit raises what it finds: every worker has the report, then all raise it; the job restarts.",
+        "An audit raises: once every worker has the report, all raise it; the job restarts.",
         Plan(steps=3, save_every=1, audit_every=2, audit_policy="raise", incidents=[(0.5, "drift", 1, 99)]),
     ),
     "audit-raise-in-a-rest": (
-        "All workers rest in save when an audit raises what it finds: they leave their rest, and raise it.",
+        "An audit raises while all workers rest in save: the rest ends, and all raise the report.",
         Plan(
             steps=3,
             script={2: [("save",)]},
@@ -113,7 +113,7 @@ STORIES: dict[str, tuple[str, Plan]] = {
         Plan(steps=3, incidents=[(0.3, "ask", "ask-1", "leave", ())]),
     ),
     "leave": (
-        "Worker 1 is told to end: all save at one boundary and leave; the next start goes on from there.",
+        "Worker 1 is told to exit: all save at one boundary and exit; the next start continues from there.",
         Plan(steps=3, incidents=[(0.3, "request", 1, "leave")]),
     ),
     "crash-before-the-commit": (
@@ -121,7 +121,7 @@ STORIES: dict[str, tuple[str, Plan]] = {
         Plan(steps=3, script={0: [("propose", 0, UPDATE)]}, crash=(0, 0, 15)),
     ),
     "crash-after-the-commit": (
-        "Worker 0 dies after the record is written, before anybody applies it: the next attempt replays it.",
+        "Worker 0 dies after the record is written, before a worker applies it: the next attempt replays it.",
         Plan(steps=3, script={0: [("propose", 0, UPDATE)]}, crash=(0, 0, 16)),
     ),
     "crash-with-a-proposal-in-a-checkpoint": (
@@ -134,18 +134,18 @@ STORIES: dict[str, tuple[str, Plan]] = {
         ),
     ),
     "stale-group": (
-        "A group that was taken for dead writes a record after the next group has claimed: it is void.",
+        "A superseded group writes a record after the next group has made its claim: the record is void.",
         Plan(
             steps=3,
             incidents=[(0.1, "push", "push-1", UPDATE), (0.36, "zombie", 3.0)],
         ),
     ),
     "stopped-worker": (
-        "Worker 1 is stopped for eight seconds: the update is refused and names it.",
+        "Worker 1 is stopped for eight seconds: the update is refused, and the refusal names the worker.",
         Plan(steps=2, incidents=[(0.1, "freeze", 1, 8.0), (0.2, "push", "push-1", UPDATE)]),
     ),
     "full-disk": (
-        "The disk is full when the record is written: the update is refused, and the next one passes.",
+        "The disk is full when the record is written: the update is refused, and the next one is applied.",
         Plan(
             steps=4,
             incidents=[(0.25, "full", 0.5)],
@@ -156,7 +156,7 @@ STORIES: dict[str, tuple[str, Plan]] = {
 
 
 def transcript(name: str) -> str:
-    """The story as text."""
+    """The transcript of a scenario."""
     title, plan = STORIES[name]
     plan.quick = True
     world = World(plan, recording=True)

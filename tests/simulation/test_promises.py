@@ -1,4 +1,4 @@
-"""Promises that one small story shows, each with its own."""
+"""Promises that a small scenario demonstrates, one each."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_kill_in_a_trial_decides_it_once() -> None:
         assert [decided.kept for decided in world.story.disk.history().decided.values()] == [False]
 
 
-def test_a_stale_groups_record_is_void_for_every_reader() -> None:
+def test_a_stale_groups_record_is_void_forevery_reader() -> None:
     incidents = [(0.1, "push", "push-1", ADD), (0.36, "zombie", 3.0)]
     world = played(Plan(steps=3, incidents=incidents))
     written = [entry for group in world.story.disk.groups for entry in group if isinstance(entry, Committed)]
@@ -134,7 +134,7 @@ def test_a_function_that_raises_is_refused_and_changes_nothing() -> None:
 
 def test_a_function_that_its_source_does_not_propose_is_refused_when_the_training_ends() -> None:
     world = played(Plan(steps=1, script={0: [("function", 1, "f", 3, None, None, 0)]}))
-    assert "Worker 1, on which the function was to run, has not proposed it" in "\n".join(world.notes.lines)
+    assert "Worker 1, on which the function was to run, did not propose it" in "\n".join(world.notes.lines)
 
 
 def test_fifty_updates_of_three_workers_share_few_boundaries() -> None:

@@ -1,4 +1,4 @@
-"""Whole jobs in one thread, in virtual time, from a seed: whatever happens, the promises are kept."""
+"""Whole jobs in one thread, in virtual time, from a seed: no schedule violates an invariant."""
 
 from __future__ import annotations
 

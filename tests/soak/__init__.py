@@ -1,1 +1,1 @@
-"""Jobs that fail by plan and end with the bits of an undisturbed one; `python -m tests.soak` runs many."""
+"""Jobs with planned faults that end with the bits of an undisturbed one; `python -m tests.soak` runs many."""

@@ -1,4 +1,4 @@
-"""Runs jobs with random faults for some minutes and says what fired and what was lost, which must be nothing.
+"""Runs jobs with random faults for some minutes and prints which faults fired, and what was lost.
 
     python -m tests.soak --minutes 5 [--kills 20] [--seed N] [--jobs K]
 
@@ -21,10 +21,10 @@ from random import Random
 from replicast.errors import ReplicastError
 from replicast.faults import Action, Fault
 from tests.soak.jobs import Outcome, losses, run_job
-from tests.soak.plans import in_words, random_plan, stopped_secs
+from tests.soak.plans import plan_text, random_plan, stopped_secs
 
 HANGS_SECS = 600.0
-"""A job that lasts longer is taken for one that hangs."""
+"""A job that takes longer counts as hung."""
 MOST_FAULTS = 4
 SPARE_RESTARTS = 2
 SIZES = (2, 3)
@@ -52,7 +52,7 @@ class Soak:
         workers = random.choice(SIZES)
         plan = random_plan(random, workers, random.randint(1, MOST_FAULTS))
         undisturbed = self._undisturbed_of(workers)
-        print(f"job {self.jobs + 1}: {workers} workers; {in_words(plan)}", flush=True)
+        print(f"job {self.jobs + 1}: {workers} workers; {plan_text(plan)}", flush=True)
         began = time.monotonic()
         directory = self._directory / f"job-{self.jobs + 1}"
         try:
@@ -74,7 +74,7 @@ class Soak:
         fired = ", ".join(fault["point"] for fault in outcome.fired) if outcome.fired else "nothing"
         took = f"{time.monotonic() - began:.0f} s"
         verdict = "nothing lost" if not found else "LOST"
-        print(f"    fired: {fired}; {outcome.lives - 1} restarts, {took}: {verdict}", flush=True)
+        print(f"    fired: {fired}; {outcome.attempts - 1} restarts, {took}: {verdict}", flush=True)
         if found:
             self._note_lost(found, plan, directory)
         else:
@@ -106,11 +106,11 @@ class Soak:
 
     def _count(self, outcome: Outcome, plan: list[Fault]) -> None:
         self.planned += len(plan)
-        self.restarts += outcome.lives - 1
+        self.restarts += outcome.attempts - 1
         self.fired.update(fault["point"] for fault in outcome.fired)
         self.actions.update(fault["action"] for fault in outcome.fired)
-        # A worker that was stopped for a short time goes on, and nobody need notice.
-        self.unexplained += max(0, outcome.lives - 1 - len(outcome.fired))
+        # A worker that was stopped for a short time continues, possibly unnoticed.
+        self.unexplained += max(0, outcome.attempts - 1 - len(outcome.fired))
 
     def _note_lost(self, found: list[str], plan: list[Fault], directory: Path) -> None:
         described = json.dumps([fault.to_json() for fault in plan])
@@ -125,8 +125,8 @@ def main() -> int:
     """Runs jobs until the time is up and enough was killed; the last one may end after it."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=5.0, help="how long to start new jobs [5]")
-    parser.add_argument("--kills", type=int, help="go on, also after that, until so many kill -9 have fired")
-    parser.add_argument("--jobs", type=int, default=500, help="at most so many [500]")
+    parser.add_argument("--kills", type=int, help="continue after that until this many kill -9 have fired")
+    parser.add_argument("--jobs", type=int, default=500, help="the maximum number of jobs [500]")
     parser.add_argument("--seed", type=int, help="for the plans of an earlier run [random]")
     given = parser.parse_args()
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
@@ -145,7 +145,7 @@ def main() -> int:
             soak.run_one()
     except KeyboardInterrupt:
         interrupted = True
-        print("interrupted: the job under way is ended and does not count", flush=True)
+        print("interrupted: the current job is stopped and does not count", flush=True)
     finally:
         print(soak.summary(), flush=True)
         if not soak.lost:

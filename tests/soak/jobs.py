@@ -1,4 +1,4 @@
-"""One job of `train.py` under the launcher, with a plan of faults, and what became of it."""
+"""One job of `train.py` under the launcher, with a fault plan, and its outcome."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Outcome:
     """How a job ended.
 
     Attributes:
-        code: The launcher's exit code; None when it was given up after too long a time.
-        finals: What each worker said at the end: its step and the digest of its state.
-        updates: Each committed update's id and step; the order of the journal depends on who was quicker.
+        code: The launcher's exit code; None if the job timed out.
+        finals: The final step of each worker, and the digest of its state.
+        updates: The id and step of each committed update; the order of the journal depends on timing.
         verified: The ids of those that have a receipt with equal digests.
         twice: Ids that are in the journal more than once.
-        fired: The faults that fired, as they were written down.
-        lives: How many groups of workers there were.
-        left_behind: What is still in shared memory.
-        said: What the launcher printed.
+        fired: The faults that fired, as recorded.
+        attempts: The number of attempts.
+        left_behind: The files that are still in shared memory.
+        said: The output of the launcher.
     """
 
     code: int | None
@@ -49,7 +49,7 @@ class Outcome:
     verified: frozenset[str]
     twice: tuple[str, ...]
     fired: tuple[dict[str, Any], ...]
-    lives: int
+    attempts: int
     left_behind: tuple[str, ...]
     said: str = field(repr=False)
 
@@ -67,11 +67,11 @@ def run_job(
 
     Args:
         directory: Empty; becomes the run directory.
-        plan: What fails, and where.
-        workers: How many.
-        max_restarts: How often the group may be started again.
-        give_up_secs: A job that lasts longer hangs, and is ended.
-        continue_after: How many seconds a worker that a fault has stopped stays so.
+        plan: The fault plan.
+        workers: The number of workers.
+        max_restarts: The maximum number of restarts.
+        give_up_secs: The timeout of the job.
+        continue_after: Returns for how many seconds a worker stays stopped by a fault.
     """
     shared = directory / "shm"
     shared.mkdir(parents=True)
@@ -104,7 +104,7 @@ def _watch(
     give_up_secs: float,
     continue_after: Callable[[dict[str, Any]], float],
 ) -> int | None:
-    """Waits for the end, and continues those that were stopped when their time has come."""
+    """Waits for the end, and continues stopped workers when their time has passed."""
     ends = time.monotonic() + give_up_secs
     wake: dict[int, float] = {}
     while time.monotonic() < ends:
@@ -122,7 +122,7 @@ def _watch(
 
 
 def _continue(pid: int) -> None:
-    """Continues a worker, if it is still there and still stopped: its number may be another's by now."""
+    """Continues a worker if it still exists and is stopped: its pid may have been reused."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
         if state == "T":
@@ -132,7 +132,7 @@ def _continue(pid: int) -> None:
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
-    """Ends a job that is still there. Its workers end with the launcher, whatever happens to it."""
+    """Stops a job that is still running. Its workers always exit with the launcher."""
     for signum in (signal.SIGTERM, signal.SIGKILL):
         if job.poll() is None:
             job.send_signal(signum)
@@ -156,14 +156,14 @@ def _outcome(directory: Path, code: int | None, said: str) -> Outcome:
         ),
         twice=tuple(sorted({id_ for id_ in ids if ids.count(id_) > 1})),
         fired=tuple(read_fired(directory)),
-        lives=len(list((directory / "logs").glob("attempt-*"))),
+        attempts=len(list((directory / "logs").glob("attempt-*"))),
         left_behind=tuple(sorted(path.name for path in (directory / "shm").iterdir())),
         said=said,
     )
 
 
 def losses(outcome: Outcome, undisturbed: Outcome) -> list[str]:
-    """In what a job differs from one to which nothing happened: nothing, if the promises are kept."""
+    """The differences between a job and an undisturbed one: empty if the promises are kept."""
     found = []
     if outcome.code != 0:
         found.append("it hung" if outcome.code is None else f"it ended with exit code {outcome.code}")

@@ -1,8 +1,8 @@
-"""A training whose end is the same to the last bit in every job of the same size, however often it is killed.
+"""A training with the same final bits in every job of the same size, however often it is killed.
 
-Updates come from the last worker, for the next step and for a later one, from a function, and from the inbox;
-`sync` settles what has no step of its own at the step at which it is proposed, in every life. There is no
-checkpoint at a step of a proposal: a life that starts from it would not come to the line that proposes again.
+Updates come from the last worker, for the next step and for a later one, from a function, and from the inbox.
+A `sync` makes updates without `at_step` land at the step at which they are proposed, in every attempt. There
+is no checkpoint at a step of a proposal: an attempt that starts from it would not run that line again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def halved(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 class Corrections(keras.callbacks.Callback):
-    """Proposes at the same steps in every life."""
+    """Proposes at the same steps in every attempt."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         step = replicas.step

@@ -1,4 +1,4 @@
-"""What several unit tests look at."""
+"""Fixtures for several unit tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run directory without a job, a job that is played, and the command line: for the tests of commands."""
+"""A run directory without a job, a fake job, and the command line: for the tests of commands."""
 
 from __future__ import annotations
 

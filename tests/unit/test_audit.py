@@ -1,4 +1,4 @@
-"""What an audit report says, who agrees with whom, and whose value counts."""
+"""Audit reports: their text, the groups of workers that agree, and the reference value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`replicast audit` on a run directory whose job is played by the test."""
+"""`replicast audit` on a run directory with a fake job."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_without_an_audit_it_says_so(run: Path) -> None:
     assert invoke("audit", run, "--json").output == ""
 
 
-def test_after_a_run_without_an_audit_nobody_is_told_to_ask_for_one(run: Path) -> None:
+def test_after_a_run_without_an_audit_the_output_does_not_suggest_one(run: Path) -> None:
     heard_of(run, secs_ago=60)
     result = invoke("audit", run)
     assert result.exit_code == 0
@@ -76,7 +76,7 @@ def test_the_list_says_when_what_who_since_when_and_what_was_done(run: Path) -> 
     assert "worker 1: 1 of 12 elements" in details[1]
 
 
-def test_the_list_accuses_nobody_without_a_majority(run: Path) -> None:
+def test_the_list_blames_no_worker_without_a_majority(run: Path) -> None:
     tie = Difference("model/bias", ((0,), (1,)), 0, "coordinator", {1: Deviation(1, 1, 0.5, 0.1, ())})
     append_audit(run, report(differences=(tie,), requests=()))
     assert "(no majority: worker 0's value counts)" in invoke("audit", run).output

@@ -154,7 +154,7 @@ def test_names_of_directories_reach_no_terminal_raw(run: Path) -> None:
     assert is_harmless(" ".join(invoke("checkpoint", "list", Path("beside")).output.split()) + "[red]text")
 
 
-def test_who_waits_behind_a_trial_is_told_so(run: Path) -> None:
+def test_a_wait_behind_a_trial_is_reported(run: Path) -> None:
     assert invoke("push", run, "--set", "learning_rate=1", "--id", "behind").exit_code == 0
     inbox.note_stage(run, "behind", Stage.PROPOSED, waits_for="the trial of update 3, until step 55")
     waited = invoke("push", run, "--set", "learning_rate=1", "--id", "behind", "--wait", "--timeout", 0.1)

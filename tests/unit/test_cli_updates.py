@@ -1,4 +1,4 @@
-"""`replicast push` on a run directory whose job is played by the test."""
+"""`replicast push` on a run directory with a fake job."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def test_when_time_is_up_the_update_stays_and_can_be_withdrawn(run: Path) -> Non
     assert [entry.id for entry in inbox.waiting(run)] == ["x"]
 
 
-def test_who_waits_and_who_looks_is_told_that_the_training_has_no_callback(run: Path) -> None:
+def test_push_wait_and_status_say_that_the_training_has_no_callback(run: Path) -> None:
     heard_of(run, waiting_for=WITHOUT_CALLBACK)
     waited = invoke("push", run, "--set", "learning_rate=0.1", "--id", "x", "--wait", "--timeout", 0)
     looked = invoke("status", run)
@@ -344,7 +344,7 @@ def test_who_waits_for_the_next_start_is_told_that_the_job_is_not_running(run: P
     assert "proposed. The job is not running" in waited.output
 
 
-def test_who_gives_the_first_of_several_runs_of_a_script_is_told_which_one_is_running(run: Path) -> None:
+def test_the_first_of_several_runs_of_a_script_names_the_one_that_is_running(run: Path) -> None:
     heard_of(run, 35.0)
     later = run / "replicas-2"
     made_run(later)

@@ -1,4 +1,4 @@
-"""`replicast status`, `log`, `show` and `inspect` on a run directory whose job is played by the test."""
+"""`replicast status`, `log`, `show` and `inspect` on a run directory with a fake job."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_status_as_json_can_be_read_by_any_tool(run: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_watching_looks_again_until_ctrl_c(
+def test_watching_refreshes_until_ctrl_c(
     run: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses = []

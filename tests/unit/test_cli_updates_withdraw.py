@@ -1,4 +1,4 @@
-"""`replicast withdraw`, and the inbox where a job and somebody who withdraws may meet."""
+"""`replicast withdraw`, and races between a job and a withdrawal in the inbox."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_job_whose_clock_is_behind_is_heard_of_while_one_listens(
     assert [entry.id for entry in inbox.waiting(run)] == ["x"]
 
 
-def test_nobody_listens_for_a_job_that_has_said_its_end_or_has_taken_nothing(
+def test_a_job_that_has_ended_or_taken_nothing_is_not_waited_for(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listened = meanwhile(monkeypatch, lambda _secs: None)

@@ -1,4 +1,4 @@
-"""`replicast demo` without its workers: what it requires before it says so, and how its commands end."""
+"""`replicast demo` without its workers: the checks before each claim, and how its commands end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of the package: each can be imported, and nothing else is offered."""
+"""The names of the package: each can be imported, and there are no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fault points: inert without a plan, and with one exactly what it says, once."""
+"""Fault points: no effect without a plan; with one, each fault fires exactly once."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_fault_of_another_worker_or_another_attempt_does_not_fire(meant: Fault
     assert fires(faults.set_plan([meant], worker=meant.worker, attempt=meant.attempt))
 
 
-def test_an_empty_plan_is_none() -> None:
+def test_an_empty_plan_has_no_effect() -> None:
     assert faults.set_plan(()) is None
     faults.point("apply")
 

@@ -1,4 +1,4 @@
-"""What a group writes that was thought dead counts for nobody, wherever it was stopped."""
+"""Entries of a superseded group are void, wherever the group was stopped."""
 
 from __future__ import annotations
 
@@ -116,7 +116,9 @@ def test_a_commit_that_was_stopped_anywhere_overwrites_nothing_of_the_next_group
     assert outcomes == {2, 3}
 
 
-def test_a_commit_that_was_killed_anywhere_is_there_or_not_and_the_next_start_goes_on(tmp_path: Path) -> None:
+def test_a_commit_that_was_killed_anywhere_is_there_or_not_and_the_next_start_continues(
+    tmp_path: Path,
+) -> None:
     outcomes = set()
     for number in range(1, 1000):
         run = tmp_path / str(number)
@@ -307,9 +309,7 @@ def test_a_checkpoint_that_was_stopped_anywhere_takes_the_place_of_none_of_the_n
     assert number > 10
 
 
-def test_a_checkpoint_that_a_group_writes_after_it_was_thought_dead_is_none(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_of_a_superseded_group_is_void(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     old = Fence(tmp_path, attempt=0)
     save(tmp_path, old, 0, step=5)
     new = Fence(tmp_path, attempt=1)
@@ -342,7 +342,7 @@ def test_a_copy_of_another_runs_checkpoint_is_found_by_the_next_start(
 
 
 @pytest.mark.parametrize("damage", ["flipped", "another's"])
-def test_a_damaged_claim_is_named_and_nobody_guesses_what_counts(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_claim_is_reported_and_never_guessed(tmp_path: Path, damage: str) -> None:
     commit(start(tmp_path), "first")
     second = Fence(tmp_path, attempt=1)
     path = second.directory / "claim.json"

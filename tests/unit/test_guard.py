@@ -1,4 +1,4 @@
-"""What a guard lets through, and how it says no."""
+"""What a guard accepts, and its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever lies in the place of a file of the journal, readers say so or do without it, and never hang."""
+"""Whatever is in the place of a journal file, readers report or skip it, and never hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever lies in a run directory, readers end in bounded time and memory, and find what is good."""
+"""Whatever is in a run directory, readers end in bounded time and memory, and find the valid entries."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def strange(path: Path) -> None:
     path.with_name("12.json").write_bytes(path.read_bytes())
 
 
-def test_notes_that_are_none_hang_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_notes_do_not_block_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_worker_note(tmp_path, NOTE)
     strange(tmp_path / "workers" / "0.json")
     assert read_worker_notes(tmp_path) == [NOTE]

@@ -109,7 +109,7 @@ def test_submitting_the_same_again_changes_nothing_and_another_of_its_id_is_refu
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, True, "3", 2**63])
-def test_a_step_that_is_none_is_refused(tmp_path: Path, step: Any) -> None:
+def test_an_invalid_step_is_refused(tmp_path: Path, step: Any) -> None:
     with pytest.raises(UpdateRefused, match="step"):
         inbox.submit(tmp_path, update_of("a"), at_step=step)
     assert inbox.waiting(tmp_path) == []

@@ -1,4 +1,4 @@
-"""The journal: what is written is read back, and what was not written is not."""
+"""The journal: exactly the entries that were written are read back."""
 
 from __future__ import annotations
 
@@ -323,9 +323,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, call: int, fired: list[str]) -> Non
 
 
 @pytest.mark.parametrize("entry", [payload_of(update_of(2)), committed_of(2)], ids=["payload", "committed"])
-def test_wherever_the_disk_fails_an_entry_is_written_or_not_or_nobody_can_know(
-    tmp_path: Path, entry: Entry
-) -> None:
+def test_wherever_the_disk_fails_an_entry_is_written_or_not_or_unknown(tmp_path: Path, entry: Entry) -> None:
     outcomes: list[tuple[str | None, str]] = []
     for call in range(100):
         run_dir = tmp_path / str(call)

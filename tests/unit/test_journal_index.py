@@ -1,4 +1,4 @@
-"""A start and `status` open few files, however long the journal is; and an index is never more than that."""
+"""A start and `status` open few files, however long the journal is; an index is only an optimization."""
 
 from __future__ import annotations
 

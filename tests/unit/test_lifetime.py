@@ -1,4 +1,4 @@
-"""The end of a job, with threads as workers and the coordination's twin in memory."""
+"""The end of a job, with threads as workers and an in-memory coordination service."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def leave_all(workers: list[Worker]) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_all_leave_and_nobody_fails(workers: list[Worker]) -> None:
+def test_all_workers_leave_without_a_failure(workers: list[Worker]) -> None:
     for worker in workers:
         worker.transfers = 7
     leave_all(workers)
@@ -159,7 +159,7 @@ def test_a_worker_whose_data_ends_early_is_noticed_by_the_one_that_waits(workers
     workers[1].lifetime.turns.take()  # its data ended after 10 transfers
     workers[0].transfers = 11  # and this one has started the next step
     eventually(lambda: workers[0].coordination.aborted)
-    assert "worker 1 came to the end of its data" in workers[0].coordination.aborted[0]
+    assert "worker 1 reached the end of its data" in workers[0].coordination.aborted[0]
     assert isinstance(workers[0].lifetime.failure, JobFailed)
     assert workers[0].lifetime.failure.worker == 1
 

@@ -1,4 +1,4 @@
-"""Bytes that no start needs are removed; the entries stay, and every kept checkpoint can be gone on from."""
+"""Payloads that no start needs are removed; the entries stay, and every kept checkpoint can be restored."""
 
 from __future__ import annotations
 

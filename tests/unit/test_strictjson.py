@@ -1,4 +1,4 @@
-"""JSON that is read is what was meant, or refused."""
+"""JSON is read strictly, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorFlow's information is in the log and not on the screen; all else is on both."""
+"""TensorFlow's information messages are only in the log; all other output is also on the screen."""
 
 from __future__ import annotations
 

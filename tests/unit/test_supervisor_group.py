@@ -1,4 +1,4 @@
-"""A group of real processes without TensorFlow: nobody is forgotten, and no end takes longer for many."""
+"""A group of real processes without TensorFlow: all are stopped, and stopping many takes no longer."""
 
 from __future__ import annotations
 

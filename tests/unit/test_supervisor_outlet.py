@@ -1,4 +1,4 @@
-"""Writing to a screen that takes nothing for a while: nobody waits, and what was left out is counted."""
+"""Writing to a terminal that is not read for a while: no caller blocks, and dropped lines are counted."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_non_blocking_file_gets_everything(pipe: StalledPipe) -> None:
     assert pipe.read() == "first\nsecond\n"
 
 
-def test_messages_appear_even_if_nobody_reads_the_workers_lines(pipe: StalledPipe) -> None:
+def test_messages_appear_even_if_the_workers_lines_are_not_read(pipe: StalledPipe) -> None:
     reading, writing = os.pipe()
     with os.fdopen(reading) as read, os.fdopen(writing, "w") as messages:
         screen = Screen(pipe.stream, messages, live_rank=None, colour=False)

@@ -182,7 +182,7 @@ def test_a_full_disk_does_not_stop_the_reading() -> None:
     assert list(output.tail) == ["still here"]
 
 
-def test_a_child_that_outlives_a_worker_and_writes_for_ever_does_not_block_the_launcher(
+def test_a_child_that_outlives_a_worker_and_writes_forever_does_not_block_the_launcher(
     tmp_path: Path,
 ) -> None:
     output = Output(0, tmp_path / "log", screen=None, columns=None)

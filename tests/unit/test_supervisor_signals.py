@@ -76,7 +76,7 @@ print("still here")
     assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, "told\n")
 
 
-def test_a_forked_child_ends_when_told_to_and_asks_nobody_to_leave() -> None:
+def test_a_forked_child_exits_when_told_to_without_asking_the_job_to_leave() -> None:
     script = """
 on_sigterm(lambda: print("told", flush=True))
 child = os.fork()

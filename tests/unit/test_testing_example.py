@@ -1,4 +1,4 @@
-"""The example of docs/testing.md does what it says."""
+"""The example of docs/testing.md works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every transport promises, as sentences that N workers act out together: here N threads do."""
+"""The promises of every transport: each is a function that N workers run together, here in N threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOON_SECS = 0.05
 
 
 class Worker:
-    """One worker in a sentence: its transport, and words to the others."""
+    """One worker: its transport, and a way to synchronize with the others."""
 
     def __init__(
         self, transport: Transport, coordination: Coordination, rank: int, size: int, name: str
@@ -37,7 +37,7 @@ class Worker:
         self._answers = itertools.count()
 
     def id(self, suffix: object = "") -> str:
-        """An id that is the same on all workers, and of no other sentence."""
+        """An id that is the same on all workers, and unique to this promise."""
         return f"{self._name}-{suffix}"
 
     def meet(self) -> None:
@@ -49,13 +49,13 @@ class Worker:
             )
 
     def all_agree(self, answer: bool) -> bool:
-        """Whether every worker said yes; the same on all."""
+        """Whether the answer of every worker is true; the same on all."""
         number = next(self._answers)
         self._coordination.put(f"{self._name}/answer-{number}/{self.rank}", str(answer))
         keys = [f"{self._name}/answer-{number}/{rank}" for rank in range(self.size)]
         return {self._coordination.get(key, WAIT_SECS) for key in keys} == {"True"}
 
-    def told(self, source: int, parcel: Parcel | None) -> Parcel:
+    def described(self, source: int, parcel: Parcel | None) -> Parcel:
         """The parcel that the source has published."""
         key = f"{self._name}/{next(self._numbers)}/parcel"
         if parcel is not None:
@@ -68,7 +68,7 @@ class Worker:
     def published(self, arrays: Sequence[np.ndarray], source: int = 0, suffix: object = "") -> Parcel:
         publishes = self.rank == source
         parcel = self.transport.publish(self.id(suffix), arrays) if publishes else None
-        return self.told(source, parcel)
+        return self.described(source, parcel)
 
     def received(
         self, arrays: Sequence[np.ndarray], source: int = 0, suffix: object = ""
@@ -137,7 +137,7 @@ def arrays_are_writable_and_aligned(worker: Worker) -> None:
         assert array.ctypes.data % 64 == 0
 
 
-def what_one_worker_writes_no_other_sees(worker: Worker) -> None:
+def writes_of_one_worker_are_not_visible_to_others(worker: Worker) -> None:
     arrays = worker.received([some(300_000), some(10)])
     worker.meet()
     for array in arrays:
@@ -180,28 +180,28 @@ def several_parcels_may_be_under_way(worker: Worker) -> None:
 def threads_receive_different_parcels_at_once(worker: Worker) -> None:
     count = 6
     parcels = [worker.published([some(300_000, n)], n % worker.size, n) for n in range(count)]
-    looked: list[list[int]] = [[] for _ in range(count)]
+    inspected: list[list[int]] = [[] for _ in range(count)]
 
     def receive(number: int) -> list[np.ndarray]:
-        def look(place: int, part: np.ndarray) -> None:
-            looked[number].append(part.size)
+        def inspect(place: int, part: np.ndarray) -> None:
+            inspected[number].append(part.size)
 
-        return worker.transport.receive(parcels[number], WAIT_SECS, look)
+        return worker.transport.receive(parcels[number], WAIT_SECS, inspect)
 
-    # With a thread for each there is no order to keep to; so another one on every worker.
+    # With a thread for each parcel, workers may start in different orders.
     order = np.random.default_rng(worker.rank).permutation(count)
     with ThreadPoolExecutor(count) as threads:
         received = {number: threads.submit(receive, number) for number in order}
     for number in range(count):
         assert_same(received[number].result(), [some(300_000, number)])
-        assert sum(looked[number]) == 300_000  # none of these has mates
+        assert sum(inspected[number]) == 300_000  # none of these shares the verification
     worker.meet()
     with ThreadPoolExecutor(count) as threads:
         list(threads.map(lambda parcel: worker.transport.release(parcel.id), parcels))
     assert_same(worker.received([some(300_000)], suffix="next"), [some(300_000)])
 
 
-def releasing_what_is_not_there_does_no_harm(worker: Worker) -> None:
+def releasing_an_unknown_parcel_is_a_no_op(worker: Worker) -> None:
     worker.transport.release("never-seen")
     worker.received([some(10)])
     worker.meet()
@@ -230,46 +230,46 @@ def a_parcel_that_never_comes_is_refused_in_time(worker: Worker) -> None:
     assert_same(worker.received([some(10)], suffix="next"), [some(10)])
 
 
-SENTENCES: list[Callable[[Worker], Any]] = [
+PROMISES: list[Callable[[Worker], Any]] = [
     every_dtype_and_shape_arrives_bit_for_bit,
     any_worker_can_be_the_source,
     many_small_arrays_and_one_of_many_chunks_arrive,
     a_parcel_without_arrays_arrives,
     arrays_are_writable_and_aligned,
-    what_one_worker_writes_no_other_sees,
+    writes_of_one_worker_are_not_visible_to_others,
     the_source_may_change_its_arrays_at_once,
     arrays_outlive_the_release_and_later_parcels,
     arrays_outlive_the_transport,
     several_parcels_may_be_under_way,
     threads_receive_different_parcels_at_once,
-    releasing_what_is_not_there_does_no_harm,
+    releasing_an_unknown_parcel_is_a_no_op,
     damaged_bytes_are_refused_by_every_worker,
     a_parcel_that_never_comes_is_refused_in_time,
 ]
 MAKERS: list[str] = ["memory", "shared"]
 
 
-def act_out(sentence: Callable[[Worker], Any], transports: Sequence[Transport]) -> None:
+def run_on_threads(promise: Callable[[Worker], Any], transports: Sequence[Transport]) -> None:
     store = MemoryCoordination.Store()
 
-    def play(rank: int) -> None:
-        words = MemoryCoordination(store)
-        worker = Worker(transports[rank], words, rank, len(transports), sentence.__name__)
+    def run(rank: int) -> None:
+        coordination = MemoryCoordination(store)
+        worker = Worker(transports[rank], coordination, rank, len(transports), promise.__name__)
         try:
-            sentence(worker)
+            promise(worker)
             worker.meet()
         finally:
             transports[rank].close()
 
     with ThreadPoolExecutor(len(transports)) as threads:
-        for played in [threads.submit(play, rank) for rank in range(len(transports))]:
-            played.result()
+        for done in [threads.submit(run, rank) for rank in range(len(transports))]:
+            done.result()
 
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("sentence", SENTENCES, ids=lambda sentence: sentence.__name__)
-def test_transport(sentence: Callable[[Worker], Any], kind: str, size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+def test_transport(promise: Callable[[Worker], Any], kind: str, size: int, tmp_path: Path) -> None:
     board = MemoryTransport.Board()
     transports: list[Transport] = [
         MemoryTransport(board, rank)
@@ -277,6 +277,6 @@ def test_transport(sentence: Callable[[Worker], Any], kind: str, size: int, tmp_
         else SharedMemoryTransport("job", rank, directory=tmp_path)
         for rank in range(size)
     ]
-    act_out(sentence, transports)
+    run_on_threads(promise, transports)
     assert not board.buffers, "something is left behind"
     assert not list(tmp_path.iterdir()), "something is left behind"

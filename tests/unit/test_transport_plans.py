@@ -1,4 +1,4 @@
-"""The pure parts of the transports, the twin's own tricks, and how a job finds its transport."""
+"""The pure parts of the transports, the faults of the in-memory one, and how a job chooses its transport."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ def test_a_parcel_has_the_digest_of_its_blocks() -> None:
     assert len({parcel, decode(encode(parcel))}) == 1
 
 
-@pytest.mark.parametrize("mates", [(0,), (0, 1), (1, 4, 7)])
-def test_every_number_is_looked_at_by_one_of_those_who_share_the_memory(mates: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("local_ranks", [(0,), (0, 1), (1, 4, 7)])
+def test_every_element_is_inspected_by_exactly_one_worker_of_the_host(local_ranks: tuple[int, ...]) -> None:
     arrays = [np.arange(BLOCK_BYTES // 2, dtype=np.float32), np.zeros(0), np.ones(3, np.int8)]
     pieces, nbytes = lay_out(arrays)
     parcel = Parcel("p", 1, nbytes, pieces, write_out(arrays, pieces, aligned_buffer(nbytes)))
-    looked: list[tuple[int, np.ndarray]] = []
-    for rank in mates:
-        check_share(parcel, arrays, rank, mates, lambda place, part: looked.append((place, part)))
+    inspected: list[tuple[int, np.ndarray]] = []
+    for rank in local_ranks:
+        check_share(parcel, arrays, rank, local_ranks, lambda place, part: inspected.append((place, part)))
     for place, array in enumerate(arrays):
-        found = np.sort(np.concatenate([array[:0], *(part for at, part in looked if at == place)]))
+        found = np.sort(np.concatenate([array[:0], *(part for at, part in inspected if at == place)]))
         assert found.dtype == array.dtype
         assert found.tobytes() == array.tobytes()
 
@@ -195,13 +195,13 @@ def test_the_hosts_decide_the_transport(hosts: list[str], kind: type[Transport],
     assert not list(tmp_path.iterdir())
 
 
-def test_workers_that_do_not_say_where_they_are_are_named(
+def test_workers_that_do_not_publish_their_host_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(opening, "OPEN_SECS", 0.01)
-    words = MemoryCoordination(MemoryCoordination.Store())
+    coordination = MemoryCoordination(MemoryCoordination.Store())
     with pytest.raises(JobFailed, match=r"Received: nothing from workers 0, 2") as caught:
-        open_transport(words, 1, 3, {"REPLICAST_SHM_DIR": str(tmp_path)})
+        open_transport(coordination, 1, 3, {"REPLICAST_SHM_DIR": str(tmp_path)})
     assert caught.value.worker == 0
 
 
@@ -239,7 +239,7 @@ def test_a_leader_that_gave_up_waiting_is_sent_nothing(tmp_path: Path) -> None:
     parcel = sender.publish("one", [np.arange(3)])
     with pytest.raises(UpdateRefused, match=r"Worker 1 waited 0\.01 s for parcel 'one' from worker 0"):
         receiver.receive(parcel, 0.01)
-    # It had said that it has room. Sending now would wait for ever, and end the job.
+    # It had reported enough space. Sending now would block until the transfer times out and ends the job.
     with pytest.raises(UpdateRefused, match=r"Worker 1 waited 0\.01 s for parcel 'one' from worker 0"):
         sender.receive(parcel, 10.0)
     for transport in (sender, receiver):
@@ -248,15 +248,15 @@ def test_a_leader_that_gave_up_waiting_is_sent_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_refused_transfer_leaves_no_words_behind_whoever_gave_up_first(first: int, tmp_path: Path) -> None:
+def test_a_refused_transfer_leaves_no_keys_behind_whoever_gave_up_first(first: int, tmp_path: Path) -> None:
     store = MemoryCoordination.Store()
     both = two_hosts(tmp_path, store)
     parcel = both[0].publish("one", [np.arange(3)])
-    both_or_one = both if first == 0 else both[1:]  # or the one that sends never begins to
+    both_or_one = both if first == 0 else both[1:]  # or the sender never starts to receive
     for transport in both_or_one:
         with pytest.raises(UpdateRefused, match="waited"):
             transport.receive(parcel, 0.01)
-    assert store.values, "nothing was said"
+    assert store.values, "no keys were written"
     for transport in both:
         transport.release("one")
     assert store.values == {}
@@ -278,7 +278,7 @@ def test_a_leader_that_has_given_up_and_released_is_still_sent_nothing(tmp_path:
         transport.close()
 
 
-def test_a_leader_that_does_not_say_whether_it_has_room_is_named(tmp_path: Path) -> None:
+def test_a_leader_that_does_not_report_whether_it_has_room_is_named(tmp_path: Path) -> None:
     sender, receiver = two_hosts(tmp_path)
     parcel = sender.publish("one", [np.arange(3)])
     for late in (sender, receiver):
@@ -288,7 +288,7 @@ def test_a_leader_that_does_not_say_whether_it_has_room_is_named(tmp_path: Path)
         transport.close()
 
 
-def test_a_transfer_leaves_no_words_behind_and_no_two_have_the_same_keys(
+def test_a_transfer_leaves_no_keys_behind_and_no_two_transfers_share_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = MemoryCoordination.Store()

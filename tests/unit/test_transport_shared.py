@@ -1,4 +1,4 @@
-"""Shared memory: what lies in the directory, what a full one does, and what is left by those who died."""
+"""Shared memory: the files in the directory, a full file system, and files that dead processes left."""
 
 from __future__ import annotations
 
@@ -228,7 +228,9 @@ def test_what_cannot_be_named_or_mapped_leaves_nothing(
     transport.close()
 
 
-def test_a_full_file_system_for_the_spare_is_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_file_system_for_the_spare_is_harmless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transport = SharedMemoryTransport("job", 0, directory=tmp_path)
     transport.publish("one", [some(LARGE)])
     refused = []
@@ -247,7 +249,7 @@ def test_a_full_file_system_for_the_spare_is_no_harm(tmp_path: Path, monkeypatch
     assert files_in(tmp_path) == []
 
 
-def test_a_spare_gives_way_to_what_is_needed_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spare_is_removed_if_its_space_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transport = SharedMemoryTransport("job", 0, directory=tmp_path)
     transport.publish("one", [some(LARGE)])
     transport.release("one")
@@ -280,15 +282,15 @@ def test_a_flipped_bit_is_noticed_by_exactly_one_of_those_who_share_the_memory(
     size: int, tmp_path: Path
 ) -> None:
     ranks = range(size)
-    mates = [SharedMemoryTransport("job", rank, directory=tmp_path, mates=ranks) for rank in ranks]
+    transports = [SharedMemoryTransport("job", rank, directory=tmp_path, local_ranks=ranks) for rank in ranks]
     for block in range(4):
         name = f"p{block}"
-        parcel = mates[0].publish(name, [np.zeros(3 * BLOCK_BYTES + 1, np.uint8)], to_read=True)
+        parcel = transports[0].publish(name, [np.zeros(3 * BLOCK_BYTES + 1, np.uint8)], to_read=True)
         with (tmp_path / f"{PREFIX}job-{name}").open("r+b") as file:
             file.seek(block * BLOCK_BYTES)
             file.write(b"\1")
         refusals = []
-        for transport in mates:
+        for transport in transports:
             try:
                 transport.receive(parcel, 1.0)
             except UpdateRefused as refusal:
@@ -296,8 +298,8 @@ def test_a_flipped_bit_is_noticed_by_exactly_one_of_those_who_share_the_memory(
         (refusal,) = refusals
         assert f"damaged at worker {refusal.worker}" in refusal.problem
         assert f"of block {block}" in str(refusal.expected)
-        mates[0].release(name)
-    for transport in mates:
+        transports[0].release(name)
+    for transport in transports:
         transport.close()
 
 
@@ -356,7 +358,7 @@ def test_only_files_of_this_user_with_our_name_are_removed_or_mapped(
     (place / f"{PREFIX}link").symlink_to(elsewhere / "precious")
     (place / "replicast-notes").write_text("kept")
     os.mkfifo(place / f"{PREFIX}pipe")
-    assert remove_leftovers(place) == [place / f"{PREFIX}pipe"], "it waits for nobody"
+    assert remove_leftovers(place) == [place / f"{PREFIX}pipe"], "opening the pipe must not block"
     assert files_in(place) == [f"{PREFIX}directory", f"{PREFIX}link", "replicast-notes"]
     assert files_in(elsewhere) == ["precious"]
     transport = SharedMemoryTransport("job", 0, directory=place)

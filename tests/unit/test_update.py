@@ -323,7 +323,7 @@ GOOD = {"format": 1, "id": "x", "note": "", "author": "", "edits": [EDIT]}
         ),
     ],
 )
-def test_a_description_that_is_none_is_refused(description: Any) -> None:
+def test_an_invalid_description_is_refused(description: Any) -> None:
     with pytest.raises(FileDamaged):
         Update.parse(file_with(description), "file")
 
@@ -412,7 +412,7 @@ def test_a_plain_file_without_operation_says_how_to_push_it(tmp_path: Path) -> N
         Update.load(path)
 
 
-def test_stages_are_words() -> None:
+def test_stages_are_strings() -> None:
     assert Stage("verified") is Stage.VERIFIED
     assert len(set(Stage)) == 10
 

@@ -1,4 +1,4 @@
-"""Files that one worker writes for all, with threads as workers and the coordination's twin in memory."""
+"""Files that one worker writes for all, with threads as workers and an in-memory coordination service."""
 
 from __future__ import annotations
 

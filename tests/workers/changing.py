@@ -1,4 +1,4 @@
-"""Changes of one worker's variables that replicast knows nothing of."""
+"""Changes of one worker's variables without replicast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real workers whose replicas are made to differ, by one bit or by an assignment: found, located, healed."""
+"""Real workers whose replicas differ, by one bit or by an assignment: detected, located, healed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of real workers: when they are made, by whom, of which state, and the bits that come back."""
+"""Checkpoints of real workers: when they are written, by which worker, of which state; and restored bits."""
 
 from __future__ import annotations
 

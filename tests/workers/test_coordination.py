@@ -69,7 +69,7 @@ def test_timed_out_waits_do_not_leak_memory_in_the_service() -> None:
     assert coordination.get("key", 0.0) == "here"
 
 
-def test_keys_that_nobody_waits_for_any_more_are_not_counted_for_ever() -> None:
+def test_keys_of_finished_waits_are_not_kept_forever() -> None:
     coordination = ServiceCoordination(PlayedService())
     for number in range(1000):
         assert coordination.get(f"word/{number}", 0.0) is None

@@ -1,4 +1,4 @@
-"""`replicast demo` as people start it: real workers, and claims that are true or named as false."""
+"""`replicast demo` as users start it: with real workers, and a check of each claim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests that are computed by operations of TensorFlow, where the variable is; here on a CPU."""
+"""Digests that TensorFlow computes on the device of the variable; here on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the examples are started and read, for tests/long; and a script that cannot be started here."""
+"""Starts the examples and reads their output, for tests/long; and a script that cannot be started here."""
 
 from __future__ import annotations
 

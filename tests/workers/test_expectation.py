@@ -1,4 +1,4 @@
-"""What variables should be by checkpoint and journal, when workers differ and no majority knows."""
+"""The values of variables according to checkpoint and journal, for audits without a majority."""
 
 from __future__ import annotations
 

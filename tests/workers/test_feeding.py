@@ -1,4 +1,4 @@
-"""What each worker is given to eat: every example once per epoch, in an order all share."""
+"""Each worker's share of the data: every example once per epoch, in an order that all workers share."""
 
 from __future__ import annotations
 

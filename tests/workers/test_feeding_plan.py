@@ -1,4 +1,4 @@
-"""Who gets which rows: planned by pure functions, tested by tables."""
+"""Which worker gets which rows: pure functions, tested with tables."""
 
 from __future__ import annotations
 

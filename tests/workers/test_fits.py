@@ -23,7 +23,7 @@ def over(position: Position) -> bool:
 
 
 def saved(fits: Fits, position: Position) -> Position:
-    """What a checkpoint at this position says, when another life reads it."""
+    """What a checkpoint at this position says, when another attempt reads it."""
     stamped = fits.stamped(position)
     return Position(stamped.epoch, stamped.batch).at(json.loads(json.dumps(stamped.script())))
 
@@ -34,16 +34,16 @@ def done(fits: Fits, fit: Fit, epochs: int | None = None) -> None:
 
 
 def later(position: Position) -> Fits:
-    life = Fits()
-    life.restored(position)
-    return life
+    attempt = Fits()
+    attempt.restored(position)
+    return attempt
 
 
-def test_a_checkpoint_of_the_second_fit_passes_the_first_one_over_and_goes_on_in_the_second() -> None:
-    life = Fits()
-    done(life, FIRST)
-    life.begin(SECOND)
-    again = later(saved(life, Position(1, 3)))
+def test_a_checkpoint_of_the_second_fit_passes_the_first_one_over_and_continues_in_the_second() -> None:
+    attempt = Fits()
+    done(attempt, FIRST)
+    attempt.begin(SECOND)
+    again = later(saved(attempt, Position(1, 3)))
     first = again.begin(FIRST)
     assert over(first)
     assert first.epoch == 4
@@ -53,20 +53,20 @@ def test_a_checkpoint_of_the_second_fit_passes_the_first_one_over_and_goes_on_in
 
 
 def test_fits_that_are_alike_are_told_apart_by_their_order() -> None:
-    life = Fits()
+    attempt = Fits()
     for _ in range(3):
-        done(life, THIRD)
-    life.begin(THIRD)
-    for _ in range(2):  # and so in the life after the next
-        life = later(saved(life, Position(0, 7)))
-        assert [over(life.begin(THIRD)) for _ in range(3)] == [True] * 3
-        assert life.begin(THIRD) == Position(0, 7)
+        done(attempt, THIRD)
+    attempt.begin(THIRD)
+    for _ in range(2):  # and so in the attempt after the next
+        attempt = later(saved(attempt, Position(0, 7)))
+        assert [over(attempt.begin(THIRD)) for _ in range(3)] == [True] * 3
+        assert attempt.begin(THIRD) == Position(0, 7)
 
 
 def test_a_checkpoint_at_the_end_of_a_fit_is_taken_by_it_also_with_more_epochs() -> None:
-    life = Fits()
-    life.begin(FIRST)
-    again = later(saved(life, Position(4)))
+    attempt = Fits()
+    attempt.begin(FIRST)
+    again = later(saved(attempt, Position(4)))
     found = again.begin(Fit(6, 9))
     assert found == Position(4)
     assert not over(found)
@@ -74,33 +74,33 @@ def test_a_checkpoint_at_the_end_of_a_fit_is_taken_by_it_also_with_more_epochs()
 
 
 def test_a_fit_that_was_stopped_stays_so_unless_it_is_called_otherwise() -> None:
-    life = Fits()
-    done(life, FIRST, epochs=2)
-    again = later(saved(life, Position(2)))
+    attempt = Fits()
+    done(attempt, FIRST, epochs=2)
+    again = later(saved(attempt, Position(2)))
     found = again.begin(FIRST)
     assert found == Position(2)
     assert found.inside == "stopped"
     assert again.begin(SECOND) == Position()
-    found = later(saved(life, Position(2))).begin(Fit(8, 9))  # the user wants more of it
+    found = later(saved(attempt, Position(2))).begin(Fit(8, 9))  # the user wants more of it
     assert found == Position(2)
     assert found.inside == "fit"
 
 
-def test_an_own_loop_between_fits_goes_on_when_the_fit_before_it_is_passed_over() -> None:
-    life = Fits()
-    life.begin(FIRST)
-    position = life.stamped(Position(4))
-    life.end(4, stopped=False)
-    position = life.used(position, 7)
-    again = later(saved(life, position))
+def test_a_custom_loop_between_fits_continues_when_the_fit_before_it_is_passed_over() -> None:
+    attempt = Fits()
+    attempt.begin(FIRST)
+    position = attempt.stamped(Position(4))
+    attempt.end(4, stopped=False)
+    position = attempt.used(position, 7)
+    again = later(saved(attempt, position))
     assert over(again.begin(FIRST))
     assert again.take_loop() == Position(0, 7)
     assert again.begin(SECOND) == Position()
 
 
-def test_the_position_of_an_own_loop_is_not_taken_by_the_fit_behind_it() -> None:
-    life = Fits()
-    again = later(saved(life, life.used(Position(), 7)))
+def test_the_position_of_a_custom_loop_is_not_taken_by_the_fit_behind_it() -> None:
+    attempt = Fits()
+    again = later(saved(attempt, attempt.used(Position(), 7)))
     assert again.begin(FIRST) == Position()
     assert again.take_loop() is None
 
@@ -108,39 +108,39 @@ def test_the_position_of_an_own_loop_is_not_taken_by_the_fit_behind_it() -> None
 def test_a_loop_that_comes_again_before_the_place_of_the_checkpoint_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    life = Fits()
-    life.used(Position(), 5)
-    life.begin(FIRST)
-    again = later(saved(life, Position(1, 3)))
+    attempt = Fits()
+    attempt.used(Position(), 5)
+    attempt.begin(FIRST)
+    again = later(saved(attempt, Position(1, 3)))
     assert again.take_loop() is None
     again.used(Position(), 1)
     assert ["THIS LOOP REPEATS TRAINING" in message for message in caplog.messages] == [True]
     assert again.begin(FIRST) == Position(1, 3)
 
 
-def test_a_script_that_leaves_out_what_was_done_goes_on_with_the_fit_of_the_checkpoint() -> None:
-    life = Fits()
-    done(life, FIRST)
-    life.begin(SECOND)
-    again = later(saved(life, Position(1, 3)))
+def test_a_script_that_leaves_out_what_was_done_continues_with_the_fit_of_the_checkpoint() -> None:
+    attempt = Fits()
+    done(attempt, FIRST)
+    attempt.begin(SECOND)
+    again = later(saved(attempt, Position(1, 3)))
     assert again.begin(SECOND) == Position(1, 3)
     assert saved(again, Position(1, 4)).fits == (FIRST._replace(ended=4), SECOND)
 
 
 def test_another_fit_in_the_place_of_one_that_was_done_is_refused() -> None:
-    life = Fits()
-    done(life, FIRST)
-    life.begin(SECOND)
+    attempt = Fits()
+    done(attempt, FIRST)
+    attempt.begin(SECOND)
     with pytest.raises(CheckpointError, match="Expected: a fit with 4 epochs of 9 batches") as raised:
-        later(saved(life, Position(1, 3))).begin(Fit(5, 9))
+        later(saved(attempt, Position(1, 3))).begin(Fit(5, 9))
     assert raised.value.received == "a fit with 5 epochs of 9 batches"
 
 
 def test_a_script_that_ends_before_the_place_of_the_checkpoint_has_trained_nothing() -> None:
-    life = Fits()
-    done(life, THIRD)
-    life.begin(THIRD)
-    again = later(saved(life, Position(0, 3)))
+    attempt = Fits()
+    done(attempt, THIRD)
+    attempt.begin(THIRD)
+    again = later(saved(attempt, Position(0, 3)))
     assert over(again.begin(THIRD))
     assert "the script ended after 1" in again.awaited()
     again.begin(THIRD)

@@ -1,4 +1,4 @@
-"""A guard on real workers: what is too much is refused with its bound, and training does not notice."""
+"""A guard on real workers: a change beyond a bound is refused, and training is not affected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates of several megabytes: read from memory that all workers share, applied by all alike."""
+"""Updates of several megabytes: read from shared memory, applied with the same result by all workers."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_sigterm_saves_every_model_of_a_script_and_not_only_the_first(pool2: Poo
         assert [told["first"], told["second"]] == [[told["steps"][0]], [told["steps"][1]]]
 
 
-def test_sigterm_is_heeded_when_replicas_were_closed_and_others_made(pool2: Pool, tmp_path: Path) -> None:
+def test_sigterm_is_handled_when_replicas_were_closed_and_others_made(pool2: Pool, tmp_path: Path) -> None:
     for told in pool2.run(told_while_the_second_model_trains, tmp_path, close_first=True):
         assert told["code"] == TOLD_TO_END
         assert told["first"] == []

@@ -55,14 +55,14 @@ def test_a_file_that_is_not_there_is_told_to_every_worker(pool2: Pool, tmp_path:
     pool2.run(nothing_there, tmp_path)
 
 
-def batches_used(strategy: Any, directory: Path, life: int, stop_after: int) -> list[int]:
+def batches_used(strategy: Any, directory: Path, attempt: int, stop_after: int) -> list[int]:
     """A custom loop over a shuffled dataset of 5 batches, three epochs; a checkpoint after each step."""
     model = perceptron(strategy)
     data = tf.data.Dataset.range(5).shuffle(5, seed=7)
     used = []
     with replicas_of(model, run_dir=directory, durability="disk") as replicas:
         restored = replicas.restore()
-        assert (restored is not None) == (life > 0)
+        assert (restored is not None) == (attempt > 0)
         for _ in range(replicas.step // 5, 3):
             for batch in replicas.resume(data):
                 used.append(int(batch))
@@ -73,7 +73,7 @@ def batches_used(strategy: Any, directory: Path, life: int, stop_after: int) -> 
     return used
 
 
-def test_an_own_loop_goes_on_with_the_batch_after_the_last_one(pool1: Pool, tmp_path: Path) -> None:
+def test_a_custom_loop_continues_with_the_batch_after_the_last_one(pool1: Pool, tmp_path: Path) -> None:
     (whole,) = pool1.run(batches_used, tmp_path / "undisturbed", 0, -1)
     assert len(whole) == 15
     assert [sorted(whole[first : first + 5]) for first in (0, 5, 10)] == [[0, 1, 2, 3, 4]] * 3

@@ -1,4 +1,4 @@
-"""Every private API of TensorFlow and Keras that we rest on: on the day one changes, a test names it.
+"""Every private API of TensorFlow and Keras that replicast uses: if one changes, a test names it.
 
 The message says which API it is, which file of ours uses it and what we need of it: see `private_apis.py`.
 """

@@ -1,4 +1,4 @@
-"""The progress bar of a `fit` that goes on where a restored state was left."""
+"""The progress bar of a `fit` that continues from a restored state."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Every(keras.callbacks.Callback):
                 other.progbar.interval = -1.0
 
 
-def test_the_bar_of_a_restored_fit_counts_from_the_batch_that_training_goes_on_with(
+def test_the_bar_of_a_restored_fit_counts_from_the_batch_with_which_training_continues(
     pool2: Pool, tmp_path: Path
 ) -> None:
     counts, _ = pool2.run(counts_on_the_bar, tmp_path, True)

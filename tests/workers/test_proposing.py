@@ -1,4 +1,4 @@
-"""Under which ids workers propose: threads play the workers."""
+"""The ids of proposals, with threads as workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job of three workers that trains, and the command line beside it: `push`, `status`, `log`, `show`."""
+"""A job of three workers that trains, and the command line: `push`, `status`, `log`, `show`."""
 
 from __future__ import annotations
 

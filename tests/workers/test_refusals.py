@@ -1,4 +1,4 @@
-"""What cannot work is refused at once on every worker, with the way round."""
+"""What cannot work is refused immediately on every worker, with an alternative."""
 
 from __future__ import annotations
 

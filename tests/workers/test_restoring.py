@@ -1,4 +1,4 @@
-"""A checkpoint whose bytes were changed is refused by every worker; they take another one together."""
+"""A damaged checkpoint is refused by every worker; all use the same other one."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_one_flipped_bit_is_found_by_all_who_go_back_to_a_whole_checkpoint_toget
     assert others == [[], []]
 
 
-def restored_for_an_own_loop(strategy: Any, run_dir: Path) -> Any:
+def restored_for_a_custom_loop(strategy: Any, run_dir: Path) -> Any:
     model = perceptron(strategy, adam)
     with replicas_of(model, run_dir=run_dir) as replicas:
         replicas.training_begins()
@@ -92,7 +92,7 @@ def restored_for_an_own_loop(strategy: Any, run_dir: Path) -> Any:
     return strategy.take_start(model)
 
 
-def test_a_restored_own_loop_leaves_no_position_for_a_later_fit_of_something_else(
+def test_a_restored_custom_loop_leaves_no_position_for_a_later_fit_of_something_else(
     pool1: Pool, tmp_path: Path
 ) -> None:
-    assert pool1.run(restored_for_an_own_loop, tmp_path) == [None]
+    assert pool1.run(restored_for_a_custom_loop, tmp_path) == [None]

@@ -1,4 +1,4 @@
-"""Where a restored `fit` goes on: after every step of an undisturbed one, with the batch that came next."""
+"""Where a restored `fit` continues: after any step of an undisturbed one, with the next batch."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class Life:
         replicas.training.reached.side_effect = lambda position, *_, **__: self.positions.append(position)
         ends = keras.callbacks.LambdaCallback(on_epoch_end=self._epoch_ended)
         callbacks = [BoundaryCallback(replicas, mock.MagicMock(), mock.MagicMock()), ends]
-        tf.random.set_seed(1)  # arrays are shuffled the same way in every life
+        tf.random.set_seed(1)  # arrays are shuffled the same way in every attempt
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             self.model.fit(**data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
@@ -204,9 +204,9 @@ class Life:
         self.epochs.append((epoch, len(self.model.seen)))
 
 
-def lives(strategy: Any, kind: str) -> dict[str, Any]:
+def attempts(strategy: Any, kind: str) -> dict[str, Any]:
     """All that an undisturbed training uses, and what is used after every third of its steps."""
-    tf.random.set_seed(1)  # as every life does: datasets are made before it
+    tf.random.set_seed(1)  # as every attempt does: datasets are made before it
     whole = Life(strategy, Position(), KINDS[kind]())
     done, wrong = 0, []
     for position in [*dict.fromkeys(whole.positions)][::3]:
@@ -227,8 +227,8 @@ def position_after(whole: Life, position: Position) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fit_goes_on_with_the_next_batch_after_any_step(pool1: Pool, kind: str) -> None:
-    (found,) = pool1.run(lives, kind)
+def test_fit_continues_with_the_next_batch_after_any_step(pool1: Pool, kind: str) -> None:
+    (found,) = pool1.run(attempts, kind)
     assert found["steps"] > BATCHES
     assert found["wrong"] == []
 
@@ -266,38 +266,38 @@ def test_what_cannot_be_positioned_is_said_by_worker_0_alone(pool1: Pool) -> Non
 def training(start: Position | None = None) -> Training:
     """A training of worker 0, without the rest of a job."""
     session, state = mock.MagicMock(rank=0, step=0), MemoryState({})
-    life = Training(session, state, Checkpoints(session, state, None, attempt=0))
+    attempt = Training(session, state, Checkpoints(session, state, None, attempt=0))
     if start is not None:
-        life.restored(Restored(0, start, (), frozenset()), None)
-    return life
+        attempt.restored(Restored(0, start, (), frozenset()), None)
+    return attempt
 
 
-def own_loop(life: Training, stop_after: int, saved: dict[int, Position]) -> list[int]:
+def custom_loop(attempt: Training, stop_after: int, saved: dict[int, Position]) -> list[int]:
     """Four of five batches a pass, whose length is not known; two for each step."""
     data, used = tf.data.Dataset.range(5).shuffle(5, seed=7).filter(lambda number: True).take(4), []
     while len(used) < stop_after:
-        for batch in life.resume(data):
+        for batch in attempt.resume(data):
             used.append(int(batch))
             if len(used) % 2 == 0:
-                life.used(2)
-                saved[len(used)] = life.position
+                attempt.used(2)
+                saved[len(used)] = attempt.position
     return used
 
 
-def test_an_own_loop_of_short_passes_and_two_batches_a_step_goes_on_in_its_pass() -> None:
+def test_a_custom_loop_of_short_passes_and_two_batches_a_step_continues_in_its_pass() -> None:
     saved: dict[int, Position] = {}
-    whole = own_loop(training(), 12, saved)
+    whole = custom_loop(training(), 12, saved)
     assert saved == {2: Position(0, 2), 4: Position(0, 4), 6: Position(1, 2), 8: Position(1, 4)} | {
         10: Position(2, 2),
         12: Position(2, 4),
     }
     for done in (2, 6, 10):
-        assert own_loop(training(saved[done]), 12 - done, {}) == whole[done:]
+        assert custom_loop(training(saved[done]), 12 - done, {}) == whole[done:]
 
 
 def test_steps_before_the_first_pass_are_not_of_it() -> None:
-    life = training()
-    life.used(3)
-    assert life.position == Position(0, 3)  # what the default assumes
-    life.resume(tf.data.Dataset.range(5))
-    assert life.position == Position()
+    attempt = training()
+    attempt.used(3)
+    assert attempt.position == Position(0, 3)  # what the default assumes
+    attempt.resume(tf.data.Dataset.range(5))
+    assert attempt.position == Position()

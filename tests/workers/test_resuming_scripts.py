@@ -1,4 +1,4 @@
-"""Scripts that resume: custom loops over any data, several trainings, other callbacks at epochs' ends."""
+"""Scripts that resume: custom loops over any data, several trainings, other callbacks at epoch ends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def given(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["dataset", "list", "generator", "iterable"])
-def test_a_custom_loop_goes_on_in_any_kind_of_data_and_warns_once_in_every_attempt_of_what_is_uncertain(
+def test_a_custom_loop_continues_in_any_kind_of_data_and_warns_once_in_every_attempt_of_what_is_uncertain(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for start, expected in [
@@ -46,17 +46,17 @@ def test_a_custom_loop_goes_on_in_any_kind_of_data_and_warns_once_in_every_attem
         (Position(2, 1), [1, 2, 3, 4]),
     ]:
         caplog.clear()
-        life = training(start)
-        assert [int(batch) for batch in life.resume(given(kind))] == expected
-        assert [int(batch) for batch in life.resume(given(kind))] == [0, 1, 2, 3, 4]
+        attempt = training(start)
+        assert [int(batch) for batch in attempt.resume(given(kind))] == expected
+        assert [int(batch) for batch in attempt.resume(given(kind))] == [0, 1, 2, 3, 4]
         warned = [UNCERTAIN in message for message in caplog.messages]
         assert warned == ([True] if kind in ("generator", "iterable") else [])
 
 
 def test_batches_beyond_the_length_of_a_list_are_whole_passes() -> None:
-    life = training(Position(0, 12))
-    assert [*life.resume(given("list"))] == [2, 3, 4]
-    assert life.position == Position(2, 2)
+    attempt = training(Position(0, 12))
+    assert [*attempt.resume(given("list"))] == [2, 3, 4]
+    assert attempt.position == Position(2, 2)
 
 
 def order_of_events(strategy: Any) -> list[str]:
@@ -66,12 +66,12 @@ def order_of_events(strategy: Any) -> list[str]:
         model.compile("sgd", "mse", run_eagerly=True)
     events: list[str] = []
     replicas = mock.MagicMock(model=model, rank=0)
-    life = replicas.training
-    life.begin_fit.return_value = Position(0, 3)
-    life.frozen_variables.keep.side_effect = lambda names: events.append("kept")
-    life.frozen_variables.put_back.side_effect = lambda: events.append("put back")
-    life.after_epoch.side_effect = lambda: events.append("saved")
-    life.reached.side_effect = lambda *_, epoch_ends=False, **__: events.extend(["ends"] * epoch_ends)
+    attempt = replicas.training
+    attempt.begin_fit.return_value = Position(0, 3)
+    attempt.frozen_variables.keep.side_effect = lambda names: events.append("kept")
+    attempt.frozen_variables.put_back.side_effect = lambda: events.append("put back")
+    attempt.after_epoch.side_effect = lambda: events.append("saved")
+    attempt.reached.side_effect = lambda *_, epoch_ends=False, **__: events.extend(["ends"] * epoch_ends)
     other = keras.callbacks.LambdaCallback(
         on_train_begin=lambda logs: events.append("other begins"),
         on_epoch_begin=lambda epoch, logs: events.append("other begins epoch"),
@@ -99,14 +99,14 @@ def test_a_checkpoint_that_is_due_at_the_last_batch_of_an_epoch_waits_for_its_en
     checkpoints.save_in_passing.side_effect = lambda: saved.append(
         (checkpoints.position, dict(checkpoints.metrics))
     )
-    life = Training(mock.MagicMock(rank=0, step=8), mock.MagicMock(), checkpoints)
-    life.plan_saves(SavePlan(every=4))
-    life.reached(Position(1), {"loss": 2.0}, epoch_ends=True)
-    life.after_step(1)
+    attempt = Training(mock.MagicMock(rank=0, step=8), mock.MagicMock(), checkpoints)
+    attempt.plan_saves(SavePlan(every=4))
+    attempt.reached(Position(1), {"loss": 2.0}, epoch_ends=True)
+    attempt.after_step(1)
     assert saved == []
-    life.reached(Position(1), {"loss": 2.0, "val_loss": 1.0})
-    life.after_epoch()
-    life.after_epoch()
+    attempt.reached(Position(1), {"loss": 2.0, "val_loss": 1.0})
+    attempt.after_epoch()
+    attempt.after_epoch()
     assert saved == [(Position(1), {"loss": 2.0, "val_loss": 1.0})]
 
 
@@ -119,11 +119,11 @@ class Lives:
         with strategy.scope():
             self.model = Remembers()
             self.model.compile("sgd", "mse", run_eagerly=True)
-        self.life = training(start)
+        self.attempt = training(start)
         self.positions: list[Position] = []
         self._replicas = mock.MagicMock(model=self.model, rank=0, begin_epoch=strategy.begin_epoch)
-        self._replicas.training = self.life
-        self._replicas.boundary.side_effect = lambda **_: self.positions.append(self.life.position)
+        self._replicas.training = self.attempt
+        self._replicas.boundary.side_effect = lambda **_: self.positions.append(self.attempt.position)
 
     def run(self) -> list[list[int]]:
         data, reshuffled = rows().batch(2), Reshuffled()
@@ -141,7 +141,7 @@ class Lives:
 
 
 def scripts(strategy: Any) -> list[Any]:
-    """Where another life trains something else than the first one did after every fourth of its steps."""
+    """Where another attempt trains something else than the first one did after every fourth of its steps."""
     first = Lives(strategy)
     whole = first.run()
     wrong = []
@@ -152,7 +152,7 @@ def scripts(strategy: Any) -> list[Any]:
     return wrong
 
 
-def test_a_script_of_several_fits_goes_on_in_the_one_where_it_was_with_the_data_that_came_next(
+def test_a_script_of_several_fits_continues_in_the_one_where_it_was_with_the_data_that_came_next(
     pool1: Pool,
 ) -> None:
     (wrong,) = pool1.run(scripts)
@@ -189,7 +189,7 @@ class Proposing(keras.callbacks.Callback):
 
 
 def ids_in_two_lives(strategy: Any, directory: Path, ours_first: bool) -> list[list[tuple[str, str]]]:
-    lives = []
+    attempts = []
     for _ in range(2):
         keras.backend.clear_session()  # another process would give the same names
         model = perceptron(strategy)
@@ -203,8 +203,8 @@ def ids_in_two_lives(strategy: Any, directory: Path, ours_first: bool) -> list[l
             x[:64], y[:64], batch_size=8, epochs=2, callbacks=both if ours_first else both[::-1], verbose=0
         )
         replicas.close()
-        lives.append(theirs.ids)
-    return lives
+        attempts.append(theirs.ids)
+    return attempts
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
@@ -224,13 +224,13 @@ def test_what_was_meant_for_a_step_that_never_came_is_said(caplog: pytest.LogCap
     with Job(1) as job:
         (worker,) = job.workers
         checkpoints = Checkpoints(worker.session, worker.state, None, attempt=0)
-        life = Training(worker.session, worker.state, checkpoints)
-        life.warn_of_what_was_left()
+        attempt = Training(worker.session, worker.state, checkpoints)
+        attempt.warn_of_what_was_left()
         assert caplog.messages == []
         for step in (7, 3, 7):
             worker.session.propose(replicast.Update().scale("dense/kernel", 2.0), at_step=step)
         eventually(lambda: [one["step"] for one in worker.session.operations()] == [7, 3, 7])
-        life.warn_of_what_was_left()
+        attempt.warn_of_what_was_left()
     (said,) = caplog.messages
     assert said.startswith(
         "the training ended at step 0; updates scheduled for step 3, 7 were not applied and stay in the "

@@ -200,7 +200,7 @@ def put(run: Path, update: Update, trial: object) -> Path:
     return path
 
 
-def test_an_entry_with_an_absurd_number_is_refused_and_the_job_goes_on(job: Job, tmp_path: Path) -> None:
+def test_an_entry_with_an_absurd_number_is_refused_and_the_job_continues(job: Job, tmp_path: Path) -> None:
     put(tmp_path, bias(1.0, id="absurd"), {"steps": 5, "max_increase": 10**400})
     inbox.submit(tmp_path, bias(1.0, id="good"))
     keeping_of(job, tmp_path).start()
@@ -212,7 +212,7 @@ def test_an_entry_with_an_absurd_number_is_refused_and_the_job_goes_on(job: Job,
 @pytest.mark.parametrize(
     "where", ["replicast.storage.inbox.take", "replicast.runtime.parcels.Parcels.publish"]
 )
-def test_an_entry_that_causes_an_unexpected_error_is_refused_with_it_and_the_job_goes_on(
+def test_an_entry_that_causes_an_unexpected_error_is_refused_with_it_and_the_job_continues(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     real, calls = pkgutil.resolve_name(where), []

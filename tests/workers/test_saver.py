@@ -1,4 +1,4 @@
-"""Checkpoints of jobs whose workers are threads: who is told what, when something goes wrong on the way."""
+"""Checkpoints of jobs whose workers are threads: what each caller is told if an error occurs."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def is_leaving(job: Job) -> bool:
     return any(one["kind"] == "leave" for one in job.workers[0].session.operations())
 
 
-def test_who_is_told_to_end_while_a_checkpoint_is_written_saves_behind_it_although_others_are_skipped(
+def test_a_job_told_to_exit_while_a_checkpoint_is_written_saves_behind_it_although_others_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Job(2) as job:
@@ -143,7 +143,7 @@ def test_who_is_told_to_end_while_a_checkpoint_is_written_saves_behind_it_althou
     assert [manifest.step for manifest in CheckpointStore(tmp_path).list()] == [10, step]
 
 
-def test_who_is_told_to_end_says_that_nothing_is_saved_when_the_replicas_differ(
+def test_a_job_told_to_exit_says_that_nothing_is_saved_when_the_replicas_differ(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def change(worker: Worker, step: int) -> None:
@@ -158,7 +158,7 @@ def test_who_is_told_to_end_says_that_nothing_is_saved_when_the_replicas_differ(
     assert [manifest.step for manifest in CheckpointStore(tmp_path).list()] == [10]
 
 
-def test_who_is_told_to_end_says_why_nothing_is_saved(
+def test_a_job_told_to_exit_says_why_nothing_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: Any) -> None:
@@ -176,7 +176,7 @@ def test_who_is_told_to_end_says_why_nothing_is_saved(
     assert ["the state is not saved. There is no run directory" in each for each in said] == [True] * 2
 
 
-def test_who_is_told_to_end_does_not_wait_for_ever_for_a_disk_that_does_not_answer(
+def test_a_job_told_to_exit_does_not_wait_forever_for_a_disk_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers = threading.Event()
@@ -212,7 +212,7 @@ def result_of(saving: Saving) -> str:
     return said[0]
 
 
-def test_nobody_waits_for_a_checkpoint_whose_thread_has_died(tmp_path: Path) -> None:
+def test_no_worker_waits_for_a_checkpoint_whose_thread_has_died(tmp_path: Path) -> None:
     with Job(1) as job:
         made = savers(job, tmp_path)
         plan = faults.set_plan([faults.Fault(0, faults.Point.WRITE, action=faults.Action.RAISE)])
@@ -231,7 +231,7 @@ def test_nobody_waits_for_a_checkpoint_whose_thread_has_died(tmp_path: Path) -> 
             saved(job, made)
 
 
-def test_nobody_waits_for_a_checkpoint_that_a_worker_never_comes_to(
+def test_no_worker_waits_for_a_checkpoint_that_another_never_reaches(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Job(2) as job:
@@ -242,7 +242,7 @@ def test_nobody_waits_for_a_checkpoint_that_a_worker_never_comes_to(
     assert "did not exit within" not in caplog.text
 
 
-def test_nobody_waits_for_a_checkpoint_when_another_thread_has_died(tmp_path: Path) -> None:
+def test_no_worker_waits_for_a_checkpoint_when_another_thread_has_died(tmp_path: Path) -> None:
     with Job(2) as job:
         made = savers(job, tmp_path)
         saving = made[0].checkpoints.save_in_passing()
@@ -400,7 +400,7 @@ def steps_until(
     raise AssertionError("it never was")
 
 
-def test_what_is_proposed_at_the_boundary_of_a_checkpoint_that_somebody_asked_for_belongs_to_it(
+def test_what_is_proposed_at_the_boundary_of_a_checkpoint_that_was_requested_belongs_to_it(
     tmp_path: Path,
 ) -> None:
     def propose(saver: Saver) -> None:
@@ -417,7 +417,7 @@ def test_what_is_proposed_at_the_boundary_of_a_checkpoint_that_somebody_asked_fo
     assert {f"at-{step}" for step in range(1, manifest.step + 1)} <= {one.id for one in manifest.pending}
 
 
-def test_a_checkpoint_that_somebody_asked_for_at_the_last_batch_of_an_epoch_waits_for_its_end(
+def test_a_checkpoint_that_was_requested_at_the_last_batch_of_an_epoch_waits_for_its_end(
     tmp_path: Path,
 ) -> None:
     with Job(2) as job:
@@ -471,7 +471,7 @@ def test_workers_that_are_at_different_moments_of_an_epochs_end_take_part_in_the
 # Which ones stay.
 
 
-def test_a_checkpoint_that_is_whole_is_none_that_failed_when_an_old_one_cannot_be_removed(
+def test_a_complete_checkpoint_has_not_failed_if_an_old_one_cannot_be_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remove, meanwhile = CheckpointStore.remove, []

@@ -1,4 +1,4 @@
-"""Which slices the sum of a row-sparse gradient has, for every way to come by the indices of a lookup."""
+"""The slices of the sum of a row-sparse gradient, for every source of the indices of a lookup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moving statistics, which each worker takes from its own rows: equal by default, left alone on request."""
+"""Moving statistics, which each worker computes from its own rows: averaged by default, local on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every transport promises, acted out by real workers, also while they train."""
+"""The promises of every transport, with real workers, also while they train."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from replicast.coordination import ServiceCoordination
 from replicast.transport import BroadcastTransport, SharedMemoryTransport, Transport, open_transport
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, digest, rank
-from tests.unit.test_transport_conformance import SENTENCES, Worker, assert_same, some
+from tests.unit.test_transport_conformance import PROMISES, Worker, assert_same, some
 from tests.workers.recipes import arrays, perceptron
 from tests.workers.test_updates import forget_hosts
 
@@ -46,19 +46,19 @@ def worker_on(hosts: Sequence[str], job: str, directory: Path) -> Iterator[Worke
         transport.close()
 
 
-def act_out(
-    _: Any, sentence: Callable[[Worker], None], hosts: Sequence[str], job: str, directory: Path
+def run_promise(
+    _: Any, promise: Callable[[Worker], None], hosts: Sequence[str], job: str, directory: Path
 ) -> None:
     with worker_on(hosts, job, directory) as worker:
-        sentence(worker)
+        promise(worker)
 
 
 @pytest.mark.parametrize("hosts", [ONE_HOST, *TWO_HOSTS, THREE_HOSTS], ids="".join)
-@pytest.mark.parametrize("sentence", SENTENCES, ids=lambda sentence: sentence.__name__)
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 def test_transport(
-    pool3: Pool, sentence: Callable[[Worker], None], hosts: Sequence[str], tmp_path: Path
+    pool3: Pool, promise: Callable[[Worker], None], hosts: Sequence[str], tmp_path: Path
 ) -> None:
-    pool3.run(act_out, sentence, hosts, uuid.uuid4().hex, tmp_path, deadline_secs=60)
+    pool3.run(run_promise, promise, hosts, uuid.uuid4().hex, tmp_path, deadline_secs=60)
     assert not list(tmp_path.iterdir()), "something is left behind"
 
 
@@ -140,7 +140,7 @@ def no_room_on(
 
 
 @pytest.mark.parametrize(("full", "source"), [(1, 0), (0, 2)])
-def test_no_room_on_one_host_is_refused_by_all_and_training_goes_on(
+def test_no_room_on_one_host_is_refused_by_all_and_training_continues(
     pool3: Pool, full: int, source: int, tmp_path: Path
 ) -> None:
     results = pool3.run(no_room_on, full, source, TWO_HOSTS[0], uuid.uuid4().hex, tmp_path)

@@ -1,4 +1,4 @@
-"""A correction that proves itself or undoes itself, on real workers that train."""
+"""Trials on real workers that train: kept or reverted."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def by_fit(
     replicas.model.fit(x, y, batch_size=BATCH_SIZE, epochs=EPOCHS, verbose=0, callbacks=callbacks)
 
 
-def by_own_loop(replicas: replicast.Replicas, looks: Looks) -> None:
+def by_custom_loop(replicas: replicast.Replicas, looks: Looks) -> None:
     model, strategy = replicas.model, replicas.model.distribute_strategy
     x, y = (part[strategy.rank :: strategy.size][:16] for part in arrays())
 
@@ -117,14 +117,16 @@ def by_own_loop(replicas: replicast.Replicas, looks: Looks) -> None:
 
 def tried(strategy: Any, way: str, which: str, directory: Path) -> dict[str, Any]:
     keras.utils.set_random_seed(3)
-    # The statistics of an own loop are each worker's own.
-    extra = () if way == "own loop" else (lambda: keras.layers.Dropout(0.1), keras.layers.BatchNormalization)
+    # The statistics of a custom loop are each worker's own.
+    extra = (
+        () if way == "custom loop" else (lambda: keras.layers.Dropout(0.1), keras.layers.BatchNormalization)
+    )
     per_execution = 3 if way == "executions" else 1
     model = perceptron(strategy, adam, extra, steps_per_execution=per_execution)
     with replicas_of(model, run_dir=directory) as replicas:
         looks = Looks(replicas, which)
-        if way == "own loop":
-            by_own_loop(replicas, looks)
+        if way == "custom loop":
+            by_custom_loop(replicas, looks)
         else:
             by_fit(replicas, looks, replicas.callback(save_every=4, keep=99), per_execution)
         replicas.model.distribute_strategy.check_job()
@@ -140,7 +142,7 @@ def assert_taken_back(told: dict[str, Any]) -> None:
     assert min(step for step in told["after"] if step > ended) in told["before"]
 
 
-@pytest.mark.parametrize("way", ["fit", "executions", "own loop"])
+@pytest.mark.parametrize("way", ["fit", "executions", "custom loop"])
 def test_a_trial_that_makes_the_loss_worse_ends_with_the_bits_of_before(
     pool2: Pool, tmp_path: Path, way: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""A `fit` that was not given `replicas.callback()`: it is said, and no step is made up."""
+"""A `fit` without `replicas.callback()`: a warning says so, and no step is made up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edits of real variables: the bits that `update/edits.py` defines, and the names that variables go by."""
+"""Edits of real variables: the bits that `update/edits.py` defines, and the names of variables."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def assigned_and_changed(strategy: Any) -> dict[str, Any]:
     return digest(model)
 
 
-def test_what_was_assigned_belongs_to_each_worker_alone_and_training_goes_on(pool3: Pool) -> None:
+def test_what_was_assigned_belongs_to_each_worker_alone_and_training_continues(pool3: Pool) -> None:
     assert_equal_on_all(pool3.run(assigned_and_changed))
 
 

@@ -1,4 +1,4 @@
-"""The promises of an update between hosts: one machine that plays several, while training goes on."""
+"""The promises of an update between hosts: one machine acts as several, while training continues."""
 
 from __future__ import annotations
 

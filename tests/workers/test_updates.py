@@ -1,4 +1,4 @@
-"""One worker writes, every replica follows: the promises of an update, kept by real workers that train."""
+"""One worker writes, every replica follows: the promises of an update, on real workers that train."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ def train(
         act(step)
         look(step)
 
-    if way == "own loop":
-        own_loop(replicas, each, lambda: meeting.all_say(enough()))
+    if way == "custom loop":
+        custom_loop(replicas, each, lambda: meeting.all_say(enough()))
         return seen
     callbacks = [replicas.callback(), AtStep(each), Until(meeting, enough)]
     x, y = arrays(STEPS * 8 * 4)
@@ -166,7 +166,7 @@ def train(
     return seen
 
 
-def own_loop(replicas: replicast.Replicas, each: Callable[[int], Any], enough: Callable[[], bool]) -> None:
+def custom_loop(replicas: replicast.Replicas, each: Callable[[int], Any], enough: Callable[[], bool]) -> None:
     model, strategy = replicas.model, replicas.model.distribute_strategy
     x, y = (part[strategy.rank :: strategy.size][:16] for part in arrays())
 
@@ -240,7 +240,7 @@ def assert_all_were_reached(results: list[dict[str, Any]]) -> None:
         assert first_seen(found["seen"], place) == step, "it was seen at another step than its receipt's"
 
 
-WAYS = ["fit", "own loop", "4 steps per execution"]
+WAYS = ["fit", "custom loop", "4 steps per execution"]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -525,7 +525,7 @@ def asked_too_early(strategy: Any) -> dict[str, Any]:
     return {"seen": seen, "said": said if strategy.rank == 0 else ["prepared"]}
 
 
-def test_a_training_thread_that_waits_for_itself_is_told_and_training_goes_on(pool2: Pool) -> None:
+def test_a_training_thread_that_waits_for_itself_is_told_and_training_continues(pool2: Pool) -> None:
     results = pool2.run(asked_too_early)
     assert_equal_on_all(results)
     assert results[0]["said"] == ["prepared"]
@@ -643,7 +643,7 @@ def assert_refused_without_a_trace(pool: Pool, directory: Path) -> None:
     assert [record.id for record in committed_updates(directory / "run-True")] == ["known"]
 
 
-def test_bad_updates_are_refused_and_training_comes_to_the_same_weights_as_without_them(
+def test_bad_updates_are_refused_and_training_ends_with_the_same_weights_as_without_them(
     pool3: Pool, tmp_path: Path
 ) -> None:
     assert_refused_without_a_trace(pool3, tmp_path)

@@ -1,4 +1,4 @@
-"""Files that every worker would write are written by worker 0, whole, and are there when the others go on."""
+"""Files that every worker would write are written by worker 0, and are complete when the others continue."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def interrupted_and_resumed(strategy: Any, directory: Path) -> dict[str, Any]:
     }
 
 
-def test_backup_and_restore_goes_on_where_it_was_on_every_worker(pool2: Pool, tmp_path: Path) -> None:
+def test_backup_and_restore_continues_where_it_was_on_every_worker(pool2: Pool, tmp_path: Path) -> None:
     results = pool2.run(interrupted_and_resumed, tmp_path)
     assert_equal_on_all(results)
     assert results[0]["iterations"] == 15

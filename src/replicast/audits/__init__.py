@@ -1,1 +1,1 @@
-"""What an audit found, and whose value counts. Data and arithmetic."""
+"""Audit reports, and the choice of the reference value. Data and arithmetic."""

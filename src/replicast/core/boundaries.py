@@ -1,11 +1,11 @@
-"""Who has the turn at a boundary: one operation at a time, while all training threads stand there.
+"""Which operation has its turn at a boundary: one at a time, while all training threads are stopped there.
 
-An operation that wants a boundary waits in the order of the list. When all workers stand where it can run
-(`Meeting`, or all of them rest at one boundary), it has the turn, until it says `Go`, ends, or wants another
-boundary. What is ready when the workers meet shares the meeting; then they are released.
+Operations that need a boundary wait in the order of the list. Once all workers are stopped where an operation
+can run (`Meeting`, or all of them rest at one boundary), it has its turn until it yields `Go`, ends, or asks
+for another boundary. Operations that are ready by then share the meeting; then the workers are released.
 
-Updates of the journal have their turn before all others at their boundary, in the order of (step, sequence),
-so every attempt applies everything in one order.
+Replayed updates of the journal come before all others at their boundary, in the order of (step, sequence), so
+every attempt applies all updates in the same order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from replicast.core.operation import Operation, Timeouts
 from replicast.core.refusal import Refusal
 
 MOST_SHARED = 16
-"""The most operations at one boundary; then training continues before the next operation."""
+"""The maximum number of operations at one boundary; after that, training continues before the next one."""
 
 
 class Boundaries:
@@ -29,18 +29,17 @@ class Boundaries:
 
     Args:
         size: The number of workers.
-        timeouts: How long it waits.
-        numbers: Gives numbers that nothing else in the job has.
-        say: Tells all workers something.
-        set_timer: Calls something after a time.
-        resume: Goes on with a script, with a value or a `Refusal`.
-        deferred: Why an operation may not run now wherever the workers stand, and until which step; None when
-            it may.
-        note_deferred: Called when it is known why an operation waits.
+        timeouts: The timeouts of the job.
+        numbers: Yields numbers that are unique in the job.
+        say: Broadcasts a message to all workers.
+        set_timer: Calls a function after a time.
+        resume: Resumes a script with a value or a `Refusal`.
+        deferred: Why an operation must not run now at any boundary, and until which step; None if it may.
+        note_deferred: Called when the reason why an operation waits becomes known.
         end_job: Ends the job, with the reason.
 
     Attributes:
-        speaker: The operation that has the turn.
+        speaker: The operation that has its turn.
         rests: The workers whose training threads wait for all others.
     """
 
@@ -80,38 +79,38 @@ class Boundaries:
     # What operations want.
 
     def want(self, operation: Operation, at_step: int | None) -> None:
-        """An operation waits for all workers to stand at a boundary."""
+        """Adds an operation that waits until all workers are stopped at a boundary."""
         self.leave(operation)
         if at_step is not None and operation.meeting is None:
             operation.meeting = self._open(at_step)
         self._wait(operation)
 
     def reserve(self, operation: Operation, at_step: int) -> None:
-        """All workers agree to stop at a step; the script goes on when they have."""
+        """Makes all workers agree to stop at a step; then resumes the script."""
         operation.meeting = meeting = self._open(at_step)
         self._reserving[meeting.number] = operation
         self._time_answers(meeting)
 
     def promise(self, operation: Operation, at_step: int) -> None:
-        """The same while all workers stand before it: there is nothing to wait for."""
+        """The same while all workers are stopped before that step: there is nothing to wait for."""
         operation.meeting = self._open(at_step)
         operation.promised = True
 
     def replay(self, operation: Operation) -> None:
-        """It comes before everything else, in its place in the order of replays."""
+        """Schedules a replay: before all other operations, in the order of replays."""
         if operation.replays is not None:
             insort(self._replays, (operation.replays, operation.number))
 
     def last_replay(self) -> int:
-        """The step of the last opened update of the journal that is applied again; 0 for none."""
+        """The step of the last replay that is opened; 0 for none."""
         return int(self._replays[-1][0][0]) if self._replays else 0
 
     def count_replays(self) -> int:
-        """How many of them are opened and not applied."""
+        """How many replays are opened and not applied yet."""
         return len(self._replays)
 
     def leave(self, operation: Operation) -> None:
-        """Its turn is over."""
+        """Ends the turn of an operation."""
         if self.speaker is operation:
             self.speaker = None
             if operation.replays is not None:
@@ -119,7 +118,7 @@ class Boundaries:
                 operation.replays = None
 
     def forget(self, operation: Operation) -> None:
-        """It has ended."""
+        """Removes an operation that has ended."""
         self.leave(operation)
         if operation in self._waiting:
             self._waiting.remove(operation)
@@ -131,7 +130,7 @@ class Boundaries:
             operation.meeting = None
 
     def rests_end(self) -> None:
-        """Called when the workers are told to continue: operations that needed them at rest wait again."""
+        """Called when resting workers continue: operations that needed them at rest wait again."""
         self.rests = {}
         for operation in self._turn:
             self._wait(operation)
@@ -139,11 +138,11 @@ class Boundaries:
         self._end_here()
 
     def is_waiting(self, operation: Operation) -> bool:
-        """Whether it waits for its turn."""
+        """Whether an operation waits for its turn."""
         return operation in self._waiting
 
     def resting_step(self) -> int | None:
-        """The boundary at which all workers rest; None when they do not."""
+        """The boundary at which all workers rest; None if they do not."""
         if len(self.rests) < self.size:
             return None
         steps = {rest.step for rest in self.rests.values()}
@@ -152,7 +151,7 @@ class Boundaries:
     # What workers say.
 
     def at(self, rank: int, number: int, step: int, standing: bool) -> None:
-        """A worker says where it is."""
+        """Handles a worker's message about its position."""
         meeting = self._meetings.get(number)
         if meeting is None:
             return
@@ -168,7 +167,7 @@ class Boundaries:
             self._aim(meeting)
         elif had_answered and standing and step < meeting.target:
             self._next = None
-            self._open_next()  # it rests, and will never come to the target: ask again
+            self._open_next()  # it rests, and will never reach the target: ask again
             self._release(meeting)
 
     def _aim(self, meeting: Meeting) -> None:
@@ -177,7 +176,7 @@ class Boundaries:
         if len(set(meeting.steps.values())) > 1:
             meeting.aim(latest)
             self._say(Meet(meeting.number, latest))
-            self._time_standing(meeting)  # of those who stand there already
+            self._time_standing(meeting)  # with the workers that are already there
 
     def _agreed(self, meeting: Meeting) -> None:
         operation = self._reserving.pop(meeting.number)
@@ -191,7 +190,7 @@ class Boundaries:
     # Whose turn it is.
 
     def schedule(self) -> bool:
-        """Gives the turn to the next operation; says whether there was one."""
+        """Gives the turn to the next operation; returns whether there was one."""
         if self.speaker is not None:
             return False
         while self._turn and self._here is not None:
@@ -209,14 +208,14 @@ class Boundaries:
         return self._find_turn()
 
     def _end_here(self) -> None:
-        """Called when no operation needs all workers to be stopped here any more."""
+        """Called when no operation needs the workers to be stopped here any more."""
         used = None if self._here is None else self._here[0]
         self._here = None
         if used is not None:
             self._release(used)
 
     def _share(self, step: int) -> bool:
-        """Also runs operations here that became ready meanwhile, up to a limit."""
+        """Also runs operations here that have become ready meanwhile, up to a limit."""
         ready = [one for one in self._waiting if one.meeting is None and self._can_run(one, step)]
         if not ready or self._shared >= MOST_SHARED:
             return False
@@ -250,7 +249,7 @@ class Boundaries:
         return False
 
     def _where(self, operation: Operation, resting: int | None) -> int | None:
-        """Where all workers stand, if the operation can run there."""
+        """The boundary at which all workers are stopped, if the operation can run there."""
         meeting = operation.meeting or self._next
         step = None if meeting is None else meeting.step()
         if step is None and resting is not None:
@@ -307,7 +306,7 @@ class Boundaries:
             self._next = None
 
     def _time_answers(self, meeting: Meeting) -> None:
-        """Every worker's event loop has to answer `Stop`, whatever its training thread does."""
+        """Sets the timeout for answers to `Stop`: event loops answer it whatever the training threads do."""
         secs = self._timeouts.answer_secs
 
         def late() -> None:
@@ -318,7 +317,7 @@ class Boundaries:
         self._set_timer(secs, late)
 
     def _time_standing(self, meeting: Meeting) -> None:
-        """Once one training thread stands, all others have to come."""
+        """Sets the timeout for all training threads to arrive, once the first one has."""
         if not meeting.standing or meeting.timed_round == meeting.round:
             return
         meeting.timed_round = meeting.round
@@ -327,12 +326,12 @@ class Boundaries:
         def late() -> None:
             open_ = meeting.number in self._meetings and meeting.round == round_
             if open_ and meeting.missing() and self.resting_step() is None:
-                self._call_off(meeting, Gather("come to the boundary", meeting.missing()).timed_out(secs))
+                self._call_off(meeting, Gather("reach the boundary", meeting.missing()).timed_out(secs))
 
         self._set_timer(secs, late)
 
     def _call_off(self, meeting: Meeting, refusal: Refusal) -> None:
-        """Not all workers come: what waits for them is refused."""
+        """Refuses the operations of a meeting that not all workers reach."""
         waiting = [one for one in self._waiting if (one.meeting or self._next) is meeting]
         if meeting.number in self._reserving:
             waiting.append(self._reserving.pop(meeting.number))

@@ -1,4 +1,4 @@
-"""What the state machines want done: commands out. The runtime carries them out in order."""
+"""Commands of the state machines. The runtime carries them out in order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Coordinator: write an entry durably, then look for a later claim; `Written` says what came of it."""
+    """Coordinator: write an entry durably, then check for a later claim; `Written` has the result."""
 
     number: int
     entry: Entry
@@ -27,7 +27,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class CloseInbox:
-    """Coordinator: a proposal from the inbox has its outcome: note it, and remove the file."""
+    """Coordinator: a proposal from the inbox has its outcome: record it, and remove the file."""
 
     ticket: str
     tell: Tell
@@ -38,7 +38,7 @@ class Ended:
     """Coordinator: an operation without a ticket has ended.
 
     Attributes:
-        number: Of what the workers report by themselves: which report of that kind it was; otherwise 0.
+        number: For a planned operation, the number of its report; otherwise 0.
         outcome: An `Outcome`.
         id: The operation's id.
         step: The boundary at which it happened, if it got there.
@@ -55,7 +55,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class SetTimer:
-    """Either: send `TimerFired` after this time. There is no need to cancel one: late ones are ignored."""
+    """Either: send `TimerFired` after this time. Timers are never cancelled: obsolete ones are ignored."""
 
     number: int
     secs: float
@@ -63,7 +63,7 @@ class SetTimer:
 
 @dataclass(frozen=True, slots=True)
 class EndJob:
-    """Either: the job cannot go on; the process ends, and with it the group."""
+    """Either: the job cannot continue; the process exits, and with it the group."""
 
     reason: str
 
@@ -92,14 +92,14 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """Worker: the training thread returns from what it waited in, with a result or a `Refusal`."""
+    """Worker: the training thread returns from its wait, with a result or a `Refusal`."""
 
     outcome: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Worker: one of its tickets has come this far."""
+    """Worker: one of its tickets has reached a new stage."""
 
     ticket: str
     tell: Tell
@@ -107,7 +107,7 @@ class Settle:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Worker: what was prepared under this id is not needed any more."""
+    """Worker: the update prepared under this id is not needed any more."""
 
     id: str
 

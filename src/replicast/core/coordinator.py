@@ -1,9 +1,9 @@
-"""The coordinator: one ordered list of operations, and what is put into it.
+"""The coordinator: one ordered list of operations, and what is added to it.
 
     Propose, Request, Rest, a planned step ──► an operation at the end of the list; its script runs (`Engine`)
-    it ends ──► Tell to those who hold a ticket (`Tickets`), Resume to those who rest in it
+    it ends ──► Tell to the holders of its tickets (`Tickets`), Resume to the workers that rest in it
 
-While a trial is under way, most operations wait for its end.
+While a trial is in progress, most operations wait for its end.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from replicast.core.stage import Stage
 from replicast.core.tickets import Tickets, digest_of
 
 AHEAD = 4
-"""How many updates of the journal are prepared before their step comes."""
+"""How many replayed updates are prepared in advance."""
 NO_TOKEN = 0
-"""That of a worker that does not rest: the tokens of rests begin with 1."""
+"""The token of a worker that does not rest: the tokens of rests start at 1."""
 
 
 class Coordinator(Tickets):
-    """The state machine that decides. It lives in worker 0.
+    """The state machine that decides. It runs in worker 0.
 
     Args:
         size: The number of workers.
-        history: What the journal says, read after this group has claimed the run directory.
-        attempt: The number of this group.
-        start: The checkpoint that the workers have restored; None when they start from scratch.
-        timeouts: How long it waits.
+        history: The valid entries of the journal, read after this group has claimed the run directory.
+        attempt: The number of this attempt.
+        start: The checkpoint that the workers have restored; None if they start from scratch.
+        timeouts: The timeouts of the job.
         audit_policy: What happens to replicas that differ: "heal", "raise" or "warn".
 
     Attributes:
-        operations: What is under way, in order: `status` reads it, and so do tickets, through `Tell`.
-        trial: The operation whose trial is under way.
-        leaving: All workers are told to end: nothing more is decided.
+        operations: The current operations, in order: `status` reads it, and so do tickets, through `Tell`.
+        trial: The operation whose trial is in progress.
+        leaving: Whether all workers have been told to exit: nothing more is decided.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Coordinator(Tickets):
         elif isinstance(message, Rest):
             self._rest(rank, message)
         elif self._early is not None:
-            self._early.append((rank, message))  # what earlier attempts have left comes first
+            self._early.append((rank, message))  # the work of earlier attempts comes first
         elif isinstance(message, Propose):
             self._propose(rank, message)
         elif isinstance(message, Withdraw):
@@ -106,7 +106,7 @@ class Coordinator(Tickets):
             self._note_proposer(operation, rank)
         elif proposal.content is not None and proposal.digest != digest_of(known, record):
             problem = (
-                f"An update with the id {proposal.id} and other content was proposed before. Give this one "
+                f"An update with the id {proposal.id} and other content was already proposed. Give this one "
                 "an id of its own"
             )
             self._refuse(Tell(proposal.id, (ticket,), Stage.REFUSED, outcome=Refusal(problem)))
@@ -126,7 +126,7 @@ class Coordinator(Tickets):
             self._start(operation)
 
     def _withdraw(self, ticket: str, id_: str) -> None:
-        """Whatever is not committed can be taken back."""
+        """Withdraws an update, which is possible until it is committed."""
         operation = self._known.get(id_)
         has_turn = operation is not None and operation is self.boundaries.speaker
         if operation is not None and operation.withdrawing:
@@ -155,7 +155,7 @@ class Coordinator(Tickets):
         self._write(Withdrawn(id_), then)
 
     def _rest(self, rank: int, rest: Rest) -> None:
-        """All training threads wait for each other: that is an operation, if it is for the same reason."""
+        """Opens an operation once all training threads rest, if all rest for the same reason."""
         rests = self.boundaries.rests
         rests[rank] = rest
         if len(rests) < self.size:
@@ -174,7 +174,7 @@ class Coordinator(Tickets):
         self.open(operation)
 
     def _request(self, request: Request) -> None:
-        """One operation answers all who ask for the same before its boundary."""
+        """Opens an operation for a request; further equal requests before its boundary share it."""
         kind, arguments = request.kind, request.arguments
         for one in self.operations.values():
             same = one.kind == kind and one.arguments == arguments and not one.report
@@ -192,7 +192,7 @@ class Coordinator(Tickets):
 
         Args:
             operation: What to do.
-            promised_at: The step at which an earlier attempt has promised it; all workers rest now.
+            promised_at: The step for which an earlier attempt has accepted it; all workers rest now.
         """
         operation.number = next(self._numbers)
         self.operations[operation.number] = operation
@@ -204,11 +204,11 @@ class Coordinator(Tickets):
         self._start(operation)
 
     def promise(self, operation: Operation, at_step: int) -> None:
-        """Puts up the stop for the operation's next boundary, while all workers stand before it."""
+        """Sets the stop for the operation's next boundary, while all workers are stopped before it."""
         self.boundaries.promise(operation, at_step)
 
     def replay(self, operation: Operation) -> None:
-        """Gives the operation its next place in the order of replays."""
+        """Schedules the operation's next boundary in the order of replays."""
         self.boundaries.replay(operation)
 
     def new_id(self, kind: str) -> str:
@@ -216,7 +216,7 @@ class Coordinator(Tickets):
         return f"{kind}-{self.attempt}-{next(self._numbers)}"
 
     def take_up_journal(self) -> None:
-        """Opens what earlier attempts have left, then what was proposed meanwhile. All workers rest."""
+        """Opens the operations that earlier attempts left, then new proposals. All workers rest."""
         history, start = self.history, self.start
         for record in history.after(frozenset() if start is None else start.holds):
             content = history.content(record.id, record.digest)
@@ -238,13 +238,16 @@ class Coordinator(Tickets):
             self._on_message(rank, message)
 
     def _open_replays(self) -> None:
-        """A few at a time: each holds the bytes of its update. All workers stand before or at its step."""
+        """Opens a few replays at a time, because each holds the bytes of its update.
+
+        All workers are stopped at or before their step.
+        """
         while self._replays and self.boundaries.count_replays() < AHEAD:
             replay = self._replays.popleft()
             self.open(replay, promised_at=replay.step)
 
     def pending(self) -> tuple[Pending, ...]:
-        """The updates that were proposed and are not committed."""
+        """The updates that are proposed and not committed."""
         return tuple(
             Pending(one.proposal, tuple(one.tickets))
             for one in self.operations.values()
@@ -252,7 +255,7 @@ class Coordinator(Tickets):
         )
 
     def announce(self, outcome: Outcome) -> None:
-        """Tells all workers the receipt of an update without a ticket."""
+        """Sends all workers the receipt of an update without a ticket."""
         receipt: Receipt = outcome.result
         self._say(Tell(receipt.id, (), receipt.stage, receipt.step, receipt, ended=True))
 
@@ -267,7 +270,7 @@ class Coordinator(Tickets):
         return next((one.step for one in records if one is not None and one.sequence == sequence), None)
 
     def resting_for(self) -> str:
-        """The kind of operation in which all training threads rest; empty when they do not."""
+        """The kind of operation in which all training threads rest; empty if they do not."""
         if self.boundaries.resting_step() is None:
             return ""
         return str(self.boundaries.rests[0].intent[0])
@@ -283,21 +286,21 @@ class Coordinator(Tickets):
             self._resume(tokens, Outcome(Stage.REFUSED, refusal))
 
     def request_audit(self) -> None:
-        """Replicas differ: the next audit looks into it, which may be one that waits for its boundary."""
+        """Requests an audit because replicas differ; one that still waits for its boundary is enough."""
         audits = (one for one in self.operations.values() if isinstance(one, Audit))
         if not any(self.boundaries.is_waiting(one) for one in audits):
             self.open(requested("audit", self.new_id("audit")))
 
     def refuse_functions_without_source(self) -> None:
-        """All workers have come to the end of what they propose."""
+        """Called when all workers have made all of their proposals."""
         for one in list(self.operations.values()):
             if isinstance(one, Function) and not one.has_source:
                 source = one.function.source or 0
-                problem = f"Worker {source}, on which the function was to run, has not proposed it"
+                problem = f"Worker {source}, on which the function was to run, did not propose it"
                 self._finish(one, Outcome(Stage.REFUSED, Refusal(problem, (source,))))
 
     def _deferred(self, operation: Operation) -> tuple[str, int] | None:
-        """Why an operation may not run now, and until which step."""
+        """Why an operation must not run now, and until which step."""
         if operation.withdrawing or self.leaving:
             return "", 0
         trial = self.trial

@@ -1,12 +1,12 @@
-"""Carries out what the scripts of operations ask for. The coordinator is one, and knows what to start.
+"""Runs the scripts of operations and carries out their requests. `Coordinator` is a subclass.
 
     Ask       ──► Do to the workers; their answers resume the script                      (`Gather`)
-    Record    ──► Write; when the entry is durable, the script goes on
-    Boundary  ──► Stop to the workers; when all stand at one boundary, it has the turn     (`Boundaries`)
-    Go        ──► Do to the workers; the turn is over, and the next operation has it, or `Release`
+    Record    ──► Write; when the entry is durable, the script continues
+    Boundary  ──► Stop to the workers; when all are stopped at one boundary, it has its turn (`Boundaries`)
+    Go        ──► Do to the workers; its turn is over: the next operation has its turn, or `Release`
     return    ──► the operation is finished
 
-Scripts run side by side; only at a boundary one of them has the turn.
+Scripts run concurrently; at a boundary, only one of them has its turn.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from replicast.core.refusal import JobEnds, Refusal, Refuse
 from replicast.core.stage import Stage
 
 UNDECIDED = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
-"""The stages in which no replica has changed, and none will for certain."""
+"""The stages in which no replica has changed, and it is not yet certain that one will."""
 
 
 class Engine(ABC):
@@ -50,13 +50,13 @@ class Engine(ABC):
 
     Args:
         size: The number of workers.
-        history: What the journal says.
-        timeouts: How long it waits.
+        history: The valid entries of the journal.
+        timeouts: The timeouts of the job.
 
     Attributes:
-        operations: What is under way, by number, in order.
-        history: What the journal says, kept up to date.
-        boundaries: Who has the turn where the workers stand.
+        operations: The current operations, by number, in order.
+        history: The valid entries of the journal, kept up to date.
+        boundaries: Which operation has its turn at a boundary.
     """
 
     def __init__(self, size: int, history: History, timeouts: Timeouts) -> None:
@@ -96,7 +96,7 @@ class Engine(ABC):
         )
 
     def handle(self, event: CoordinatorEvent) -> list[CoordinatorCommand]:
-        """What is to be done, in this order."""
+        """Handles an event; returns the commands to carry out, in order."""
         commands: list[CoordinatorCommand] = []
         self._commands = commands
         if self._over:
@@ -119,31 +119,31 @@ class Engine(ABC):
 
     @abstractmethod
     def _script(self, operation: Operation) -> Script:
-        """The script of an operation, which knows this job."""
+        """Creates the script of an operation."""
 
     @abstractmethod
     def _finish(self, operation: Operation, outcome: Outcome) -> None:
-        """An operation has ended."""
+        """Called when an operation has ended."""
 
     @abstractmethod
     def _deferred(self, operation: Operation) -> tuple[str, int] | None:
-        """Why an operation may not run now, wherever the workers stand, and until which step."""
+        """Why an operation must not run now at any boundary, and until which step."""
 
     @abstractmethod
     def _note_deferred(self, operation: Operation) -> None:
-        """It is known now why an operation waits."""
+        """Called when the reason why an operation waits becomes known."""
 
     @abstractmethod
     def _open_planned(self, kind: str, number: int) -> None:
-        """The first worker reports what all do by themselves, for the n-th time."""
+        """Called for the first report of a planned operation, by its number."""
 
     @abstractmethod
     def _has_left_turn(self, operation: Operation) -> None:
-        """The workers have the last order of an operation's turn."""
+        """Called when the last order of an operation's turn has been sent."""
 
     @abstractmethod
     def _is_ready(self, operation: Operation) -> bool:
-        """Whether everything is there that its script needs."""
+        """Whether everything that its script needs is available."""
 
     # Scripts.
 
@@ -177,7 +177,7 @@ class Engine(ABC):
             self._serve(operation, request)
 
     def _refused(self, operation: Operation, refusal: Refusal) -> None:
-        """Before the commit nothing has changed; after it, a proposal cannot be refused any more."""
+        """Handles a refusal: before the commit nothing has changed; after it, a proposal must be applied."""
         if operation.proposal is None or operation.stage in UNDECIDED:
             self._finish(operation, Outcome(Stage.REFUSED, refusal))
         else:
@@ -216,11 +216,11 @@ class Engine(ABC):
         self._gathers[collect.kind, collect.number] = gather, operation
 
     def _settle(self, operation: Operation, is_enough: Callable[[Operation], bool]) -> None:
-        """The script goes on when all operations that are in the list now have come far enough."""
+        """Resumes the script once all operations that are now in the list satisfy a condition."""
         self._settling.append((operation, next(self._numbers), is_enough))
 
     def _settle_next(self) -> bool:
-        """Goes on with a script that waits for all earlier operations, if they have come far enough."""
+        """Resumes a script that waits for all earlier operations, if they satisfy its condition."""
         for place, (operation, limit, is_enough) in enumerate(self._settling):
             if self._writes and is_enough == self._waits_for_later:
                 continue  # what is being written may be told when it is durable
@@ -234,7 +234,7 @@ class Engine(ABC):
         return False
 
     def _waits_for_later(self, operation: Operation) -> bool:
-        """Whether it can have no outcome before the training goes on, or nobody waits for its outcome."""
+        """Whether it can have no outcome before training continues, or if nobody waits for its outcome."""
         if operation.only_writes:
             return True
         if operation.running is None:
@@ -272,7 +272,7 @@ class Engine(ABC):
         if isinstance(number, tuple) and number not in self._gathers:
             kind, count = number
             if count <= self._reports.get(kind, 0):
-                return  # it was given up
+                return  # its wait has timed out
             self._reports[kind] = count
             self._open_planned(kind, count)
         gather, operation = self._gathers.get(number, (None, None))
@@ -282,7 +282,7 @@ class Engine(ABC):
         self._run(operation, gather.refusal() or gather.answers)
 
     def _give_up_reports(self) -> None:
-        """All workers have come to an end: what one of them has not reported by now, it never will."""
+        """Ends the wait for planned reports: all workers have ended, so no more reports will come."""
         for number, (gather, operation) in list(self._gathers.items()):
             if isinstance(number, tuple):
                 del self._gathers[number]
@@ -304,9 +304,9 @@ class Engine(ABC):
                 self.history.add(entry)
                 then(None)
             case WriteOutcome.FAILED:
-                then(Refusal(written.problem or "The journal cannot be written: make room on its disk"))
+                then(Refusal(written.problem or "The journal cannot be written: free some space on its disk"))
             case WriteOutcome.UNKNOWN:
-                self._end_job("It is unknown whether the journal was written: only a new start can tell")
+                self._end_job("It is unknown whether the journal was written: only a restart can tell")
             case WriteOutcome.FENCED:
                 self._end_job("Another group of workers has taken over the run directory")
 
@@ -314,7 +314,7 @@ class Engine(ABC):
         self._resuming = Resume(tokens, outcome)
 
     def _resume_rests(self) -> bool:
-        """Lets the workers go on that rest, as soon as no operation uses that they do."""
+        """Lets resting workers continue as soon as no operation needs them at rest."""
         if self._resuming is None or self.boundaries.speaker is not None:
             return False
         resume, self._resuming = self._resuming, None

@@ -1,7 +1,7 @@
-"""What is written down: the entries of the journal. Each is written whole, or is not there.
+"""The entries of the journal. Each is written completely or not at all.
 
-A group of workers writes its own sequence of entries (`History` says which of them count). The entry that
-makes something true is the only one: `Committed` is the commit of an update, `Saved` that of a checkpoint.
+Each group of workers writes its own sequence of entries (`History` decides which of them are valid). A commit
+is a single entry: `Committed` is the commit of an update, `Saved` that of a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from replicast.update.trial import Trial, TrialOutcome
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A group begins to train from a checkpoint: later checkpoints of earlier groups are given up.
+    """A group starts to train from a checkpoint: later checkpoints of earlier groups become invalid.
 
     Attributes:
-        attempt: The number of the group.
-        from_step: The step of the checkpoint; None when it starts from scratch.
+        attempt: The number of the attempt.
+        from_step: The step of the checkpoint; None if it starts from scratch.
     """
 
     attempt: int
@@ -30,7 +30,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """The bytes of an update, before it has a place in the order.
+    """The bytes of an update, before it has a sequence number.
 
     Attributes:
         author: Who proposed it.
@@ -46,7 +46,7 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """An update will be applied at a step that its author chose, unless it is withdrawn before."""
+    """An update will be applied at the step that its author chose, unless it is withdrawn before."""
 
     id: str
     digest: str
@@ -56,13 +56,13 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """An update has its place in the order: the commit.
+    """An update has its sequence number: the commit.
 
     Attributes:
         sequence: Its number, from 1. Updates are applied in the order of (step, sequence).
         step: The boundary at which every worker applies it.
-        before: For a trial: what its metric was before.
-        heals: Whether an audit made it, to make replicas equal again.
+        before: For a trial: the value of its metric before.
+        heals: Whether an audit created it, to make replicas equal again.
         workers: How many workers the job had.
         reverts: The number of the update that it undoes, if any.
     """
@@ -97,13 +97,13 @@ class Before:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """How a trial ended, before anybody acts on it.
+    """How a trial ended. Written before any worker acts on it.
 
     Attributes:
-        sequence: The update's number.
+        sequence: The sequence number of the update.
         step: The boundary at which it was decided.
-        last: The last committed update then: those behind it come after the decision.
-        during: What the metric was in the trial.
+        last: The last committed update at that time: later ones come after the decision.
+        during: The value of the metric during the trial.
     """
 
     sequence: int
@@ -116,19 +116,19 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """How an update ended, in one attempt: a replay leaves a receipt of its own.
+    """How an update ended in one attempt: a replay writes its own receipt.
 
     Attributes:
-        sequence: Its place in the order.
+        sequence: Its sequence number.
         id: The update's id.
         step: The boundary at which it was applied.
-        digests: What each worker reported of the touched variables, by rank.
+        digests: The digest of the touched variables that each worker reported, by rank.
         propose_to_applied_secs: From the proposal until the last worker had applied it; 0 in a replay.
-        stall_secs: The longest that a training thread was held up.
+        stall_secs: The longest time that a training thread was stopped.
         verified_at: When the last worker had applied it, in seconds since 1970.
         stage: Verified, reverted or failed.
         trial: How its trial ended, if it had one.
-        attempt: The start of the job that applied it.
+        attempt: The attempt that applied it.
         trained: How far each worker had trained, by rank, if they report it; they must agree.
     """
 
@@ -147,18 +147,20 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """An update was taken back before it was committed. Its id is used up."""
+    """An update was withdrawn before it was committed. Its id cannot be used again."""
 
     id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """What journal, checkpoint or inbox would bring back was refused. Written before it is told.
+    """A proposal was refused that the journal, a checkpoint or the inbox would otherwise bring back.
+
+    Written before its author is told.
 
     Attributes:
-        tickets: Which proposals: the same update may be proposed again later.
-        whole: The update itself has ended, and not only these proposals of it.
+        tickets: The refused proposals: the same update may be proposed again later.
+        whole: Whether the update itself has ended, not only these proposals of it.
     """
 
     id: str
@@ -173,9 +175,9 @@ class Saved:
 
     Attributes:
         holds: The sequence numbers of the updates that its state contains.
-        pending: What was proposed before its boundary and not committed: a restarted script does not come to
+        pending: Uncommitted proposals that were made before its boundary: a restarted script does not run
             those lines again.
-        state: Where its bytes are; the core never looks inside.
+        state: Where its bytes are; opaque to the core.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""What the runtime tells the state machines: events in."""
+"""Events that the runtime passes to the state machines."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from replicast.core.proposal import Proposal
 
 
 class WriteOutcome(Enum):
-    """What came of a write."""
+    """The result of a write."""
 
     DURABLE = "durable"  # and no later group had claimed the run directory afterwards
-    FAILED = "failed"  # certainly not there: the disk is full
-    UNKNOWN = "unknown"  # it may be there: only a new start can know
+    FAILED = "failed"  # certainly not written: the disk is full
+    UNKNOWN = "unknown"  # it may have been written: only a restart can tell
     FENCED = "fenced"  # a later group has claimed the run directory
 
 
 @dataclass(frozen=True, slots=True)
 class FromWorker:
-    """To the coordinator: a message has come; `rank` is OUTSIDE for what came through the run directory."""
+    """To the coordinator: a message has arrived; `rank` is OUTSIDE for those from the run directory."""
 
     rank: int
     message: ToCoordinator
@@ -29,7 +29,7 @@ class FromWorker:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """To the coordinator: a write has ended.
+    """To the coordinator: a write has finished.
 
     Attributes:
         problem: Why it failed, and what to do.
@@ -73,7 +73,7 @@ class Awaited:
     """To a worker: the training thread waits for one of its tickets.
 
     Attributes:
-        secs: At most so long; None until it is certain that this thread has to train first, at most
+        secs: The timeout. None: wait until it is certain that this thread has to train first, at most
             `decide_secs`.
     """
 
@@ -83,7 +83,7 @@ class Awaited:
 
 @dataclass(frozen=True, slots=True)
 class Performed:
-    """To a worker: an order was carried out; `value` is what it returned, or a `Refusal`."""
+    """To a worker: an order was carried out; `value` is its result, or a `Refusal`."""
 
     number: int | tuple[str, int]
     value: Any
@@ -91,11 +91,11 @@ class Performed:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """To a worker: the training thread did by itself what all workers do at the same boundary.
+    """To a worker: the training thread carried out a planned save or audit, as all do at this boundary.
 
     Attributes:
-        kind: The operation: "save" or "audit". The n-th report of each worker belongs together.
-        value: What it found.
+        kind: The operation: "save" or "audit". The n-th reports of all workers belong together.
+        value: The result.
     """
 
     kind: str

@@ -12,8 +12,8 @@ class Gather:
     """The answers to one order.
 
     Args:
-        what: What is waited for, for the error that names who did not answer.
-        ranks: Who has to answer.
+        what: What the workers are asked to do, for the timeout error.
+        ranks: The workers that must answer.
     """
 
     __slots__ = ("answers", "missing", "what")
@@ -24,7 +24,7 @@ class Gather:
         self.answers: dict[int, Any] = {}
 
     def add(self, rank: int, answer: Any) -> bool:
-        """Notes an answer; says whether it was the last one."""
+        """Adds an answer; returns whether it was the last one."""
         if rank not in self.missing:
             return False
         self.missing.discard(rank)
@@ -40,7 +40,7 @@ class Gather:
         return None
 
     def timed_out(self, secs: float) -> Refusal:
-        """Who did not answer."""
+        """A refusal that names the workers that did not answer."""
         missing = tuple(sorted(self.missing))
         who = ", ".join(map(str, missing))
         return Refusal(f"Worker {who} did not {self.what} within {secs:g} s", missing)

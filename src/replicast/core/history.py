@@ -1,15 +1,15 @@
-"""What the journal says: the one way to read it, for the coordinator, `status` and the next attempt alike.
+"""The valid entries of the journal: read in one way by the coordinator, `status` and the next attempt.
 
-Fencing is by readers. Each group of workers claims the run directory by making the next claim file, and only
-then counts the entries of the group before it; that count is part of its claim. Whatever the earlier group
-writes later is void. A group that writes looks for a later claim *after* each write and before it acts on it,
-so what it acknowledges was there when the next group counted:
+Readers do the fencing. Each group of workers claims the run directory by creating the next claim file, and
+only then counts the entries of the group before it; that count is part of its claim. All later entries of the
+earlier group are void. A group checks for a later claim *after* each write and before it acts on it. So every
+entry that it acknowledges existed when the next group counted:
 
     group 1   write entry 7 ── durable ── is there a claim 2? no ──► acknowledge
     group 2                                                           claim 2 ── count group 1: 7 entries
 
     group 1   write entry 7 ── durable ── is there a claim 2? yes ─► end: another group has taken over
-    group 2                     claim 2 ── count group 1: 6 or 7 entries; nobody was told about the seventh
+    group 2                     claim 2 ── count group 1: 6 or 7 entries; the seventh was not acknowledged
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from replicast.core.proposal import Content, Pending
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What one group of workers has written.
+    """The entries of one group of workers.
 
     Attributes:
-        entries: In the order in which it wrote them.
+        entries: In the order in which they were written.
         taken: How many of them the next group took over; None for the last group.
     """
 
@@ -47,21 +47,21 @@ class Group:
 
 
 def valid(groups: Iterable[Group]) -> list[Entry]:
-    """The entries that count, in order: of each group those that the next one took over."""
+    """The valid entries, in order: of each group those that the next one took over."""
     return [entry for group in groups for entry in group.entries[: group.taken]]
 
 
 class History:
-    """The entries that count, indexed. Grows by `add` as entries become durable.
+    """The valid entries, indexed. Grows by `add` as entries become durable.
 
     Attributes:
         committed: The committed updates, by sequence number.
         decided: How trials ended, by sequence number.
         receipts: The last receipt of each update, by sequence number.
         before: Where the values are that each update has overwritten, by sequence number.
-        scheduled: What is durable and waits for its step, by id.
-        withdrawn: The ids of what was taken back.
-        refused: The tickets of proposals whose refusal was written down.
+        scheduled: The updates that are durable and wait for their step, by id.
+        withdrawn: The ids of withdrawn updates.
+        refused: The tickets of proposals whose refusal is in the journal.
         checkpoints: The checkpoints that a restart may use, by step.
     """
 
@@ -81,7 +81,7 @@ class History:
             self.add(entry)
 
     def add(self, entry: Entry) -> None:
-        """Takes in one more entry."""
+        """Adds an entry."""
         match entry:
             case Payload():
                 self._contents[entry.id, entry.digest] = entry.content
@@ -113,7 +113,7 @@ class History:
 
     @property
     def next_sequence(self) -> int:
-        """The number of the next update."""
+        """The sequence number of the next update."""
         return len(self.committed) + 1
 
     def reverted_by(self, sequence: int) -> int | None:
@@ -126,15 +126,15 @@ class History:
         return self._contents[id_, digest]
 
     def has_ended(self, pending: Pending) -> bool:
-        """Whether a proposal that a checkpoint holds has had its outcome since."""
+        """Whether a proposal that a checkpoint holds has got its outcome since."""
         id_ = pending.proposal.id
         return id_ in self.by_id or id_ in self.withdrawn or not self.refused.isdisjoint(pending.tickets)
 
     def last_checkpoint(self) -> Saved | None:
-        """The one that a restart uses unless it is told otherwise."""
+        """The checkpoint that a restart uses by default."""
         return self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
 
     def after(self, holds: frozenset[int]) -> list[Committed]:
-        """What a state that holds these updates has still to apply, in order."""
+        """The updates that a state which holds these ones still has to apply, in order."""
         left = [record for sequence, record in self.committed.items() if sequence not in holds]
         return sorted(left, key=lambda record: (record.step, record.sequence))

@@ -1,12 +1,12 @@
-"""A meeting: all training threads stand at one boundary. How the coordinator finds out which, and when.
+"""A meeting: how the coordinator stops all training threads at one boundary.
 
-    Stop ──► every worker answers at once with the first boundary that it has not passed, and does not pass it
+    Stop ──► every worker answers immediately with the first boundary that it has not passed, and stops there
     Meet ──► the latest answer is the step: workers before it continue to it
-    At   ◄── every worker stands there
+    At   ◄── every worker is stopped there
 
-Nobody can be past the step, because nobody passes what it has answered; so this needs no assumption about
-the training. A worker that comes to rest before the step (its script waits for the others) will never reach
-it: then the coordinator asks again.
+No worker can be past that step, because none passes the boundary it answered with; so this needs no
+assumption about the training. A worker that rests before the step (its script waits for the others) will
+never reach it: then the coordinator asks again.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ class Meeting:
     """Where the workers are, according to the messages that the coordinator has received.
 
     Args:
-        number: Tells it from other meetings.
+        number: Identifies the meeting.
         size: The number of workers.
         at_step: The first boundary at or after this step; None for the next possible one.
 
     Attributes:
-        target: The step that the workers were told to go on to.
-        round: How often they were told.
-        timed_round: The last round for which the wait for those who do not stand yet has a deadline.
+        target: The step to which the workers were told to continue.
+        round: How often a target was set.
+        timed_round: The last round for which the wait for missing workers has a timeout.
     """
 
     __slots__ = ("at_step", "number", "round", "size", "standing", "steps", "target", "timed_round")
@@ -39,14 +39,14 @@ class Meeting:
         self.timed_round = -1
 
     def note(self, rank: int, step: int, standing: bool) -> None:
-        """A worker has said where it is."""
+        """Records the position of a worker."""
         self.steps[rank] = step
         if standing:
             self.standing.add(rank)
 
     @property
     def answered(self) -> bool:
-        """Whether every worker has said something."""
+        """Whether every worker has answered."""
         return len(self.steps) == self.size
 
     @property
@@ -55,17 +55,17 @@ class Meeting:
         return max(self.steps.values())
 
     def aim(self, step: int) -> None:
-        """Tells workers that are stopped before this step to continue."""
+        """Sets the target: workers that are stopped before it continue."""
         self.target = step
         self.round += 1
         self.standing = {rank for rank in self.standing if self.steps[rank] >= step}
 
     def missing(self) -> tuple[int, ...]:
-        """Who is waited for."""
+        """The workers that have not arrived."""
         return tuple(rank for rank in range(self.size) if rank not in self.standing)
 
     def step(self) -> int | None:
-        """The boundary at which all stand; None while they do not."""
+        """The boundary at which all workers are stopped; None while they are not."""
         if len(self.standing) < self.size:
             return None
         step = min(self.steps.values())

@@ -1,18 +1,18 @@
-"""What workers and the coordinator say to each other: twelve messages.
+"""The messages between workers and the coordinator: twelve.
 
 To the coordinator, from any worker; each worker's messages arrive in order:
 
-    Propose, Withdraw, Request    a worker, or a user outside the job, requests something
-    At                            where the training thread stands or will stop
-    Answer                        what came of one order
+    Propose, Withdraw, Request    a request of a worker, or of a user outside the job
+    At                            where the training thread is stopped, or will stop
+    Answer                        the result of one order
     Rest                          the training thread waits for all others: `sync`, `save`, `audit`, `close`
 
 To all workers, from the coordinator; one log, which every worker reads in order:
 
-    Stop, Meet, Release           where the training threads stop, and when they go on
-    Do                            an order: in the background, or in the training thread while it stands
+    Stop, Meet, Release           where the training threads stop, and when they continue
+    Do                            an order: in the background, or in the training thread while it is stopped
     Resume                        a rest is over
-    Tell                          how far an operation has come
+    Tell                          the stage of an operation
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from replicast.core.proposal import Proposal
 from replicast.core.stage import Stage
 
 OUTSIDE = -1
-"""The rank that messages from outside the job have: from the inbox, and from `replicast withdraw`."""
+"""The rank of messages from outside the job: from the inbox, and from `replicast withdraw`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Propose:
     """Proposes an update or a function.
 
     Attributes:
-        ticket: Which proposal this is: the same update may be proposed more than once.
+        ticket: Identifies the proposal: the same update may be proposed more than once.
     """
 
     ticket: str
@@ -64,11 +64,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """Where a training thread is.
+    """The position of a training thread.
 
     Attributes:
         step: The first boundary that it has not passed.
-        standing: It waits there, and stays until `Release`, or `Meet` with a later step.
+        standing: Whether it is stopped there, until `Release`, or `Meet` with a later step.
     """
 
     meeting: int
@@ -78,10 +78,10 @@ class At:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of an order.
+    """The result of an order.
 
     Attributes:
-        number: That of the `Do`; for what all workers report by themselves, the kind and its count.
+        number: The number of the `Do`; for a planned operation, its kind and the number of the report.
         value: What the order returned, or a `Refusal`.
     """
 
@@ -91,10 +91,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """A training thread waits at its boundary until all others have come there for the same reason.
+    """A training thread waits at its boundary until all others wait there for the same reason.
 
     Attributes:
-        token: How often it has rested.
+        token: How many times it has rested.
         intent: The kind of operation and its arguments; must be the same on all workers.
     """
 
@@ -105,10 +105,10 @@ class Rest:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Answer which boundary you have not passed, and do not pass it.
+    """Answer with the first boundary that you have not passed, and do not pass it.
 
     Attributes:
-        at_step: Do not pass the first boundary at or after this step instead.
+        at_step: Instead, answer with the first boundary at or after this step, and do not pass that.
     """
 
     meeting: int
@@ -117,7 +117,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Go on to this boundary, and wait there."""
+    """Continue to this boundary, and wait there."""
 
     meeting: int
     step: int
@@ -138,7 +138,7 @@ class Do:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The meeting is over: pass the boundary when you have carried out all orders."""
+    """The meeting is over: pass the boundary once all orders are carried out."""
 
     meeting: int
 
@@ -148,8 +148,8 @@ class Resume:
     """A rest is over.
 
     Attributes:
-        tokens: That of each worker's rest, by rank; 0 for a worker that does not rest.
-        outcome: What came of it, or a `Refusal`.
+        tokens: The token of each worker's rest, by rank; 0 for a worker that does not rest.
+        outcome: Its result, or a `Refusal`.
     """
 
     tokens: tuple[int, ...]
@@ -158,15 +158,15 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """How far an operation has come.
+    """The stage of an operation.
 
     Attributes:
-        tickets: The proposals that it is about.
-        step: Where it is, or will be, applied.
+        tickets: The proposals of this operation.
+        step: The step at which it is, or will be, applied.
         outcome: The receipt or the refusal.
-        waits_for: Why it is not decided yet, in words.
-        waits_until: It can have no outcome before this step; 0 when that is not known.
-        ended: The operation is over, not only one proposal of it: what was prepared is not needed any more.
+        waits_for: Why it is not decided yet, as text.
+        waits_until: The first step at which it can have an outcome; 0 if that is unknown.
+        ended: Whether the operation is over, not only one proposal of it: it can be discarded.
     """
 
     id: str

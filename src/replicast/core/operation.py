@@ -1,8 +1,8 @@
-"""An operation, and what its script may ask for.
+"""An operation, and the requests that its script may yield.
 
-A script is a generator: it yields a request, the coordinator carries it out, and the script goes on with the
-answer. A request that is refused raises `Refuse` at the `yield`. A script that does not catch it ends there,
-the operation is refused, and no replica has changed.
+A script is a generator: it yields a request, the coordinator carries it out, and the script is resumed with
+the answer. A refused request raises `Refuse` at the `yield`. If the script does not catch it, the operation
+is refused, and no replica has changed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Ask:
 
     Attributes:
         of: Which workers; None for all.
-        secs: How long to wait for them; None for as long as it takes.
-        what: What is waited for, for the error that names who did not answer.
+        secs: The timeout; None for no timeout.
+        what: What the workers are asked to do, for the timeout error.
     """
 
     order: Order
@@ -38,10 +38,10 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Go:
-    """The last order at a boundary: the workers carry it out and go on; resumed with their answers.
+    """The last order at a boundary: the workers carry it out and continue; resumed with their answers.
 
     Attributes:
-        resume: Of an operation in which all workers rest: they need not wait for what comes of it.
+        resume: For an operation in which all workers rest: whether they continue without its outcome.
     """
 
     order: Order
@@ -50,14 +50,14 @@ class Go:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Have all workers agree to stop at a step; resumed when they have. Refused when it is past."""
+    """Have all workers agree to stop at a step; resumed when they have. Refused if the step has passed."""
 
     at_step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Have all workers stand at one boundary; resumed with its step when they do.
+    """Have all workers stop at one boundary; resumed with its step when they have.
 
     Attributes:
         at_step: The first one at or after this step; None for the next possible one.
@@ -68,14 +68,14 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Write an entry; resumed when it is durable. Refused when the disk is full."""
+    """Write an entry; resumed when it is durable. Refused if the disk is full."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class EarlierSettled:
-    """Resumed when everything that was proposed before has its outcome, or waits for a later step."""
+    """Resumed when every earlier proposal has its outcome, or waits for a later step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class EarlierStored:
 
 @dataclass(frozen=True, slots=True)
 class Collect:
-    """What every worker reports by itself, for the n-th time; resumed with the answers by rank."""
+    """Collect the n-th planned report of every worker; resumed with the reports by rank."""
 
     kind: str
     number: int
@@ -114,18 +114,18 @@ Script: TypeAlias = Generator[AnyRequest, Any, Outcome]
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long the coordinator and the workers wait, in seconds.
+    """The timeouts of the coordinator and the workers, in seconds.
 
     Attributes:
-        prepare_secs: For every worker to have fetched and checked an update's bytes.
+        prepare_secs: For every worker to fetch and check an update's bytes.
         answer_secs: For every worker's event loop to answer `Stop`.
-        meet_secs: For every training thread to stand at a boundary, once the first one does.
-        decide_secs: For the coordinator, by a training thread that stands at a boundary.
+        meet_secs: For every training thread to stop at a boundary, once the first one has.
+        decide_secs: For a training thread that is stopped at a boundary to get a decision.
         compute_secs: For an order that runs in a training thread at a boundary.
-        retry_secs: Before a write that must succeed is tried again.
-        wait_secs: For the other workers to wait at this boundary as well, by a training thread that waits for
-            a ticket without a timeout.
-        join_secs: For the other workers to make their `Replicas`, or to come to the same call.
+        retry_secs: Between attempts of a write that must succeed.
+        wait_secs: For a training thread that waits for a ticket without a timeout: how long it waits for the
+            other workers to wait at this boundary as well.
+        join_secs: For the other workers to create their `Replicas`, or to reach the same call.
     """
 
     prepare_secs: float = 130.0
@@ -139,11 +139,11 @@ class Timeouts:
 
 
 class AuditTrail:
-    """What the audits of one attempt have found, one after the other.
+    """The results of the audits of one attempt.
 
     Attributes:
         last_equal: The step of the last audit that found all replicas equal.
-        found_at: The step at which it was first seen that they differ; None while they do not.
+        found_at: The step at which a difference was first found; None while they are equal.
     """
 
     def __init__(self) -> None:
@@ -152,22 +152,22 @@ class AuditTrail:
         self.found_at: int | None = None
 
     def next_number(self) -> int:
-        """Of a report."""
+        """The number of the next report."""
         self._count += 1
         return self._count
 
     def differ(self, step: int) -> int:
-        """They differ; gives the step at which that was first seen."""
+        """Records that they differ; returns the step at which that was first found."""
         self.found_at = step if self.found_at is None else self.found_at
         return self.found_at
 
     def are_equal(self, step: int) -> None:
-        """They are equal, or were made so."""
+        """Records that they are equal, or were made equal."""
         self.found_at, self.last_equal = None, step
 
 
 class Job(Protocol):
-    """What a script may know about the job. The coordinator is one."""
+    """The part of the coordinator that scripts use."""
 
     size: int
     attempt: int
@@ -176,11 +176,11 @@ class Job(Protocol):
     start: Saved | None
     """The checkpoint that the workers have restored."""
     trial: Operation | None
-    """The operation whose trial is under way."""
+    """The operation whose trial is in progress."""
     leaving: bool
-    """All workers are told to end: nothing more is decided."""
+    """Whether all workers have been told to exit: nothing more is decided."""
     audits: AuditTrail
-    """What audits have found so far."""
+    """The results of the audits so far."""
     audit_policy: str
     """What happens to replicas that differ: "heal", "raise" or "warn"."""
 
@@ -188,25 +188,25 @@ class Job(Protocol):
         """Generates an id for an update without one."""
 
     def request_audit(self) -> None:
-        """Replicas differ: the next audit looks into it, which may be one that waits for its boundary."""
+        """Requests an audit because replicas differ; one that still waits for its boundary is enough."""
 
     def promise(self, operation: Operation, at_step: int) -> None:
-        """Puts up the stop for the operation's next boundary, while all workers stand before it."""
+        """Sets the stop for the operation's next boundary, while all workers are stopped before it."""
 
     def replay(self, operation: Operation) -> None:
-        """Gives the operation its next place in the order of replays."""
+        """Schedules the operation's next boundary in the order of replays."""
 
     def take_up_journal(self) -> None:
-        """Opens what earlier attempts have left, then what was proposed meanwhile. All workers rest."""
+        """Opens the operations that earlier attempts left, then new proposals. All workers rest."""
 
     def refuse_functions_without_source(self) -> None:
-        """All workers have come to the end of what they propose."""
+        """Called when all workers have made all of their proposals."""
 
     def pending(self) -> tuple[Pending, ...]:
-        """The updates that were proposed and are not committed."""
+        """The updates that are proposed and not committed."""
 
     def announce(self, outcome: Outcome) -> None:
-        """Tells all workers the receipt of an update without a ticket."""
+        """Sends all workers the receipt of an update without a ticket."""
 
     def keep_before(self, record: Committed) -> None:
         """Has worker 0 write the values that an update has overwritten. Nobody waits for it."""
@@ -215,7 +215,7 @@ class Job(Protocol):
         """The step at which an update of the journal is still to be applied again; None if it is applied."""
 
     def resting_for(self) -> str:
-        """The kind of operation in which all training threads rest; empty when they do not."""
+        """The kind of operation in which all training threads rest; empty if they do not."""
 
     def end_rest(self, operation: Operation, refusal: Refusal) -> None:
         """Lets workers that rest in another operation continue, even if not all workers rest."""
@@ -225,21 +225,21 @@ class Operation:
     """One entry of the coordinator's list.
 
     Attributes:
-        number: Its place in the list.
-        id: The update's id, or a name of its own.
-        stage: How far it has come.
-        step: Where it is, or will be, applied.
-        waits_for: Why it is not decided yet, in words.
-        waits_until: It can have no outcome before this step; 0 when that is not known.
-        tickets: Who is told.
-        tokens: Of an operation for which all training threads rest: the token of each rest.
+        number: Its position in the list.
+        id: The id of the update, or a generated one.
+        stage: Its stage.
+        step: The step at which it is, or will be, applied.
+        waits_for: Why it is not decided yet, as text.
+        waits_until: The first step at which it can have an outcome; 0 if that is unknown.
+        tickets: The proposals whose authors are notified.
+        tokens: For an operation in which all training threads rest: the token of each rest.
         outcome: How it ended.
-        replays: While it replays the journal: its place in the order of replays, (step, sequence).
-        in_trial: Whether it may run while a trial is under way.
-        promised: The stop for its next boundary is up, whatever else has to be done until then.
-        must_run: It is committed, or has begun: when it cannot be carried out, the job ends.
-        stored: Its payload is in the journal.
-        report: Of what the workers report by themselves: which report of this kind it is; otherwise 0.
+        replays: For a replay of the journal: its position in the order of replays, (step, sequence).
+        in_trial: Whether it may run while a trial is in progress.
+        promised: Whether the stop for its next boundary is already set.
+        must_run: Whether it is committed or has begun: if it cannot be carried out, the job ends.
+        stored: Whether its payload is in the journal.
+        report: For a planned operation, the number of its report; otherwise 0.
         arguments: Of a request: what else it said. One operation answers all equal requests.
         asked_by: The ids of the requests from outside the job that it answers.
     """
@@ -275,7 +275,7 @@ class Operation:
         self.told: tuple[Stage, int] = Stage.PROPOSED, 0
 
     def script(self, job: Job) -> Script:
-        """The coordinator's side of the story."""
+        """The coordinator's part of the operation."""
         raise NotImplementedError
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""An order: a worker's part of an operation, as data that crosses processes and a method that runs there."""
+"""An order: a worker's part of an operation, as data that is sent to it and a method that runs there."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from replicast.update.trial import Trial
 
 
 class Replica(Protocol):
-    """One worker's copy of the state, as the operations see it. The runtime has one, the simulation another.
+    """One worker's copy of the state, as operations use it. Implemented by the runtime and the simulation.
 
-    Methods marked "background" run beside the training; all others run in the training thread, at a boundary.
+    Methods marked "background" run while training continues; all others run in the training thread, at a
+    boundary.
     """
 
     rank: int
 
     @property
     def on_trial(self) -> bool:
-        """Whether there is a copy to go back to."""
+        """Whether there is a copy to revert to."""
 
     def load(self, id_: str, digest: str) -> Content:
         """Background, on worker 0. Makes the bytes of a payload in the journal available to all workers.
 
         Raises:
-            Refuse: It is not there any more, or damaged.
+            Refuse: It does not exist any more, or is damaged.
         """
 
     def prepare(self, id_: str, digest: str, content: Content) -> None:
-        """Background. Fetches and checks the bytes; raises `Refuse` when they could not be applied.
+        """Background. Fetches and checks the bytes; raises `Refuse` if they cannot be applied.
 
-        An earlier proposal with this id and other content may have been refused while this worker was slow:
-        what is prepared is kept by id and digest.
+        Prepared updates are kept by id and digest, because a slow worker may still hold one with the same id
+        and other content that was refused.
         """
 
     def apply(self, id_: str, digest: str, sequence: int, *, keep: bool) -> Applied:
-        """Applies what was prepared. Must not fail.
+        """Applies a prepared update. Must not fail.
 
         Args:
             id_: The update's id.
@@ -77,26 +78,26 @@ class Replica(Protocol):
         """
 
     def discard(self, id_: str) -> None:
-        """Background. Forgets what was prepared under an id, or still is being. No-op if nothing was."""
+        """Background. Discards all that is prepared, or being prepared, under an id; no-op if nothing is."""
 
     def compute(self, id_: str) -> Published:
         """Runs a function that this worker has proposed.
 
         Raises:
-            Refuse: It raised, or what it returned is not acceptable.
+            Refuse: It raised an exception, or its result is not acceptable.
         """
 
     def digest(self) -> str:
-        """The digest of all that must be equal on all workers."""
+        """The digest of all variables that must be equal on all workers."""
 
     def digests(self, names: tuple[str, ...] = ()) -> dict[str, str]:
-        """The digest of each of these variables; of all without names."""
+        """The digest of each of these variables; without names, of all variables."""
 
     def examine(self) -> Seen:
-        """What an audit has to know."""
+        """The digests that an audit compares."""
 
     def expected(self, names: tuple[str, ...]) -> dict[str, str]:
-        """The digests that checkpoint and journal give, of those variables that training does not change."""
+        """The digests according to checkpoint and journal, of the variables that training does not change."""
 
     def publish(self, id_: str, names: tuple[str, ...]) -> Published:
         """An update that assigns this replica's values of these variables."""
@@ -108,37 +109,37 @@ class Replica(Protocol):
         """Copies the state on worker 0, and digests it on all.
 
         Args:
-            due: Nobody waits for it. All replicas may report it later, as one that they have planned, and
-                give an empty one here.
-            again: What was reported for this checkpoint is not used: an update was applied between the
-                snapshots of two workers.
+            due: Whether no thread waits for it. All replicas may then return an empty snapshot here and
+                report a planned one later.
+            again: Whether the reported snapshots of this checkpoint are discarded, because an update was
+                applied between the snapshots of two workers.
         """
 
     def keep_copy(self) -> None:
-        """Copies the state, to go back to it."""
+        """Copies the state, so that it can be reverted."""
 
     def go_back(self) -> None:
-        """Makes the state that of `keep_copy` again."""
+        """Reverts the state to that of `keep_copy`."""
 
     def drop_copy(self) -> None:
-        """Forgets the copy."""
+        """Deletes the copy."""
 
     def report(self, report: Any, *, raises: bool) -> None:
-        """Hands an audit's report to the training thread, which raises it if it has to."""
+        """Passes an audit's report to the training thread, which raises it if `raises` is true."""
 
     def leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
-        """The process ends, together with all others.
+        """Ends the process, together with all others.
 
         Args:
-            problem: Why the state is not saved; empty when it is.
+            problem: Why the state is not saved; empty if it is.
             asked_by: The ids of the requests from outside that worker 0 answers before.
         """
 
     def measure(self, trial: Trial) -> tuple[float | None, int]:
-        """The mean of the trial's metric since `keep_copy`, or before now when there is no copy.
+        """The mean of the trial's metric since `keep_copy`; without a copy, over the steps before now.
 
         Returns:
-            The mean, None when nothing was measured; and of how many steps it is.
+            The mean, or None if nothing was measured; and the number of steps.
 
         Raises:
             Refuse: Before the trial: there is no such metric, or it is not finite.
@@ -146,10 +147,10 @@ class Replica(Protocol):
 
 
 class Order(Protocol):
-    """What a worker is told to do. A frozen dataclass."""
+    """An order to a worker. A frozen dataclass."""
 
     in_background: ClassVar[bool]
-    """Whether it runs beside the training; otherwise in the training thread, while that stands."""
+    """Whether it runs while training continues; otherwise it runs in the stopped training thread."""
 
     def perform(self, replica: Replica) -> Any:
-        """Does it; the result is sent to the coordinator. `Refuse` becomes a `Refusal`."""
+        """Carries it out; the result is sent to the coordinator. `Refuse` becomes a `Refusal`."""

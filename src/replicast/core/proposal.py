@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from replicast.update.trial import Trial
 
 Content = Hashable
-"""Where the bytes of an update are. The core hands it on and never looks inside."""
+"""Where the bytes of an update are. Opaque to the core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +16,11 @@ class Proposal:
     """An update, a function that will compute one, or the number of an update to revert.
 
     Attributes:
-        id: The update's id. The same id with the same content is one update, whoever proposes it.
-        digest: Of the content; empty for a function.
-        content: Where the bytes are; None for what is computed later: a function, or a revert by a worker.
+        id: The id of the update. Proposals with the same id and content are one update.
+        digest: The digest of the content; empty for a function.
+        content: Where the bytes are; None for what is made later: a function, or a revert.
         at_step: The step at which it must be applied; None for the next possible one.
-        trial: What it has to prove.
+        trial: The condition of its trial, if it has one.
         source: For a function: the worker that runs it.
         author: Who proposes it.
         note: Why.
@@ -44,12 +44,12 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """An update that a worker has made at a boundary, and that all workers can fetch.
+    """An update that a worker has created at a boundary, and that all workers can fetch.
 
     Attributes:
-        digest: Of the content.
+        digest: The digest of the content.
         content: Where the bytes are.
-        note: Why, in words; empty if not given.
+        note: Why; empty if not given.
     """
 
     digest: str
@@ -59,10 +59,10 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A proposal that a checkpoint holds because it was made before and is not committed.
+    """An uncommitted proposal in a checkpoint, made before its boundary.
 
     Attributes:
-        tickets: Whose proposals it is: a refusal in the journal names them.
+        tickets: The tickets of the proposal: a refusal in the journal names them.
     """
 
     proposal: Proposal

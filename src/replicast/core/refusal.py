@@ -1,4 +1,4 @@
-"""Why an operation was refused: data that crosses processes, and the exception that carries it."""
+"""Why an operation was refused: a record that is sent between processes, and the exception for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Refusal:
     Attributes:
         problem: What is wrong, in one sentence.
         workers: The workers that refused, or that did not answer before the timeout.
-        details: What else the author's error says, by field: variable, expected, received, what to do.
+        details: Further fields of the author's error: variable, expected, received, what to do.
     """
 
     problem: str
@@ -23,7 +23,7 @@ class Refusal:
 
 
 class Refuse(Exception):  # noqa: N818 - read as a sentence: raise Refuse("...")
-    """Raised by a script or by a worker's part of an operation: it ends, and nothing has changed."""
+    """Raised by a script or an order to refuse the operation. Nothing has changed."""
 
     def __init__(
         self, problem: str, workers: tuple[int, ...] = (), details: Mapping[str, Any] | None = None
@@ -33,4 +33,4 @@ class Refuse(Exception):  # noqa: N818 - read as a sentence: raise Refuse("...")
 
 
 class JobEnds(Exception):  # noqa: N818 - read as a sentence: raise JobEnds("...")
-    """Raised by a script that can neither be carried out nor refused: every worker has to end."""
+    """Raised by a script that can be neither carried out nor refused: every worker must exit."""

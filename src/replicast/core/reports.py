@@ -1,4 +1,4 @@
-"""What workers report of what they did at a boundary. Data that crosses processes."""
+"""Workers' reports of what they did at a boundary, as sent between processes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Applied:
     """A worker has applied an update.
 
     Attributes:
-        digest: Of what the update touched.
+        digest: The digest of the variables that the update touched.
         applied_at: When, in seconds since 1970.
-        stall_secs: How long the training thread was held up.
+        stall_secs: How long the training thread was stopped.
         trained: How far this worker has trained, in a unit that all workers count alike.
         keeps: On worker 0: whether it holds values that the update has overwritten, for a revert.
     """
@@ -28,13 +28,13 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a worker saw in an audit.
+    """One worker's digests in an audit.
 
     Attributes:
-        step: Where.
+        step: The step at which they were computed.
         digests: Of each variable that must be equal on all workers; in a planned audit, one of all of them.
         free: Of each variable that may differ.
-        secs: How long it took.
+        secs: How long it took to compute them.
         trained: How far this worker has trained, in a unit that all workers count alike.
         time: When, in seconds since 1970.
     """
@@ -49,13 +49,13 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a worker contributes to a checkpoint.
+    """One worker's contribution to a checkpoint.
 
     Attributes:
-        step: Where.
-        digest: Of all that must be equal on all workers.
+        step: The step of the state.
+        digest: The digest of all variables that must be equal on all workers.
         holds: The sequence numbers of the updates that its state contains.
-        details: What is written with the checkpoint; None on worker 0 when it skips this one.
+        details: What is written with the checkpoint; None on worker 0 if it skips this one.
     """
 
     step: int

@@ -1,9 +1,10 @@
-"""Who is told how far an operation has come, and what must be written down before.
+"""Notifies authors of the stage of their proposals, and writes first what must be durable by then.
 
-    a ticket ──► a proposal of an update: the same update may be proposed more than once, by anybody
+    a ticket ──► a proposal of an update: the same update may be proposed more than once, by several authors
     inbox    ──► the tickets from outside: their files are removed when their outcome is durable
 
-What the journal, a checkpoint or the inbox would bring back after a restart is refused in the journal first.
+A proposal that the journal, a checkpoint or the inbox would bring back after a restart is refused in the
+journal before its author is told.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from replicast.core.stage import Stage
 
 
 class Tickets(Engine):
-    """The part of the coordinator that knows who proposed what.
+    """The part of the coordinator that keeps track of proposals and their authors.
 
     Args:
         size: The number of workers.
-        history: What the journal says.
-        timeouts: How long it waits.
+        history: The valid entries of the journal.
+        timeouts: The timeouts of the job.
     """
 
     def __init__(self, size: int, history: History, timeouts: Timeouts) -> None:
@@ -51,7 +52,7 @@ class Tickets(Engine):
         self._tell_progress(operation, tuple(operation.tickets))
 
     def _tell_progress(self, operation: Operation, tickets: tuple[str, ...]) -> None:
-        """Tells waiting workers why it is not decided yet, and whether training has to continue first."""
+        """Tells waiting workers why it is not decided yet, and whether training must continue first."""
         operation.told = operation.stage, operation.waits_until
         if tickets:
             why, until = operation.waits_for, operation.waits_until
@@ -76,7 +77,7 @@ class Tickets(Engine):
     # How it ended.
 
     def _finish(self, operation: Operation, outcome: Outcome) -> None:
-        """An operation has ended: those who hold a ticket are told."""
+        """Notifies the holders of tickets that an operation has ended."""
         if operation.running is not None:
             operation.running.close()
         operation.outcome, operation.stage = outcome, outcome.stage
@@ -104,7 +105,7 @@ class Tickets(Engine):
             self._resume(operation.tokens, outcome)
 
     def _refuse(self, tell: Tell, operation: Operation | None = None) -> None:
-        """Tells a refusal. One that the journal, a checkpoint or the inbox would undo is written first."""
+        """Announces a refusal. One that journal, checkpoint or inbox would undo is written first."""
         kept = tell.id in self.history.scheduled or tell.id in self._in_checkpoints
         whole = operation is not None and kept
         to_write = tuple(one for one in tell.tickets if whole or one in self._inbox)
@@ -128,7 +129,7 @@ class Tickets(Engine):
         self._write(Refused(tell.id, tell.tickets, tell.outcome.problem, whole), then)
 
     def _forget(self, operation: Operation | None) -> None:
-        """What was refused may be proposed again. A function's refusal is kept for its other authors."""
+        """Lets a refused id be proposed again. A function's refusal is kept for its other authors."""
         if operation is not None and not isinstance(operation, Function):
             self._known.pop(operation.id, None)
 
@@ -146,7 +147,7 @@ class Tickets(Engine):
 
 
 def digest_of(known: Operation | None, record: Committed | None) -> str:
-    """Of the content that is known under an id."""
+    """The digest of the known content of an id."""
     if record is not None:
         return record.digest
     return known.proposal.digest if known is not None and known.proposal is not None else ""

@@ -1,4 +1,4 @@
-"""A worker: stops its training thread at boundaries, has orders carried out there, and says where it is.
+"""A worker: stops its training thread at boundaries, carries out orders there, and reports its position.
 
     Arrived ──► no stop at or before this step? ──yes──► Pass                    an idle boundary
                        │ no
@@ -8,8 +8,9 @@
                        ▼
                      Pass
 
-A training thread also stands while it rests (in `sync`, `close`, …) or waits for a ticket: the boundary it
-has come to last. Having said that it stands, it stays until `Release`, or `Meet` with a later step.
+A training thread also counts as standing while it rests (in `sync`, `close`, …) or waits for a ticket, at the
+last boundary that it reached. Once it has reported that it stands, it stays there until `Release`, or `Meet`
+with a later step.
 """
 
 from __future__ import annotations
@@ -65,13 +66,13 @@ class Worker:
     """The state machine of one worker.
 
     Args:
-        rank: Which worker this is.
-        step: The boundary at which its training thread stands when it starts.
-        timeouts: How long it waits.
+        rank: The rank of this worker.
+        step: The boundary at which its training thread starts.
+        timeouts: The timeouts of the job.
 
     Attributes:
-        step: The last boundary that the training thread has come to.
-        standing: Whether it is there still.
+        step: The last boundary that the training thread has reached.
+        standing: Whether it is still there.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Worker:
         }
 
     def handle(self, event: WorkerEvent) -> list[WorkerCommand]:
-        """What is to be done, in this order."""
+        """Handles an event; returns the commands to carry out, in order."""
         commands: list[WorkerCommand] = []
         self._commands = commands
         self._on_event[type(event)](event)
@@ -129,13 +130,13 @@ class Worker:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the coordinator waits for this training thread to come to a boundary."""
+        """Whether the coordinator waits for this training thread to reach a boundary."""
         return any(meeting not in self._scheduled for meeting in self._stops)
 
     def passes(self, step: int) -> bool:
-        """Whether there is nothing to do at this boundary: then the training thread has passed it.
+        """Whether there is nothing to do at this boundary; the training thread has then passed it.
 
-        The training thread may call this instead of making an `Arrived` of every boundary.
+        The training thread may call this first, and create an `Arrived` only if it returns false.
         """
         if self._stops and min(self._stops.values()) <= step:
             return False
@@ -178,22 +179,22 @@ class Worker:
         self._go_on()
 
     def _give_up(self) -> None:
-        """The training thread waits for what cannot come before it has trained more."""
+        """Ends a wait of the training thread for an outcome that needs more training first."""
         if self.standing and self._why == _WAITING and not self._patient and not self._result:
             self._result = (self.tickets.get(self._ticket),)
 
     def _say_standing(self) -> None:
-        """Answers every stop that concerns this boundary, and stays until it is told more."""
+        """Answers every stop for this boundary; the training thread stays until it is released."""
         for meeting, target in self._stops.items():
             if target <= self.step:
                 self._send(At(meeting, self.step, True))
             elif self._why and meeting not in self._scheduled:
-                # It comes to rest before the step that was agreed: perhaps all others do as well.
+                # It rests before the agreed step; the others may do so as well.
                 self._stops[meeting] = self.step
                 self._send(At(meeting, self.step, True))
 
     def _go_on(self) -> None:
-        """Carries out the next order, or lets the training thread go."""
+        """Carries out the next order, or lets the training thread continue."""
         if not self.standing or self._performing:
             return
         if self._orders:
@@ -261,7 +262,7 @@ class Worker:
         if meet.meeting in self._stops:
             self._stops[meet.meeting] = meet.step
             if meet.step > self.step and self._why == _WAITING and not self._patient:
-                # The others go on to a later step, unless they come to wait here as well.
+                # The others continue to a later step, unless they also wait here.
                 self._commands.append(SetTimer(self._stands, self._timeouts.wait_secs))
             self._go_on()
 

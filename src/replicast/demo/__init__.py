@@ -1,6 +1,6 @@
-"""`replicast demo`: two real workers train one model, and the screen shows what becomes of their replicas.
+"""`replicast demo`: two real workers train one model, and the screen compares their replicas.
 
-- `train`: the training script, to read and to copy; the only file here that loads TensorFlow.
-- `story`: the three parts: what is run, what must come of it, what the screen says about it.
+- `train`: the training script, to read and to copy; the only file here that imports TensorFlow.
+- `story`: the three parts: their commands, the expected results, and the text on the screen.
 - `job`: `replicast run` and the other commands, as processes.
 """

@@ -1,4 +1,4 @@
-"""The commands of the demo, each a process of its own: `replicast run`, which it follows, and the others."""
+"""Runs the commands of the demo as processes: `replicast run`, whose output it reads, and others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JOB_SECS, COMMAND_SECS = 180.0, 60.0
 PAUSE = "pause"
 """While this file exists, train.py waits: the push must come before its step."""
 STOP_SECS = 20.0
-"""More than `replicast run` gives its workers to end."""
+"""Longer than `replicast run` waits for its workers to exit."""
 LOOK_SECS = 0.05
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "-1",  # Two workers on one GPU would compete for its memory.
@@ -31,11 +31,11 @@ _REPORT = re.compile(r"^\[worker (\d+)\] step (\d+), process (\d+), weights ([0-
 
 
 class DemoFailed(Exception):  # noqa: N818 - reads as a sentence: raise DemoFailed
-    """Something that the demo claims did not happen; the message says what."""
+    """A claim of the demo did not come true; the message says which."""
 
 
 class Report(NamedTuple):
-    """What a worker says about its replica: the digest of all weights at a step, and its process id."""
+    """A worker's report of its replica: the digest of all weights at a step, and its process id."""
 
     worker: int
     step: int
@@ -44,7 +44,7 @@ class Report(NamedTuple):
 
 
 def parse_reports(output: str) -> list[Report]:
-    """The reports of train.py in the output of `replicast run --tee all`, in their order."""
+    """The reports of train.py in the output of `replicast run --tee all`, in order."""
     found = _REPORT.findall(output)
     return [Report(int(worker), int(step), int(process), weights) for worker, step, process, weights in found]
 

@@ -1,4 +1,4 @@
-"""The three parts of the demo. Each runs commands, requires what must come of them, and only then says so."""
+"""The three parts of the demo. Each runs commands and checks their results before it reports them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_console() -> Console:
 
 
 def play(directory: Path, console: Console, train: Path = TRAIN) -> None:
-    """Plays all parts. Nothing that it started is left running.
+    """Runs all parts. Leaves no processes behind.
 
     Args:
         directory: An empty one, for a copy of the training script and the run directories.
@@ -46,12 +46,12 @@ def play(directory: Path, console: Console, train: Path = TRAIN) -> None:
         train: The training script.
 
     Raises:
-        DemoFailed: Something did not happen as the demo claims.
+        DemoFailed: A claim of the demo did not come true.
     """
     began = time.monotonic()
     shutil.copyfile(train, directory / "train.py")
     story = Story(directory, console)
-    with console.status("two workers are at work", spinner="line"):
+    with console.status("two workers are training", spinner="line"):
         assigned = story.one_worker_assigns()
         undisturbed = story.every_replica_follows(assigned)
         story.a_worker_is_killed(undisturbed)
@@ -67,7 +67,7 @@ class Story:
         self._console = console
 
     def one_worker_assigns(self) -> Weights:
-        """Part 1: the usual way. Returns the weights that it leads to."""
+        """Part 1: the usual way. Returns the resulting weights."""
         self._heading("Part 1: one worker assigns, as people do today")
         self._console.print(
             "Two workers train one model of handwritten digits. Each holds a replica of all weights, "
@@ -98,7 +98,7 @@ class Story:
         return weights
 
     def every_replica_follows(self, assigned: Weights) -> Weights:
-        """Part 2: through replicast, from a worker and from outside. Returns the weights it leads to."""
+        """Part 2: through replicast, from a worker and from outside. Returns the resulting weights."""
         self._heading("Part 2: the same change through replicast, and one from outside of the job")
         self._console.print(
             f"The same training, but for step {CHANGE_STEP} worker 1 calls replicas.propose(update). "
@@ -225,7 +225,7 @@ def weights_by_step(reports: Iterable[Report], last: int) -> Weights:
     """The digests by step and worker; of a step that was repeated after a restart, the later ones.
 
     Raises:
-        DemoFailed: A worker has not reported a step that another one has, or nobody the last one.
+        DemoFailed: A worker has not reported a step that another one has, or no worker the last step.
     """
     found: dict[int, dict[int, str]] = {}
     for report in reports:

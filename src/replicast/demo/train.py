@@ -70,7 +70,7 @@ def change_a_weight() -> None:
         model.get_layer("hidden").kernel.assign_add(DELTA)  # Changes this replica and no other.
     if not options.assign and replicas.step == CHANGE_STEP // 2:
         update = replicast.Update(note="by worker 1").add("hidden/kernel", DELTA)
-        # The default is the next possible step. Runs that are to end alike need the same step in each.
+        # The default is the next possible step. A fixed step makes the runs of the demo comparable.
         tickets.append(replicas.propose(update, at_step=CHANGE_STEP))
 
 
@@ -81,7 +81,7 @@ def report_weights() -> None:
     print(f"step {replicas.step}, process {os.getpid()}, weights {digest}", flush=True)
 
 
-if options.assign:  # Nobody compares the replicas while they train, as in a job without replicast.
+if options.assign:  # No audits during training, as in a job without replicast.
     boundaries = replicas.callback(audit_every=None)
 else:
     boundaries = replicas.callback(save_every=SAVE_EVERY)
@@ -100,7 +100,7 @@ model.fit(
     verbose=0,
 )
 
-for ticket in tickets:  # On worker 1. The end of `fit` has settled what was proposed.
+for ticket in tickets:  # On worker 1. Every proposal has its outcome at the end of `fit`.
     receipt = ticket.result(timeout=30)
     print(f"update {receipt.sequence}: applied at step {receipt.step}, digests {receipt.digests}")
 report = replicas.audit(on_divergence="warn")  # Compares every bit of all replicas, the optimizer's too.

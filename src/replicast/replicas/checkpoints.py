@@ -38,7 +38,7 @@ from replicast.replicas.checkpoint_errors import ended_before, no_run_dir, not_w
 from replicast.replicas.position import Position
 from replicast.replicas.saving import SavePlan, Saving
 from replicast.runtime import Session
-from replicast.runtime.measures import History, mean_history
+from replicast.runtime.measures import MetricHistory, mean_history
 from replicast.runtime.replica import joined
 from replicast.storage.checkpoint import CheckpointStore, Draft, Manifest, file_order, saved_of
 from replicast.update.digest import digest_array
@@ -51,7 +51,7 @@ class StateCopy:
     """Worker 0's copy of the state, to be written to a file."""
 
     def __init__(
-        self, draft: Draft, arrays: Arrays, digests: dict[str, str], measured: History, saving: Saving
+        self, draft: Draft, arrays: Arrays, digests: dict[str, str], measured: MetricHistory, saving: Saving
     ) -> None:
         self.draft = draft
         self.arrays = arrays

@@ -17,7 +17,7 @@ from replicast.errors import UpdateRefused
 MOST = 512
 """Number of boundaries to remember. During a trial all boundaries are kept."""
 
-History: TypeAlias = list[tuple[int, int, dict[str, float]]]
+MetricHistory: TypeAlias = list[tuple[int, int, dict[str, float]]]
 """One tuple per boundary, oldest first: the step, the number of steps it covers, and its metrics."""
 
 
@@ -109,9 +109,9 @@ class Measures:
             )
         return mean
 
-    def history(self) -> History:
+    def history(self) -> MetricHistory:
         """The values that a later trial may need, for a checkpoint. For the training thread."""
-        found: History = []
+        found: MetricHistory = []
         previous: Measured | None = None
         for one in self._last:
             own = {str(metric): _own_value(one, previous, metric) for metric in one.logs}
@@ -137,10 +137,10 @@ class Measures:
         return found
 
 
-def mean_history(histories: Sequence[History]) -> History:
+def mean_history(histories: Sequence[MetricHistory]) -> MetricHistory:
     """The mean of all workers' histories; each value is averaged over the workers that measured it."""
     others = [{step: values for step, _, values in history} for history in histories]
-    found: History = []
+    found: MetricHistory = []
     for step, steps, values in histories[0]:
         of_all = {
             metric: [each[step][metric] for each in others if metric in each.get(step, {})]

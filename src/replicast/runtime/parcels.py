@@ -14,7 +14,7 @@ from typing import Any
 import numpy.typing as npt
 
 from replicast import faults
-from replicast.transport import Look, Parcel, Transport
+from replicast.transport import Inspect, Parcel, Transport
 from replicast.update.edits import Operation
 from replicast.update.finite import is_finite
 from replicast.update.schema import Schema
@@ -74,7 +74,9 @@ class Parcels:
         """
         faults.point("stage")
         doubtful: set[int] = set()
-        update = Update.from_content(id_, self._transport.receive(parcel, timeout_secs, _looking(doubtful)))
+        update = Update.from_content(
+            id_, self._transport.receive(parcel, timeout_secs, _inspecting(doubtful))
+        )
         first = [0]
         for edit in update.edits:
             first.append(first[-1] + len(edit.arrays))
@@ -122,9 +124,9 @@ class Parcels:
             self.release(parcel)
 
 
-def _looking(doubtful: set[int]) -> Look:
-    def look(place: int, part: npt.NDArray[Any]) -> None:
+def _inspecting(doubtful: set[int]) -> Inspect:
+    def inspect(place: int, part: npt.NDArray[Any]) -> None:
         if place not in doubtful and not is_finite(part):
             doubtful.add(place)
 
-    return look
+    return inspect

@@ -1,6 +1,6 @@
-"""A job of N threads that play N workers, on twins in memory of all that a real one stands on.
+"""A job of N workers as N threads, with in-memory state, transport, journal and coordination service.
 
-For tests of your own that need no TensorFlow: the same runtime and the same core as in a real job.
+For your own tests, without TensorFlow: it has the runtime and the core of a real job.
 
     with Job(3) as job:
         ticket = job.workers[2].session.propose(Update().add("dense/bias", delta))
@@ -50,10 +50,10 @@ class Worker:
     """One worker: its session, its state, and what it has applied.
 
     Attributes:
-        writer: Of worker 0: writes what the coordinator decides.
+        writer: On worker 0: writes the coordinator's entries.
         applied: The step and the id of each update that this worker has applied, in order.
-        reports: Of the audits for which all workers stood still.
-        left: Why the state was not saved when this worker was told to leave; empty when it was.
+        reports: The reports of the audits for which all workers stopped.
+        left: Why the state was not saved when this worker was told to exit; empty if it was.
     """
 
     def __init__(self, job: Job, rank: int) -> None:
@@ -90,31 +90,31 @@ class Worker:
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def start(self) -> None:
-        """Starts its threads; the training thread does what `do` says."""
+        """Starts its threads; the training thread runs the functions passed to `do`."""
         threading.Thread(target=self._train, name=f"training-{self.rank}", daemon=True).start()
 
     def do(self, act: Callable[[], None] | None) -> None:
-        """Has the training thread do something, after all that it was given before; None ends it."""
+        """Queues a function for the training thread; None ends the thread."""
         self._todo.put(act)
 
     def step(self, steps: int = 1, logs: Mapping[str, Any] | None = None) -> None:
-        """Comes to the next boundary, after some steps that have measured something."""
+        """Reaches the next boundary, after some steps with these logs."""
         step = self.session.step + steps
         self.session.replica.measures.note(step, steps, logs)
         self.session.arrive(step)
 
     def save_in_passing(self) -> None:
-        """All workers do it at one boundary, and go on: a checkpoint."""
+        """Takes a planned snapshot for a checkpoint and continues. Call it on all workers at one boundary."""
         on_trial = self.session.replica.on_trial
         self.session.report("save", (lambda: None) if on_trial else self._take_snapshot())
 
     def audit_in_passing(self) -> None:
-        """All workers do it at one boundary, and go on: an audit."""
+        """Takes part in a planned audit and continues. Call it on all workers at one boundary."""
         seen = self.session.replica.examine_quietly()
         self.session.report("audit", lambda: seen)
 
     def die(self) -> None:
-        """What another worker's death looks like from here: every wait ends."""
+        """Simulates the death of another worker as seen from this one: every wait ends."""
         self.failure = JobFailed("a worker died")
 
     def _train(self) -> None:
@@ -150,21 +150,21 @@ class Job:
 
     Args:
         size: The number of workers.
-        journal: What earlier attempts have written; a `FileJournal` for one with files.
+        journal: The journal of earlier attempts; a `FileJournal` to use files.
         values: The variables of a fresh model.
-        attempt: Which start of the job this is.
-        checkpoints: Those of earlier attempts; the job starts from the last one.
-        timeouts: How long is waited for whom.
+        attempt: The number of this attempt.
+        checkpoints: The checkpoints of earlier attempts; the job starts from the last one.
+        timeouts: The timeouts of the job.
         guard: The checks that every proposal must pass, if any.
         schema: The variables, for those that have slots; by default each is trainable, without slots.
         limits: Size limits for updates.
         audit_policy: What happens when replicas differ.
-        begins: Whether all workers begin to train at once.
+        begins: Whether all workers start to train immediately.
 
     Attributes:
         ended: The saves and audits that have ended, in order.
-        outcomes: What came of each proposal from outside, by what `push` or `withdraw` returned.
-        gone: The workers whose scripts have come to their end; a test may add some.
+        outcomes: The outcome of each request from outside, by the ticket that `push` or `withdraw` returned.
+        gone: The workers whose scripts have ended; a test may add some.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Job:
     def __exit__(self, *_: object) -> None:
         for worker in self.workers:
             worker.die()
-            worker.session.threads.stopping.set()  # of all, before the first one ends: nobody waits for it
+            worker.session.threads.stopping.set()  # first on all, so that none waits for another
         try:
             self.on_all(lambda worker: worker.session.stop())
         finally:
@@ -220,7 +220,7 @@ class Job:
                 worker.do(None)
 
     def next_attempt(self, size: int | None = None, journal: Journal | None = None) -> Job:
-        """The job as it is started again: with its journal, from its last checkpoint."""
+        """The restarted job: with the same journal, from the last checkpoint."""
         return Job(
             size or self.size,
             journal or self.journal,
@@ -240,7 +240,7 @@ class Job:
         return WriteOutcome.DURABLE
 
     def push(self, update: Update, at_step: int | None = None, trial: Trial | None = None) -> str:
-        """Proposes an update from outside the job; `outcomes` will say what came of it.
+        """Proposes an update from outside the job; `outcomes` will contain its outcome.
 
         Raises:
             UpdateRefused: It cannot be applied to this state, or the guard does not allow it.
@@ -256,7 +256,7 @@ class Job:
         return ticket
 
     def on_all(self, act: Callable[[Worker], Any]) -> list[Any]:
-        """Calls `act` with every worker, each in its training thread, and gives what they returned.
+        """Calls `act` with every worker, each in its training thread; returns their results.
 
         Raises:
             TimeoutError: A worker is stuck.
@@ -296,14 +296,14 @@ class Job:
         steps_per_boundary: int = 1,
         closes: bool = True,
     ) -> None:
-        """Every worker trains: a step is over when all have come to its end, as a transfer makes them.
+        """Trains on all workers: a step ends when all have reached its end, as with a transfer.
 
         Args:
-            steps: How many steps.
+            steps: The number of steps.
             after_each: Called after each boundary, as a callback would be.
-            one_step: What the training does before a boundary; gives what it has measured.
-            steps_per_boundary: How many steps are one execution.
-            closes: Whether all workers settle in the end what is open.
+            one_step: The training before a boundary; returns its logs.
+            steps_per_boundary: The number of steps of one execution.
+            closes: Whether all workers close at the end, so that every proposal has its outcome.
         """
         barrier = threading.Barrier(self.size)
 

@@ -1,6 +1,6 @@
-"""How bytes cross workers: one small interface, and a transport for each place the workers may be in."""
+"""Moves bytes between workers: one small interface, with one transport for one host and one for several."""
 
-from replicast.transport.base import Look, Parcel, Piece, Transport
+from replicast.transport.base import Inspect, Parcel, Piece, Transport
 from replicast.transport.broadcast import BroadcastTransport
 from replicast.transport.memory import MemoryTransport
 from replicast.transport.opening import open_transport
@@ -8,7 +8,7 @@ from replicast.transport.shared import SharedMemoryTransport
 
 __all__ = [
     "BroadcastTransport",
-    "Look",
+    "Inspect",
     "MemoryTransport",
     "Parcel",
     "Piece",

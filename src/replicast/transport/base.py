@@ -15,12 +15,12 @@ from replicast.update.blocks import DIGITS, digest_of_blocks
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Where one array lies in a parcel.
+    """The position of one array in a parcel.
 
     Attributes:
         dtype: The dtype's name, such as "float32" or "bfloat16".
         shape: Its shape.
-        offset: Its first byte, a multiple of 64.
+        offset: The offset of its first byte, a multiple of 64.
     """
 
     dtype: str
@@ -36,8 +36,8 @@ class Parcel:
         id: Unique in the job: letters, digits, and any of "._-".
         source: The rank of the worker whose arrays these are.
         nbytes: The size of the whole buffer, padding included.
-        arrays: The arrays in the order in which they were given.
-        blocks: The digests of the arrays' blocks, one after the other.
+        arrays: The arrays, in the order in which they were passed to `publish`.
+        blocks: The digests of the arrays' blocks, concatenated.
     """
 
     id: str
@@ -48,20 +48,20 @@ class Parcel:
 
     @property
     def digest(self) -> str:
-        """One digest for all bytes of all arrays, wherever they lie."""
+        """One digest of the bytes of all arrays; independent of their offsets."""
         return digest_of_blocks(self.blocks)
 
     def digest_of(self, block: int) -> str:
-        """The digest of one block, by its number."""
+        """The digest of one block, by its index."""
         return self.blocks[DIGITS * block : DIGITS * (block + 1)]
 
 
-Look = Callable[[int, "npt.NDArray[Any]"], None]
-"""Given an array's place in the parcel, and a flat part of the array."""
+Inspect = Callable[[int, "npt.NDArray[Any]"], None]
+"""Called with the index of an array in the parcel, and a flat chunk of that array."""
 
 
 class Transport(abc.ABC):
-    """Carries parcels from one worker to all. Made on every worker.
+    """Carries parcels from one worker to all workers. Created on every worker.
 
     ```
     source:  publish ──► describe to all ──► receive ──► all have it ──► release
@@ -69,23 +69,23 @@ class Transport(abc.ABC):
     ```
     All methods may be called from any thread, including `receive` for several parcels at once.
 
-    **Between hosts, all workers must begin to receive parcels in the same order**, by one thread or several.
-    A parcel is sent when one thread of every host's first worker is in `receive` for it. In different orders,
-    each may wait for a parcel that another has not begun to receive, until all time out and refuse. Within
-    one host there is no such rule.
+    **Between hosts, all workers must start to receive parcels in the same order**, in one thread or several.
+    A parcel is sent once the first worker of every host has a thread in `receive` for it. If the orders
+    differ, workers may wait for each other until all of them time out and refuse. Within one host any order
+    works.
     """
 
     @abc.abstractmethod
     def publish(self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], *, to_read: bool = False) -> Parcel:
-        """Makes the arrays ready to be received. Only on the source.
+        """Makes the arrays available to all workers. Only on the source.
 
-        The arrays are copied before it returns and may be changed afterwards.
+        The arrays are copied before this returns and may be changed afterwards.
 
         Args:
-            parcel_id: Its id.
-            arrays: What is in it.
-            to_read: This worker only reads the parcel and needs no private mapping: it may get the same
-                memory as the others.
+            parcel_id: The id of the parcel.
+            arrays: Its content.
+            to_read: Whether this worker only reads the parcel. It may then receive views of the shared
+                memory instead of a private mapping.
 
         Raises:
             UpdateRefused: There is not enough space. Nothing is left behind.
@@ -93,34 +93,34 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def receive(
-        self, parcel: Parcel, timeout_secs: float, look: Look = lambda *_: None
+        self, parcel: Parcel, timeout_secs: float, inspect: Inspect = lambda *_: None
     ) -> list[npt.NDArray[Any]]:
         """Receives the arrays. On every worker, the source included.
 
-        Blocks until the bytes are here, at most `timeout_secs`. Only a worker in the middle of a transfer
-        between hosts continues after that, because aborting it would end the job. The arrays are private to
-        this worker, unless it has published them `to_read`: they are writable, no other worker sees the
-        writes, and they stay valid after any release or close.
+        Blocks until the bytes have arrived, at most `timeout_secs`. Only a transfer between hosts that has
+        already started continues beyond the timeout, because aborting it would end the job. Unless this
+        worker published the parcel with `to_read`, the arrays are private to it: they are writable, no other
+        worker sees the writes, and they stay valid after any release or close.
 
-        Workers that share the same memory share the check: each checks a part, and damage found by one counts
-        for all. A parcel is intact when all workers have received it.
+        Workers that share memory also share the verification: each verifies some of the blocks, and damage
+        found by one counts for all. So a parcel is intact once all workers have received it.
 
         Args:
-            parcel: What the source said of it.
+            parcel: The description from the source.
             timeout_secs: How long to wait for it.
-            look: Called for all parts of this worker's share.
+            inspect: Called for every chunk that this worker verifies.
 
         Raises:
-            UpdateRefused: They did not arrive in time, arrived damaged, or there is not enough space. Nothing
-                is left behind on this worker; the source still has to release the parcel.
+            UpdateRefused: The arrays did not arrive in time or arrived damaged, or there is not enough space.
+                Nothing is left behind on this worker; the source still has to release the parcel.
         """
 
     @abc.abstractmethod
     def release(self, parcel_id: str) -> None:
         """Releases the parcel on this worker. Never raises; a second call does nothing.
 
-        Call it when every worker has received the parcel or given up: the release by the source, and by a
-        worker that received the bytes for others, frees the memory.
+        Call it when every worker has received the parcel or given up. The memory is freed when the source
+        releases the parcel; on other hosts, when the worker that received the bytes for that host does.
         """
 
     @abc.abstractmethod
@@ -129,7 +129,7 @@ class Transport(abc.ABC):
 
 
 def damaged(parcel: Parcel, expected: str, received: str, worker: int) -> UpdateRefused:
-    """The refusal of bytes that are not those that the source published."""
+    """The refusal of bytes that differ from those that the source published."""
     return UpdateRefused(
         f"The bytes of parcel {parcel.id!r} from worker {parcel.source} arrived damaged at worker {worker}",
         expected=expected,
@@ -146,16 +146,16 @@ def not_arrived(parcel: Parcel, timeout_secs: float, worker: int, waited_for: in
         expected=f"{parcel.nbytes:,} bytes from worker {waited_for}",
         received="nothing",
         worker=worker,
-        remedy=f"Look for the reason in worker {waited_for}'s log, then propose it again",
+        remedy=f"Inspect for the reason in worker {waited_for}'s log, then propose it again",
     )
 
 
 def no_room(needed: int, free: int | None, place: str, worker: int, remedy: str) -> UpdateRefused:
-    """The refusal of a parcel that is larger than what is free."""
+    """The refusal of a parcel for which there is not enough space."""
     return UpdateRefused(
         f"Worker {worker} has no room for the update in {place}",
         expected=f"{needed:,} bytes free",
-        received="no answer to how much is free" if free is None else f"{free:,} bytes free",
+        received="an unknown amount of free space" if free is None else f"{free:,} bytes free",
         worker=worker,
         remedy=remedy,
     )

@@ -1,12 +1,12 @@
-"""The transport of several hosts: TensorFlow's broadcast between them, shared memory inside each.
+"""The transport between hosts: TensorFlow's broadcast between them, shared memory within each.
 
-A failed collective ends all collectives of the job, training included. So nothing is sent before every leader
-has said that it is there and has room, and whether it is sent is decided once for all:
+A failed collective aborts all collectives of the job, training included. So nothing is sent before every
+leader has reserved space, and there is one decision whether to send, which all leaders follow:
 
 ```
- leader of the source's host       other leaders                    everybody else
- check the digest                  reserve room                       │
-   │      ◄── "room", or why not ──── say so                          │
+ leader of the source's host       other leaders                    all other workers
+ check the digest                  reserve space                      │
+   │      ◄── "room", or a refusal ── answer                          │
    ├── decision: send, or refused ──►│ ─────────────────────────────► │
  send chunk by chunk ══════════════► write chunk by chunk             │
    │                                 "here" ────────────────────────► │
@@ -15,8 +15,8 @@ has said that it is there and has room, and whether it is sent is decided once f
 A leader that times out writes the decision "refused" itself. The key of the decision can be written only
 once, so all leaders follow the same decision.
 
-A leader removes its words about a parcel when it releases it. The decision is removed by the leader that
-sends: while that one may still begin to send, it has to find it.
+A leader deletes its keys of a parcel when it releases the parcel. The sending leader deletes the decision: it
+must find the decision for as long as it may still start to send.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ import numpy.typing as npt
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed, UpdateRefused
 from replicast.mapping import Bytes
-from replicast.transport.base import Look, Parcel, Transport, not_arrived
+from replicast.transport.base import Inspect, Parcel, Transport, not_arrived
 from replicast.transport.files import SharedFile
 from replicast.transport.keys import chunk_ranges, group_key, instance_keys, leaders_of, next_block
 from replicast.transport.shared import SharedMemoryTransport
 
 IN_FLIGHT = 4
-"""Chunks on their way at once: while one is copied, others are sent."""
+"""The number of chunks in flight: while one is copied, others are sent."""
 TRANSFER_SECS = 600.0
-"""When a transfer that has begun counts as failed. Long, because that ends the job."""
+"""The timeout of a transfer that has started. Long, because a timeout ends the job."""
 
 
 class BroadcastTransport(Transport):
     """One worker's end. The lowest rank on each host is its leader.
 
     Args:
-        shared: The transport among the workers of this host, with no worker of another host in it.
-        coordination: Words between the workers.
-        rank: Which worker this is.
+        shared: The transport among the workers of this host only.
+        coordination: The keys that all workers share.
+        rank: The rank of this worker.
         hosts: The host of every worker, by rank.
         job: The name of the job.
-        chunk_bytes: How much is sent at once, a multiple of 64.
+        chunk_bytes: The size of a chunk, a multiple of 64.
     """
 
     def __init__(
@@ -74,35 +74,37 @@ class BroadcastTransport(Transport):
         self._chunk_bytes = chunk_bytes
         self._leaders = leaders_of(hosts)
         self._leader = self._leaders[hosts[rank]]
-        self._own_words: dict[str, tuple[str, ...]] = {}
+        self._own_keys: dict[str, tuple[str, ...]] = {}
 
     def publish(  # noqa: D102
         self, parcel_id: str, arrays: Sequence[npt.NDArray[Any]], *, to_read: bool = False
     ) -> Parcel:
         if self._rank == self._leader:
-            self._own_words[parcel_id] = ("decision",)
+            self._own_keys[parcel_id] = ("decision",)
         return self._shared.publish(parcel_id, arrays, to_read=to_read)
 
     def receive(  # noqa: D102
-        self, parcel: Parcel, timeout_secs: float, look: Look = lambda *_: None
+        self, parcel: Parcel, timeout_secs: float, inspect: Inspect = lambda *_: None
     ) -> list[npt.NDArray[Any]]:
         until = time.monotonic() + timeout_secs
         sender = self._leaders[self._hosts[parcel.source]]
         if self._rank == sender:
-            self._own_words[parcel.id] = ("decision",)
-            return self._receive_and_send(parcel, timeout_secs, until, look)
+            self._own_keys[parcel.id] = ("decision",)
+            return self._receive_and_send(parcel, timeout_secs, until, inspect)
         if self._rank == self._leader:
-            self._own_words[parcel.id] = (f"room/{self._rank}", f"here/{self._rank}")
+            self._own_keys[parcel.id] = (f"room/{self._rank}", f"here/{self._rank}")
             self._receive_for_host(parcel, timeout_secs, until, sender)
         else:
-            self._follow(self._word(parcel, "decision", until, sender, timeout_secs))
+            self._follow(self._await_key(parcel, "decision", until, sender, timeout_secs))
             if self._leader != sender:
-                self._follow(self._word(parcel, f"here/{self._leader}", until, self._leader, timeout_secs))
-        return self._shared.receive(parcel, max(0.0, until - time.monotonic()), look)
+                self._follow(
+                    self._await_key(parcel, f"here/{self._leader}", until, self._leader, timeout_secs)
+                )
+        return self._shared.receive(parcel, max(0.0, until - time.monotonic()), inspect)
 
     def release(self, parcel_id: str) -> None:  # noqa: D102
         self._shared.release(parcel_id)
-        for what in self._own_words.pop(parcel_id, ()):
+        for what in self._own_keys.pop(parcel_id, ()):
             with contextlib.suppress(JobFailed):
                 self._coordination.delete(self._key(parcel_id, what))
 
@@ -110,20 +112,20 @@ class BroadcastTransport(Transport):
         self._shared.close()
 
     def _receive_and_send(
-        self, parcel: Parcel, timeout_secs: float, until: float, look: Look
+        self, parcel: Parcel, timeout_secs: float, until: float, inspect: Inspect
     ) -> list[npt.NDArray[Any]]:
         try:
-            arrays = self._shared.receive(parcel, timeout_secs, look)
+            arrays = self._shared.receive(parcel, timeout_secs, inspect)
             for leader in self._leaders.values():
                 if leader != self._rank:
-                    self._follow(self._word(parcel, f"room/{leader}", until, leader, timeout_secs))
+                    self._follow(self._await_key(parcel, f"room/{leader}", until, leader, timeout_secs))
         except UpdateRefused as refusal:
             self._follow(self._decide(parcel, {"refused": refusal.to_json()}))
             raise
         decision = self._decide(parcel, {"block": next_block(self._rank, tuple(self._leaders.values()))})
         self._follow(decision)
-        # Sending may still read the bytes when it has returned, and the arrays may be changed by then: so it
-        # has its own mapping, which no one writes to.
+        # TensorFlow may still read the bytes after the send has returned, when the arrays may already be
+        # changed. So the send has its own mapping, which is never written to.
         self._transfer(parcel, decision["block"], _sending(self._shared.mapped(parcel, 0.0)))
         return arrays
 
@@ -131,10 +133,10 @@ class BroadcastTransport(Transport):
         try:
             file = self._shared.reserve(parcel.nbytes)
         except UpdateRefused as refusal:
-            self._say(parcel, f"room/{self._rank}", {"refused": refusal.to_json()})
+            self._publish_key(parcel, f"room/{self._rank}", {"refused": refusal.to_json()})
             raise
         try:
-            self._say(parcel, f"room/{self._rank}", {})
+            self._publish_key(parcel, f"room/{self._rank}", {})
             decision = self._decision_of_others(parcel, timeout_secs, until, sender)
             self._follow(decision)
             self._transfer(parcel, decision["block"], _receiving(file))
@@ -142,21 +144,21 @@ class BroadcastTransport(Transport):
         except BaseException:
             file.remove()
             raise
-        self._say(parcel, f"here/{self._rank}", {})
+        self._publish_key(parcel, f"here/{self._rank}", {})
 
     def _decision_of_others(
         self, parcel: Parcel, timeout_secs: float, until: float, sender: int
     ) -> dict[str, Any]:
         try:
-            return self._word(parcel, "decision", until, sender, timeout_secs)
+            return self._await_key(parcel, "decision", until, sender, timeout_secs)
         except UpdateRefused as refusal:
             return self._decide(parcel, {"refused": refusal.to_json()})
 
     def _decide(self, parcel: Parcel, decision: dict[str, Any]) -> dict[str, Any]:
-        """Writes the decision, unless there is one; returns the one that holds."""
-        if self._say(parcel, "decision", decision):
+        """Writes the decision unless one exists; returns the decision that holds."""
+        if self._publish_key(parcel, "decision", decision):
             return decision
-        return self._word(parcel, "decision", time.monotonic() + 10.0, 0, 10.0)  # it is there
+        return self._await_key(parcel, "decision", time.monotonic() + 10.0, 0, 10.0)  # it exists
 
     def _transfer(self, parcel: Parcel, block: int, move: Callable[[int, int, int, int, int], None]) -> None:
         ranges = chunk_ranges(parcel.nbytes, self._chunk_bytes)
@@ -169,35 +171,35 @@ class BroadcastTransport(Transport):
             for moved in moves:
                 moved.result()
 
-    def _say(self, parcel: Parcel, what: str, word: dict[str, Any]) -> bool:
-        return self._coordination.put(self._key(parcel.id, what), json.dumps(word))
+    def _publish_key(self, parcel: Parcel, what: str, value: dict[str, Any]) -> bool:
+        return self._coordination.put(self._key(parcel.id, what), json.dumps(value))
 
-    def _word(
+    def _await_key(
         self, parcel: Parcel, what: str, until: float, waited_for: int, timeout_secs: float
     ) -> dict[str, Any]:
-        said = self._coordination.get(self._key(parcel.id, what), max(0.0, until - time.monotonic()))
-        if said is None:
+        text = self._coordination.get(self._key(parcel.id, what), max(0.0, until - time.monotonic()))
+        if text is None:
             raise not_arrived(parcel, timeout_secs, self._rank, waited_for)
-        word: dict[str, Any] = json.loads(said)
-        return word
+        value: dict[str, Any] = json.loads(text)
+        return value
 
     def _key(self, parcel_id: str, what: str) -> str:
         return f"replicast/transport/{self._job}/{parcel_id}/{what}"
 
     @staticmethod
-    def _follow(word: dict[str, Any]) -> None:
-        if "refused" in word:
-            raise UpdateRefused.from_json(word["refused"])
+    def _follow(value: dict[str, Any]) -> None:
+        if "refused" in value:
+            raise UpdateRefused.from_json(value["refused"])
 
 
 def _sending(data: Bytes) -> Callable[[int, int, int, int, int], None]:
     import tensorflow as tf
 
-    # TensorFlow's broadcast knows no bytes; 64-bit integers are carried as they are.
-    words = data.view(np.int64)
+    # TensorFlow's broadcast does not support uint8; it does not change 64-bit integers.
+    integers = data.view(np.int64)
 
     def send(start: int, stop: int, size: int, group: int, key: int) -> None:
-        chunk = tf.experimental.dlpack.from_dlpack(words[start // 8 : stop // 8].__dlpack__())
+        chunk = tf.experimental.dlpack.from_dlpack(integers[start // 8 : stop // 8].__dlpack__())
         with _failing_the_job(), tf.device("CPU:0"):
             tf.raw_ops.CollectiveBcastSendV2(
                 input=chunk,
@@ -230,7 +232,7 @@ def _receiving(file: SharedFile) -> Callable[[int, int, int, int, int], None]:
 
 @contextlib.contextmanager
 def _failing_the_job() -> Iterator[None]:
-    """Says what an error of TensorFlow means here."""
+    """Raises errors of TensorFlow as `JobFailed`."""
     import tensorflow as tf
 
     try:
@@ -238,5 +240,5 @@ def _failing_the_job() -> Iterator[None]:
     except tf.errors.OpError as error:
         raise JobFailed(
             f"The transfer of an update between hosts failed: {error.message}. "
-            "Look for the first error in the workers' logs."
+            "Inspect for the first error in the workers' logs."
         ) from error

@@ -1,8 +1,8 @@
-"""A shared memory file with one owner, which does not outlive its owner for long.
+"""A shared-memory file with one owner, which is removed soon after its owner dies.
 
-The file is created without a name and locked by its creator; only then it gets its name. The kernel drops the
-lock when the process dies, even by kill -9. So a named file whose lock can be taken has no owner any more,
-and the next process that starts removes it.
+The file is created without a name, locked by its creator, and only then linked to its name. The kernel
+releases the lock when the process dies, even by kill -9. So a named file whose lock can be taken has no owner
+any more, and the next process that starts removes it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class SharedFile:
     """A file of this process that others can map once it is complete.
 
     Args:
-        directory: Where shared memory is.
-        nbytes: Its size. All of it is reserved at once: a full file system says so here, and not later by a
-            signal that ends the process.
+        directory: The directory for shared memory.
+        nbytes: Its size. All of it is allocated here, so that a full file system raises an error here instead
+            of killing the process with a signal later.
 
     Attributes:
-        buffer: The file's bytes, for writing. They never change again once the file has its name: a variable
-            may live in a worker's mapping of it.
+        buffer: The file's bytes, for writing. They never change once the file has its name, because a
+            variable may use a worker's mapping of them.
 
     Raises:
-        OSError: There is no room.
+        OSError: There is not enough space.
     """
 
     def __init__(self, directory: Path, nbytes: int) -> None:
@@ -55,17 +55,17 @@ class SharedFile:
         return len(self.buffer)
 
     def complete(self, path: Path) -> None:
-        """Gives it its name: it is written, and others may map it.
+        """Links the written file to its name, so that others can map it.
 
         Raises:
             FileExistsError: The name is taken.
         """
-        # Only with a directory's descriptor does Python follow the link in /proc; it is not looked at.
+        # Python follows the link in /proc only if it is given a directory descriptor, which is not used.
         os.link(f"/proc/self/fd/{self._descriptor}", path, src_dir_fd=self._descriptor)
         self._path = path
 
     def remove(self) -> None:
-        """Gives it up; mappings of it stay valid. Never raises. To be called once."""
+        """Removes the file; mappings of it stay valid. Never raises. Call it once."""
         if self._path is not None:
             with contextlib.suppress(OSError):  # the directory may be gone
                 self._path.unlink()
@@ -73,9 +73,9 @@ class SharedFile:
 
 
 class Spare:
-    """A file that a thread makes ready for the next parcel, which is often as large as the last.
+    """A file that a thread allocates for the next parcel, which often has the size of the last one.
 
-    Finding and clearing the pages of a new file takes four times as long as copying the bytes into it.
+    Allocating and clearing the pages of a new file takes four times as long as copying the bytes into it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -86,7 +86,7 @@ class Spare:
         self._closed = False
 
     def prepare(self, nbytes: int) -> None:
-        """Begins to make one, in place of the one that is here."""
+        """Starts to allocate a spare; replaces the current one."""
         with self._changing:
             self._remove()
             if not self._closed:
@@ -96,12 +96,12 @@ class Spare:
                 self._making.start()
 
     def take(self) -> SharedFile | None:
-        """The spare, if there is one; waits until it is made."""
+        """The spare, or None; waits while it is being allocated."""
         with self._changing:
             return self._take()
 
     def close(self) -> None:
-        """Removes it; there will be none again."""
+        """Removes the spare; `prepare` does nothing from then on."""
         with self._changing:
             self._closed = True
             self._remove()
@@ -118,7 +118,7 @@ class Spare:
             file.remove()
 
     def _make(self, nbytes: int) -> None:
-        with contextlib.suppress(OSError):  # no room: then there is no spare
+        with contextlib.suppress(OSError):  # not enough space: there is no spare then
             self._file = SharedFile(self._directory, nbytes)
 
 
@@ -127,12 +127,12 @@ def opened(path: Path) -> Iterator[int]:
     """A complete file of this user, open for reading.
 
     Raises:
-        FileNotFoundError: It is not there, or not this user's.
+        FileNotFoundError: It does not exist, or belongs to another user.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(descriptor).st_uid != os.getuid():
-            raise FileNotFoundError(errno.ENOENT, "A file of another user", str(path))
+            raise FileNotFoundError(errno.ENOENT, "The file belongs to another user", str(path))
         yield descriptor
     finally:
         os.close(descriptor)
@@ -142,7 +142,7 @@ def check_directory(directory: Path) -> None:
     """Checks that a directory can hold such files.
 
     Raises:
-        ClusterError: Its file system has no files without a name.
+        ClusterError: Its file system does not support unnamed files.
     """
     try:
         os.close(_unnamed_file(directory))
@@ -155,12 +155,12 @@ def check_directory(directory: Path) -> None:
 
 
 def name_prefix() -> str:
-    """How the names of this user's files begin."""
+    """The prefix of the names of this user's files."""
     return f"replicast-memory-{os.getuid()}-"
 
 
 def remove_leftovers(directory: Path) -> list[Path]:
-    """Removes the files of this user whose owner is dead; returns which."""
+    """Removes the files of this user whose owner is dead; returns their paths."""
     removed = []
     with contextlib.suppress(OSError):
         for path in sorted(directory.glob(f"{name_prefix()}*")):

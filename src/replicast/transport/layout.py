@@ -1,4 +1,4 @@
-"""How arrays lie in one buffer, and whether they arrived whole: pure functions between arrays and bytes."""
+"""The layout of arrays in one buffer, and its verification: pure functions between arrays and bytes."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import numpy as np
 import numpy.typing as npt
 
 from replicast.mapping import ALIGNMENT, Bytes, aligned
-from replicast.transport.base import Look, Parcel, Piece, damaged
+from replicast.transport.base import Inspect, Parcel, Piece, damaged
 from replicast.update.blocks import blocks_of, digest_block
 
 _PARCEL_ID = re.compile(r"[A-Za-z0-9._-]+")
 
 
 def checked_id(parcel_id: str) -> str:
-    """The id itself, if it can be part of a file's name.
+    """Returns the id if it can be part of a file name.
 
     Raises:
         ValueError: It cannot.
     """
     if not _PARCEL_ID.fullmatch(parcel_id) or len(parcel_id) > 100:
         raise ValueError(
-            "The id of a parcel or a job is made of at most 100 letters, digits, dots, hyphens and "
+            "The id of a parcel or a job consists of at most 100 letters, digits, dots, hyphens and "
             f"underscores. Received: {parcel_id!r}"
         )
     return parcel_id
 
 
 def lay_out(arrays: Sequence[npt.NDArray[Any]]) -> tuple[tuple[Piece, ...], int]:
-    """Where each array goes, and the size of the buffer: at least 64 bytes, and a multiple of them.
+    """The position of each array, and the size of the buffer: a multiple of 64 bytes, and at least 64.
 
     Raises:
-        TypeError: The elements of an array are Python objects, text or records.
+        TypeError: An array holds Python objects, strings or records.
     """
     pieces = []
     end = 0
@@ -67,35 +67,39 @@ def arrays_in(buffer: Bytes, pieces: Sequence[Piece]) -> list[npt.NDArray[Any]]:
 
 
 def check_share(
-    parcel: Parcel, arrays: Sequence[npt.NDArray[Any]], rank: int, mates: Sequence[int], look: Look
+    parcel: Parcel,
+    arrays: Sequence[npt.NDArray[Any]],
+    rank: int,
+    local_ranks: Sequence[int],
+    inspect: Inspect,
 ) -> None:
-    """Checks the blocks of a parcel that are this worker's to check, and looks at them meanwhile.
+    """Verifies this worker's share of the blocks of a parcel, and inspects their values in the same pass.
 
     Args:
         parcel: The parcel.
         arrays: Its arrays.
-        rank: This worker.
-        mates: All workers that look at the same memory.
-        look: Called for every part of the share.
+        rank: The rank of this worker.
+        local_ranks: The ranks of all workers that map the same memory.
+        inspect: Called for every chunk of the share.
 
     Raises:
-        UpdateRefused: A block is not what the source published.
+        UpdateRefused: A block differs from what the source published.
     """
     for number, (place, _, content) in enumerate(blocks_of(arrays)):
-        if mates[number % len(mates)] != rank:
+        if local_ranks[number % len(local_ranks)] != rank:
             continue
 
-        def looked(_: int, chunk: Bytes, place: int = place) -> Bytes:
-            look(place, chunk.view(arrays[place].dtype))
+        def inspected(_: int, chunk: Bytes, place: int = place) -> Bytes:
+            inspect(place, chunk.view(arrays[place].dtype))
             return chunk
 
-        found, expected = digest_block(content, looked), parcel.digest_of(number)
+        found, expected = digest_block(content, inspected), parcel.digest_of(number)
         if found != expected:
             raise damaged(parcel, f"digest {expected} of block {number}", f"digest {found}", rank)
 
 
 def aligned_buffer(nbytes: int) -> Bytes:
-    """Zeros in private memory, aligned as a parcel's buffer has to be."""
+    """Zeros in private memory, with the alignment of a parcel's buffer."""
     raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes]
@@ -111,7 +115,7 @@ def _dtype_named(name: str) -> np.dtype[Any]:
     try:
         return np.dtype(name)
     except TypeError:
-        import ml_dtypes  # bfloat16 and the 8-bit floats, which numpy does not know by itself
+        import ml_dtypes  # bfloat16 and the 8-bit floats, which are not numpy's own
 
         found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
         return found

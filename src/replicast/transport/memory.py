@@ -1,4 +1,4 @@
-"""The transport's twin in one process: N threads play N workers."""
+"""A transport within one process, for tests: N threads act as N workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy.typing as npt
 
 from replicast.mapping import Bytes
-from replicast.transport.base import Look, Parcel, Transport, no_room, not_arrived
+from replicast.transport.base import Inspect, Parcel, Transport, no_room, not_arrived
 from replicast.transport.layout import aligned_buffer, arrays_in, check_share, checked_id, lay_out, write_out
 
 
@@ -17,17 +17,17 @@ class MemoryTransport(Transport):
     """One worker's end.
 
     Args:
-        board: What the twins of one job have in common.
-        rank: Which worker this is.
+        board: Shared by all workers of the job.
+        rank: The rank of this worker.
     """
 
     class Board:
-        """Where parcels lie until their source releases them, and where a test makes things go wrong.
+        """Holds parcels until their source releases them; tests inject faults here.
 
         Attributes:
-            buffers: The bytes by parcel.
-            room: How many bytes may lie here at once; None for no limit.
-            changed: Held while any of this is looked at or changed.
+            buffers: The bytes of each parcel, by id.
+            room: The maximum total size of all parcels; None for no limit.
+            changed: Guards all of this, and is notified when a parcel is published.
         """
 
         def __init__(self) -> None:
@@ -40,22 +40,22 @@ class MemoryTransport(Transport):
             """Changes one bit of a parcel, now or when it is published."""
             with self.changed:
                 self._to_corrupt.add(parcel_id)
-                self._corrupt_what_is_here()
+                self._corrupt_published()
 
         def put(self, parcel_id: str, buffer: Bytes) -> None:
-            """Lays a parcel down and wakes those who wait for it."""
+            """Adds a parcel and wakes the threads that wait for it."""
             with self.changed:
                 self.buffers[parcel_id] = buffer
-                self._corrupt_what_is_here()
+                self._corrupt_published()
                 self.changed.notify_all()
 
         def free(self) -> int | None:
-            """How many bytes more may be laid down; None for no limit."""
+            """How many more bytes fit; None for no limit."""
             with self.changed:
                 taken = sum(len(buffer) for buffer in self.buffers.values())
                 return None if self.room is None else max(0, self.room - taken)
 
-        def _corrupt_what_is_here(self) -> None:
+        def _corrupt_published(self) -> None:
             for parcel_id in self._to_corrupt & self.buffers.keys():
                 self.buffers[parcel_id][0] ^= 1
                 self._to_corrupt.remove(parcel_id)
@@ -79,7 +79,7 @@ class MemoryTransport(Transport):
         return Parcel(parcel_id, self._rank, nbytes, pieces, blocks)
 
     def receive(  # noqa: D102
-        self, parcel: Parcel, timeout_secs: float, look: Look = lambda *_: None
+        self, parcel: Parcel, timeout_secs: float, inspect: Inspect = lambda *_: None
     ) -> list[npt.NDArray[Any]]:
         board = self._board
         with board.changed:
@@ -89,7 +89,7 @@ class MemoryTransport(Transport):
         private = aligned_buffer(parcel.nbytes)
         private[:] = published
         arrays = arrays_in(private, parcel.arrays)
-        check_share(parcel, arrays, self._rank, [self._rank], look)
+        check_share(parcel, arrays, self._rank, [self._rank], inspect)
         return arrays
 
     def release(self, parcel_id: str) -> None:  # noqa: D102

@@ -1,4 +1,4 @@
-"""Which transport a job needs: the workers tell each other where they are."""
+"""Chooses the transport of a job: every worker publishes the id of its host."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PREFIX = "replicast/transport"
 
 
 def open_transport(coordination: Coordination, rank: int, size: int, environ: Mapping[str, str]) -> Transport:
-    """The transport for this job. On every worker; blocks until all have said where they are.
+    """The transport for this job. On every worker; blocks until all have published their host.
 
     Raises:
-        JobFailed: A worker did not say so within two minutes.
+        JobFailed: A worker did not do so within two minutes.
         ClusterError: `REPLICAST_SHM_DIR` cannot be used.
     """
     until = time.monotonic() + OPEN_SECS
@@ -32,13 +32,16 @@ def open_transport(coordination: Coordination, rank: int, size: int, environ: Ma
     hosts = _hosts(coordination, size, until)
     job = coordination.get(f"{_PREFIX}/job", _remaining(until))
     if job is None:
-        raise JobFailed(f"Worker 0 did not name the job within {OPEN_SECS:g} s. See its log.", worker=0)
+        raise JobFailed(
+            f"Worker 0 did not publish the name of the job within {OPEN_SECS:g} s. See its log.", worker=0
+        )
     directory = shared_memory_directory(environ)
     if len(set(hosts)) == 1:
-        return SharedMemoryTransport(job, rank, directory=directory, mates=range(size))
-    # Hosts that are only said to be several, on one machine, must not meet in one directory.
-    mates = [mate for mate, host in enumerate(hosts) if host == hosts[rank]]
-    shared = SharedMemoryTransport(_job_on_host(job, hosts[rank]), rank, directory=directory, mates=mates)
+        return SharedMemoryTransport(job, rank, directory=directory, local_ranks=range(size))
+    # With REPLICAST_HOST_ID, several hosts may be one machine: their files must have different names.
+    local_ranks = [local for local, host in enumerate(hosts) if host == hosts[rank]]
+    name = _job_on_host(job, hosts[rank])
+    shared = SharedMemoryTransport(name, rank, directory=directory, local_ranks=local_ranks)
     return BroadcastTransport(shared, coordination, rank, hosts, job)
 
 
@@ -47,8 +50,9 @@ def _hosts(coordination: Coordination, size: int, until: float) -> tuple[str, ..
     missing = [rank for rank, host in enumerate(hosts) if host is None]
     if missing:
         raise JobFailed(
-            f"Not all workers said within {OPEN_SECS:g} s where they are. Every worker has to come here: "
-            f"look into the logs of those that did not. Received: nothing from {_named(missing)}",
+            f"Not all workers published their host within {OPEN_SECS:g} s. Every worker must create its "
+            "Replicas: look for the reason in the logs of the missing workers. "
+            f"Received: nothing from {_named(missing)}",
             worker=missing[0],
         )
     return tuple(host for host in hosts if host is not None)

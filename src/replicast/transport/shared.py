@@ -1,4 +1,4 @@
-"""The transport of one host: the bytes are once in shared memory, and each worker maps them privately."""
+"""The transport within one host: one copy of the bytes in shared memory, which each worker maps privately."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from replicast.errors import UpdateRefused
 from replicast.mapping import Bytes, map_private
-from replicast.transport.base import Look, Parcel, Transport, damaged, no_room, not_arrived
+from replicast.transport.base import Inspect, Parcel, Transport, damaged, no_room, not_arrived
 from replicast.transport.files import (
     SharedFile,
     Spare,
@@ -26,29 +26,32 @@ from replicast.transport.files import (
 from replicast.transport.layout import arrays_in, check_share, checked_id, lay_out, write_out
 
 SPARE_BYTES = (1 << 20, 1 << 28)
-"""The smallest and the largest parcel for whose successor a spare file is kept ready."""
+"""The smallest and the largest parcel after which a spare file of the same size is allocated."""
 SPARE_PART = 8
-"""A spare takes at most this part of the file system."""
-_LOOK_SECS = 0.002
+"""A spare takes at most one part in this many of the file system."""
+_POLL_SECS = 0.002
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SharedMemoryTransport(Transport):
-    """One worker's end. Opening it removes what dead processes of this user left in the directory.
+    """One worker's end. Opening it removes the files that dead processes of this user left behind.
 
     Args:
-        job: The name of the job, the same on all its workers and different from that of any other.
-        rank: Which worker this is.
-        directory: Where shared memory is, such as /dev/shm.
-        mates: All workers that share it, this one included. Default: it checks by itself what it receives.
+        job: The name of the job: the same on all its workers, and unique among jobs.
+        rank: The rank of this worker.
+        directory: The directory for shared memory, such as /dev/shm.
+        local_ranks: The ranks of all workers that share it, including this one. By default this worker
+            verifies everything that it receives.
 
     Raises:
-        ClusterError: The directory cannot hold what is needed.
+        ClusterError: The directory cannot be used.
     """
 
-    def __init__(self, job: str, rank: int, *, directory: Path, mates: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, job: str, rank: int, *, directory: Path, local_ranks: Sequence[int] | None = None
+    ) -> None:
         self._rank = rank
-        self._mates = (rank,) if mates is None else tuple(mates)
+        self._local_ranks = (rank,) if local_ranks is None else tuple(local_ranks)
         self._directory = directory
         self._job = checked_id(job)
         self._published: dict[str, SharedFile] = {}
@@ -74,12 +77,12 @@ class SharedMemoryTransport(Transport):
         return parcel
 
     def receive(  # noqa: D102
-        self, parcel: Parcel, timeout_secs: float, look: Look = lambda *_: None
+        self, parcel: Parcel, timeout_secs: float, inspect: Inspect = lambda *_: None
     ) -> list[npt.NDArray[Any]]:
         arrays = self._to_read.get(parcel.id)
         if arrays is None:
             arrays = arrays_in(self.mapped(parcel, timeout_secs), parcel.arrays)
-        check_share(parcel, arrays, self._rank, self._mates, look)
+        check_share(parcel, arrays, self._rank, self._local_ranks, inspect)
         return arrays
 
     def release(self, parcel_id: str) -> None:  # noqa: D102
@@ -100,33 +103,33 @@ class SharedMemoryTransport(Transport):
             self.release(parcel_id)
 
     def mapped(self, parcel: Parcel, timeout_secs: float) -> Bytes:
-        """The bytes of a parcel in a private mapping, once they are here; no digest is checked.
+        """Waits for the bytes of a parcel and maps them privately; does not verify them.
 
         Raises:
-            UpdateRefused: They did not arrive in time, or not all of them are here.
+            UpdateRefused: They did not arrive in time, or the file is too short.
         """
         until = time.monotonic() + timeout_secs
         while True:
             with contextlib.suppress(FileNotFoundError), opened(self._path(parcel.id)) as descriptor:
                 size = os.fstat(descriptor).st_size
-                if size < parcel.nbytes:  # reading behind its end would end this process
+                if size < parcel.nbytes:  # reading past the end would kill this process
                     raise damaged(parcel, f"{parcel.nbytes:,} bytes", f"{size:,} bytes", self._rank)
                 return map_private(descriptor, parcel.nbytes)
             if time.monotonic() >= until:
                 raise not_arrived(parcel, timeout_secs, self._rank, parcel.source)
-            time.sleep(_LOOK_SECS)
+            time.sleep(_POLL_SECS)
 
     def reserve(self, nbytes: int) -> SharedFile:
-        """A file to write a parcel into, to be completed or removed.
+        """A file for a parcel, which the caller completes or removes.
 
         Raises:
-            UpdateRefused: There is no room.
+            UpdateRefused: There is not enough space.
         """
         spare = self._spare.take()
         if spare is not None:
             if spare.nbytes == nbytes:
                 return spare
-            spare.remove()  # first, because its room may be needed
+            spare.remove()  # first, because its space may be needed
         status = os.statvfs(self._directory)
         try:
             return SharedFile(self._directory, nbytes)
@@ -136,7 +139,7 @@ class SharedMemoryTransport(Transport):
             raise self._no_room(nbytes, status.f_bavail * status.f_frsize) from error
 
     def complete(self, parcel_id: str, file: SharedFile) -> None:
-        """Makes a written parcel visible to the workers of this host. This worker's release removes it."""
+        """Makes a written parcel visible to the workers of this host, until this worker releases it."""
         file.complete(self._path(parcel_id))
         self._published[parcel_id] = file
 
@@ -149,6 +152,6 @@ class SharedMemoryTransport(Transport):
             free,
             str(self._directory),
             self._rank,
-            "Make room there, or set REPLICAST_SHM_DIR to a directory that has it (in a container, give it "
-            "a larger /dev/shm)",
+            "Free some space there, or set REPLICAST_SHM_DIR to a directory with more (in a container, "
+            "increase the size of /dev/shm)",
         )

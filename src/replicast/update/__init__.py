@@ -1,1 +1,1 @@
-"""What an update is, to the last bit: edits, schema, validation, guard, trial, file format. No threads."""
+"""Updates, defined to the last bit: edits, schema, validation, guard, trial, file format. No threads."""

@@ -1,4 +1,4 @@
-"""Arrays in blocks, each with a digest of its own, so that several workers can check one buffer together."""
+"""Arrays divided into blocks with one digest each, so that several workers can verify one buffer together."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from replicast.mapping import Bytes
 BLOCK_BYTES = 1 << 22
 """Small enough to share a large array evenly, large enough that all digests fit in a message."""
 DIGITS = 16
-"""Of one block's digest: xxh3_64, as hexadecimal digits."""
+"""The length of a block's digest: xxh3_64 in hexadecimal digits."""
 _CHUNK_BYTES = 1 << 18  # fits in the processor's cache, and makes Python's part negligible
 
 Each = Callable[[int, Bytes], Bytes]
-"""Given where a chunk of a block begins, and the chunk; returns what is digested: the chunk or a copy."""
+"""Called with the offset of a chunk in its block, and the chunk; returns the chunk or a copy to digest."""
 
 
 class Block(NamedTuple):
-    """A part of one array: the array's place, where in it the part begins, and the part."""
+    """A part of one array: the index of the array, the offset of the part, and the part."""
 
     place: int
     start: int
@@ -30,7 +30,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(arrays: Sequence[npt.NDArray[Any]]) -> Iterator[Block]:
-    """All blocks of all arrays; an empty array has none."""
+    """All blocks of all arrays; an empty array has no blocks."""
     for place, array in enumerate(arrays):
         content = bytes_of(array)
         for start in range(0, len(content), BLOCK_BYTES):
@@ -45,7 +45,7 @@ def bytes_of(array: npt.NDArray[Any]) -> Bytes:
 
 
 def digest_block(content: Bytes, each: Each = lambda _, chunk: chunk) -> str:
-    """The digest of one block; `each` is called for its chunks, while the processor's cache has them."""
+    """The digest of one block; calls `each` for its chunks while they are in the processor's cache."""
     hasher = xxhash.xxh3_64()
     for start in range(0, len(content), _CHUNK_BYTES):
         hasher.update(each(start, content[start : start + _CHUNK_BYTES]).data)

@@ -1,4 +1,4 @@
-"""Whether numbers are finite: the one look at an update's values that takes long."""
+"""Checks whether numbers are finite: the only slow check of an update's values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from replicast.update.edits import FLOAT_DTYPES, Array
 
-_CHUNK = 2**16  # Elements. Small enough that what is computed of them stays in the processor's cache.
+_CHUNK = 2**16  # Elements. Small enough that temporary results stay in the processor's cache.
 
 
 def is_finite(array: Array) -> bool:
@@ -17,10 +17,10 @@ def is_finite(array: Array) -> bool:
 
 
 def _surely_finite(array: Array) -> bool:
-    """Whether a quick look is enough: the sum of all squares is finite only if every element is.
+    """A quick check: the sum of all squares is finite only if every element is.
 
-    The reverse does not hold: squares of large numbers overflow, and what numpy does not multiply quickly is
-    not looked at.
+    The reverse does not hold: squares of large numbers overflow, and dtypes that numpy multiplies slowly are
+    not checked.
     """
     if array.dtype not in (np.float32, np.float64):
         return False
@@ -33,10 +33,10 @@ def _surely_finite(array: Array) -> bool:
 
 
 def nonfinite(array: Array) -> tuple[int, int]:
-    """How many elements are NaN or infinite, and the place of the first in row-major order.
+    """How many elements are NaN or infinite, and the index of the first in row-major order.
 
-    Looks at bits, chunk by chunk: without its sign, a number is finite when its bits, as an integer, are
-    below those of infinity. One way for all dtypes, also for those that numpy computes slowly.
+    Compares bits, chunk by chunk: without its sign, a number is finite if its bits, as an integer, are below
+    those of infinity. This works for all dtypes, including those that numpy computes slowly.
     """
     if _surely_finite(array):
         return 0, -1

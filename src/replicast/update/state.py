@@ -1,7 +1,7 @@
-"""The state as the protocol sees it: named variables that can be changed by edits and digested.
+"""The state as the protocol uses it: named variables that can be changed by edits and digested.
 
-The variables of a Keras model are one such state (`replicast.strategy.KerasState`); `MemoryState` is its twin
-in numpy, for threads that play workers.
+`replicast.strategy.KerasState` has the variables of a Keras model; `MemoryState` has numpy arrays, for tests
+in which threads act as workers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Held: TypeAlias = Callable[[], tuple[Arrays, Arrays]]
 
 
 class State(abc.ABC):
-    """Named variables of one worker. Only the training thread calls, at a boundary; `schema` is for all."""
+    """Named variables of one worker. For the training thread at a boundary; any thread may use `schema`."""
 
     schema: Schema
 
@@ -32,7 +32,7 @@ class State(abc.ABC):
 
     @abc.abstractmethod
     def digest(self, edits: Sequence[Edit]) -> str:
-        """The digest of the bits that these edits have touched: variables, or rows of them."""
+        """The digest of the bits that these edits touch: variables, or rows of them."""
 
     @abc.abstractmethod
     def read(self, names: Iterable[str]) -> Arrays:
@@ -59,26 +59,26 @@ class State(abc.ABC):
         """The digest of each of these variables."""
 
     def fingerprints(self, names: Iterable[str]) -> dict[str, str]:
-        """What workers of one job compare with each other: the digests, or what their devices compute."""
+        """What workers of one job compare: the digests, or values that their devices compute."""
         return self.digests(names)
 
     def fingerprint_of(self, value: npt.NDArray[Any]) -> str:
-        """What `fingerprints` would give for a variable with this value."""
+        """What `fingerprints` would return for a variable with this value."""
         return digest_array(value)
 
     @abc.abstractmethod
     def snapshot(self, buffers: Arrays) -> None:
-        """Copies every variable into the buffers, which are made where they are missing."""
+        """Copies every variable into the buffers; allocates missing buffers."""
 
     def restore_snapshot(self, buffers: Arrays) -> None:
-        """Gives every variable the bits that it had at `snapshot`."""
+        """Restores the bits that every variable had at `snapshot`."""
         for name, value in buffers.items():
-            # A copy, one at a time: assigning may take the memory over, and training would change it.
+            # Copy one at a time: assigning may take over the memory, which training would then change.
             self.apply([Edit(Operation.ASSIGN, name, {"value": np.array(value)})])
 
 
 def touched_parts(edits: Sequence[Edit]) -> tuple[list[str], Arrays]:
-    """Which variables these edits touch as a whole, and which rows of which others."""
+    """The variables that these edits touch completely, and the touched rows of others."""
     whole = {edit.variable for edit in edits if "indices" not in edit.arrays}
     rows: dict[str, list[npt.NDArray[Any]]] = {}
     for edit in edits:

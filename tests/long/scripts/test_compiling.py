@@ -1,4 +1,4 @@
-"""More ways to compile a model outside the scope that it was made in."""
+"""More ways to compile a model outside the scope in which it was created."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said when workers are given different data: more kinds of data than tests/scripts/test_data.py."""
+"""Errors and warnings about workers with different data: more kinds than tests/scripts/test_data.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""More kinds of models with a `train_step` of their own."""
+"""More kinds of models with a custom `train_step`."""
 
 from __future__ import annotations
 

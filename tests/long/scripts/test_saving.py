@@ -1,4 +1,4 @@
-"""More ways to save: by one worker, by some, in a larger script, with what cannot work."""
+"""More ways to save: by one worker, by some, in a larger script, with errors."""
 
 from __future__ import annotations
 

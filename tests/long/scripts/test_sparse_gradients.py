@@ -1,4 +1,4 @@
-"""Row-sparse gradients with every optimizer of Keras, and with every option that looks at gradients."""
+"""Row-sparse gradients with every optimizer of Keras, and with every option that uses gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What validation, and `steps`, see of their data: more cases than tests/scripts/test_validation.py."""
+"""The data that validation and `steps` use: more cases than tests/scripts/test_validation.py."""
 
 from __future__ import annotations
 

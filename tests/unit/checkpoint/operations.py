@@ -1,4 +1,4 @@
-"""Every file operation of a writer, counted, so that any one can fail or be the last of its process."""
+"""Counts every file operation of a writer, so that any of them can fail or be the last one of its process."""
 
 from __future__ import annotations
 

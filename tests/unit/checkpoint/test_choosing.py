@@ -1,4 +1,4 @@
-"""Which checkpoint a job goes on from."""
+"""The checkpoint from which a job continues."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_one_that_a_worker_found_damaged_is_passed_over(store: CheckpointStore) 
     assert chosen(store, None, {15: "worker 1 reads other bytes"}) == 10
 
 
-def test_one_without_commitment_is_passed_over_with_a_word_and_is_none(
+def test_an_uncommitted_checkpoint_is_skipped_with_a_warning(
     store: CheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (5, 10, 15):
@@ -68,9 +68,7 @@ def test_a_damaged_one_that_was_asked_for_is_refused_with_one_that_is_whole(stor
 
 
 @pytest.mark.parametrize("step", [None, 15])
-def test_nobody_starts_anew_without_being_told_that_all_are_damaged(
-    store: CheckpointStore, step: int | None
-) -> None:
+def test_a_start_without_an_undamaged_checkpoint_is_refused(store: CheckpointStore, step: int | None) -> None:
     for each in (5, 10, 15):
         flip(store.path(each) / "manifest.json", 5)
     with pytest.raises(

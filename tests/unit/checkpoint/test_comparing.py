@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, and between two models."""
+"""Differences between two checkpoints, and between two models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def compared(folder: Path, left: npt.NDArray[Any], right: npt.NDArray[Any]) -> C
     return found
 
 
-def test_a_changed_model_is_told_variable_by_variable() -> None:
+def test_differences_to_a_changed_model_are_listed_by_variable() -> None:
     old = schema_of({"same": np.zeros(1), "wider": np.zeros((2, 3)), "gone": np.zeros((), np.int32)})
     new = schema_of({"new": np.zeros(4, BFLOAT16), "wider": np.zeros((2, 4)), "same": np.zeros(1)})
     assert differences(old, new) == [

@@ -1,4 +1,4 @@
-"""Files that are not what was written are found, and never misread."""
+"""Damaged files are detected and never misread."""
 
 from __future__ import annotations
 

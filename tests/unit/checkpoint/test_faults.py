@@ -1,4 +1,4 @@
-"""Every file operation of a writer fails in turn, or is its last: the old or the new state is readable."""
+"""Every file operation of a writer fails, or is the last one: the old or the new state is readable."""
 
 from __future__ import annotations
 

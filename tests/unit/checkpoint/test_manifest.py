@@ -1,4 +1,4 @@
-"""A checkpoint says which updates it contains and which wait, so that a restart leaves out none."""
+"""A checkpoint lists the updates that it contains and the pending ones, so that a restart omits none."""
 
 from __future__ import annotations
 

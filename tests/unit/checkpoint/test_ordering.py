@@ -1,4 +1,4 @@
-"""Which checkpoint is the last one, and which ones stay, when training has gone back to an earlier one."""
+"""Which checkpoint is the last one, and which are kept, after training has restarted from an earlier one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_is_written_after_going_back_stays_and_is_the_last_one(store: Check
         assert last.step == chosen(store) == step
 
 
-def test_a_training_that_goes_on_from_there_stays_on_its_line_when_it_passes_what_was_given_up(
+def test_a_training_that_continues_from_there_stays_on_its_line_when_it_passes_what_was_given_up(
     store: CheckpointStore,
 ) -> None:
     lines = [store.manifest(2000).line]
@@ -57,7 +57,7 @@ def test_a_training_that_goes_on_from_there_stays_on_its_line_when_it_passes_wha
     assert lines == [0, 1, 1, 1, 1, 1]
 
 
-def test_a_script_that_goes_back_at_every_start_goes_on_from_its_last_start(store: CheckpointStore) -> None:
+def test_a_script_that_goes_back_at_every_start_continues_from_its_last_start(store: CheckpointStore) -> None:
     for start in (1, 2, 3):
         for step in (600, 700, 800)[: 4 - start]:
             saved(store, step, named=500, seed=start)
@@ -87,7 +87,7 @@ def test_should_the_last_one_be_damaged_what_it_came_from_is_taken(store: Checkp
     assert chosen(store, {600: "worker 1 reads other bytes", 500: "and here"}) == 2000
 
 
-def test_one_that_nobody_can_read_may_have_been_the_last(store: CheckpointStore) -> None:
+def test_an_unreadable_checkpoint_may_have_been_the_last(store: CheckpointStore) -> None:
     written(store, 600)
     flip(store.path(1500) / "manifest.json", 5)
     damaged: dict[int, str] = {}
@@ -108,7 +108,7 @@ def test_damaged_bytes_of_a_later_step_cost_no_whole_checkpoint(store: Checkpoin
     assert [manifest.step for manifest in store.list()] == [1600]
 
 
-def test_an_old_one_that_cannot_be_removed_is_named_once_and_stops_nobody(
+def test_an_old_one_that_cannot_be_removed_is_reported_once_and_does_not_stop_pruning(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     remove = CheckpointStore.remove

@@ -1,4 +1,4 @@
-"""Edits on slices give the bits of edits on the whole, whatever the state holds."""
+"""Edits on slices give the bits of edits on the whole variable, for any state."""
 
 from __future__ import annotations
 

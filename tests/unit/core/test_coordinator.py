@@ -1,4 +1,4 @@
-"""The coordinator: what it is told, what it says, and what it never lets happen."""
+"""The coordinator: its events, its commands, and what it must never do."""
 
 from __future__ import annotations
 
@@ -106,11 +106,11 @@ def test_a_worker_that_does_not_come_to_the_agreed_boundary_is_named() -> None:
         job.tell(TimerFired(timer.number))
     told = job.told()
     assert told.stage is Stage.REFUSED
-    assert told.outcome.problem == "Worker 1 did not come to the boundary within 900 s"
+    assert told.outcome.problem == "Worker 1 did not reach the boundary within 900 s"
     assert Release(stop.meeting) in job.said
 
 
-def test_a_worker_that_does_not_answer_a_stop_is_named_and_the_others_go_on() -> None:
+def test_a_worker_that_does_not_answer_a_stop_is_named_and_the_others_continue() -> None:
     job = Job()
     job.hear(0, Propose("t", ADD))
     job.all_answer()
@@ -137,7 +137,7 @@ def test_nothing_is_applied_before_the_record_is_durable() -> None:
 
 
 @pytest.mark.parametrize("outcome", [WriteOutcome.FENCED, WriteOutcome.UNKNOWN])
-def test_a_group_that_is_fenced_or_cannot_know_ends_and_tells_nobody(outcome: WriteOutcome) -> None:
+def test_a_group_that_is_fenced_or_cannot_know_ends_without_an_acknowledgement(outcome: WriteOutcome) -> None:
     job = Job()
     job.hear(OUTSIDE, Propose("push", ADD))
     job.all_answer()

@@ -1,4 +1,4 @@
-"""The core has no I/O: it imports data, arithmetic and itself. What is tested here is what it cannot do."""
+"""The core has no I/O: it imports only data types, arithmetic and itself."""
 
 from __future__ import annotations
 

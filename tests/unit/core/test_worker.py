@@ -1,4 +1,4 @@
-"""The state machine of one worker: what it says, and when it lets its training thread go on."""
+"""The state machine of one worker: its messages, and when its training thread continues."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_stop_is_answered_with_the_first_boundary_that_is_not_passed() -> None
     assert hear(worker, Release(7)) == [Pass(4)]
 
 
-def test_a_worker_goes_on_to_the_agreed_step_and_stands_there() -> None:
+def test_a_worker_continues_to_the_agreed_step_and_stands_there() -> None:
     worker = Worker(0)
     hear(worker, Stop(7))
     worker.handle(Arrived(1))
@@ -71,7 +71,7 @@ def test_orders_are_carried_out_one_after_the_other_before_the_boundary_is_passe
     assert worker.handle(Performed(9, "y")) == [Send(Answer(9, "y")), Pass(1)]
 
 
-def test_preparing_goes_on_beside_the_training() -> None:
+def test_preparing_continues_beside_the_training() -> None:
     worker = Worker(0)
     assert hear(worker, Do(8, Prepare("a", "digest", ()))) == [Perform(8, Prepare("a", "digest", ()))]
     assert worker.handle(Arrived(1)) == [Pass(1)]
@@ -99,7 +99,9 @@ def test_a_stop_for_a_later_step_does_not_keep_a_rest() -> None:
     assert hear(worker, Resume((1,), "over")) == [Continue("over")]
 
 
-def test_a_training_thread_that_waits_for_a_ticket_goes_on_with_its_outcome_or_when_the_time_is_up() -> None:
+def test_a_training_thread_that_waits_for_a_ticket_continues_with_its_outcome_or_when_the_time_is_up() -> (
+    None
+):
     worker = Worker(0)
     worker.handle(Proposed("t", Proposal("a", "digest", ())))
     assert worker.handle(Awaited("t", 5.0)) == [SetTimer(1, 5.0)]
@@ -110,7 +112,7 @@ def test_a_training_thread_that_waits_for_a_ticket_goes_on_with_its_outcome_or_w
     assert worker.handle(TimerFired(2)) == [Continue(Stage.PROPOSED)]
 
 
-def test_a_training_thread_does_not_wait_for_the_coordinator_for_ever_and_names_it() -> None:
+def test_a_training_thread_does_not_wait_for_the_coordinator_forever_and_names_it() -> None:
     worker = Worker(1)
     worker.handle(Rested(("begin",)))
     hear(worker, Resume((1, 1), "over"))

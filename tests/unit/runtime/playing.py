@@ -1,4 +1,4 @@
-"""What several tests of the runtime say: updates, outcomes, and a training that measures."""
+"""Helpers for the tests of the runtime: updates, outcomes, and a training that measures."""
 
 from __future__ import annotations
 

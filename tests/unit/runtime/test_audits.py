@@ -1,4 +1,4 @@
-"""Audits on real threads: who differs, where, by how much, since when, and all equal again."""
+"""Audits on real threads: which replicas differ, where, by how much and since when; and heals."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_two_variables_with_different_minorities_are_healed_by_their_own_majorit
         assert job.values() == before
 
 
-def test_a_tie_goes_to_whoever_has_what_checkpoint_and_journal_give() -> None:
+def test_a_tie_is_decided_by_checkpoint_and_journal() -> None:
     with Job(4) as job:
         right = job.workers[3].state.digests(["dense/bias"])["dense/bias"]
         flip(job.workers[0], "dense/bias")
@@ -122,7 +122,7 @@ def test_warn_tells_and_changes_nothing() -> None:
         eventually(lambda: not job.board.buffers)
 
 
-def test_who_asks_with_raise_hears_it_raised_on_every_worker_and_may_go_on() -> None:
+def test_an_audit_with_raise_raises_on_every_worker_and_may_continue() -> None:
     with Job(3) as job:
         flip(job.workers[1], "dense/bias")
         reports = what_an_audit_raises(job, "raise")
@@ -160,7 +160,7 @@ def test_a_planned_audit_that_finds_a_difference_is_looked_into_by_the_policy(po
         assert (job.values() == job.values()[:1] * 3) == (policy == "heal")
 
 
-def test_quiet_audits_are_numbered_and_keep_nobody() -> None:
+def test_planned_audits_are_numbered_and_stop_no_worker() -> None:
     with Job(3) as job:
         job.train(30, lambda worker, step: worker.audit_in_passing() if step % 5 == 0 else None)
         eventually(lambda: len(ended_reports(job)) == 6)
@@ -186,7 +186,7 @@ def test_a_difference_at_the_last_step_is_healed_before_training_returns() -> No
         assert (report.step, report.found_at, report.outcome) == (10, 10, "healed")
 
 
-def test_an_audit_that_was_asked_for_is_answered_with_who_asked_while_training_goes_on() -> None:
+def test_an_audit_that_was_asked_for_is_answered_with_who_asked_while_training_continues() -> None:
     with Job(2) as job:
         job.workers[1].session.request("audit", ("request-1",))
         job.train(30)
@@ -283,7 +283,7 @@ def test_a_state_that_is_not_the_same_on_all_workers_is_not_saved_but_healed() -
 
 
 @pytest.mark.parametrize("asked", ["in passing", "for"])
-def test_who_asks_to_be_made_equal_is_not_told_instead_that_they_differ(asked: str) -> None:
+def test_a_sync_makes_replicas_equal_instead_of_raising_that_they_differ(asked: str) -> None:
     with Job(2, audit_policy="raise") as job:
 
         def script(worker: Worker) -> None:
@@ -328,7 +328,7 @@ def test_a_sync_of_some_variables_leaves_the_others_alone() -> None:
         assert job.on_all(lambda worker: worker.session.rest("sync", 2, "dense/bias")) == [None] * 3
 
 
-def test_every_bit_counts_for_every_dtype() -> None:
+def test_every_bit_counts_forevery_dtype() -> None:
     kinds = ["float16", "float32", "float64", "int8", "int32", "uint32", "uint8", "int64"]
     values: dict[str, Any] = {kind: np.arange(6).astype(kind).reshape(2, 3) for kind in kinds}
     values["bool"] = np.array([True, False, True])

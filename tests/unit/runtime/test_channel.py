@@ -1,4 +1,4 @@
-"""Messages come in order, and nothing that was read stays in the coordination service."""
+"""Messages arrive in order, and are removed from the coordination service once they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every message and every order crosses processes as it is; nothing else does."""
+"""Every message and every order is decoded as it was encoded; other types are refused."""
 
 from __future__ import annotations
 

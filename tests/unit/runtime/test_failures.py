@@ -1,4 +1,4 @@
-"""Threads that die, full disks, silent workers: nobody waits for ever, and it is said why."""
+"""Threads that die, full disks, silent workers: no wait is unlimited, and the error says why."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_an_error_in_applying_ends_the_worker_and_is_its_own(fail_at: Callable[[
 
 
 @pytest.mark.parametrize("entry", [Payload, Committed])
-def test_a_full_disk_refuses_the_update_and_the_job_goes_on(entry: type[Entry]) -> None:
+def test_a_full_disk_refuses_the_update_and_the_job_continues(entry: type[Entry]) -> None:
     journal = FaultyJournal()
     with Job(2, journal) as job:
         journal.raises[entry] = NotWritten(FULL)
@@ -207,7 +207,7 @@ def test_a_receipt_that_cannot_be_written_is_told_all_the_same_also_in_the_next_
         assert again.workers[0].applied == []
 
 
-def test_a_write_of_which_nobody_knows_whether_it_is_there_ends_the_job_and_says_so() -> None:
+def test_a_write_with_unknown_result_ends_the_job_and_says_so() -> None:
     journal = FaultyJournal()
     with Job(2, journal) as job:
         journal.raises[Committed] = PerhapsWritten("renamed, and not synced")
@@ -263,7 +263,7 @@ def test_a_training_thread_that_does_not_come_is_named_and_the_update_is_refused
 
         job.on_all(script)
         error = refusal(ticket)
-        assert "Worker 1 did not come to the boundary within 0.3 s" in str(error)
+        assert "Worker 1 did not reach the boundary within 0.3 s" in str(error)
         assert error.worker == 1
         job.train(3)
 

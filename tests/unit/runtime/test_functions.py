@@ -1,4 +1,4 @@
-"""Functions: one worker computes an update from the live values while all wait for it."""
+"""Functions: one worker computes an update from the live values while all others wait."""
 
 from __future__ import annotations
 
@@ -100,11 +100,11 @@ def test_a_function_that_its_source_never_proposes_is_refused_at_the_end_of_trai
         ticket = job.workers[0].session.propose_function("f", adding(1.0), source=1, at_step=None)
         job.train(2)
         error = refusal(ticket)
-        assert "Worker 1, on which the function was to run, has not proposed it" in str(error)
+        assert "Worker 1, on which the function was to run, did not propose it" in str(error)
         assert error.worker == 1
 
 
-def test_a_function_for_a_later_step_keeps_nobody_waiting() -> None:
+def test_a_function_for_a_later_step_delays_no_worker() -> None:
     with Job(2) as job:
         later = propose_on_all(job, "later", lambda v: {"bias": v["bias"] * 2}, 1, at_step=12)
         soon = job.workers[0].session.propose(bias(3.0))
@@ -238,7 +238,7 @@ def test_nothing_is_applied_between_what_a_function_saw_and_what_it_returned() -
         assert [bias_of(worker) for worker in job.workers] == [55.0, 55.0]
 
 
-def test_a_function_refused_by_a_worker_that_cannot_take_its_bytes_lets_all_go_on() -> None:
+def test_a_function_refused_by_a_worker_that_cannot_take_its_bytes_lets_all_continue() -> None:
     with Job(3) as job:
         receive = job.workers[2].transport.receive
 

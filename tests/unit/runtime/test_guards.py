@@ -1,4 +1,4 @@
-"""A guard in the way of an update: its author is told, nothing moves, and training goes on."""
+"""A guard refuses an update: its author is told, no replica changes, and training continues."""
 
 from __future__ import annotations
 

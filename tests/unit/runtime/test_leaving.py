@@ -1,4 +1,4 @@
-"""A job that is told to end saves once, at one boundary, ends there, and decides nothing after that."""
+"""A job that is told to exit saves once, at one boundary, exits there, and decides nothing after that."""
 
 from __future__ import annotations
 

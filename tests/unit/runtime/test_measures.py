@@ -1,4 +1,4 @@
-"""What steps have measured, found in running means or taken as it is, and kept for a checkpoint."""
+"""Measurements of steps: derived from running means or used as they are, and kept for a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from replicast.errors import UpdateRefused
-from replicast.runtime.measures import MOST, History, Measures, mean_history
+from replicast.runtime.measures import MOST, Measures, MetricHistory, mean_history
 from replicast.update.state import MemoryState
 from replicast.update.trial import Trial, judged
 
@@ -46,7 +46,7 @@ def test_what_each_step_measured_is_found_in_running_means(per_boundary: int) ->
     assert measures.before("loss", 1) == 7.0
 
 
-def test_what_an_own_loop_gives_is_taken_as_it_is_also_from_one_dict_and_only_the_last_is_kept() -> None:
+def test_what_a_custom_loop_gives_is_taken_as_it_is_also_from_one_dict_and_only_the_last_is_kept() -> None:
     measures, logs = Measures(), {}
     for step in range(1, 4 * MOST):
         logs["loss"] = float(step)
@@ -57,7 +57,7 @@ def test_what_an_own_loop_gives_is_taken_as_it_is_also_from_one_dict_and_only_th
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_a_history_keeps_what_is_no_finite_number_and_forgets_what_was_taken_back(wrong: float) -> None:
+def test_a_history_keeps_what_is_no_finite_number_and_omits_what_was_reverted(wrong: float) -> None:
     measures = Measures()
     for step, value in enumerate([1.0, wrong, 3.0, 50.0], 1):
         if step == 4:
@@ -75,7 +75,7 @@ def test_a_history_keeps_what_is_no_finite_number_and_forgets_what_was_taken_bac
 
 
 def test_a_worker_that_has_measured_nothing_is_no_part_of_the_mean() -> None:
-    histories: list[History] = [
+    histories: list[MetricHistory] = [
         [(1, 1, {"loss": 2.0}), (2, 1, {"loss": 4.0})],
         [(2, 1, {"loss": 6.0, "other": 1.0})],
         [],

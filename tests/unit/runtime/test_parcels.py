@@ -1,4 +1,4 @@
-"""The bytes of updates in shared memory: who looks at which values, and what is given back."""
+"""The bytes of updates in shared memory: which worker checks which values, and which files are removed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Host:
     def __init__(self, size: int, directory: Path) -> None:
         self.directory = directory
         self.transports = [
-            SharedMemoryTransport("job", rank, directory=directory, mates=range(size)) for rank in range(size)
+            SharedMemoryTransport("job", rank, directory=directory, local_ranks=range(size))
+            for rank in range(size)
         ]
         self.workers = [
             Parcels(transport, "job", rank, SCHEMA) for rank, transport in enumerate(self.transports)
@@ -63,7 +64,7 @@ def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Host]:
 
 
 def an_update(spoilt: int | None = None) -> Update:
-    """An edit of each table; with rows in the middle, so that edits and arrays are counted differently."""
+    """An edit of each table, with row edits in between, so that edits and arrays have different indices."""
     update = Update(id="update")
     for place, name in enumerate(NAMES):
         values = np.full((ROWS, WIDTH), float(place), np.float32)
@@ -93,7 +94,7 @@ def test_a_factor_that_is_not_finite_is_found_by_all_beside_large_arrays(host: H
         host.workers[0].release_ticket("ticket")
 
 
-def test_every_number_is_looked_at_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_element_is_checked_exactly_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
 
     def counting(array: npt.NDArray[Any]) -> bool:

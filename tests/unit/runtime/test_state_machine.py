@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order: threads that play workers end where one sequential model does.
+"""Operations in any order: workers, as threads, end with the state of one sequential model.
 
 Hypothesis chooses what happens, all of it before it begins, and the threads choose when. A failure need not
 come again. REPLICAST_TEST_EXAMPLES=5000 searches for long. Restarts, crashes and full disks at all points are

@@ -1,4 +1,4 @@
-"""Trials on real threads: what is measured, what decides, what authors are told, and which bits are back."""
+"""Trials on real threads: measurements, decisions, outcomes for authors, and the reverted bits."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_a_trial_that_cannot_be_judged_is_refused(trial: Trial, steps: int, loss
         eventually(lambda: not job.board.buffers)
 
 
-def test_a_sync_and_a_save_in_a_trial_are_refused_on_all_workers_and_it_goes_on() -> None:
+def test_a_sync_and_a_save_in_a_trial_are_refused_on_all_workers_and_it_continues() -> None:
     with Job(2) as job:
         run = Run(job)
         told: list[Any] = []
@@ -249,7 +249,7 @@ def test_replicas_that_are_not_equal_after_a_trial_are_reported() -> None:
             run.tickets[0].result(DEADLINE_SECS)
 
 
-def test_what_a_trial_that_was_taken_back_has_measured_counts_for_no_other() -> None:
+def test_what_a_reverted_trial_has_measured_counts_for_no_other() -> None:
     with Job(1) as job:
         run = Run(job)
         second = run.propose(0, bias(0.5, id="second"), 12, Trial(5, max_increase=0.6))

@@ -1,4 +1,4 @@
-"""Updates of a job whose workers are threads: what their authors are told, and what becomes of the bytes."""
+"""Updates of a job whose workers are threads: what their authors are told, and when the bytes are freed."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_everything_proposed_before_the_end_of_training_is_applied_at_its_end() 
         (Update(), None, "no edits"),
     ],
 )
-def test_a_bad_update_is_refused_with_its_variable_and_training_goes_on(
+def test_a_bad_update_is_refused_with_its_variable_and_training_continues(
     update: Update, variable: str | None, said: str
 ) -> None:
     with Job(2) as job:
@@ -126,7 +126,7 @@ def test_a_worker_that_cannot_prepare_refuses_for_all_and_is_named() -> None:
     assert job.board.buffers == {}
 
 
-def test_an_unexpected_error_in_preparing_refuses_that_update_and_the_job_goes_on() -> None:
+def test_an_unexpected_error_in_preparing_refuses_that_update_and_the_job_continues() -> None:
     with Job(2) as job:
         receive = job.workers[1].transport.receive
         failing(job.workers[1], ZeroDivisionError("of the test"))
@@ -141,7 +141,7 @@ def test_an_unexpected_error_in_preparing_refuses_that_update_and_the_job_goes_o
         assert good.result(DEADLINE_SECS).sequence == 1
 
 
-def test_an_unexpected_error_in_publishing_refuses_that_update_and_the_job_goes_on() -> None:
+def test_an_unexpected_error_in_publishing_refuses_that_update_and_the_job_continues() -> None:
     with Job(2) as job:
         publish = job.workers[1].transport.publish
 

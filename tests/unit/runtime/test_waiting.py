@@ -1,4 +1,4 @@
-"""Who waits for what: tickets in training threads and elsewhere, and workers that wait for each other."""
+"""Waits: for tickets in training threads and elsewhere, and of workers for each other."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_trial_that_needs_the_steps_of_a_training_thread_is_not_waited_for() -
         assert tickets[1].waits_for == ""
 
 
-def test_a_time_limit_in_the_training_thread_is_kept_and_training_goes_on() -> None:
+def test_a_time_limit_in_the_training_thread_is_kept_and_training_continues() -> None:
     with Job(2) as job:
 
         def ask(worker: Worker, step: int) -> None:
@@ -119,7 +119,7 @@ def test_a_time_limit_that_was_not_waited_for_is_not_said_to_have_passed() -> No
         assert [step for step, _ in job.workers[0].applied] == [9]
 
 
-def test_another_thread_may_wait_while_the_training_goes_on() -> None:
+def test_another_thread_may_wait_while_the_training_continues() -> None:
     with Job(2) as job:
         receipts: list[Any] = []
         ticket = scheduled(job.workers[0].session.propose(bias(1.0), at_step=20))
@@ -212,7 +212,7 @@ def test_what_a_worker_reports_comes_after_what_it_has_proposed_before() -> None
         assert again.workers[1].applied == [(50, "before")]
 
 
-def test_a_worker_that_has_waited_long_goes_on_only_when_the_others_know_it(
+def test_a_worker_that_has_waited_long_continues_only_when_the_others_know_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise they take it for one that has missed a boundary, and end the job."""

@@ -1,4 +1,4 @@
-"""Whatever is not committed can be taken back; then nobody applies it, in no start of the job."""
+"""An uncommitted update can be withdrawn; then no worker applies it in any attempt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.runtime.playing import bias, bias_of, loss_of_bias, refusal, sch
 
 
 @pytest.mark.parametrize("author", [0, 1])
-def test_an_update_that_is_scheduled_for_a_later_step_is_applied_by_nobody(author: int) -> None:
+def test_an_update_that_is_scheduled_for_a_later_step_is_applied_by_no_worker(author: int) -> None:
     with Job(2) as job:
         session = job.workers[author].session
         first = scheduled(session.propose(bias(1.0, id="first"), at_step=10))
@@ -33,7 +33,7 @@ def test_an_update_that_is_scheduled_for_a_later_step_is_applied_by_nobody(autho
         assert "withdrawn" in str(refusal(again)), "its id is used up"
 
 
-def test_an_update_that_waits_behind_a_trial_is_applied_by_nobody() -> None:
+def test_an_update_that_waits_behind_a_trial_is_applied_by_no_worker() -> None:
     with Job(2) as job:
         tried = scheduled(job.workers[0].session.propose(bias(-0.5, id="tried"), 6, Trial(5)))
 

@@ -1,17 +1,17 @@
-"""Audit: who differs, where, by how much; and heal.
+"""Audit: compares the replicas, and heals those that differ.
 
     coordinator                               every worker
-    usually nobody waits: ◄───────────────── every worker reports one digest at one boundary, and goes on
-    they differ, or somebody asks: stop all
+    planned, without a stop: ◄─────────────── reports one digest at one boundary, and continues
+    they differ, or it was requested: stop all
     Examine ────────────────────────────────► the digest of each variable
-    whose value counts: the majority's; otherwise that of checkpoint and journal; otherwise worker 0's
-    Publish, Prepare ───────────────────────► that worker gives its values of what differs, all fetch them
-    Compare ────────────────────────────────► how far each replica is from them
-    "heal":  write, Apply ──────────────────► an update like any other, while all stand
+    the reference: the majority; otherwise checkpoint and journal; otherwise worker 0
+    Publish, Prepare ───────────────────────► the reference publishes what differs, all fetch it
+    Compare ────────────────────────────────► how far each replica deviates
+    "heal":  write, Apply ──────────────────► an ordinary update, while all are stopped
              Examine ───────────────────────► are they equal now?
     Report, release ────────────────────────► the report; with "raise", every training thread raises it
 
-A heal is recorded with `heals`, so that a restart applies it again, in the middle of a trial too.
+A heal is recorded with `heals`, so that a restart applies it again, even in the middle of a trial.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Difference:
 
     Attributes:
         groups: The workers with equal bits, the reference's group first.
-        reference: The worker whose value counts.
-        rule: Why its value does.
-        deviations: How far the others are from it, by rank; what that is, the core does not know.
+        reference: The worker that has the reference value.
+        rule: Why that worker is the reference.
+        deviations: How far the others deviate, by rank; opaque to the core.
     """
 
     variable: str
@@ -64,20 +64,20 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What an audit has found and done, the same on all workers.
+    """The result of an audit, the same on all workers.
 
     Attributes:
-        number: Which audit of this attempt it is, from 1.
-        step: Where.
+        number: The number of the audit in this attempt, from 1.
+        step: The step at which the replicas were compared.
         time: When, in seconds since 1970.
-        found_at: The step at which it was first seen that replicas differ; `step` when they are equal.
-        last_equal: The step of the last audit before that found them equal.
+        found_at: The step at which the difference was first found; `step` if they are equal.
+        last_equal: The step of the last audit before that which found them equal.
         outcome: "equal", "warned", "raised" or "healed".
-        differences: What differs and must not.
-        free: What may differ, and whether it does.
+        differences: The variables that differ and must not.
+        free: The variables that may differ, and whether they do.
         healed: The sequence numbers of the updates that made the replicas equal again.
         digest_secs: How long the slowest worker took to digest its state.
-        asked_by: The ids of the requests from outside the job that it answers.
+        asked_by: The ids of the requests for it from outside the job.
     """
 
     number: int
@@ -137,7 +137,7 @@ class Audit(Operation):
         return Outcome(Stage.VERIFIED if equal else Stage.FAILED, report)
 
     def _compared_quietly(self, job: Job, seen: Reports) -> Outcome | None:
-        """What nobody has to stop for; None when the workers differ."""
+        """The outcome of a planned audit if no stop is needed; None if the workers differ."""
         steps = {one.step for one in seen.values()}
         if len(steps) > 1:
             said = ", ".join(f"worker {rank}: step {one.step}" for rank, one in sorted(seen.items()))
@@ -154,7 +154,7 @@ class Audit(Operation):
         return None
 
     def _differences(self, job: Job, seen: Reports) -> Generator[AnyRequest, Any, tuple[Difference, ...]]:
-        """What differs, and whose value of it counts."""
+        """The variables that differ, each with its reference."""
         names = tuple(seen[0].digests)
         groups = groups_of({rank: tuple(one.digests.values()) for rank, one in seen.items()}, names)
         if not groups:
@@ -176,27 +176,27 @@ class Audit(Operation):
         seen: Reports,
         policy: str,
     ) -> Generator[AnyRequest, Any, AuditReport]:
-        """How far the replicas are apart; with "heal" they are made equal."""
+        """Measures the deviations; with "heal", makes the replicas equal."""
         outcomes = {"heal": "healed", "raise": "raised", "warn": "warned"}
         report = replace(report, found_at=job.audits.differ(report.step), differences=differences)
         updates: list[Proposal] = []
         try:
             yield from self._borrow(job, differences, updates)
             differences = yield from _compared(job, differences, updates)
-        except Refuse:  # no room for the values: what differs is known all the same
+        except Refuse:  # not enough space for the values: the differences are reported without deviations
             yield from discarded(job, updates)
             return replace(report, outcome="warned" if policy == "warn" else "raised")
         report = replace(report, differences=differences, outcome=outcomes[policy])
         if policy == "heal" and len({one.trained for one in seen.values()}) == 1:
             return (yield from self._healed(job, report, updates))
         yield from discarded(job, updates)
-        # Workers that have not trained equally far cannot be healed: one of them has missed a boundary.
+        # Workers that have trained different numbers of steps cannot be healed: one missed a boundary.
         return replace(report, outcome="raised") if policy == "heal" else report
 
     def _borrow(
         self, job: Job, differences: tuple[Difference, ...], updates: list[Proposal]
     ) -> Generator[AnyRequest, Any, None]:
-        """Every worker fetches the values that count; `updates` grows by one per worker that has some."""
+        """Every worker fetches the reference values; adds one update to `updates` per reference worker."""
         for source in sorted({one.reference for one in differences}):
             mine = tuple(one for one in differences if one.reference == source)
             id_, names = job.new_id("heal"), tuple(one.variable for one in mine)
@@ -205,12 +205,12 @@ class Audit(Operation):
             made = (yield Ask(publish, (source,), secs, "publish its values"))[source]
             updates.append(Proposal(id_, made.digest, made.content, author="audit", note=_note(mine)))
             prepare = Prepare(id_, made.digest, made.content)
-            yield Ask(prepare, None, job.timeouts.prepare_secs, "fetch the values that count")
+            yield Ask(prepare, None, job.timeouts.prepare_secs, "fetch the reference values")
 
     def _healed(
         self, job: Job, report: AuditReport, updates: list[Proposal]
     ) -> Generator[AnyRequest, Any, AuditReport]:
-        """What was fetched is committed like any update, and applied while all stand."""
+        """Commits the fetched values as updates, and applies them while all are stopped."""
         healed: list[int] = []
         for update in updates:
             try:
@@ -230,7 +230,7 @@ class Audit(Operation):
 
 
 def _report(job: Job, step: int, seen: Reports) -> AuditReport:
-    """Of an audit that has found nothing yet."""
+    """The report of an audit without differences so far."""
     free = {name: len({one.free[name] for one in seen.values()}) > 1 for name in seen[0].free}
     return AuditReport(
         job.audits.next_number(),
@@ -246,7 +246,7 @@ def _report(job: Job, step: int, seen: Reports) -> AuditReport:
 def _compared(
     job: Job, differences: tuple[Difference, ...], updates: list[Proposal]
 ) -> Generator[AnyRequest, Any, tuple[Difference, ...]]:
-    """How far each worker is from the values that count."""
+    """How far each worker deviates from the reference values."""
     found: dict[int, dict[str, Any]] = {rank: {} for rank in range(job.size)}
     sources = sorted({one.reference for one in differences})
     for source, update in zip(sources, updates, strict=True):
@@ -270,7 +270,7 @@ def _compared(
 
 
 def _note(differences: tuple[Difference, ...]) -> str:
-    """What an update heals, in words."""
+    """The note of an update that heals."""
     names = ", ".join(one.variable for one in differences[:5])
     more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
     return f"heal: {names}{more} as on worker {differences[0].reference} ({differences[0].rule})"
@@ -289,19 +289,19 @@ class Examine:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Worker 0, in the training thread: the digests that checkpoint and journal give."""
+    """Worker 0, in the training thread: the digests according to checkpoint and journal."""
 
     names: tuple[str, ...]
     in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> dict[str, str]:
-        """Only of what training does not change."""
+        """Only of variables that training does not change."""
         return replica.expected(self.names)
 
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """Worker, in the training thread: how far its values are from those of a prepared update."""
+    """Worker, in the training thread: how far its values deviate from those of a prepared update."""
 
     id: str
     digest: str
@@ -315,12 +315,12 @@ class Compare:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Worker, in the training thread: what the audit has found."""
+    """Worker, in the training thread: receive the report of the audit."""
 
     report: AuditReport
     raises: bool
     in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> None:
-        """It is raised when the training thread goes on."""
+        """It is raised when the training thread continues."""
         replica.report(self.report, raises=self.raises)

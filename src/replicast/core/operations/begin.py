@@ -1,13 +1,13 @@
-"""Begin: what earlier attempts have left is taken up before the first step.
+"""Begin: the work that earlier attempts left is resumed before the first step.
 
     all workers rest, with the state of a checkpoint or from scratch
-    each committed update that the state does not hold    its stop is put up; it is applied again at its step
-    each scheduled update                                 its stop is put up; it is committed there
+    each committed update that the state does not hold    its stop is set; it is applied again at its step
+    each scheduled update                                 its stop is set; it is committed there
     each pending proposal of the checkpoint               is proposed again: the script does not repeat it
-    then what was proposed in this attempt meanwhile, and training begins
+    then the proposals of this attempt, and training begins
 
-An update of the journal takes the way of every update (`update.py`), without being written again, and leaves
-a receipt of this attempt.
+A replayed update runs the same script as every update (`update.py`), but its record is not written again. It
+gets a receipt of this attempt.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Begin(Operation):
                 yield Record(Started(job.attempt, from_step))
             except Refuse as error:
                 raise JobEnds(
-                    f"It cannot be written down that later checkpoints are given up: {error}"
+                    f"The entry that invalidates later checkpoints cannot be written: {error}"
                 ) from None
         job.take_up_journal()
         yield EarlierSettled()

@@ -1,10 +1,10 @@
-"""Close: all scripts have come to an end of their training; everything that was proposed is settled.
+"""Close: all scripts have ended a training; every proposal gets its outcome.
 
 all workers rest
-a function that its source has not proposed           is refused: nobody will
-a trial that is under way                             is decided now, with what was measured so far
-what waited behind it                                 has its turn
-what is scheduled for a later step                    stays in the journal for the next start
+a function that its source has not proposed           is refused: its source has ended
+a trial in progress                                   is decided now, with the measurements so far
+operations that waited for the trial                  run
+updates scheduled for a later step                    stay in the journal for the next start
 values that updates have overwritten                  are durable before the job ends
 """
 
@@ -30,7 +30,7 @@ class Close(Operation):
         job.refuse_functions_without_source()
         yield EarlierSettled()
         while job.trial is not None and job.trial.meeting is not None:
-            job.trial.meeting.at_step = 0  # here, where all rest
+            job.trial.meeting.at_step = 0  # here, while all rest
             yield EarlierSettled()
         yield EarlierStored()
         yield Boundary()

@@ -1,14 +1,14 @@
 """Function: one worker computes an update from the live values, at the boundary where all apply it.
 
     coordinator                               every worker
-    stop all ───────────────────────────────► stand at one boundary                        training threads
+    stop all ───────────────────────────────► stop at one boundary                         training threads
     Compute ────────────────────────────────► the source runs the function; it may refuse
     Prepare ────────────────────────────────► fetch the bytes, check them; refuse          in the background
     write the payload and the record: THE COMMIT
-    Apply, release ─────────────────────────► apply, report the digest, go on
+    Apply, release ─────────────────────────► apply, report the digest, continue
 
-All workers may propose the same function under one id: it runs once, on its source. A function is code, so
-until its result is committed it lives in its source's memory only.
+All workers may propose the same function under one id: it runs once, on its source. A function is code and
+cannot be stored: until its result is committed, it exists only in the memory of its source.
 """
 
 from __future__ import annotations
@@ -64,5 +64,5 @@ class Compute:
     in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> Published:
-        """Nothing is changed: what the function returns is applied by all, or by none."""
+        """Nothing is changed: the result of the function is applied by all workers, or by none."""
         return replica.compute(self.id)

@@ -3,10 +3,10 @@
     coordinator                               every worker
     stop all
     nothing more is decided from here on
-    Snapshot, write the checkpoint ─────────► unless a trial is under way: what may be reverted is not saved
-    Exit ───────────────────────────────────► the process ends; worker 0, with the channel, ends last
+    Snapshot, write the checkpoint ─────────► unless a trial is in progress, whose state may be reverted
+    Exit ───────────────────────────────────► the process exits; worker 0, which has the channel, exits last
 
-What is not decided then is for the next start: it is in the inbox, in the journal or in the checkpoint.
+Undecided proposals are left to the next start: they are in the inbox, the journal or the checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Leave(Operation):
         """The coordinator's side."""
         self.step = yield Boundary()
         job.leaving = True
-        refusal = Refusal("A trial is under way: the job goes on from the checkpoint before it")
+        refusal = Refusal("A trial is in progress: the job continues from the checkpoint before it")
         outcome = Outcome(Stage.VERIFIED, refusal)
         if job.trial is None:
             try:
@@ -49,10 +49,10 @@ class Leave(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """Worker, in the training thread: end the process.
+    """Worker, in the training thread: exit the process.
 
     Attributes:
-        problem: Why the state is not saved; empty when it is.
+        problem: Why the state is not saved; empty if it is.
         asked_by: The ids of the requests from outside that the process answers before it ends.
     """
 
@@ -61,5 +61,5 @@ class Exit:
     in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> None:
-        """When it has answered."""
+        """The process exits after it has answered."""
         replica.leave(self.problem, self.asked_by)

@@ -9,7 +9,7 @@ from replicast.core.stage import Stage
 
 
 class Meet(Operation):
-    """All workers rest; what was proposed before is settled when they go on."""
+    """All workers rest; every earlier proposal has its outcome when they continue."""
 
     kind: ClassVar[str] = "meet"
 

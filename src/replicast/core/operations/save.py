@@ -1,10 +1,10 @@
 """Save: a checkpoint of one boundary.
 
     coordinator                               every worker
-    usually nobody waits: ◄────────────────── every worker takes its snapshot at one boundary, and goes on
-    otherwise: stop all, Snapshot ──────────► copy the state on worker 0, digest it everywhere; go on
+    planned, without a stop: ◄─────────────── takes its snapshot at one boundary, and continues
+    otherwise: stop all, Snapshot ──────────► copy the state on worker 0, digest it on all; continue
     all digests equal? otherwise an audit
-    wait until the payloads of what was proposed before are durable
+    wait until the payloads of earlier proposals are durable
     write the state: THE COMMIT of the checkpoint
 
 The checkpoint includes uncommitted proposals made before the boundary: a script restarted from here does not
@@ -59,7 +59,7 @@ class Save(Operation):
         snapshots = Snapshots()
         if self.report:
             snapshots = yield Collect(self.kind, self.report)
-            if _is_skipped(snapshots):  # also when the others' parts are not of one state
+            if _is_skipped(snapshots):  # also if the other snapshots are of different states
                 return Outcome(Stage.VERIFIED)
         elif self.tokens:  # all training threads rest in it: they cannot train to the end of a trial
             self.in_trial = True
@@ -67,7 +67,7 @@ class Save(Operation):
         if not _are_of_one_state(snapshots):
             self.step = yield Boundary()
             if job.trial is not None:
-                raise Refuse(f"{under_way(job.trial)}: what may be reverted is not saved")
+                raise Refuse(f"{under_way(job.trial)}: its state may be reverted, so it is not saved")
             again = any(one is not None for one in snapshots.values())
             due = not self.tokens and not self.asked_by  # somebody waits for what was asked for
             snapshots = yield Go(TakeSnapshot(due=due, again=again), resume=True)
@@ -75,23 +75,23 @@ class Save(Operation):
 
 
 def _is_skipped(snapshots: Snapshots) -> bool:
-    """Whether worker 0, which writes, has taken no copy: it is busy with another one."""
+    """Whether worker 0 has taken no copy, because it is still writing an earlier one."""
     first = snapshots[0]
     return first is not None and first.details is None
 
 
 def _are_of_one_state(snapshots: Snapshots) -> bool:
-    """Whether all workers have taken one, all before or all after every update at that boundary.
+    """Whether all workers have taken a snapshot, with the same updates in it.
 
-    A worker that has taken its snapshot may wait there for something else; then an update is applied there,
-    and workers that come later take theirs with it. In a trial there is none: its end comes first.
+    A worker that has taken its snapshot may wait at that boundary. If an update is then applied there,
+    workers that arrive later take theirs with it. During a trial there are no snapshots.
     """
     taken = [one for one in snapshots.values() if one is not None]
     return 0 < len(taken) == len(snapshots) and len({one.holds for one in taken}) == 1
 
 
 def saved(job: Job, snapshots: Snapshots) -> Generator[AnyRequest, Any, Outcome]:
-    """The checkpoint is durable, if the state was the same on all workers."""
+    """Writes the checkpoint, if the state was the same on all workers."""
     taken = {rank: one for rank, one in snapshots.items() if one is not None}
     if _is_skipped(snapshots):
         return Outcome(Stage.VERIFIED)
@@ -115,8 +115,8 @@ class TakeSnapshot:
     """Worker, in the training thread: the digest of the state; on worker 0 also a copy of it.
 
     Attributes:
-        due: Nobody waits for it: see `Replica.snapshot`.
-        again: Those that were reported are not used: see `Replica.snapshot`.
+        due: See `Replica.snapshot`.
+        again: See `Replica.snapshot`.
     """
 
     due: bool = False
@@ -124,5 +124,5 @@ class TakeSnapshot:
     in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> Snapshot | None:
-        """None while a trial is under way."""
+        """None while a trial is in progress."""
         return None if replica.on_trial else replica.snapshot(due=self.due, again=self.again)

@@ -1,12 +1,12 @@
-"""Sync: every replica becomes equal to one worker's. All training threads rest in it.
+"""Sync: every replica becomes equal to that of one worker. All training threads rest in it.
 
 coordinator                               every worker
 Digest ─────────────────────────────────► the digest of each variable
-all equal? then nothing is done
-Publish ────────────────────────────────► the source gives its values of what differs
+all equal? then there is nothing to do
+Publish ────────────────────────────────► the source publishes its values of what differs
 Prepare ────────────────────────────────► fetch the bytes, check them                  in the background
 write the payload and the record: THE COMMIT
-Apply, release ─────────────────────────► assign, report the digest, go on
+Apply, release ─────────────────────────► assign, report the digest, continue
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Sync(Operation):
     """All workers have called `sync`.
 
     Args:
-        source: Whose values count.
+        source: The worker whose values all get.
         names: Which variables; empty for all.
     """
 
@@ -63,7 +63,7 @@ class Sync(Operation):
 
 
 def differing(seen: dict[int, dict[str, str]], source: int) -> tuple[str, ...]:
-    """The variables of which not all workers have the value of the source."""
+    """The variables in which a worker differs from the source."""
     of_source = seen[source]
     return tuple(name for name in of_source if any(one[name] != of_source[name] for one in seen.values()))
 

@@ -1,18 +1,18 @@
-"""Trial: an update that proves itself, or is reverted by every replica.
+"""Trial: an update that is kept if a metric allows it, or reverted by every replica.
 
     coordinator                               every worker
     Prepare, stop all                         as for every update
     Measure ────────────────────────────────► the metric before
     write the record: THE COMMIT
-    put up the stop at its end
+    set the stop at its end
     Begin, release ─────────────────────────► copy the state, apply the update, train on
       … most other operations wait; nothing is saved …
-    all stand at its end
+    all are stopped at its end
     Measure ────────────────────────────────► the metric since
     write the decision, once
-    End, release ───────────────────────────► kept: drop the copy. Reverted: go back to it. Report the digest
+    End, release ───────────────────────────► kept: drop the copy. Reverted: restore it. Report the digest
 
-A restart that finds the decision takes it, at its step, whatever it measures; one that does not decides anew.
+After a restart, a recorded decision is taken at its step, whatever is measured; without one, it decides anew.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TrialUpdate(Update):
     """An update on trial.
 
     Args:
-        decided: How an earlier attempt has decided it.
+        decided: The decision of an earlier attempt, if there is one.
     """
 
     kind: ClassVar[str] = "trial"
@@ -99,7 +99,7 @@ def tried(
 
 
 def under_way(operation: Operation) -> str:
-    """Which trial is under way, and until when, in words."""
+    """Which trial is in progress, and until when, as text."""
     meeting = operation.meeting
     until = "" if meeting is None else f" runs until step {meeting.at_step}"
     return f"The trial of {operation.id}{until or ' ends here'}"
@@ -114,13 +114,13 @@ def outcome_of(trial: Trial, record: Committed, decided: Decided) -> TrialOutcom
 
 
 def _measured(job: Job, trial: Trial) -> Generator[AnyRequest, Any, tuple[float | None, int]]:
-    """The mean over the workers, and of how many steps it is."""
+    """The mean over the workers, and the number of steps."""
     answers = yield Ask(Measure(trial), None, job.timeouts.compute_secs, "measure")
     return _mean(mean for mean, _ in answers.values()), min(steps for _, steps in answers.values())
 
 
 def _decided(job: Job, trial: Trial, record: Committed, end: int) -> Generator[AnyRequest, Any, Decided]:
-    """The decision is durable before anybody acts on it."""
+    """Decides the trial. The decision is durable before any worker acts on it."""
     during, steps = yield from _measured(job, trial)
     outcome = judged(trial, record.sequence, end, record.before, during, steps)
     last = job.history.next_sequence - 1
@@ -129,7 +129,7 @@ def _decided(job: Job, trial: Trial, record: Committed, end: int) -> Generator[A
     try:
         yield Record(decided)
     except Refuse as error:
-        raise JobEnds(f"How the trial of {record.id} ended cannot be written: {error}") from None
+        raise JobEnds(f"The outcome of the trial of {record.id} cannot be written: {error}") from None
     return decided
 
 
@@ -140,7 +140,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Worker, in the training thread: the mean of the metric before the trial, or in it."""
+    """Worker, in the training thread: the mean of the metric before or during the trial."""
 
     trial: Trial
     in_background: ClassVar[bool] = False
@@ -152,7 +152,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Worker, in the training thread: copy the state, then apply what was prepared."""
+    """Worker, in the training thread: copy the state, then apply the prepared update."""
 
     id: str
     digest: str
@@ -167,14 +167,14 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Worker, in the training thread: keep the update, or go back; report the digest of the whole state."""
+    """Worker, in the training thread: keep or revert the update; report the digest of the whole state."""
 
     kept: bool
     sequence: int
     in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> Applied:
-        """All workers do the same, or the receipt says so."""
+        """If the workers' digests differ afterwards, the receipt says so."""
         if not self.kept:
             replica.go_back()
             replica.drop_before(self.sequence)

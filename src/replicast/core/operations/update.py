@@ -1,16 +1,16 @@
 """Update: every replica applies it at one boundary, or none does.
 
     coordinator                               every worker
-    Load ───────────────────────────────────► worker 0: of the journal, for what is stored there already
+    Load ───────────────────────────────────► worker 0: from the journal, if the payload is already there
     Prepare ────────────────────────────────► fetch the bytes, check them; refuse          in the background
     write the payload
-    stop all ───────────────────────────────► stand at one boundary                        training threads
+    stop all ───────────────────────────────► stop at one boundary                         training threads
     write the record: THE COMMIT
-    Apply, release ─────────────────────────► apply, report the digest, go on
+    Apply, release ─────────────────────────► apply, report the digest, continue
     compare the digests, write the receipt
 
-With `at_step`, all agree to stop at that step first, and that is written down (`Scheduled`); nothing else
-waits for it. An update of the journal takes the same way without being written again.
+With `at_step`, all workers first agree to stop at that step, and that is recorded (`Scheduled`); no other
+operation waits for it. A replay from the journal runs the same script without writing the record again.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from replicast.update.trial import TrialOutcome
 
 
 class Update(Operation):
-    """An update that was proposed, or one of the journal that is applied again.
+    """A proposed update, or one of the journal that is applied again.
 
     Args:
         proposal: What to apply.
-        record: Of the journal, if it is there already.
-        scheduled: It was accepted for its step by an earlier attempt.
-        stored: Its payload is in the journal already.
+        record: Its record in the journal, if it is already committed.
+        scheduled: Whether an earlier attempt has accepted it for its step.
+        stored: Whether its payload is already in the journal.
     """
 
     kind: ClassVar[str] = "update"
@@ -81,7 +81,7 @@ class Update(Operation):
 
 
 def prepared(update: Update, job: Job) -> Generator[AnyRequest, Any, None]:
-    """Every worker can apply it, its payload is durable, and so is its step if it has one."""
+    """Afterwards every worker can apply it; its payload is durable, and so is its step if it has one."""
     proposal, secs = update.update, job.timeouts.prepare_secs
     content = proposal.content
     try:
@@ -113,7 +113,7 @@ def prepared(update: Update, job: Job) -> Generator[AnyRequest, Any, None]:
 def made_here(
     operation: Operation, job: Job, proposal: Proposal, step: int
 ) -> Generator[AnyRequest, Any, Committed]:
-    """An update that was made at the boundary where all stand is prepared and committed there."""
+    """Prepares and commits an update that was created at the boundary where all are stopped."""
     try:
         yield from prepared_here(job, proposal)
         return (yield from committed(operation, job, proposal, step))
@@ -123,26 +123,26 @@ def made_here(
 
 
 def prepared_here(job: Job, proposal: Proposal) -> Generator[AnyRequest, Any, None]:
-    """Every worker can apply it, and its payload is durable."""
+    """Afterwards every worker can apply it, and its payload is durable."""
     order = Prepare(proposal.id, proposal.digest, proposal.content)
     yield Ask(order, None, job.timeouts.prepare_secs, "prepare the update")
     yield Record(payload_of(proposal))
 
 
 def discarded(job: Job, updates: list[Proposal]) -> Generator[AnyRequest, Any, None]:
-    """Discards updates that no author proposed once they are unneeded. A silent worker keeps them longer."""
+    """Discards updates that have no author, once they are not needed. A silent worker keeps them longer."""
     discard = Discard(tuple(one.id for one in updates))
     with contextlib.suppress(Refuse):
         yield Ask(discard, None, job.timeouts.answer_secs, "discard the values")
 
 
 def payload_of(proposal: Proposal) -> Payload:
-    """What is written of it before it has a place in the order."""
+    """Its entry before it has a sequence number."""
     return Payload(proposal.id, proposal.digest, proposal.content, proposal.author, proposal.note)
 
 
 def at_its_boundary(update: Update) -> Generator[AnyRequest, Any, int]:
-    """All workers stand where it is applied."""
+    """Waits until all workers are stopped at the boundary where it is applied."""
     step: int = yield Boundary(update.update.at_step if update.record is None else update.record.step)
     return step
 
@@ -156,7 +156,7 @@ def committed(
     before: float | None = None,
     heals: bool = False,
 ) -> Generator[AnyRequest, Any, Committed]:
-    """The record is durable: from here on nothing can fail."""
+    """Writes the record. Once it is durable, nothing can fail."""
     sequence = job.history.next_sequence
     record = Committed(
         sequence,
@@ -183,7 +183,7 @@ def verified(
     reports: dict[int, Applied],
     trial: TrialOutcome | None = None,
 ) -> Generator[AnyRequest, Any, Outcome]:
-    """The receipt is written. Without room for it, the update is applied all the same."""
+    """Writes the receipt. The update is applied even if there is no space for the receipt."""
     goes_back = trial is not None and trial.outcome == "reverted"
     stage = Stage.REVERTED if goes_back else Stage.VERIFIED
     if len({(one.digest, one.trained) for one in reports.values()}) > 1:
@@ -238,7 +238,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Worker, in the background: what was prepared is not needed any more."""
+    """Worker, in the background: discard a prepared update."""
 
     ids: tuple[str, ...]
     in_background: ClassVar[bool] = True
@@ -251,7 +251,7 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Worker, in the training thread: apply what was prepared, and report the digest of what it touched.
+    """Worker, in the training thread: apply a prepared update; report the digest of what it touched.
 
     Attributes:
         keep: Hold the values that it overwrites on worker 0, for a revert. Not what makes replicas equal.

@@ -1,6 +1,6 @@
-"""`python -m replicast.testing.simulation --seeds 100000`: many stories, and what happened in them.
+"""`python -m replicast.testing.simulation --seeds 100000`: runs many schedules and prints statistics.
 
-`--seed N` plays one story and prints its transcript.
+`--seed N` runs one schedule and prints its transcript.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from replicast.testing.simulation.world import World
 
 
 def main() -> int:
-    """Plays stories; 1 when a promise was broken in one of them."""
+    """Runs schedules; returns 1 if an invariant was violated in one of them."""
     parser = argparse.ArgumentParser(prog="python -m replicast.testing.simulation", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=10_000, help="number of stories")
-    parser.add_argument("--first", type=int, default=0, help="the seed of the first story")
-    parser.add_argument("--seed", type=int, help="play this one and print its transcript")
+    parser.add_argument("--seeds", type=int, default=10_000, help="number of schedules")
+    parser.add_argument("--first", type=int, default=0, help="the seed of the first schedule")
+    parser.add_argument("--seed", type=int, help="run this schedule and print its transcript")
     arguments = parser.parse_args()
     if arguments.seed is not None:
         return show(arguments.seed)
@@ -29,7 +29,7 @@ def main() -> int:
 
 
 def show(seed: int) -> int:
-    """Plays one story and prints what happened in it."""
+    """Runs one schedule and prints its transcript."""
     world = World(random_plan(seed), recording=True)
     failure = ""
     try:
@@ -42,10 +42,10 @@ def show(seed: int) -> int:
 
 
 def play(seeds: range) -> int:
-    """Plays many stories and prints what happened, and what was lost."""
+    """Runs many schedules and prints what happened, and what was lost."""
     counts, faults, failed = Counter[str](), Counter[str](), list[int]()
     began, used = time.perf_counter(), time.process_time()
-    gc.disable()  # a story is small, and gone when it is over
+    gc.disable()  # a schedule needs little memory, which is freed when it ends
     for seed in seeds:
         world = World(random_plan(seed))
         try:

@@ -1,4 +1,4 @@
-"""What must be true of every story, checked while it happens and at its end against a sequential model."""
+"""The invariants of every schedule, checked while it runs, and at its end against a sequential model."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from replicast.testing.simulation.words import described
 
 @dataclass(frozen=True, slots=True)
 class GroupOutcome:
-    """What is left of a group of workers at the end of a story.
+    """The end of a group of workers.
 
     Attributes:
-        started_at: When its workers began.
-        closing_at: When the first script came to its end.
+        started_at: When its workers started.
+        closing_at: When the first script reached its end.
     """
 
     replicas: Sequence[SimulatedReplica]
@@ -38,7 +38,7 @@ class GroupOutcome:
 
 
 class Checks:
-    """Watches one story."""
+    """Checks one schedule."""
 
     def __init__(self, plan: Plan, disk: Disk, clock: Clock, notes: Notes) -> None:
         self._plan = plan
@@ -62,7 +62,7 @@ class Checks:
     def proposed(
         self, ticket: str, proposal: Proposal, *, in_training: bool = False, in_inbox: bool = False
     ) -> None:
-        """Somebody proposes something."""
+        """Called when an update or a function is proposed."""
         self._notes.count("operations")
         self._proposals[ticket] = proposal
         self._times[ticket] = self._clock.now
@@ -74,20 +74,20 @@ class Checks:
             self._notes.say(None, "author", f"proposes {described(proposal)}  [ticket {ticket}]")
 
     def asked(self, ticket: str) -> None:
-        """Somebody outside asks for something that is not a proposal."""
+        """Called for a request from outside that is not a proposal."""
         self._times[ticket] = self._clock.now
 
     def announced(self, attempt: int, tell: Tell) -> None:
-        """A coordinator tells all workers how far an operation has come, whoever proposed it."""
+        """Called when a coordinator tells all workers the stage of an operation."""
         if tell.ended:
             self._ended[tell.id, attempt] = self._clock.now
 
     def drifted(self, attempt: int) -> None:
-        """A replica of this attempt has another value than the others."""
+        """Called when a replica of this attempt has got another value than the others."""
         self._drifted.add(attempt)
 
     def saved(self, entry: Saved) -> None:
-        """A checkpoint is durable."""
+        """Called when a checkpoint is durable."""
         for pending in entry.pending:
             proposal = pending.proposal
             if self._disk.find(Payload, proposal.id, proposal.digest) is None:
@@ -104,7 +104,7 @@ class Checks:
                 )
 
     def ended(self, attempt: int, replicas: Sequence[SimulatedReplica], ended: Ended) -> None:
-        """An operation that nobody holds a ticket for has ended."""
+        """Called when an operation without a ticket has ended."""
         kind, outcome = ended.kind, ended.outcome
         self._notes.count(f"{kind}: {getattr(outcome.result, 'outcome', outcome.stage)}")
         problem = getattr(outcome.result, "problem", "")
@@ -127,7 +127,7 @@ class Checks:
             raise StoryFailed(f"a pull has mixed moments or values: {pulled}, {moments}, {values}")
 
     def _check_report(self, replicas: Sequence[SimulatedReplica], report: AuditReport) -> None:
-        """An audit has ended with a report."""
+        """Checks the report of an audit."""
         for one in report.differences:
             if len(replicas) < 2 * max(map(len, one.groups)) and 2 * len(one.groups[0]) < len(replicas):
                 raise StoryFailed(f"the value of a minority counts: {one}")
@@ -135,14 +135,14 @@ class Checks:
             raise StoryFailed(f"not every worker raises what an audit found: {report}")
 
     def raised(self, replicas: Sequence[SimulatedReplica]) -> None:
-        """A training thread is about to raise what an audit has found, which may end the others."""
+        """Called before a training thread raises the report of an audit, which may end the others."""
         self._notes.count("raised by training threads")
         without = [replica.rank for replica in replicas if replica.report_to_raise is None]
         if without:
             raise StoryFailed(f"an audit is raised, and workers {without} do not have its report")
 
     def applied(self, replica: SimulatedReplica, id_: str, sequence: int) -> None:
-        """A worker is about to apply an update."""
+        """Called before a worker applies an update."""
         record = self._disk.find(Committed, id_)
         if not isinstance(record, Committed) or record.sequence != sequence:
             raise StoryFailed(
@@ -158,7 +158,7 @@ class Checks:
             raise StoryFailed(f"worker {replica.rank} applies {id_} twice")
 
     def settled(self, replicas: Sequence[SimulatedReplica], ticket: str, tell: Tell) -> None:
-        """An author is told how far a proposal has come."""
+        """Called when an author is told the stage of a proposal."""
         stage, proposal = tell.stage, self._proposals.get(ticket)
         if proposal is None:  # a withdrawal's own ticket
             if stage is Stage.WITHDRAWN and self._disk.find(Committed, tell.id):
@@ -202,7 +202,7 @@ class Checks:
     # At the end.
 
     def finish(self, groups: Sequence[GroupOutcome]) -> None:
-        """The story is over: all workers have come to where one sequential model does."""
+        """Checks at the end that all workers have the state of the sequential model."""
         entries = self._disk.entries()
         history = History(entries)
         self._notes.count("committed", len(history.committed))
@@ -220,7 +220,7 @@ class Checks:
         self._check_requests()
 
     def _check_order(self, replicas: Sequence[SimulatedReplica]) -> None:
-        """Also of a group that died: the workers have applied the same, as far as they came."""
+        """All workers have applied the same updates in order; if a group died, as far as each came."""
         lists = sorted((replica.applied for replica in replicas), key=len)
         for one in lists:
             if one != lists[-1][: len(one)]:
@@ -248,7 +248,7 @@ class Checks:
             raise StoryFailed(f"committed, and not applied at the end: {[committed[one] for one in left]}")
 
     def _check_room(self, group: GroupOutcome, decided: Collection[Decided]) -> None:
-        """No worker keeps the bytes of what has ended."""
+        """No worker keeps the bytes of an operation that has ended."""
         last = {proposal.id: self._times[ticket] for ticket, proposal in self._proposals.items()}
         for replica in group.replicas:
             for id_, _ in replica.prepared:
@@ -263,7 +263,7 @@ class Checks:
         values = model(entries, self._plan.steps)
         attempt = self._attempts - 1
         reverted = any(isinstance(one, Decided) and not one.kept for one in entries)
-        # Going back brings back what the replica had before; an audit may have said that they differ still.
+        # Reverting also restores a difference from before, which an audit may have reported as not healed.
         may_differ = attempt in self._drifted and (reverted or attempt in self._unhealed)
         for replica in replicas:
             found = dict(replica.values)
@@ -310,22 +310,22 @@ class Checks:
                 raise StoryFailed(f"left in the inbox: {message}")
 
     def _was_in_time(self, ticket: str) -> bool:
-        """Whether the job had the time, and the disk the room, to give a proposal its outcome."""
+        """Whether the job had enough time and disk space to give a proposal its outcome."""
         if self._notes.faults["full disk"]:
-            return False  # an outcome that a restart would undo is told when it can be written down
+            return False  # an outcome that a restart would undo is announced only once it can be written
         group = self._last
         seen = self._times[ticket] if ticket[0].isdigit() else max(self._times[ticket], group.started_at)
         return seen + 0.06 < group.closing_at
 
     def _is_early(self, proposal: Proposal, record: Committed | None) -> bool:
-        """Whether it was applied before its step, and nobody has proposed it for another one."""
+        """Whether it was applied before its step, and it was not also proposed for another step."""
         if record is None or record.step >= (proposal.at_step or 0):
             return False
         steps = {one.at_step for one in self._proposals.values() if one.id == proposal.id}
         return len(steps) == 1 and proposal.digest == record.digest
 
     def _lost(self, ticket: str, proposal: Proposal) -> None:
-        """A proposal without an outcome: only what lived in a process that died may end so."""
+        """Checks a proposal without an outcome: it may only have been lost with a process that died."""
         group = int(ticket.split(".")[0]) if ticket[0].isdigit() else self._attempts - 1
         if group == self._attempts - 1:
             raise StoryFailed(f"{ticket} has no outcome: {proposal}")

@@ -1,4 +1,4 @@
-"""Virtual time: what happens next happens at once."""
+"""Virtual time: the clock jumps to the next event."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 class Clock:
-    """Calls things in the order of their times.
+    """Calls functions in the order of their times.
 
     Attributes:
-        now: Virtual seconds.
-        stopped: Whether nothing more is to happen.
+        now: The current time in virtual seconds.
+        stopped: Whether no more functions are called.
     """
 
     def __init__(self) -> None:
@@ -22,17 +22,17 @@ class Clock:
         self._pushed = 0
 
     def at(self, time: float, act: Callable[..., None], *arguments: Any) -> None:
-        """Calls something at a time."""
+        """Calls a function at a time."""
         self._pushed += 1
         heapq.heappush(self._heap, (time, self._pushed, act, arguments))
 
     def after(self, secs: float, act: Callable[..., None], *arguments: Any) -> None:
-        """Calls something after some time."""
+        """Calls a function after some time."""
         self._pushed += 1
         heapq.heappush(self._heap, (self.now + secs, self._pushed, act, arguments))
 
     def run(self, most_secs: float, most_events: int) -> None:
-        """Until it is stopped, nothing is left, or it takes too long."""
+        """Runs until it is stopped, nothing is left to call, or a limit is reached."""
         heap, events = self._heap, 0
         while heap and not self.stopped and self.now < most_secs and events < most_events:
             self.now, _, act, arguments = heapq.heappop(heap)

@@ -13,14 +13,14 @@ Kind = TypeVar("Kind", Committed, Payload, Scheduled)
 
 
 class Disk:
-    """What is durable.
+    """The durable state.
 
     Attributes:
         groups: The entries of each group, in the order of the claims.
         taken: How many entries of each group the next one took over.
         inbox: Proposals from outside that have no outcome yet, by ticket.
         requests: Requests from outside that are not answered yet, by id.
-        full_until: Until when writes fail.
+        full_until: The time until which writes fail.
     """
 
     def __init__(self) -> None:
@@ -31,19 +31,19 @@ class Disk:
         self.full_until = -1.0
 
     def claim(self) -> int:
-        """The next group of workers takes over; gives its number. Only `count` says what it takes over."""
+        """Claims the run directory for the next group; returns its number. `count` completes the claim."""
         self.groups.append([])
         self.taken.append(None)
         return len(self.groups) - 1
 
     def count(self, group: int) -> None:
-        """The second part of a claim: what the groups before it write from now on is void."""
+        """Completes a claim: what earlier groups write from now on is void."""
         for earlier in range(group):
             if self.taken[earlier] is None:
                 self.taken[earlier] = len(self.groups[earlier])
 
     def append(self, group: int, entry: Entry) -> None:
-        """An entry is there, whoever writes it."""
+        """Adds an entry, even of a group that is superseded."""
         self.groups[group].append(entry)
 
     def is_fenced(self, group: int) -> bool:
@@ -51,11 +51,11 @@ class Disk:
         return group < len(self.groups) - 1
 
     def entries(self) -> list[Entry]:
-        """The entries that count."""
+        """The valid entries."""
         return valid(Group(entries, taken) for entries, taken in zip(self.groups, self.taken, strict=True))
 
     def history(self) -> History:
-        """What the journal says now."""
+        """The current history of the journal."""
         return History(self.entries())
 
     def undo(self, sequence: int) -> tuple[Edit, ...] | None:
@@ -72,7 +72,7 @@ class Disk:
         return undone(content.edits, None)
 
     def find(self, kind: type[Kind], id_: str, digest: str | None = None) -> Kind | None:
-        """The entry of this kind about an update, if it counts; of any content without a digest."""
+        """The valid entry of this kind for an update, or None; without a digest, for any content."""
         for entries, taken in zip(self.groups, self.taken, strict=True):
             for entry in entries[:taken]:
                 if isinstance(entry, kind) and entry.id == id_ and digest in (None, entry.digest):

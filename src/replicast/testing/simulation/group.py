@@ -21,15 +21,15 @@ class SimulatedGroup:
     """One attempt.
 
     Args:
-        story: What all share.
-        on_failure: Called when the launcher sees that a process is gone.
+        story: Shared by all parts of the schedule.
+        on_failure: Called when the launcher detects that a process has died.
         on_end: Called when all processes have ended, and whether they were told to.
 
     Attributes:
-        number: Its place in the order of claims.
+        number: Its position in the order of claims.
         alive: Whether its processes run.
-        started_at: When its workers began.
-        closing_at: When the first script came to its end.
+        started_at: When its workers started.
+        closing_at: When the first script reached its end.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class SimulatedGroup:
         self._in_step: dict[int, list[TrainingThread]] = {}
 
     def start(self) -> None:
-        """All workers have claimed, restored, and are about to train."""
+        """Starts the workers: they have restored the state and are about to train."""
         if not self.alive:
             return
         story, plan = self.story, self.story.plan
@@ -119,7 +119,7 @@ class SimulatedGroup:
         return edits
 
     def from_outside(self, message: Any) -> None:
-        """The coordinator finds something in the run directory."""
+        """Delivers a message from the run directory to the coordinator."""
         if self.alive and self.processes:
             if (
                 isinstance(message, Propose) and message.proposal.content is not None
@@ -130,14 +130,14 @@ class SimulatedGroup:
             self._clock.after(0.05 * self._random(), self._deliver, OUTSIDE, message)
 
     def send(self, rank: int, message: Any) -> None:
-        """From a worker to the coordinator: in order, after a while."""
+        """Sends a message from a worker to the coordinator: in order, with a delay."""
         if self._notes.recording:
             self._notes.say(self.number, f"worker {rank} →", message)
         self._last_sent[rank] = arrives = max(self._arrival(rank), self._last_sent[rank])
         self._clock.at(arrives, self._deliver, rank, message)
 
     def append(self, message: Any) -> None:
-        """From the coordinator to all workers: one log."""
+        """Appends a message of the coordinator to the log that all workers read."""
         if self._notes.recording:
             self._notes.say(self.number, "     → all", message)
         self.log.append(message)
@@ -149,7 +149,7 @@ class SimulatedGroup:
                 self._clock.at(self._arrival(rank), self._poll, rank)
 
     def slow(self, rank: int, until: float) -> None:
-        """What this worker says and hears is late."""
+        """Delays the messages from and to this worker."""
         self._slow_until[rank] = until
 
     def _arrival(self, rank: int) -> float:
@@ -165,7 +165,7 @@ class SimulatedGroup:
             process.feed(process.coordinator, e.FromWorker(rank, message))
 
     def _poll(self, rank: int) -> None:
-        """A worker reads what is new in the log."""
+        """A worker reads new messages of the log."""
         process = self.processes[rank]
         process.run(self._read_log, process)
 
@@ -180,7 +180,7 @@ class SimulatedGroup:
     # Training.
 
     def train(self, process: TrainingThread, steps: int) -> None:
-        """A process starts its next step; in synchronous training it ends when all have started it."""
+        """Starts the next step of a process; in synchronous training it ends when all have started it."""
         plan, clock, random = self.story.plan, self._clock, self._random
         if not plan.together:
             clock.after(0.1 + random() * 0.4, process.arrive, steps)
@@ -195,40 +195,40 @@ class SimulatedGroup:
     # The end.
 
     def closing(self) -> None:
-        """A script has come to its end."""
+        """Called when a script has reached its end."""
         self.closing_at = min(self.closing_at, self._clock.now)
 
     def replicas(self) -> list[SimulatedReplica]:
-        """Those of all processes."""
+        """The replicas of all processes."""
         return [process.replica for process in self.processes]
 
     def ended(self, process: TrainingThread, *, left: bool = False) -> None:
-        """The script of a process has ended, or the process was told to end."""
+        """Called when the script of a process has ended, or the process was told to exit."""
         process.alive = False
         if self.alive and not self._failed and not any(one.alive for one in self.processes):
             self.alive = False
             self._on_end(self, left)
 
     def die(self, process: TrainingThread) -> None:
-        """A process is gone; the launcher sees it soon."""
+        """Called when a process has died; the launcher detects it soon."""
         process.alive = False
         self._failed = True
         if self.alive:
             self._clock.after(0.2 + self._random(), self._on_failure, self)
 
     def kill(self) -> None:
-        """The launcher ends what is left of it."""
+        """The launcher kills the remaining processes."""
         self.alive = False
         for process in self.processes:
             process.alive = False
 
 
 def aligned(places: list[int], actions: list[Action]) -> list[int]:
-    """Where the scripts go on after a restart: what all do together is done again by all, or by none.
+    """Where the scripts continue after a restart: a joint action is repeated by all workers or by none.
 
     Args:
         places: How many of the actions each worker had done when its state was saved.
-        actions: What the scripts do at that step.
+        actions: The actions of the scripts at that step.
     """
     together = [place for place, action in enumerate(actions) if action[0] in TOGETHER]
     done = min(sum(one < place for one in together) for place in places)

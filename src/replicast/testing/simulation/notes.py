@@ -1,4 +1,4 @@
-"""What is noted of a story: a transcript that a person can read, and what has happened how often."""
+"""The record of a schedule: a readable transcript, and counts of events."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from replicast.testing.simulation.words import described
 
 
 class Notes:
-    """The notes of one story.
+    """The notes of one schedule.
 
     Args:
-        clock: For the times.
+        clock: The source of the times.
         recording: Whether to keep a transcript.
 
     Attributes:
         lines: The transcript.
-        counts: What has happened, and how often.
-        faults: Which faults have fired, and how often.
+        counts: How often each event has happened.
+        faults: How often each fault has fired.
     """
 
     def __init__(self, clock: Clock, *, recording: bool) -> None:
@@ -37,9 +37,9 @@ class Notes:
             self.lines.append(f"{self._clock.now:7.3f} {group:<2} {who:<13} {said}".rstrip())
 
     def fired(self, fault: str) -> None:
-        """A fault has happened."""
+        """Counts a fault."""
         self.faults[fault] += 1
 
     def count(self, what: str, number: int = 1) -> None:
-        """Something is counted for the report."""
+        """Counts an event."""
         self.counts[what] += number

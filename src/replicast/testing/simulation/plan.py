@@ -1,4 +1,4 @@
-"""What happens in one simulated story: all of it is chosen before it begins, from a seed."""
+"""The plan of one simulated schedule, chosen from a seed before it starts."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from replicast.testing.simulation.replica import Edit
 from replicast.update.trial import Trial
 
 Action = tuple[Any, ...]
-"""What the script of every worker does behind a boundary; some of it on one worker only:
+"""An action of the scripts behind a boundary; some on one worker only:
 ("propose", rank, proposal), ("function", source, id, number, at_step, trial, by), ("wait", rank, secs);
 or all together: ("sync", source), ("save",), ("audit", policy), ("meet",)."""
 TOGETHER = ("sync", "save", "audit", "meet")
 Incident = tuple[Any, ...]
-"""What happens at a time, from outside: (time, kind, …)."""
+"""An event from outside: (time, kind, …)."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """One story.
+    """The plan of one schedule.
 
     Attributes:
         size: The number of workers.
-        steps: How long the training is.
+        steps: The length of the training in steps.
         stride: Steps per boundary.
         together: Whether a step is a transfer between all workers, as in synchronous training.
-        script: What the training threads do behind each boundary, by step. Repeated when steps are.
-        incidents: What happens from outside, and what goes wrong, by time.
-        quick: Whether nothing is prepared slowly; for transcripts.
+        script: The actions of the training threads behind each boundary, by step; repeated with the steps.
+        incidents: Events from outside, and faults, by time.
+        quick: Whether updates are prepared without long delays; for transcripts.
         save_every: Steps between planned checkpoints; 0 for none.
         audit_every: Steps between planned audits; 0 for none.
-        planned_at: Where planned saves and audits are made: "before" the boundary; "behind" it, where a
+        planned_at: When planned saves and audits take place: "before" the boundary; "behind" it, where a
             worker may still wait for others; or "late", just before the next step.
-        audit_policy: What happens to replicas that differ, unless a script says otherwise.
-        go_back: The attempt that finds the last checkpoint damaged and takes the one before; 0 for none.
-        crash: A process dies between two of its commands: attempt, rank, after how many of them.
-        unknown: The journal cannot tell whether this write, by number, was durable.
+        audit_policy: The default policy for replicas that differ.
+        go_back: The attempt that finds the last checkpoint damaged and uses the one before; 0 for none.
+        crash: A process dies between two of its commands: attempt, rank, number of commands.
+        unknown: The number of a write of which it is unknown whether it was durable.
     """
 
     seed: int = 0
@@ -59,7 +59,7 @@ class Plan:
 
 
 def random_plan(seed: int) -> Plan:
-    """The story of a seed."""
+    """The plan of a seed."""
     return _Chooser(seed).plan()
 
 
@@ -90,7 +90,7 @@ class _Chooser:
             self.fault()
             if random.random() < 0.3:
                 self.fault()
-        if self.result.go_back:  # a second restart sees what the first one gave up
+        if self.result.go_back:  # a second restart sees the checkpoints that the first one invalidated
             self.result.save_every = 1 + random.randrange(2)
             for after in (1.0, 2.5):
                 rank = random.randrange(self.result.size)
@@ -163,7 +163,7 @@ class _Chooser:
         return Trial(self.random.randrange(1, 4), "a", self.random.choice([-1.0, 0.0, 10.0]))
 
     def wait(self, rank: int) -> None:
-        """The training thread waits for what it has just proposed."""
+        """The training thread waits for its last proposal."""
         self.act(("wait", rank, self.random.choice([0.05, 1.0, None])), same=True)
 
     def act(self, action: Action, *, same: bool = False) -> None:
@@ -172,7 +172,7 @@ class _Chooser:
         self.result.script.setdefault(self.step, []).append(action)
 
     def proposal(self, prefix: str) -> Proposal:
-        """A new one, or one that was proposed before, perhaps with other content."""
+        """A new proposal, or an earlier one again, possibly with other content."""
         random = self.random
         if self.proposed and random.random() < 0.15:
             known = random.choice(self.proposed)

@@ -1,4 +1,4 @@
-"""A simulated worker process: drives a `Worker`, and on rank 0 a `Coordinator`.
+"""A simulated worker process: runs a `Worker`, and on rank 0 a `Coordinator`.
 
 The runtime does the same with real threads and files.
 """
@@ -27,7 +27,7 @@ class Process(TrainingThread):
     """One process.
 
     Attributes:
-        hangs: The next bytes that it fetches never come.
+        hangs: Whether its next fetch never ends.
         commands_left: The number of commands after which it dies; None if it does not.
     """
 
@@ -52,13 +52,13 @@ class Process(TrainingThread):
     # Events in, commands out.
 
     def feed(self, machine: Worker | Coordinator, event: Any) -> None:
-        """Gives an event to one of the machines and carries out its commands, unless the process crashes."""
+        """Passes an event to a state machine and carries out its commands, unless the process crashes."""
         if not self.alive:
             return
         if self.frozen_until > self.clock.now:
             self.clock.at(self.frozen_until, self.feed, machine, event)
             return
-        if self._driving:  # what follows from a command comes after the other commands
+        if self._driving:  # events that a command causes are handled after the other commands
             self._events.append((machine, event))
             return
         self._driving = True
@@ -76,7 +76,7 @@ class Process(TrainingThread):
             _CARRIED_OUT_BY[type(command)](self, machine, command)
 
     def _count_down(self, command: Any) -> None:
-        """The process dies before one of its commands."""
+        """Kills the process before one of its commands, if the plan says so."""
         if self.commands_left == 0:
             self.story.notes.fired("crash")
             self.story.notes.say(self.group.number, self.name, f"dies, before {type(command).__name__}")
@@ -84,7 +84,7 @@ class Process(TrainingThread):
         self.commands_left = (self.commands_left or 0) - 1
 
     def run(self, act: Callable[..., None], *arguments: Any) -> None:
-        """Does something in this process; while it is stopped, later; when it is dead, never."""
+        """Calls a function in this process; later if the process is stopped, never if it is dead."""
         if not self.alive:
             return
         if self.frozen_until > self.clock.now:
@@ -93,7 +93,7 @@ class Process(TrainingThread):
             act(*arguments)
 
     def start(self) -> None:
-        """The process has joined the others and restored its state."""
+        """Starts the process, which has joined the others and restored its state."""
         self.feed(self.worker, e.Rested(("begin",)))
 
     # Commands of both machines.
@@ -112,13 +112,13 @@ class Process(TrainingThread):
         self.group.append(command.message)
 
     def _write(self, machine: Coordinator, command: c.Write) -> None:
-        """One write after the other, as one thread would make them."""
+        """Queues a write: writes are carried out one at a time, as by one thread."""
         took = 0.002 + self.story.random.random() * 0.02
         self._write_ends = max(self.clock.now, self._write_ends) + took
         self.clock.at(self._write_ends, self._make_write, command)
 
     def _make_write(self, command: c.Write) -> None:
-        """A process that is stopped here may go on when another group has claimed the run directory."""
+        """Starts a write. A process that is stopped here may continue after another group has a claim."""
         self.run(self._write_entry, command)
 
     def _write_entry(self, command: c.Write) -> None:
@@ -205,7 +205,7 @@ class Process(TrainingThread):
             self.group.ended(self, left=True)
 
     def _is_discarded(self, command: c.Perform) -> bool:
-        """Whether it fetches what was discarded meanwhile."""
+        """Whether it was fetching an update that has been discarded meanwhile."""
         fetches = isinstance(command.order, Prepare)
         return fetches and self.replica.fetching.pop(command.number, None) is None
 

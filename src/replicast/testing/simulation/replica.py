@@ -1,4 +1,4 @@
-"""A replica of a few integers, which trains and is updated in ways that do not commute."""
+"""A replica of a few integers; training and updates change it in ways that do not commute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from replicast.update.trial import Trial
 
 
 class StoryFailed(AssertionError):  # noqa: N818 - read as a sentence
-    """A promise was broken."""
+    """An invariant was violated."""
 
 
 PRIME = 10007
@@ -24,7 +24,7 @@ Edit = tuple[str, str, int]
 
 
 class InMemory(NamedTuple):
-    """The bytes of an update, which the workers of one attempt can fetch, and no later one."""
+    """The bytes of an update, which only the workers of one attempt can fetch."""
 
     attempt: int
     edits: tuple[Edit, ...]
@@ -63,7 +63,7 @@ def undone(edits: tuple[Edit, ...], before: dict[str, int] | None) -> tuple[Edit
 
 
 def computed(values: dict[str, int], number: int) -> tuple[Edit, ...]:
-    """What the function with this number returns for these values."""
+    """The result of the function with this number for these values."""
     return (("assign", "b", (values["b"] * 7 + values["a"] + number) % PRIME),)
 
 
@@ -76,21 +76,21 @@ class SimulatedReplica:
     """One worker's copy of the state.
 
     Args:
-        attempt: Which group of workers it belongs to.
-        rank: Which worker.
-        step: The step that its state is of.
+        attempt: The attempt that it belongs to.
+        rank: The rank of the worker.
+        step: The step of its state.
         values: The variables.
-        holds: The updates in it.
+        holds: The updates that it contains.
         read: Reads the payload of an update from the journal.
         undo: Reads from the journal how an update is undone.
         on_apply: Called with each update and its number, before it is applied.
 
     Attributes:
-        prepared: What was fetched and is not applied, by id and digest.
-        fetching: What is being fetched, by the number of the order: its id.
-        expected_d: What checkpoint and journal say about `d`, which training does not change.
-        place: How far the script behind the current boundary has come; for snapshots.
-        report_to_raise: What an audit has found, if the training thread has to raise it.
+        prepared: Updates that are fetched and not applied, by id and digest.
+        fetching: The ids of updates that are being fetched, by the number of the order.
+        expected_d: The value of `d` according to checkpoint and journal; training does not change it.
+        place: The position in the script behind the current boundary; for snapshots.
+        report_to_raise: The report of an audit that the training thread must raise.
         pulled: The step, the updates and the value of each pull, by its id.
     """
 
@@ -245,7 +245,7 @@ class SimulatedReplica:
         return Seen(self.step, self.digests(), trained=self.step)
 
     def glance(self) -> Seen:
-        """What a planned audit has to know."""
+        """The digest that a planned audit compares."""
         return Seen(self.step, {"state": self.digest()}, trained=self.step)
 
     def expected(self, names: tuple[str, ...]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""All that the parts of one simulated story share."""
+"""The objects that all parts of one simulated schedule share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUTS = Timeouts(
 
 
 class StrictCoordinator(Coordinator):
-    """An unexpected exception is a failure of the story."""
+    """A coordinator in which an unexpected exception fails the schedule."""
 
     def _unexpected(self, operation: Operation, error: Exception) -> None:
         raise StoryFailed(f"unexpected in {operation}: {error!r}") from error
@@ -29,18 +29,18 @@ class StrictCoordinator(Coordinator):
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """The state machines that a story runs on."""
+    """The classes of the state machines that a schedule runs."""
 
     coordinator: type[Coordinator] = StrictCoordinator
     worker: type[Worker] = Worker
 
 
 class Story:
-    """One story: its plan, its time, its disk, and who watches.
+    """One schedule: its plan, clock, disk and checks.
 
     Attributes:
-        random: What is left to chance: how long things take.
-        writes: How many writes there were.
+        random: The source of random delays.
+        writes: The number of writes so far.
     """
 
     def __init__(self, plan: Plan, machines: Machines, *, recording: bool) -> None:

@@ -1,4 +1,4 @@
-"""A simulated training thread: it trains, comes to boundaries, and does what the script says behind them."""
+"""A simulated training thread: trains, reaches boundaries, and carries out the actions of its script."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from replicast.testing.simulation.story import Story
 from replicast.testing.simulation.words import described
 
 LONG_SECS = 55.0
-"""No delay and no other deadline lasts so long: a thread that waits until then was forgotten."""
+"""Longer than every delay and every other timeout: a thread that waits this long was forgotten."""
 
 
 class Group(Protocol):
-    """What a process knows of its group: the channel, and the transfers of training."""
+    """The part of a group that a process uses: the channel, and the transfers of training."""
 
     number: int
 
     def send(self, rank: int, message: Any) -> None:
-        """From a worker to the coordinator."""
+        """Sends a message from a worker to the coordinator."""
 
     def append(self, message: Any) -> None:
-        """From the coordinator to all workers."""
+        """Sends a message from the coordinator to all workers."""
 
     def train(self, process: TrainingThread, steps: int) -> None:
         """Starts the next step."""
 
     def closing(self) -> None:
-        """A script has come to its end."""
+        """Called when a script has reached its end."""
 
     def ended(self, process: TrainingThread, *, left: bool = False) -> None:
-        """The script of a process has ended, or the process was told to end."""
+        """Called when the script of a process has ended, or the process was told to exit."""
 
     def die(self, process: TrainingThread) -> None:
-        """A process is gone."""
+        """Called when a process has died."""
 
     def replicas(self) -> list[SimulatedReplica]:
-        """Those of all processes."""
+        """The replicas of all processes."""
 
 
 class TrainingThread(ABC):
     """The part of a process that trains.
 
     Attributes:
-        alive: Whether its process runs; when not, nothing of it happens any more.
-        frozen_until: Stopped by SIGSTOP until then.
+        alive: Whether its process runs; a dead process handles no more events.
+        frozen_until: The time until which it is stopped by SIGSTOP.
         place: How many actions of the script behind the current boundary are done.
     """
 
@@ -81,7 +81,7 @@ class TrainingThread(ABC):
 
     @abstractmethod
     def feed(self, machine: Worker | Coordinator, event: Any) -> None:
-        """Gives an event to one of the machines and carries out its commands."""
+        """Passes an event to a state machine and carries out its commands."""
 
     def _pass(self, machine: Worker, command: c.Pass) -> None:
         if self.story.plan.planned_at == "behind":
@@ -89,7 +89,7 @@ class TrainingThread(ABC):
         self._play()
 
     def _place_of_snapshot(self) -> int:
-        """Where a restart from here goes on: what the script still waits in is done again."""
+        """The position from which a restart continues: the action in which the script waits is repeated."""
         return self.place - 1 if self._is_unfinished else self.place
 
     def _continue(self, machine: Worker, command: c.Continue) -> None:
@@ -102,7 +102,7 @@ class TrainingThread(ABC):
             self._play()
 
     def propose(self, proposal: Proposal, *, in_training: bool = False) -> None:
-        """Somebody in this process proposes something."""
+        """Makes a proposal in this process."""
         self._tickets += 1
         ticket = f"{self.group.number}.{self.rank}.{self._tickets}"
         if in_training:
@@ -114,7 +114,7 @@ class TrainingThread(ABC):
         self.feed(self.worker, e.Proposed(ticket, proposal))
 
     def arrive(self, steps: int) -> None:
-        """A step has ended."""
+        """Called when a step has ended."""
         if not self.alive:
             return
         if self.frozen_until > self.clock.now:
@@ -128,7 +128,7 @@ class TrainingThread(ABC):
         self.feed(self.worker, e.Arrived(self.replica.step))
 
     def _take_planned(self) -> None:
-        """What all workers do by themselves at the same steps. An audit is reported at once."""
+        """Takes the planned snapshot or audit of this step. An audit is reported immediately."""
         plan, step = self.story.plan, self.replica.step
         if plan.audit_every and step % plan.audit_every == 0:
             self.feed(self.worker, e.Reported("audit", self.replica.glance()))
@@ -136,7 +136,7 @@ class TrainingThread(ABC):
             self._snapshots.append(TakeSnapshot().perform(self.replica))
 
     def _report_planned(self, place: int) -> None:
-        """What was proposed so far belongs to the checkpoint: a restart goes on at this place."""
+        """Reports a planned snapshot, with the proposals before it: a restart continues at this position."""
         while self._snapshots:
             snapshot = self._snapshots.popleft()
             if snapshot is not None:
@@ -145,7 +145,7 @@ class TrainingThread(ABC):
             self.feed(self.worker, e.Reported("save", snapshot))
 
     def _play(self) -> None:
-        """What the script does behind a boundary: some of it waits."""
+        """Carries out the script's actions behind a boundary; some of them wait."""
         if self.replica.report_to_raise is not None:
             self._raise()
             return
@@ -185,13 +185,13 @@ class TrainingThread(ABC):
             self.group.train(self, plan.stride)
 
     def rests_with_a_report_to_raise(self) -> bool:
-        """Whether its training thread was forgotten when an audit let all others raise what it found."""
+        """Whether its training thread still rests although all others raised the report of an audit."""
         rests = (self._is_unfinished or self._is_done) and self._waits_since is None
         stopped = self.frozen_until > self.clock.now
         return self.alive and self.replica.report_to_raise is not None and rests and not stopped
 
     def _raise(self) -> None:
-        """The script ends with what an audit has found, and the process with it."""
+        """Ends the script, and its process, with the report of an audit."""
         self.story.notes.say(
             self.group.number, self.name, f"raises: {described(self.replica.report_to_raise)}"
         )

@@ -1,4 +1,4 @@
-"""Messages, entries, orders and answers as short English, for transcripts."""
+"""Messages, entries, orders and answers as short text, for transcripts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from replicast.testing.simulation.replica import InMemory
 
 
 def described(thing: Any) -> str:
-    """A few words."""
+    """A short text for a message, an entry, an order or an answer."""
     for words in (_message, _entry, _order):
         said = words(thing)
         if said:

@@ -1,4 +1,4 @@
-"""One simulated story in one thread: the launcher, and what happens from outside."""
+"""Runs one simulated schedule in one thread: the launcher, and events from outside."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from replicast.testing.simulation.replica import StoryFailed
 from replicast.testing.simulation.story import Machines, Story
 
 SILENT_SECS = 15.0
-"""When the launcher ends a group because a worker is stopped."""
+"""How long a worker may be stopped before the launcher ends its group."""
 DISTURBING = {"crash", "kill", "late message", "unknown write", "stale write"}
-"""Faults after which a worker may not have heard what the others have."""
+"""Faults after which a worker may not have received messages that the others have."""
 MOST_SECS = 5000.0
 MOST_EVENTS = 50_000
 
 
 class World:
-    """Plays one story.
+    """Runs one schedule.
 
     Args:
-        plan: What happens.
-        machines: The state machines.
+        plan: The plan.
+        machines: The classes of the state machines.
         recording: Whether to keep a transcript.
-        most_events: The most events; after that, something is assumed to wait forever.
+        most_events: The maximum number of events; more mean that something waits forever.
 
     Attributes:
-        notes: The transcript, and what has happened how often.
+        notes: The transcript, and counts of events.
     """
 
     def __init__(
@@ -49,17 +49,17 @@ class World:
         self._most_events = most_events
 
     def run(self) -> None:
-        """Plays the story to its end.
+        """Runs the schedule to its end.
 
         Raises:
-            StoryFailed: A promise was broken.
+            StoryFailed: An invariant was violated.
         """
         for incident in self.story.plan.incidents:
             self.clock.at(incident[0], self._happen, incident[1:])
         self._start_group()
         self.clock.run(MOST_SECS, self._most_events)
         if not self.clock.stopped:
-            raise StoryFailed("something waits for ever")
+            raise StoryFailed("something waits forever")
         self.story.checks.finish(
             [GroupOutcome(one.replicas(), one.started_at, one.closing_at) for one in self.groups]
         )
@@ -77,7 +77,7 @@ class World:
         )  # between the claim and the count, an earlier group may still write
 
     def _restart(self, group: SimulatedGroup) -> None:
-        """The launcher has seen that a group has failed."""
+        """The launcher restarts a group that has failed."""
         if group.alive:
             forgotten = [one.name for one in group.processes if one.rests_with_a_report_to_raise()]
             if forgotten and not self.notes.faults.keys() & DISTURBING:
@@ -88,7 +88,7 @@ class World:
                 self.clock.after(0.2, self._start_group)
 
     def _ended(self, group: SimulatedGroup, left: bool) -> None:
-        """All scripts of a group have ended; one that was told to end is started again later."""
+        """All scripts of a group have ended; a group that was told to exit is started again later."""
         if group is not self.groups[-1]:
             return
         self.notes.say(group.number, "launcher", f"attempt {group.number} has {'left' if left else 'ended'}")

@@ -1,4 +1,4 @@
-"""A contestant's place in a worker's process: what it is asked to do, how that is timed and checked."""
+"""Runs a contestant in a worker's process: its rounds, their times and their checks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SOURCE = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
-    """What is common to the tasks of all races.
+class BaseTask:
+    """The base of the tasks of all races.
 
     Attributes:
         directory: For files that the workers share.
@@ -33,14 +33,14 @@ class Ground:
         return self.directory / "clock"
 
 
-class Contestant(abc.ABC):
-    """One way to do a task; an object of it lives in each worker's process.
+class Implementation(abc.ABC):
+    """One way to do a task; there is one object of it in each worker's process.
 
     Args:
-        group: What the workers have in common: a strategy, a communicator.
-        task: What to do.
-        rank: Which worker this is.
-        workers: How many there are.
+        group: What the workers share: a strategy or a communicator.
+        task: The task.
+        rank: The rank of this worker.
+        workers: The number of workers.
     """
 
     def __init__(self, group: Any, task: Any, rank: int, workers: int) -> None:
@@ -55,33 +55,33 @@ class Contestant(abc.ABC):
 
     @abc.abstractmethod
     def setup(self) -> None:
-        """Makes the variables, all zero, and whatever is made once. Not timed."""
+        """Creates the variables, all zero, and everything else that is created once. Not timed."""
 
     @abc.abstractmethod
     def check(self, rounds: int) -> None:
-        """Fails unless this worker has what that many rounds come to. Not timed."""
+        """Fails unless this worker has the expected values after that many rounds. Not timed."""
 
     @abc.abstractmethod
     def arrange(self, index: int) -> None:
-        """Prepares the next round. Not timed; all workers are done before any one goes on."""
+        """Prepares the next round. Not timed; all workers finish this before any continues."""
 
     @abc.abstractmethod
     def round(self, index: int) -> tuple[int | None, int]:
-        """Does it.
+        """Runs one round.
 
         Returns:
-            When this worker started, if the time counts from there, and when it was done; both from
+            When this worker started, if the time is measured from there, and when it was done; both from
             `time.monotonic_ns`, which is the same clock in all processes of a machine. Or `lasted(...)`.
         """
 
 
 def lasted(duration_ns: int) -> tuple[int, int]:
-    """For rounds whose figure is the longest time that any one worker took, whenever that was."""
+    """For rounds whose figure is the longest duration on any worker, independent of start times."""
     return 1, 1 + duration_ns
 
 
 class Clock:
-    """Where the workers note their times and the parent reads them: a small file that all of them map."""
+    """A small mapped file in which the workers note their times and from which the parent reads them."""
 
     def __init__(self, path: Path, workers: int) -> None:
         mode: Any = "r+" if path.exists() else "w+"
@@ -101,17 +101,17 @@ class Clock:
         return float(self._times[:, 1].max() - starts[starts > 0].min()) / 1e6
 
 
-class Seat:
-    """A contestant in a worker's process: counts its rounds, checks them and notes their times."""
+class Runner:
+    """Runs a contestant in a worker's process: counts its rounds, checks them and notes their times."""
 
-    def __init__(self, contestant: Contestant, clock: Clock) -> None:
+    def __init__(self, contestant: Implementation, clock: Clock) -> None:
         self._contestant = contestant
         self._clock = clock
         self._rounds = 0
         contestant.setup()
 
     def arrange(self) -> None:
-        """Checks all rounds until now, when no worker is at work any more, and prepares the next."""
+        """Checks all rounds so far, which no worker is still running, and prepares the next."""
         self._contestant.check(self._rounds)
         self._contestant.arrange(self._rounds)
 
@@ -121,31 +121,31 @@ class Seat:
         self._rounds += 1
 
     def check(self) -> None:
-        """Checks the last round, after which there is no other."""
+        """Checks after the last round."""
         self._contestant.check(self._rounds)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Which contestant, as `module:Class`, and what it is to do."""
+    """A contestant, as `module:Class`, and its task."""
 
     contestant: str
-    task: Ground
+    task: BaseTask
 
 
-def seat(group: Any, entry: Entry, rank: int, workers: int) -> Seat:
-    """Makes the contestant and has it set up."""
+def runner_of(group: Any, entry: Entry, rank: int, workers: int) -> Runner:
+    """Creates a contestant and sets it up."""
     module, name = entry.contestant.split(":")
     contestant = getattr(importlib.import_module(module), name)(group, entry.task, rank, workers)
-    return Seat(contestant, Clock(entry.task.clock, workers))
+    return Runner(contestant, Clock(entry.task.clock, workers))
 
 
 def do(group: Any, order: str, entry: Entry) -> Callable[[], None]:
-    """What a crew's worker runs: an order for the seat of this contestant."""
-    action: Callable[[], None] = getattr(_seat(group, entry), order)
+    """What a worker of a pool runs: one order for the runner of this contestant."""
+    action: Callable[[], None] = getattr(_cached_runner(group, entry), order)
     return action
 
 
 @functools.cache
-def _seat(group: Any, entry: Entry) -> Seat:
-    return seat(group, entry, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+def _cached_runner(group: Any, entry: Entry) -> Runner:
+    return runner_of(group, entry, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))

@@ -1,4 +1,4 @@
-"""What users do that nobody told them not to: each is answered, none goes on as if all were well."""
+"""Misuse of updates: each mistake is answered with an error, and none is ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What real workers once did and should not have: kept, so that it stays mended."""
+"""Regression tests of updates on real workers."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def log_a_matrix(strategy: Any, directory: Path) -> int:
     return replicas.step
 
 
-def test_a_log_that_is_no_number_does_not_end_the_training(pool1: Pool, tmp_path: Path) -> None:
+def test_a_log_that_is_not_a_number_does_not_end_the_training(pool1: Pool, tmp_path: Path) -> None:
     assert pool1.run(log_a_matrix, tmp_path) == [3]
 
 
