@@ -133,7 +133,8 @@ def test_what_a_group_wrote_is_read(tmp_path: Path, without_index: bool) -> None
     if without_index:
         (tmp_path / "groups" / "000001" / "000012.index.jsonl").unlink()
     assert last_claim(tmp_path) == claim()
-    files, indexed = counted_entries(tmp_path)
+    files, indexed, damaged = counted_entries(tmp_path)
+    assert not damaged
     assert indexed == (0 if without_index else 12)
     content = "golden-1", update().content_digest()
     expected = [replace(one, content=content) if isinstance(one, Payload) else one for one in entries()]

@@ -184,7 +184,7 @@ def test_values_that_are_not_kept_any_more_are_named_with_what_to_do(tmp_path: P
     with file_job(tmp_path) as job:
         number = propose(job, overwriting())
         eventually(lambda: list(tmp_path.glob("groups/*/*.before.json")))
-        assert job.journal.remove_payloads({number}) == 2
+        assert job.journal.remove_payloads({number}, None) == 2
         assert not list(tmp_path.glob("groups/*/*.safetensors"))
         with pytest.raises(
             UpdateRefused, match=r"not kept any more: every checkpoint .* contains it.*--assign"
