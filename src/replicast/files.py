@@ -271,7 +271,7 @@ def read_bytes(
 
 @contextlib.contextmanager
 def _opened(path: Path, *, follow: bool) -> Iterator[tuple[int, int]]:
-    """Opens a user's file: its descriptor and its size."""
+    """Opens a user's file: its descriptor and its size. Errors become `FileDamaged`."""
     try:
         descriptor = open_plain(path, follow=follow)
     except (OSError, ValueError) as error:

@@ -65,6 +65,10 @@ STORIES: dict[str, tuple[str, Plan]] = {
         "All workers save at step 1. An update that was proposed before is not committed yet.",
         Plan(steps=2, save_every=1, incidents=[(0.35, "thread", 1, UPDATE)]),
     ),
+    "save-left-out": (
+        "Worker 1 leaves out its part of the save of step 1: it is named when it reports that of step 2.",
+        Plan(steps=2, save_every=1, forgets=(1, 1, 2)),
+    ),
     "audit-heal": (
         "A planned audit at step 2 finds that worker 1 differs; all stop, and it is healed.",
         Plan(size=3, steps=3, audit_every=2, incidents=[(0.1, "drift", 1, 99)]),

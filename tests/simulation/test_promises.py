@@ -62,6 +62,22 @@ def test_a_proposal_that_is_not_committed_is_in_the_checkpoint_of_its_step() -> 
     assert records(world) == [(1, "add", 2)]
 
 
+def test_a_worker_that_never_reports_its_part_of_saves_is_named_after_a_bounded_time() -> None:
+    world = played(Plan(steps=120, save_every=1, forgets=(1, 1, 200)))
+    assert world.story.disk.history().checkpoints == {}
+    refused = [one for one in world.notes.lines if "did not report its save" in one]
+    assert len(refused) == 120
+    assert "save-step-1 is refused: Worker 1 did not report its save of step 1 within 20 s" in refused[0]
+    assert float(refused[0].split()[0]) < 21.0
+
+
+def test_a_save_that_one_worker_leaves_out_costs_that_one_checkpoint_only() -> None:
+    world = played(Plan(steps=6, save_every=1, audit_every=2, forgets=(1, 2, 3)))
+    assert sorted(world.story.disk.history().checkpoints) == [1, 3, 4, 5, 6]
+    assert line(world, "Worker 1 did not report its save of step 2") < line(world, "checkpoint of step 4")
+    assert line(world, "Worker 1 did not report its audit of step 2") < line(world, "[audit of step 6]")
+
+
 def test_what_waits_what_is_scheduled_and_what_is_behind_a_trial_can_be_withdrawn() -> None:
     trial = Proposal("trial", "digest-of-trial", (("add", "a", 1),), trial=Trial(4, "loss", 9.0))
     script = {1: [("propose", 0, trial)], 2: [("propose", 1, SCALE), ("propose", 1, at_step(ADD, 5))]}

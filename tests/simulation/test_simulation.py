@@ -45,6 +45,7 @@ def test_the_random_stories_have_every_fault_and_every_operation() -> None:
     assert faults >= {
         *("crash", "kill", "freeze", "late message", "hung transfer", "refused by a worker", "drift"),
         *("full disk", "unknown write", "stale write", "restart beside a living group", "damaged checkpoint"),
+        "forgotten report",
     }
     for telling in (
         "Apply",

@@ -107,8 +107,9 @@ class PlayedJob:
                         Committed(sequence, id_, digest, step, self.attempt, trial, before, workers=2)
                     )
                 known_step = None if stage is Stage.PREPARED else step
-                waits = {"waits_until": step + taken.trial.steps if taken.trial else 0}
-                inbox.note_stage(self.run, id_, stage, step=known_step, taken_by=this_process(), **waits)
+                ends = step + taken.trial.steps if taken.trial and stage is Stage.APPLIED else None
+                until = {"trial_until": ends}
+                inbox.note_stage(self.run, id_, stage, step=known_step, taken_by=this_process(), **until)
                 yield
                 if stage is self.stops_at:
                     return

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
-from replicast.errors import CheckpointError
-from replicast.replicas import restoring
+from replicast.errors import CheckpointError, UpdateRefused
+from replicast.replicas import receiving, restoring
+from replicast.replicas.checkpoints import Checkpoints
 from replicast.storage.checkpoint import CheckpointStore
+from replicast.testing.job import Job, Worker, start_values
 from tests.pool import Pool
 from tests.workers.changing import scramble
 from tests.workers.recipes import perceptron
@@ -78,6 +82,73 @@ def test_one_flipped_bit_is_found_by_all_who_go_back_to_a_whole_checkpoint_toget
     (warning,), *others = (result["warned"] for result in results)
     assert warning.startswith("THE CHECKPOINT OF STEP 1 IS DAMAGED; step 0 is restored instead. ")
     assert others == [[], []]
+
+
+def restored_by(worker: Worker, run_dir: Path, number: int = 1) -> restoring.Restored | None:
+    """Only worker 0 sees the run directory; variables are sent in parcels of one."""
+    store = CheckpointStore(run_dir if worker.rank == 0 else run_dir / "not" / "here")
+    return restoring.restore(worker.session, worker.state, worker.transport, store, number, None, False)
+
+
+def checkpoint_of_ones(run_dir: Path) -> None:
+    ones = {name: np.ones_like(value) for name, value in start_values().items()}
+    with Job(1, values=ones) as job:
+        checkpoints = Checkpoints(job.workers[0].session, job.workers[0].state, CheckpointStore(run_dir), 0)
+        assert job.workers[0].writer is not None
+        job.workers[0].writer.write_checkpoint = checkpoints.writer.write
+        assert job.on_all(lambda _: checkpoints.save_here())[0].result(20) is not None
+
+
+@pytest.mark.parametrize("problem", ["other values", "nothing"])
+def test_a_restore_that_one_worker_cannot_finish_has_changed_nothing_on_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    monkeypatch.setattr(receiving, "PARCEL_BYTES", 1)
+    checkpoint_of_ones(tmp_path)
+    with Job(3, begins=False) as job:
+        transport, received = job.workers[1].transport, itertools.count(1)
+        receive = transport.receive
+
+        def receive_badly(parcel: Any, timeout_secs: float, *look: Any) -> Any:
+            values = receive(parcel, timeout_secs, *look)
+            if next(received) == 3:
+                if problem == "nothing":
+                    raise UpdateRefused("The bytes did not arrive")
+                values[0].reshape(-1).view(np.uint8)[0] ^= 1
+            return values
+
+        monkeypatch.setattr(transport, "receive", receive_badly)
+        before = job.values()
+
+        def refused(worker: Worker) -> str:
+            with pytest.raises(CheckpointError) as caught:
+                restored_by(worker, tmp_path)
+            return str(caught.value)
+
+        said = job.on_all(refused)
+        assert job.values() == before
+        assert all(each.startswith("Worker 1 has not received the checkpoint intact") for each in said)
+        job.on_all(lambda worker: restored_by(worker, tmp_path, 2))
+        assert job.values() != before
+        assert all(np.all(value == 1) for worker in job.workers for value in worker.state.values.values())
+        assert job.board.buffers == {}
+
+
+def test_a_restore_for_which_worker_0_has_no_memory_is_refused_on_all_and_has_changed_nothing(
+    tmp_path: Path,
+) -> None:
+    checkpoint_of_ones(tmp_path)
+    with Job(2, begins=False) as job:
+        job.board.room = 8
+        before = job.values()
+
+        def refused(worker: Worker) -> str:
+            with pytest.raises(CheckpointError) as caught:
+                restored_by(worker, tmp_path)
+            return str(caught.value)
+
+        assert all("Worker 0 could not send the checkpoint" in each for each in job.on_all(refused))
+        assert job.values() == before
 
 
 def restored_for_a_custom_loop(strategy: Any, run_dir: Path) -> Any:

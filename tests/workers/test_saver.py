@@ -48,10 +48,11 @@ class Saver:
         self.worker = worker
         store = None if run_dir is None else CheckpointStore(run_dir)
         self.checkpoints = Checkpoints(worker.session, worker.state, store, attempt=0)
-        self.checkpoints.policy = lambda: policy
+        writer = self.checkpoints.writer
+        writer.policy = lambda: policy
         if worker.writer is not None:
-            worker.writer.write_checkpoint = self.checkpoints.write
-            told = {"save": self.checkpoints.ended, "leave": self.checkpoints.ended}
+            worker.writer.write_checkpoint = writer.write
+            told = {"save": writer.ended, "leave": writer.ended}
             worker.session.on_ended = lambda ended: told.get(ended.kind, lambda _: None)(ended)
         self.training = Training(worker.session, worker.state, self.checkpoints)
         if run_dir is not None:
@@ -499,7 +500,7 @@ def test_a_script_that_restores_a_step_can_do_so_again(tmp_path: Path) -> None:
     def trained(steps: Iterable[int], start: int | None) -> list[int]:
         with Job(1) as job:
             made = savers(job, tmp_path, SavePlan(keeping=Keeping(2)))
-            made[0].checkpoints.named = start
+            made[0].checkpoints.writer.named = start
             for step in steps:
                 job.on_all(lambda worker, step=step: worker.session.arrive(step))
                 saved(job, made).result(DEADLINE_SECS)
@@ -558,7 +559,7 @@ def test_one_that_is_skipped_does_not_take_the_place_of_one_that_the_script_has_
     """Worker 1 takes its part of the skipped one before an update, worker 0 comes to it behind the update."""
     with Job(2) as job:
         made = savers(job, tmp_path, SavePlan(every=2, when_busy="skip"))
-        may_write, write = threading.Event(), made[0].checkpoints.write
+        may_write, write = threading.Event(), made[0].checkpoints.writer.write
 
         def write_later(saved: Saved) -> WriteOutcome:
             may_write.wait(DEADLINE_SECS)
@@ -607,6 +608,80 @@ def test_one_that_worker_0_could_not_copy_is_not_taken_for_the_one_before(
         job.on_all(Worker.step)
         with pytest.raises(CheckpointError, match="no memory for a copy"):
             saved(job, made).result(DEADLINE_SECS)
+
+
+def test_a_save_that_is_refused_late_does_not_settle_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 0 hears that the first was refused when it has asked for the second, which is being written."""
+    with Job(2) as job:
+        made = savers(job, tmp_path)
+        session, is_next, is_heard = job.workers[0].session, threading.Event(), threading.Event()
+        hear = session.on_ended
+
+        def hear_late(ended: Ended) -> None:
+            is_next.wait(DEADLINE_SECS)
+            hear(ended)
+            is_heard.set()
+
+        session.on_ended = hear_late
+        SlowStore(monkeypatch, is_heard.is_set)
+
+        def no_memory(_: object) -> None:
+            raise MemoryError("no memory for digests")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(job.workers[1].state, "digests", no_memory)
+            first = saved(job, made)
+        job.on_all(Worker.step)
+        second = saved(job, made)
+        is_next.set()
+        manifest = second.result(DEADLINE_SECS)
+        assert manifest is not None
+        assert manifest.step == 1
+        assert first.done()
+
+
+def test_a_checkpoint_that_one_worker_leaves_out_is_an_error_that_names_it_and_the_others_are_made(
+    tmp_path: Path,
+) -> None:
+    with Job(2) as job:
+        made = savers(job, tmp_path, SavePlan(every=1, keeping=Keeping(9)))
+        said: list[str] = []
+
+        def act(worker: Worker) -> None:
+            for step in range(1, 6):
+                if (worker.rank, step) == (1, 2):
+                    made[1].training.goes_on()
+                    worker.step()  # and not `after_step`: its callback was skipped
+                    continue
+                try:
+                    made[worker.rank].step()
+                except CheckpointError as error:
+                    said.append(str(error))
+                    made[worker.rank].training.after_step(1)
+            made[worker.rank].training.goes_on()
+            worker.session.rest("close")
+            made[worker.rank].checkpoints.settle(DEADLINE_SECS)
+
+        job.on_all(act)
+        (problem,) = said
+        assert "Worker 1 did not report its save of step 2" in problem
+        assert sorted(CheckpointStore(tmp_path).steps()) == [1, 3, 4, 5]
+
+
+def test_training_does_not_stand_still_for_a_part_of_the_last_checkpoint_that_a_worker_never_reports(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Job(2, timeouts=replace(QUICK, answer_secs=0.2, meet_secs=10**6)) as job:
+        made = savers(job, tmp_path, SavePlan(every=1))
+
+        def act(worker: Worker) -> None:
+            for _ in range(3):
+                made[0].step() if worker.rank == 0 else worker.step()
+
+        job.on_all(act)
+        assert "the checkpoint of step 2 is skipped: the previous one is not decided yet" in caplog.text
 
 
 def test_a_part_of_a_checkpoint_that_a_worker_never_reports_ends_at_the_end_of_the_training(

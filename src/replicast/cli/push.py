@@ -183,11 +183,12 @@ def live_line(console: Console) -> Iterator[Callable[[UpdateView, Brief], None]]
 def progress_text(view: UpdateView, brief: Brief, *, moving: bool) -> str:
     """Where an update is, in one line; if `moving`, also what changes all the time, as the step does."""
     text = str(view.stage)
-    if view.step is not None and view.stage in (Stage.SCHEDULED, Stage.COMMITTED, Stage.APPLIED):
+    on_trial = view.trial_until is not None
+    if view.step is not None and (on_trial or view.stage in (Stage.SCHEDULED, Stage.COMMITTED)):
         text += f" {'for' if view.stage is Stage.SCHEDULED else 'at'} step {view.step}"
-    if view.trial_until is not None:
+    if on_trial:
         text += f", on trial until step {view.trial_until}"
-    if moving and brief.step is not None and (view.stage is Stage.SCHEDULED or view.trial_until is not None):
+    if moving and brief.step is not None and (on_trial or view.stage is Stage.SCHEDULED):
         text += f", the job is at step {brief.step}"
     waits_for = brief.waits_for if brief.waits_for else view.waits_for
     if waits_for and view.stage in _BEFORE_COMMIT:

@@ -27,9 +27,7 @@ def connect(run: Path | str, *, token: str | None = None, token_file: Path | str
         RequestFailed: The address cannot be used, its server cannot be reached, or does not accept the token.
     """
     if is_address(run):
-        served = ServedRun(Address.parse(str(run)), read_token(token, token_file, os.environ))
-        served.brief()
-        return served
+        return ServedRun(Address.parse(str(run)), read_token(token, token_file, os.environ))
     path = Path(run)
     if is_run(path):
         return DirectoryRun(path)

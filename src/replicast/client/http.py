@@ -93,6 +93,10 @@ class Server:
     address: Address
     token: str | None = field(default=None, repr=False)
 
+    def first(self, path: str) -> Any:
+        """What is at a path. Asks once: whoever has mistyped an address should know it soon."""
+        return self._answered(_Call("GET", self._target(path, {}), _CALL_SECS), 0.0)
+
     def get(self, path: str, wait_secs: float = _CALL_SECS, /, **query: object) -> Any:
         """What is at a path. Asks again for a few seconds where there is no answer: servers are restarted."""
         return self._answered(_Call("GET", self._target(path, query), wait_secs), _RETRY_SECS)
@@ -123,9 +127,7 @@ class Server:
                 ) from error
             except (OSError, http.client.HTTPException) as error:
                 if is_last:
-                    why = "it did not answer in time" if isinstance(error, TimeoutError) else str(error)
-                    said = why if why else type(error).__name__
-                    raise RequestFailed(f"{where} cannot be reached ({said})") from error
+                    raise RequestFailed(f"{where} cannot be reached ({_why(error)})") from error
         raise RequestFailed(f"{where} was not asked")  # Not reached: the last attempt returns or raises.
 
     def _once(self, call: _Call) -> Any:
@@ -171,6 +173,12 @@ def read_token(token: str | None, token_file: Path | str | None, environ: Mappin
     if token is not None and not (token.isascii() and token.isprintable()):
         raise RequestFailed("The token has characters that a header cannot carry")
     return token
+
+
+def _why(error: OSError | http.client.HTTPException) -> str:
+    if isinstance(error, TimeoutError):
+        return "it did not answer in time"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _word(value: object) -> str:

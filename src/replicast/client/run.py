@@ -1,8 +1,9 @@
-"""One run, wherever it is: the same methods for a directory and for an address at which it is served."""
+"""The interface of a run: the same methods for a run directory and for a served run."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from replicast.audits.report import AuditReport
@@ -19,7 +20,7 @@ from replicast.update.trial import Trial
 from replicast.update.update import Update
 
 FOREVER_SECS = 10 * 365 * 86_400.0
-"""What `timeout=None` means to `Pushed.result`."""
+"""The timeout of `Pushed.result` without one."""
 
 
 class Run(ABC):
@@ -34,11 +35,11 @@ class Run(ABC):
 
     where: str
     poll_secs: float
-    """How often to look at an update that is awaited."""
+    """The interval between two reads of an update that somebody waits for."""
 
     @abstractmethod
     def brief(self) -> Brief:
-        """How it is, in a few words. Cheap: reads no journal."""
+        """The state of the run in short. Cheap: does not read the journal."""
 
     @abstractmethod
     def status(self) -> Overview:
@@ -54,7 +55,7 @@ class Run(ABC):
 
     @abstractmethod
     def show(self, which: str | int) -> UpdateView:
-        """Everything about one update, with the values of its edits in short.
+        """Everything known about one update, with a summary of the values of its edits.
 
         Args:
             which: Its number in the journal, its id, or the beginning of its id.
@@ -65,7 +66,7 @@ class Run(ABC):
 
     @abstractmethod
     def look(self, update_id: str, thoroughly: bool = False) -> UpdateView:
-        """Where one update is, by its whole id. Cheap, for whoever waits for it.
+        """The current stage of one update, by its full id. Cheap, for polling.
 
         Args:
             update_id: Its id.
@@ -206,8 +207,8 @@ class Run(ABC):
         """
 
     def follow(self, update_id: str, timeout: float) -> Iterator[tuple[UpdateView, Brief]]:
-        """Where an update is, and how the job is, again and again until it has ended or the time is up."""
-        looks = max(1, round(1 / self.poll_secs))  # So many until the job is looked at again.
+        """Yields the update and the state of the job, until the update has ended or the time is up."""
+        looks = max(1, round(1 / self.poll_secs))  # The job itself is read about once a second.
         for number, is_last in enumerate(ticks(timeout, self.poll_secs)):
             is_fresh = number % looks == 0
             if is_fresh:
@@ -225,7 +226,7 @@ class Pushed:
         run: The run.
         id: The update's id.
         number: Its number in the journal when it was committed before this push, which then did nothing.
-        warning: What to know of it, in a sentence: for example that the job is not running.
+        warning: What its author should know, for example that the job is not running; empty if nothing.
     """
 
     def __init__(self, run: Run, id: str, number: int | None = None, warning: str = "") -> None:  # noqa: A002
@@ -251,10 +252,11 @@ class Pushed:
             NotFound: It was withdrawn before a job took it.
         """
         limit = FOREVER_SECS if timeout is None else timeout
-        *_, (view, brief) = self.run.follow(self.id, limit)
+        ((view, brief),) = deque(self.run.follow(self.id, limit), maxlen=1)
         if view.stage.is_final:
             return receipt_of(view)
-        waits = f" and waits for {view.waits_for}" if view.waits_for else ""
+        waits_for = brief.waits_for if brief.waits_for else view.waits_for
+        waits = f" and waits for {waits_for}" if waits_for else ""
         silent = "" if brief.running else f" {brief.sentence}."
         raise UpdatePending(
             f"Update {self.id}: {limit:g} s have passed, and it is {view.stage}{waits}.{silent} Ask again",

@@ -49,9 +49,10 @@ class ServedRun(Run):
         name = address.name if address.name else self._only_run(address)
         self.where = str(replace(address, name=name))
         self._path = f"/api/runs/{quote(name, safe='')}"
+        _made(Brief.from_json, self._server.first(self._path))
 
     def _only_run(self, address: Address) -> str:
-        names = [str(one.get("name")) for one in self._server.get("/api/runs") if isinstance(one, dict)]
+        names = [str(one.get("name")) for one in self._server.first("/api/runs") if isinstance(one, dict)]
         if len(names) == 1:
             return names[0]
         if not names:

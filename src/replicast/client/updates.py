@@ -188,17 +188,17 @@ def noted_view(run: Path, update_id: str) -> UpdateView | None:
     note = inbox.stage_of(run, update_id)
     if note is None:
         return None
-    receipt, at, stage = _receipt_in(note), note.get("time"), _stage_in(note)
+    receipt, at = _receipt_in(note), note.get("time")
     return UpdateView(
         id=update_id,
-        stage=stage,
+        stage=_stage_in(note),
         at=float(at) if isinstance(at, int | float) else 0.0,
         step=_step_in(note, "step") if receipt is None else receipt.step,
         receipts=() if receipt is None else (receipt,),
         outcome=None if receipt is None else receipt.trial,
         reason=str(note.get("reason", "")),
         waits_for=str(note.get("waits_for", "")),
-        trial_until=(_step_in(note, "waits_until") or None) if stage is Stage.APPLIED else None,
+        trial_until=_step_in(note, "trial_until"),
     )
 
 

@@ -1,4 +1,4 @@
-"""What a run tells of itself: data classes that are the same in Python, as JSON and over HTTP."""
+"""The state of a run as data classes, which are the same in Python, as JSON and over HTTP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UPDATES = ("updates", "scheduled", "waiting", "refused")
 
 @dataclass(frozen=True, slots=True)
 class Brief:
-    """How a run is, in a few words: cheap to find out, also for many runs.
+    """The state of a run in short: cheap to read, also for many runs.
 
     Attributes:
         run: Its directory or address.

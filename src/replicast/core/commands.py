@@ -38,17 +38,15 @@ class Ended:
     """Coordinator: an operation without a ticket has ended.
 
     Attributes:
-        number: For a planned operation, the number of its report; otherwise 0.
+        id: That of the operation; of a planned save or audit, the text of its `ReportId`.
         outcome: An `Outcome`.
-        id: The operation's id.
         step: The boundary at which it happened, if it got there.
         asked_by: The ids of the requests from outside that it answers.
     """
 
     kind: str
-    number: int
+    id: str
     outcome: Any
-    id: str = ""
     step: int | None = None
     asked_by: tuple[str, ...] = ()
 
@@ -79,7 +77,7 @@ class Send:
 class Perform:
     """Worker: carry out an order, in the background or in the training thread; `Performed` is the result."""
 
-    number: int | tuple[str, int]
+    number: int
     order: Order
 
 

@@ -23,6 +23,7 @@ from replicast.core.operations.keep import Keep
 from replicast.core.operations.update import Update
 from replicast.core.proposal import Pending, Proposal
 from replicast.core.refusal import Refusal
+from replicast.core.reports import ReportId
 from replicast.core.stage import Stage
 from replicast.core.tickets import Tickets, digest_of
 
@@ -169,15 +170,14 @@ class Coordinator(Tickets):
             return
         operation = collective(rest.intent, self.new_id(rest.intent[0]))
         operation.tokens = tokens
-        if isinstance(operation, Close):
-            self._give_up_reports()
+        self._reports.give_up(None if isinstance(operation, Close) else rest.step)
         self.open(operation)
 
     def _request(self, request: Request) -> None:
         """Opens an operation for a request; further equal requests before its boundary share it."""
         kind, arguments = request.kind, request.arguments
         for one in self.operations.values():
-            same = one.kind == kind and one.arguments == arguments and not one.report
+            same = one.kind == kind and one.arguments == arguments and one.report is None
             if same and self.boundaries.is_waiting(one):
                 one.asked_by += request.asked_by
                 return
@@ -322,8 +322,8 @@ class Coordinator(Tickets):
         """A function waits until its source is among those that propose it."""
         return not isinstance(operation, Function) or operation.has_source
 
-    def _open_planned(self, kind: str, number: int) -> None:
-        self.open(planned(kind, number))
+    def _open_planned(self, report: ReportId) -> None:
+        self.open(planned(report))
 
     def _has_left_turn(self, operation: Operation) -> None:
         self._open_replays()

@@ -1,9 +1,10 @@
 """Runs the scripts of operations and carries out their requests. `Coordinator` is a subclass.
 
     Ask       ──► Do to the workers; their answers resume the script                      (`Gather`)
-    Record    ──► Write; when the entry is durable, the script continues
-    Boundary  ──► Stop to the workers; when all are stopped at one boundary, it has its turn (`Boundaries`)
-    Go        ──► Do to the workers; its turn is over: the next operation has its turn, or `Release`
+    Record    ──► Write; when the entry is durable, the script goes on
+    Boundary  ──► Stop to the workers; when all stand at one boundary, it has the turn     (`Boundaries`)
+    Go        ──► Do to the workers; the turn is over, and the next operation has it, or `Release`
+    Collect   ──► what the workers report by themselves resumes the script                (`PlannedReports`)
     return    ──► the operation is finished
 
 Scripts run concurrently; at a boundary, only one of them has its turn.
@@ -38,7 +39,9 @@ from replicast.core.operation import (
     Script,
     Timeouts,
 )
+from replicast.core.planned import PlannedReports
 from replicast.core.refusal import JobEnds, Refusal, Refuse
+from replicast.core.reports import ReportId
 from replicast.core.stage import Stage
 
 UNDECIDED = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
@@ -65,8 +68,7 @@ class Engine(ABC):
         self.timeouts = timeouts
         self.operations: dict[int, Operation] = {}
         self._numbers = itertools.count(1)
-        self._gathers: dict[int | tuple[str, int], tuple[Gather, Operation]] = {}
-        self._reports: dict[str, int] = {}
+        self._gathers: dict[int, tuple[Gather, Operation]] = {}
         self._writes: dict[int, tuple[Entry, Callable[[Refusal | None], None]]] = {}
         self._timers: dict[int, Callable[[], None]] = {}
         self._settling: list[tuple[Operation, int, Callable[[Operation], bool]]] = []
@@ -81,8 +83,15 @@ class Engine(ABC):
             Reserve: lambda operation, wanted: self.boundaries.reserve(operation, wanted.at_step),
             EarlierSettled: lambda operation, _: self._settle(operation, self._waits_for_later),
             EarlierStored: lambda operation, _: self._settle(operation, self._is_stored),
-            Collect: self._collect,
+            Collect: lambda operation, wanted: self._reports.collect(operation, wanted.id),
         }
+        self._reports = PlannedReports(
+            size,
+            timeouts.meet_secs,
+            open_=self._open_planned,
+            set_timer=self._set_timer,
+            resume=self._run,
+        )
         self.boundaries = Boundaries(
             size,
             timeouts,
@@ -134,8 +143,8 @@ class Engine(ABC):
         """Called when the reason why an operation waits becomes known."""
 
     @abstractmethod
-    def _open_planned(self, kind: str, number: int) -> None:
-        """Called for the first report of a planned operation, by its number."""
+    def _open_planned(self, report: ReportId) -> None:
+        """The first worker reports what all do by themselves."""
 
     @abstractmethod
     def _has_left_turn(self, operation: Operation) -> None:
@@ -211,10 +220,6 @@ class Engine(ABC):
     def _record(self, operation: Operation, record: Record) -> None:
         self._write(record.entry, lambda refusal: self._run(operation, refusal))
 
-    def _collect(self, operation: Operation, collect: Collect) -> None:
-        gather = Gather(f"report its {collect.kind}", range(self.size))
-        self._gathers[collect.kind, collect.number] = gather, operation
-
     def _settle(self, operation: Operation, is_enough: Callable[[Operation], bool]) -> None:
         """Resumes the script once all operations that are now in the list satisfy a condition."""
         self._settling.append((operation, next(self._numbers), is_enough))
@@ -239,6 +244,8 @@ class Engine(ABC):
             return True
         if operation.running is None:
             return not self._is_ready(operation)
+        if self._reports.is_collecting(operation):
+            return True
         step = self.boundaries.resting_step() or 0
         later = operation.meeting is not None and (operation.meeting.at_step or 0) > step
         if not self.boundaries.is_waiting(operation):
@@ -268,27 +275,15 @@ class Engine(ABC):
             self._set_timer(limit, late)
         return number
 
-    def _answered(self, rank: int, number: int | tuple[str, int], value: Any) -> None:
-        if isinstance(number, tuple) and number not in self._gathers:
-            kind, count = number
-            if count <= self._reports.get(kind, 0):
-                return  # its wait has timed out
-            self._reports[kind] = count
-            self._open_planned(kind, count)
+    def _answered(self, rank: int, number: int | ReportId, value: Any) -> None:
+        if isinstance(number, ReportId):
+            self._reports.add(rank, number, value)
+            return
         gather, operation = self._gathers.get(number, (None, None))
         if gather is None or operation is None or not gather.add(rank, value):
             return
         del self._gathers[number]
         self._run(operation, gather.refusal() or gather.answers)
-
-    def _give_up_reports(self) -> None:
-        """Ends the wait for planned reports: all workers have ended, so no more reports will come."""
-        for number, (gather, operation) in list(self._gathers.items()):
-            if isinstance(number, tuple):
-                del self._gathers[number]
-                missing = tuple(sorted(gather.missing))
-                who = ", ".join(map(str, missing))
-                self._run(operation, Refusal(f"Worker {who} did not {gather.what}", missing))
 
     # What goes out.
 

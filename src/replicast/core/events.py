@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from replicast.core.messages import ToCoordinator, ToWorkers
 from replicast.core.proposal import Proposal
+from replicast.core.reports import ReportId
 
 
 class WriteOutcome(Enum):
@@ -85,7 +86,7 @@ class Awaited:
 class Performed:
     """To a worker: an order was carried out; `value` is its result, or a `Refusal`."""
 
-    number: int | tuple[str, int]
+    number: int
     value: Any
 
 
@@ -94,11 +95,11 @@ class Reported:
     """To a worker: the training thread carried out a planned save or audit, as all do at this boundary.
 
     Attributes:
-        kind: The operation: "save" or "audit". The n-th reports of all workers belong together.
+        id: The save or audit that it belongs to. The reports of one kind are made in order.
         value: The result.
     """
 
-    kind: str
+    id: ReportId
     value: Any
 
 

@@ -41,6 +41,9 @@ class Gather:
 
     def timed_out(self, secs: float) -> Refusal:
         """A refusal that names the workers that did not answer."""
-        missing = tuple(sorted(self.missing))
-        who = ", ".join(map(str, missing))
-        return Refusal(f"Worker {who} did not {self.what} within {secs:g} s", missing)
+        return self.refused_by(self.missing, f" within {secs:g} s")
+
+    def refused_by(self, ranks: Iterable[int], why: str = "") -> Refusal:
+        """A refusal that names workers that did not answer and will not."""
+        missing = tuple(sorted(ranks))
+        return Refusal(f"Worker {', '.join(map(str, missing))} did not {self.what}{why}", missing)

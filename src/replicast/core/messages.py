@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 from replicast.core.order import Order
 from replicast.core.proposal import Proposal
+from replicast.core.reports import ReportId
 from replicast.core.stage import Stage
 
 OUTSIDE = -1
@@ -81,11 +82,11 @@ class Answer:
     """The result of an order.
 
     Attributes:
-        number: The number of the `Do`; for a planned operation, its kind and the number of the report.
+        number: The number of the `Do`; for a planned save or audit, the id of the report.
         value: What the order returned, or a `Refusal`.
     """
 
-    number: int | tuple[str, int]
+    number: int | ReportId
     value: Any
 
 

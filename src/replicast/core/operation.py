@@ -17,6 +17,7 @@ from replicast.core.meeting import Meeting
 from replicast.core.order import Order
 from replicast.core.proposal import Pending, Proposal
 from replicast.core.refusal import Refusal
+from replicast.core.reports import ReportId
 from replicast.core.stage import Stage
 
 
@@ -88,10 +89,9 @@ class EarlierStored:
 
 @dataclass(frozen=True, slots=True)
 class Collect:
-    """Collect the n-th planned report of every worker; resumed with the reports by rank."""
+    """Collect a planned report of every worker; resumed with the reports by rank. One missing refuses it."""
 
-    kind: str
-    number: int
+    id: ReportId
 
 
 AnyRequest: TypeAlias = Ask | Go | Reserve | Boundary | Record | EarlierSettled | EarlierStored | Collect
@@ -119,7 +119,8 @@ class Timeouts:
     Attributes:
         prepare_secs: For every worker to fetch and check an update's bytes.
         answer_secs: For every worker's event loop to answer `Stop`.
-        meet_secs: For every training thread to stop at a boundary, once the first one has.
+        meet_secs: For every training thread to stop at a boundary, or to report its part of a planned save or
+            audit, once the first one has.
         decide_secs: For a training thread that is stopped at a boundary to get a decision.
         compute_secs: For an order that runs in a training thread at a boundary.
         retry_secs: Between attempts of a write that must succeed.
@@ -239,7 +240,7 @@ class Operation:
         promised: Whether the stop for its next boundary is already set.
         must_run: Whether it is committed or has begun: if it cannot be carried out, the job ends.
         stored: Whether its payload is in the journal.
-        report: For a planned operation, the number of its report; otherwise 0.
+        report: For a planned operation, the id of its reports; otherwise None.
         arguments: Of a request: what else it said. One operation answers all equal requests.
         asked_by: The ids of the requests from outside the job that it answers.
     """
@@ -264,7 +265,7 @@ class Operation:
         self.promised = False
         self.must_run = False
         self.stored = False
-        self.report = 0
+        self.report: ReportId | None = None
         self.arguments: tuple[Any, ...] = ()
         self.asked_by: tuple[str, ...] = ()
         # Written by the coordinator.

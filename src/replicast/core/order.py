@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
 from replicast.core.proposal import Content, Published
@@ -105,14 +105,18 @@ class Replica(Protocol):
     def deviations(self, id_: str, digest: str, names: tuple[str, ...]) -> Mapping[str, Any]:
         """How far this replica's values of these variables are from those of a prepared update."""
 
-    def snapshot(self, *, due: bool, again: bool) -> Snapshot:
+    def snapshot(self, id_: str, *, due: bool, again: bool) -> Snapshot | Callable[[], Snapshot]:
         """Copies the state on worker 0, and digests it on all.
 
         Args:
+            id_: The id of the operation.
             due: Whether no thread waits for it. All replicas may then return an empty snapshot here and
                 report a planned one later.
             again: Whether the reported snapshots of this checkpoint are discarded, because an update was
                 applied between the snapshots of two workers.
+
+        Returns:
+            The snapshot, or a function that finishes it while the training thread goes on.
         """
 
     def keep_copy(self) -> None:

@@ -7,6 +7,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class ReportId:
+    """Which planned save or audit a report belongs to: the same on all workers.
+
+    Attributes:
+        kind: "save" or "audit".
+        step: The boundary at which it is made.
+        count: Which one of its kind it is at that boundary, from 1.
+    """
+
+    kind: str
+    step: int
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.kind}-step-{self.step}" + (f"-{self.count}" if self.count > 1 else "")
+
+
 @dataclass(frozen=True, slots=True)
 class Applied:
     """A worker has applied an update.

@@ -98,9 +98,8 @@ class Tickets(Engine):
                 self._tell(told)
                 self._known.pop(operation.id, None)  # the journal knows it
         else:
-            asked_by = operation.asked_by
-            ended = Ended(operation.kind, operation.report, outcome, operation.id, operation.step, asked_by)
-            self._commands.append(ended)
+            step, asked_by = operation.step, operation.asked_by
+            self._commands.append(Ended(operation.kind, operation.id, outcome, step, asked_by))
         if operation.tokens:
             self._resume(operation.tokens, outcome)
 

@@ -87,12 +87,11 @@ class Worker:
         self.standing = False
         self.tickets: dict[str, Stage] = {}
         self._not_before: dict[str, int] = {}  # the step before which a ticket has no outcome
-        self._reports: dict[str, int] = {}
         self._timeouts = timeouts or Timeouts()
         self._stops: dict[int, int] = {}
         self._scheduled: set[int] = set()
-        self._in_background: set[int | tuple[str, int]] = set()
-        self._orders: deque[tuple[int | tuple[str, int], Order]] = deque()
+        self._in_background: set[int] = set()
+        self._orders: deque[tuple[int, Order]] = deque()
         self._performing = False
         self._why = ""  # it stands: resting, waiting, or at a boundary
         self._token = 0
@@ -220,8 +219,7 @@ class Worker:
         self._send(Propose(event.ticket, event.proposal))
 
     def _report(self, event: Reported) -> None:
-        number = self._reports[event.kind] = self._reports.get(event.kind, 0) + 1
-        self._send(Answer((event.kind, number), event.value))
+        self._send(Answer(event.id, event.value))
 
     def _performed(self, event: Performed) -> None:
         self._send(Answer(event.number, event.value))

@@ -161,7 +161,7 @@ class Auditing:
         if not alone and self._audited_at != self._session.step:
             self._audited_at = self._session.step
             seen = self._session.replica.examine_quietly()
-            self._session.report("audit", lambda: seen)
+            self._session.report(self._session.next_report("audit"), lambda: seen)
 
     def _on_report(self, report: CoreReport, raises: bool) -> None:
         """Called for an audit for which all workers are stopped: records it before any worker raises."""

@@ -137,50 +137,23 @@ def join(
 
     Blocks until all have called it, at most `timeouts.join_secs`; the error then names the missing worker.
     """
-    with strategy.scope():
-        optimizers = optimizers_by_name(model, optimizer)
-        for one in optimizers.values():
-            if not one.built:
-                one.build(model.trainable_variables)
+    optimizers = _built_optimizers(model, optimizer, strategy)
     state = KerasState(model, optimizers)
     if settings.guard is not None:
         settings.guard.check_patterns(state.schema)
     local = strategy.statistics == "local"
     may_differ = declared(state.schema, settings.may_differ, local_statistics=local)
-    rank, size, timeouts = strategy.rank, strategy.size, settings.timeouts
-    exchange = Exchange(strategy.coordination, settings.name, rank, size, strategy.has_left)
-    if rank == 0 and settings.run_dir is not None:
-        check_free(settings.run_dir)
-        # Before the others hear from this worker: until then none of them writes.
-        with contextlib.suppress(OSError):  # If the disk has a problem, the first write reports it.
-            clean_run(settings.run_dir)
-    _check_same_model(exchange, state, timeouts.join_secs)
-    accelerated = exchange.agree("accelerator", str(state.on_accelerator), timeouts.join_secs)
-    state.fingerprints_on_device = str(True) in accelerated.values()  # same kind everywhere: comparable
-    transport = open_transport(strategy.coordination, rank, size, os.environ)
+    exchange = _agreed(state, strategy, settings)
+    transport = open_transport(strategy.coordination, strategy.rank, strategy.size, os.environ)
     fence = writer = store = None
-    if rank == 0:
+    if strategy.rank == 0:
         fence = None if settings.run_dir is None else Fence(settings.run_dir, settings.attempt)
-        writer, store = _writer(state, size, settings, fence)
-    session = Session(
-        exchange,
-        Channel(strategy.coordination, settings.name, rank, size),
-        transport,
-        state,
-        writer=writer,
-        attempt=settings.attempt,
-        timeouts=timeouts,
-        limits=settings.limits,
-        guard=settings.guard,
-        audit_policy=settings.audits.policy,
-        check=strategy.check_job,
-    )
-    session.replica.trained = strategy.transfers_started
-    session.replica.may_differ = may_differ
-    session.on_long_wait = lambda step: strategy.goes_on() if step is None else strategy.stands(step)
-    session.start()
-    if rank != 0 and settings.run_dir is not None:
+        writer, store = _writer(state, strategy.size, settings, fence)
+    elif settings.run_dir is not None:
         store = CheckpointStore(settings.run_dir)
+    session = _session(exchange, transport, state, writer, strategy, settings)
+    session.replica.may_differ = may_differ
+    session.start()
     run_files = RunFiles(session, settings.run_dir, settings.attempt, fence)
     run_files.start()
     checkpoints = Checkpoints(session, state, store, settings.attempt)
@@ -188,7 +161,7 @@ def join(
     if writer is not None:
         _connect(session, writer, checkpoints, auditing, settings)
     training = Training(session, state, checkpoints)
-    if rank == 0 and settings.run_dir is not None:
+    if writer is not None and settings.run_dir is not None:
         _connect_requests(session, run_files.requests, checkpoints, auditing, training, settings.run_dir)
     return Parts(
         state=state,
@@ -202,6 +175,59 @@ def join(
         uncounted=Uncounted(session, run_files, optimizers.values()),
         optimizers=optimizers,
     )
+
+
+def _built_optimizers(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer | None, strategy: Strategy
+) -> dict[str, keras.optimizers.Optimizer]:
+    with strategy.scope():
+        optimizers = optimizers_by_name(model, optimizer)
+        for one in optimizers.values():
+            if not one.built:
+                one.build(model.trainable_variables)
+    return optimizers
+
+
+def _agreed(state: KerasState, strategy: Strategy, settings: Settings) -> Exchange:
+    """All workers are here, with the same model; worker 0 has the run directory for itself."""
+    rank, secs = strategy.rank, settings.timeouts.join_secs
+    exchange = Exchange(strategy.coordination, settings.name, rank, strategy.size, strategy.has_left)
+    if rank == 0 and settings.run_dir is not None:
+        check_free(settings.run_dir)
+        # Before the others hear from this worker: until then none of them writes.
+        with contextlib.suppress(OSError):  # If the disk has a problem, the first write reports it.
+            clean_run(settings.run_dir)
+    _check_same_model(exchange, state, secs)
+    accelerated = exchange.agree("accelerator", str(state.on_accelerator), secs)
+    state.fingerprints_on_device = str(True) in accelerated.values()  # same kind everywhere: comparable
+    return exchange
+
+
+def _session(
+    exchange: Exchange,
+    transport: Transport,
+    state: KerasState,
+    writer: Writer | None,
+    strategy: Strategy,
+    settings: Settings,
+) -> Session:
+    """This worker's part in the job. Its threads are not started yet."""
+    session = Session(
+        exchange,
+        Channel(strategy.coordination, settings.name, strategy.rank, strategy.size),
+        transport,
+        state,
+        writer=writer,
+        attempt=settings.attempt,
+        timeouts=settings.timeouts,
+        limits=settings.limits,
+        guard=settings.guard,
+        audit_policy=settings.audits.policy,
+        check=strategy.check_job,
+    )
+    session.replica.trained = strategy.transfers_started
+    session.on_long_wait = lambda step: strategy.goes_on() if step is None else strategy.stands(step)
+    return session
 
 
 def _check_same_model(exchange: Exchange, state: KerasState, timeout_secs: float) -> None:
@@ -234,10 +260,10 @@ def _connect(
     session: Session, writer: Writer, checkpoints: Checkpoints, auditing: Auditing, settings: Settings
 ) -> None:
     """Worker 0: connects the callbacks of the parts."""
-    writer.write_checkpoint = checkpoints.write
-    checkpoints.policy = lambda: auditing.policy
-    checkpoints.remove_payloads = writer.remove_payloads
-    told = {"save": checkpoints.ended, "leave": checkpoints.ended, "audit": auditing.ended}
+    writer.write_checkpoint = checkpoints.writer.write
+    checkpoints.writer.policy = lambda: auditing.policy
+    checkpoints.writer.remove_payloads = writer.remove_payloads
+    told = {"save": checkpoints.writer.ended, "leave": checkpoints.writer.ended, "audit": auditing.ended}
     session.on_ended = lambda ended: told.get(ended.kind, lambda _: None)(ended)
     if settings.run_dir is not None:
         expectation = Expectation(session, session.replica.state, settings.run_dir, durable=settings.durable)

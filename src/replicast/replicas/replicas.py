@@ -14,18 +14,15 @@ from replicast.audits.report import AuditReport, Policy
 from replicast.core.entries import Receipt
 from replicast.core.operation import Timeouts
 from replicast.core.refusal import Refusal
-from replicast.errors import ReplicastError
 from replicast.replicas.auditing import AuditPlan
 from replicast.replicas.callback import BoundaryCallback
 from replicast.replicas.checkpoint_errors import no_run_dir
-from replicast.replicas.joining import Durability, Parts, check_not_compiled_again, join, settle, strategy_of
+from replicast.replicas.joining import Durability, settle, strategy_of
+from replicast.replicas.lifecycle import ReplicasLifecycle
 from replicast.replicas.model_files import on_worker_0, read_model, write_model
 from replicast.replicas.proposing import checked_worker
 from replicast.replicas.restoring import Restored, restore
 from replicast.replicas.saving import Keeping, SaveEvery, SavePlan, Saving, WhenBusy
-from replicast.replicas.signals import leave_on_sigterm
-from replicast.replicas.uncounted import holds_callback, warn_of_missing_callback
-from replicast.replicas.view import ReplicasView
 from replicast.runtime import Ticket
 from replicast.runtime.functions import Function
 from replicast.runtime.ticket import refused
@@ -39,7 +36,7 @@ from replicast.update.validate import Limits
 logger = logging.getLogger("replicast")
 
 
-class Replicas(ReplicasView):
+class Replicas(ReplicasLifecycle):
     """The replicas of one model, seen from one worker. Create it on all workers, after compiling the model.
 
     Blocks until all workers have created theirs. Updates are applied at boundaries: pass `callback()` to
@@ -82,10 +79,8 @@ class Replicas(ReplicasView):
         may_differ: Sequence[str] = (),
         timeouts: Timeouts | None = None,
     ) -> None:
-        self.model = model
-        self._strategy = strategy_of(model)
-        self._optimizer = optimizer
-        self._settings = settle(
+        strategy = strategy_of(model)
+        settings = settle(
             None if run_dir is None else Path(run_dir),
             durability,
             limits,
@@ -93,19 +88,11 @@ class Replicas(ReplicasView):
             guard,
             AuditPlan(audit_every, on_divergence),
             may_differ,
-            self._strategy,
+            strategy,
         )
-        self._trained = False
-        self._closed = False
-        self._warned = False
         self._restores = 0
         self._moves = 0
-        self.called_by: BoundaryCallback | None = None
-        """The callback of the last `fit`, which sets it when the `fit` begins."""
-        self._parts: Parts | None = None
-        self._strategy.on_fit.append(self._fit_begins)
-        if model.built:
-            self._open()
+        super().__init__(model, optimizer, strategy, settings)
 
     def callback(
         self,
@@ -351,109 +338,3 @@ class Replicas(ReplicasView):
         self._moves += 1
         on_worker_0(session.exchange, self._moves, lambda: read_model(self.model, Path(path)))
         return self.sync(source=0)
-
-    def leave(self) -> None:
-        """Makes all workers save at one of the next boundaries and exit with code 143, as SIGTERM does.
-
-        For your own signal handlers, and for training outside the main thread. Any thread of any worker;
-        returns at once. One call is enough for all workers.
-        """
-        self._active().training.leaving.ask()
-
-    def close(self) -> None:
-        """Settles open proposals together with all workers, and stops this worker's threads.
-
-        Called automatically at the end of the script. A second call does nothing. If all workers were told to
-        exit, open proposals are left for the next start.
-        """
-        if self._closed or self._parts is None:
-            return
-        parts = self._parts
-        parts.run_files.training = False
-        try:
-            self._counted()
-            parts.checkpoints.report()
-            parts.training.leaving.settle()
-            parts.checkpoints.settle()
-        except ReplicastError as error:
-            logger.debug("the updates could not be settled at the end: %s", error)
-        parts.training.warn_of_what_was_left()
-        parts.session.stop()
-        parts.run_files.finish()
-        self._closed = True
-        self._strategy.on_fit.remove(self._fit_begins)
-        if not parts.training.leaving.ends:  # at the end of the script it stays: SIGTERM need not exit then
-            self._strategy.leavings.remove(parts.training.leaving)
-
-    # For the callback.
-
-    def begin_epoch(self, epoch: int | None) -> None:
-        """Called by the callback on all workers. The order of the data follows from the epoch's number."""
-        self._strategy.begin_epoch(epoch)
-
-    def training_begins(self) -> None:
-        """Called by the callback, or the first boundary, on all workers. Resumes the journal's updates."""
-        if self._parts is None:
-            self._open()
-        parts = self._opened()
-        check_not_compiled_again(self.model, self._optimizer, parts)
-        if self._trained:
-            self._counted()
-        else:
-            self._together()
-            self._trained = True
-        parts.session.arrive(parts.session.step)
-        parts.run_files.training = True
-        self._strategy.take_start(self.model)  # the restored position is for this `fit`, not a later one
-
-    def training_ends(self) -> None:
-        """Called by the callback on all workers. All proposals are settled when it returns."""
-        parts = self._active()
-        parts.checkpoints.report()
-        parts.auditing.after_training()
-        try:
-            parts.session.rest("close")  # also finishes a checkpoint that needs another boundary
-        finally:
-            parts.auditing.training_ended()
-        parts.checkpoints.settle()
-        parts.checkpoints.check()
-        parts.run_files.training = False
-
-    def _together(self) -> Parts:
-        """For operations of all workers, between steps: first resumes unfinished work of earlier attempts."""
-        parts = self._counted()
-        parts.session.begin()
-        return parts
-
-    def _open(self) -> None:
-        """Joins the other workers. All of them call it, each with a built model."""
-        self._parts = parts = join(self.model, self._optimizer, self._strategy, self._settings)
-        self._strategy.before_leaving(self._close_at_the_end, always=self._abandon)
-        # Even before training: TensorFlow's handler would swallow SIGTERM, and loading data may take long.
-        leaving = parts.training.leaving
-        leaving.is_training = lambda: parts.run_files.training
-        leaving.has_trained = lambda: self._trained
-        leave_on_sigterm(leaving, self._strategy.leavings)
-
-    def _close_at_the_end(self) -> None:
-        leavings = self._strategy.leavings
-        if self.training.leaving not in leavings:  # closed before, and the script went on
-            leavings.append(self.training.leaving)
-        for leaving in leavings:
-            leaving.ends = True
-        self.close()
-
-    def _abandon(self) -> None:
-        if self._parts is not None and not self._closed:
-            self._parts.session.abandon()
-            self._parts.run_files.note_end()
-            self._parts.training.leaving.ends = True  # it exits anyway: SIGTERM need not
-
-    def _fit_begins(self, model: Any, callbacks: Any) -> None:
-        if model is not self.model or holds_callback(callbacks, BoundaryCallback):
-            return
-        if not self._warned:
-            self._warned = True
-            warn_of_missing_callback(self.rank)
-        if self._parts is not None:
-            self._parts.uncounted.fit_begins()

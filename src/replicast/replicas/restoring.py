@@ -1,10 +1,11 @@
 """Restores a checkpoint as the state of all workers.
 
     all workers on one host, which see its directory    each reads it, into the memory of its new variables
-    otherwise                                           worker 0 reads it and sends it to all
+    otherwise                                           worker 0 reads it and sends it to all, twice
 
 All training threads are in `restore` together, so they exchange messages and bytes directly. Every worker
-checks what it reads or receives against the digests in the manifest.
+checks all that it reads or receives against the digests in the manifest, and hears that all others have,
+before any state changes: a restore that is refused has changed nothing.
 """
 
 from __future__ import annotations
@@ -14,39 +15,26 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from replicast.config import host_id
 from replicast.core.entries import Saved
-from replicast.errors import CheckpointError, FileDamaged, ReplicastError
-from replicast.mapping import fresh_memory
+from replicast.errors import CheckpointError, ReplicastError
 from replicast.replicas.position import Position
-from replicast.runtime import Exchange, Session
-from replicast.runtime.codec import decode, encode
+from replicast.replicas.receiving import MOST_AT_ONCE, Receiver, read_all, receive_all
+from replicast.runtime import Session
 from replicast.storage.checkpoint import (
     CheckpointReader,
     CheckpointStore,
-    advice,
     choose,
     differences,
-    dtype_of,
     saved_of,
 )
 from replicast.transport import Transport
-from replicast.transport.layout import arrays_in, lay_out
-from replicast.update.edits import Edit, Operation
-from replicast.update.state import Arrays, State
+from replicast.update.state import State
 
 logger = logging.getLogger("replicast")
-
-PARCEL_BYTES = 1 << 28
-"""Variables are sent in parcels of about this size: shared memory must hold one of them."""
-MOST_AT_ONCE = 1 << 31
-"""A larger state is not read at once: it would need memory beside the state that it replaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,27 +53,6 @@ class Restored:
     position: Position
     left_out: tuple[str, ...]
     holds: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    """What a worker needs to take part in a restore."""
-
-    session: Session
-    state: State
-    transport: Transport
-
-    @property
-    def exchange(self) -> Exchange:
-        return self.session.exchange
-
-    @property
-    def rank(self) -> int:
-        return self.session.rank
-
-    @property
-    def secs(self) -> float:
-        return self.session.timeouts.join_secs
 
 
 def restore(
@@ -112,10 +79,10 @@ def restore(
         What was restored; None if there is no checkpoint and no step was given.
 
     Raises:
-        CheckpointError: There is no checkpoint of that step, it belongs to another model or is damaged, or
-            training has begun. Nothing has changed.
+        CheckpointError: There is no checkpoint of that step, it belongs to another model or is damaged, a
+            worker could not receive it, or training has begun. Nothing has changed.
     """
-    worker = _Worker(session, state, transport)
+    worker = Receiver(session, state, transport)
     _check_not_begun(session)
     damaged: dict[int, str] = {}
     told: dict[str, Any] | None = None
@@ -146,7 +113,7 @@ def restore(
 
 
 def _tell_plan(
-    worker: _Worker,
+    worker: Receiver,
     store: CheckpointStore,
     what: str,
     step: int | None,
@@ -169,7 +136,7 @@ def _tell_plan(
     return reader
 
 
-def _hear_plan(worker: _Worker, what: str) -> dict[str, Any] | None:
+def _hear_plan(worker: Receiver, what: str) -> dict[str, Any] | None:
     told: dict[str, Any] | None = json.loads(worker.exchange.hear(what, worker.secs))
     if told is not None and "error" in told:
         raise CheckpointError(told["error"], **told["fields"])
@@ -196,7 +163,7 @@ def _check_not_begun(session: Session) -> None:
         )
 
 
-def _warn(worker: _Worker, told: dict[str, Any], damaged: dict[int, str]) -> None:
+def _warn(worker: Receiver, told: dict[str, Any], damaged: dict[int, str]) -> None:
     if worker.rank == 0:
         for step, problem in sorted(damaged.items()):
             logger.warning(
@@ -208,7 +175,11 @@ def _warn(worker: _Worker, told: dict[str, Any], damaged: dict[int, str]) -> Non
 
 
 def _take(
-    worker: _Worker, store: CheckpointStore, what: str, reader: CheckpointReader | None, told: dict[str, Any]
+    worker: Receiver,
+    store: CheckpointStore,
+    what: str,
+    reader: CheckpointReader | None,
+    told: dict[str, Any],
 ) -> str:
     """All workers read or receive the checkpoint.
 
@@ -223,15 +194,11 @@ def _take(
             closing.enter_context(reader)
         seen = exchange.agree(f"{what}/sees", "" if reader is None else "yes", worker.secs)
         if reader is not None and told["nbytes"] <= MOST_AT_ONCE and all(seen.values()):
-            return _read_all(worker, reader, what, told)
-        source = reader if worker.rank == 0 else None
-        problem = _check_first(worker, source, what, told)
-        if not problem:
-            _receive_all(worker, source, what, told)
-        return problem
+            return read_all(worker, reader, what, told)
+        return receive_all(worker, reader if worker.rank == 0 else None, what, told)
 
 
-def _plan(worker: _Worker, reader: CheckpointReader, partial: bool) -> dict[str, Any]:
+def _plan(worker: Receiver, reader: CheckpointReader, partial: bool) -> dict[str, Any]:
     """What all workers must know about a checkpoint.
 
     Raises:
@@ -277,86 +244,3 @@ def _see(store: CheckpointStore, told: dict[str, Any]) -> CheckpointReader | Non
         reader.close()
         return None
     return reader
-
-
-def _read_all(worker: _Worker, reader: CheckpointReader, what: str, told: dict[str, Any]) -> str:
-    """Every worker reads the checkpoint. No state changes before all have read and verified all of it.
-
-    Returns:
-        What is wrong with the bytes that any worker has read.
-    """
-    names: list[str] = told["names"]
-    values = _memory_for(worker, names)
-    try:
-        wrong = [name for name in names if not reader.read_into(name, values[name])]
-        problem = f"the bytes of {', '.join(wrong[:5])} are not those that were written" if wrong else ""
-    except FileDamaged as error:
-        problem = error.problem.removesuffix(f". {advice(reader.path)}")
-    verdicts = worker.exchange.agree(f"{what}/read", problem, worker.secs)
-    found = [f"worker {rank} reads: {verdict}" for rank, verdict in verdicts.items() if verdict]
-    if found:
-        file = reader.path / "state.safetensors"
-        return str(FileDamaged(file, f"{'; '.join(found[:3])[:500]}. {advice(reader.path)}"))
-    worker.state.apply([Edit(Operation.ASSIGN, name, {"value": values[name]}) for name in names])
-    return ""
-
-
-def _memory_for(worker: _Worker, names: Sequence[str]) -> Arrays:
-    """Memory for new variables, which TensorFlow takes over without a copy."""
-    shapes = {variable.name: variable for variable in worker.state.schema}
-    like = [np.broadcast_to(np.zeros((), dtype_of(shapes[name])), shapes[name].shape) for name in names]
-    pieces, nbytes = lay_out(like)
-    return dict(zip(names, arrays_in(fresh_memory(nbytes), pieces), strict=True))
-
-
-def _check_first(worker: _Worker, reader: CheckpointReader | None, what: str, told: dict[str, Any]) -> str:
-    """Worker 0 checks all bytes before any worker's state changes.
-
-    Returns:
-        What is wrong with them.
-    """
-    if reader is not None:
-        problem = ""
-        try:
-            for name in told["names"]:
-                for _ in reader.pieces(name):
-                    pass  # The reader compares the digest.
-        except FileDamaged as error:
-            problem = str(error)
-        worker.exchange.tell(f"{what}/checked", problem)
-    return worker.exchange.hear(f"{what}/checked", worker.secs)
-
-
-def _receive_all(worker: _Worker, reader: CheckpointReader | None, what: str, told: dict[str, Any]) -> None:
-    exchange, transport = worker.exchange, worker.transport
-    for place, names in enumerate(_batches(worker, told["names"])):
-        parcel_is = f"{what}/{place}"
-        if reader is not None:
-            parcel_id = f"{exchange.name}-{what.replace('/', '-')}-{place}"
-            parcel = transport.publish(parcel_id, [reader.read(name) for name in names])
-            exchange.tell(parcel_is, encode(parcel))
-        parcel = decode(exchange.hear(parcel_is, worker.secs))
-        values = transport.receive(parcel, worker.secs)
-        edits = [Edit(Operation.ASSIGN, name, {"value": v}) for name, v in zip(names, values, strict=True)]
-        worker.state.apply(edits)
-        found = worker.state.digests(names)
-        wrong = [name for name in names if found[name] != told["digests"][name]]
-        verdicts = exchange.agree(parcel_is, ",".join(wrong), worker.secs)
-        transport.release(parcel.id)
-        for rank, verdict in verdicts.items():
-            if verdict:
-                raise CheckpointError(
-                    f"Worker {rank} has other values than the checkpoint", variable=verdict.split(",")[0]
-                )
-
-
-def _batches(worker: _Worker, names: list[str]) -> Iterator[list[str]]:
-    sizes = {variable.name: variable.nbytes for variable in worker.state.schema}
-    batch: list[str] = []
-    for name in names:
-        if batch and sum(sizes[n] for n in batch) + sizes[name] > PARCEL_BYTES:
-            yield batch
-            batch = []
-        batch.append(name)
-    if batch:
-        yield batch

@@ -27,7 +27,7 @@ from replicast.errors import (
 )
 from replicast.files import write_quickly
 from replicast.processes import this_process
-from replicast.replicas.checkpoints import numbers
+from replicast.replicas.checkpoint_writer import numbers
 from replicast.replicas.requests import Requests
 from replicast.runtime import Session
 from replicast.runtime.ticket import diverged, refused
@@ -264,11 +264,11 @@ class RunFiles:
         under_way = {one["id"]: one for one in self._session.operations()} if self._proposed else {}
         for path in self._proposed.values():
             one = under_way.get(path.name.removesuffix(".safetensors"))
-            names = ("stage", "step", "waits_for", "waits_until")
+            names = ("stage", "step", "waits_for", "trial_until")
             standing = None if one is None else tuple(one[name] for name in names)
             if one is not None and standing is not None and self._noted.get(path) != standing:
                 self._noted[path] = standing
-                waits = {name: one[name] for name in ("waits_for", "waits_until")}
+                waits = {name: one[name] for name in ("waits_for", "trial_until")}
                 self._note(run_dir, one["id"], Stage(one["stage"]), one["step"], **waits)
 
     def _note(self, run_dir: Path, id_: str, stage: Stage, step: int | None, **fields: Any) -> None:

@@ -71,10 +71,12 @@ class Saving:
     """A checkpoint that is being written. On all workers but worker 0 it is done immediately.
 
     Args:
+        id_: That of the operation that saves it: no other checkpoint of this attempt has it.
         check: Raises if the checkpoint can no longer be written.
     """
 
-    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, id_: str, check: Callable[[], None] = lambda: None) -> None:
+        self.id = id_
         self._check = check
         self._done = threading.Event()
         self._manifest: Manifest | None = None
@@ -84,8 +86,6 @@ class Saving:
         self._lock = threading.Lock()
         self.is_writing = False
         """Whether writing has begun. Until then another checkpoint may replace it."""
-        self.report = 0
-        """The number of this worker's report that it belongs to; 0 if it was requested at a boundary."""
 
     def done(self) -> bool:
         """Whether it is written, or never will be."""

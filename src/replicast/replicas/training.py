@@ -130,7 +130,7 @@ class Training:
             restored: What was restored.
             named: The checkpoint's step, if the script asked for it explicitly.
         """
-        self._checkpoints.named = named
+        self._checkpoints.writer.named = named
         self._checkpoints.position = restored.position
         self._fits.restored(restored.position)
 

@@ -25,7 +25,8 @@ _CLASSES: tuple[type[Any], ...] = (
     *(save.TakeSnapshot, leave.Exit, trial.Measure, trial.Begin, trial.End),
     *(pull.TakeRows, keep.WriteBefore, revert.Invert),
     *(audit.Examine, audit.Expected, audit.Compare, audit.Report, audit.AuditReport, audit.Difference),
-    *(reports.Applied, reports.Seen, reports.Snapshot, entries.Receipt, operation.Outcome, refusal.Refusal),
+    *(reports.ReportId, reports.Applied, reports.Seen, reports.Snapshot, entries.Receipt),
+    *(operation.Outcome, refusal.Refusal),
     *(proposal.Proposal, proposal.Published, Trial, TrialOutcome, Parcel, Piece, Deviation),
 )
 _BY_NAME = {cls.__name__: cls for cls in _CLASSES}

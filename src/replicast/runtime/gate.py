@@ -57,7 +57,7 @@ class Gate:
         self,
         check: Callable[[], None],
         waits_long: Callable[[bool], None],
-        performed: Callable[[int | tuple[str, int], Any, Any], None],
+        performed: Callable[[int, Any, Any], None],
     ) -> None:
         self._check = check
         self._waits_long = waits_long
@@ -78,8 +78,12 @@ class Gate:
 
         Returns:
             The value given to `let_go`.
+
+        Raises:
+            JobFailed: This thread has left an earlier wait by an exception, such as Ctrl-C.
         """
         self.check_not_in_function()
+        self.check_not_left_early()
         self.thread = threading.current_thread()
         self.since = time.monotonic()
         self._is_left_early = True
@@ -120,7 +124,7 @@ class Gate:
         if self._is_left_early:
             raise JobFailed(
                 "This worker was interrupted while it waited for the others, which count on it there: it "
-                "cannot train on. Let the script end, and start the job again"
+                "cannot go on with them. Let the script end, and start the job again"
             )
 
     @contextlib.contextmanager

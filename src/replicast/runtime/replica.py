@@ -97,7 +97,7 @@ class StateReplica:
         self.may_differ: frozenset[str] = frozenset()
         self.trained: Callable[[], int] = lambda: 0
         self.step: Callable[[], int] = lambda: 0
-        self.take_snapshot: Callable[[bool, bool], Any] = lambda due, again: None
+        self.take_snapshot: Callable[[str, bool, bool], Any] = lambda id_, due, again: None
         self.expectation: Callable[[str], str | None] = lambda name: None
         self.on_report: Callable[[Any, bool], None] = lambda report, raises: None
         self.on_leave: Callable[[str, tuple[str, ...]], None] = lambda problem, asked_by: None
@@ -278,10 +278,10 @@ class StateReplica:
                     found[edit.variable] = deviation(mine, value)
         return found
 
-    def snapshot(self, *, due: bool, again: bool) -> Snapshot:
+    def snapshot(self, id_: str, *, due: bool, again: bool) -> Callable[[], Snapshot]:
         """As in `Replica`."""
-        snapshot: Snapshot = self.take_snapshot(due, again)()
-        return snapshot
+        finish: Callable[[], Snapshot] = self.take_snapshot(id_, due, again)
+        return finish
 
     def keep_copy(self) -> None:
         """As in `Replica`."""

@@ -4,8 +4,8 @@
     loop               the only thread that calls `Worker` and, on worker 0, `Coordinator`       (`Loop`)
     readers            pass messages of other workers to the loop                                (`Channel`)
     outbox             publishes this worker's proposals in order, then tells the loop
-    prepare            fetches and checks the bytes of updates, in the order of the log
-    release            frees memory, loads payloads from the journal
+    prepare            loads, fetches, checks and discards the bytes of updates, in the order of the log
+    release            frees the memory of what is applied or has its outcome
     files              worker 0: writes what nobody waits for: values before updates, answers to pulls
     journal, saver     worker 0: write entries, write checkpoints
 
@@ -27,11 +27,11 @@ from replicast.core.entries import Entry, Receipt, Saved
 from replicast.core.messages import Request, Tell
 from replicast.core.operation import Outcome, Timeouts
 from replicast.core.operations.keep import WriteBefore
-from replicast.core.operations.revert import Invert
 from replicast.core.operations.save import TakeSnapshot
-from replicast.core.operations.update import Load
 from replicast.core.order import Order
 from replicast.core.refusal import Refusal, Refuse
+from replicast.core.reports import ReportId
+from replicast.core.stage import Stage
 from replicast.core.worker import Worker
 from replicast.errors import ClusterError, FileDamaged, JobFailed, UpdateRefused
 from replicast.runtime.channel import Channel
@@ -112,31 +112,15 @@ class Session:
         self._releasing = self.threads.lane("release")
         self.files = self.threads.lane("files") if writer is not None else self._releasing
         self._parcels = Parcels(transport, exchange.name, self.rank, state.schema)
-        self.replica = self._gate.replica = StateReplica(
-            self.rank,
-            state,
-            self._parcels,
-            self._gate,
-            self._releasing,
-            self.limits,
-            self.timeouts.prepare_secs - 10.0,
-        )
-        self.replica.step = lambda: self.step
-        self.replica.guard = guard
         self._writer = writer
-        coordinator = None
-        if writer is not None:
-            self.replica.journal = writer.journal
-            coordinator = Coordinator(
-                self.size,
-                writer.history(),
-                attempt=attempt,
-                timeouts=self.timeouts,
-                audit_policy=audit_policy,
-            )
-        worker = Worker(self.rank, timeouts=self.timeouts)
+        self.replica = self._gate.replica = self._new_replica(state, guard)
         self._machines = Machines(
-            worker, coordinator, channel, self.threads, self._carry_out, self._note_told
+            Worker(self.rank, timeouts=self.timeouts),
+            self._new_coordinator(attempt, audit_policy),
+            channel,
+            self.threads,
+            self._carry_out,
+            self._note_told,
         )
         self.proposals = Proposals(
             self.replica,
@@ -148,11 +132,37 @@ class Session:
             self._wait_for,
         )
         self._closed = False
+        self._reports: dict[str, ReportId] = {}
         self.begun = False
         self.receipts: list[Receipt] = []
         self.on_ended: Callable[[c.Ended], None] = lambda ended: None
         self.on_inbox: Callable[[str, Tell], None] = lambda ticket, tell: None
         self.on_long_wait: Callable[[int | None], None] = lambda step: None
+
+    def _new_replica(self, state: State, guard: Guard | None) -> StateReplica:
+        replica = StateReplica(
+            self.rank,
+            state,
+            self._parcels,
+            self._gate,
+            self._releasing,
+            self.limits,
+            self.timeouts.prepare_secs - 10.0,
+        )
+        replica.step = lambda: self.step
+        replica.guard = guard
+        if self._writer is not None:
+            replica.journal = self._writer.journal
+        return replica
+
+    def _new_coordinator(self, attempt: int, audit_policy: str) -> Coordinator | None:
+        """On worker 0."""
+        if self._writer is None:
+            return None
+        history = self._writer.history()
+        return Coordinator(
+            self.size, history, attempt=attempt, timeouts=self.timeouts, audit_policy=audit_policy
+        )
 
     def start(self) -> None:
         """Starts the threads. The calling thread becomes the training thread."""
@@ -240,14 +250,21 @@ class Session:
             self.rest("begin")
             self.begun = True
 
-    def report(self, kind: str, value: Callable[[], Any]) -> None:
+    def next_report(self, kind: str) -> ReportId:
+        """The id of the next planned save or audit at this boundary; all workers ask for the same ones."""
+        last = self._reports.get(kind)
+        count = last.count + 1 if last is not None and last.step == self.step else 1
+        self._reports[kind] = id_ = ReportId(kind, self.step, count)
+        return id_
+
+    def report(self, id_: ReportId, value: Callable[[], Any]) -> None:
         """Reports something that every worker does at this boundary without waiting. Returns at once.
 
         Args:
-            kind: "save" or "audit".
+            id_: Given by `next_report`. Reports of one kind are made in this order.
             value: Called in the background, after this worker's earlier proposals were published.
         """
-        self._outbox.do(lambda: self._machines.post(e.Reported(kind, value())))
+        self._outbox.do(lambda: self._machines.post(e.Reported(id_, value())))
 
     def start_from(self, saved: Saved) -> None:
         """Starts from the state of a checkpoint. Called on all workers, before training begins."""
@@ -303,7 +320,9 @@ class Session:
                     "stage": str(one.stage),
                     "step": one.step,
                     "waits_for": one.waits_for,
-                    "waits_until": one.waits_until,
+                    "trial_until": one.waits_until
+                    if one is coordinator.trial and one.stage is Stage.APPLIED
+                    else None,
                     "author": "" if one.proposal is None else one.proposal.author,
                     "note": "" if one.proposal is None else one.proposal.note,
                 }
@@ -358,9 +377,8 @@ class Session:
                 raise JobFailed(reason)
 
     def _lane_of(self, order: Order) -> Lane:
-        if isinstance(order, WriteBefore):
-            return self.files
-        return self._releasing if isinstance(order, Load | Invert) else self._preparing
+        # All others in one lane with `Discard`: what is refused leaves no bytes behind.
+        return self.files if isinstance(order, WriteBefore) else self._preparing
 
     def _write(self, number: int, entry: Entry) -> None:
         if self._writer is not None:
@@ -384,13 +402,14 @@ class Session:
             value = refusal_of(UpdateRefused(problem), self.rank)
         self._machines.post(e.Performed(command.number, value))
 
-    def _performed(self, number: int | tuple[str, int], order: Any, value: Any) -> None:
+    def _performed(self, number: int, order: Any, value: Any) -> None:
         """Called in the training thread after each order."""
-        event = e.Performed(number, value)
         if isinstance(order, TakeSnapshot):  # earlier proposals belong to the checkpoint: they come first
-            self._outbox.do(lambda: self._machines.post(event))
+            self._outbox.do(
+                lambda: self._machines.post(e.Performed(number, value() if callable(value) else value))
+            )
         else:
-            self._machines.post(event)
+            self._machines.post(e.Performed(number, value))
 
     def _note_long_wait(self, waits: bool) -> None:
         # Not in a lane: what is known of this worker must not stay behind when it trains on.

@@ -106,12 +106,13 @@ class Worker:
     def save_in_passing(self) -> None:
         """Takes a planned snapshot for a checkpoint and continues. Call it on all workers at one boundary."""
         on_trial = self.session.replica.on_trial
-        self.session.report("save", (lambda: None) if on_trial else self._take_snapshot())
+        id_ = self.session.next_report("save")
+        self.session.report(id_, (lambda: None) if on_trial else self._take_snapshot(str(id_)))
 
     def audit_in_passing(self) -> None:
         """Takes part in a planned audit and continues. Call it on all workers at one boundary."""
         seen = self.session.replica.examine_quietly()
-        self.session.report("audit", lambda: seen)
+        self.session.report(self.session.next_report("audit"), lambda: seen)
 
     def die(self) -> None:
         """Simulates the death of another worker as seen from this one: every wait ends."""
@@ -134,7 +135,7 @@ class Worker:
     def _leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
         self.left = problem
 
-    def _take_snapshot(self, due: bool = True, again: bool = False) -> Callable[[], Snapshot]:
+    def _take_snapshot(self, id_: str, due: bool = True, again: bool = False) -> Callable[[], Snapshot]:
         replica, step = self.session.replica, self.session.step
         digest, holds = replica.digest(), frozenset(replica.holds)
         values = {name: value.copy() for name, value in self.state.values.items()}

@@ -8,6 +8,7 @@ from replicast.core.coordinator import Coordinator
 from replicast.core.operation import Ask, Go
 from replicast.core.operations import audit as audit_module
 from replicast.core.operations.audit import Audit, Report
+from replicast.core.reports import ReportId
 from tests.simulation.mutations.registry import ORIGINAL, broken, mutation
 
 
@@ -50,8 +51,9 @@ def heal_with_the_value_of_the_minority() -> Any:
 @mutation
 def take_the_reports_of_different_boundaries_for_one() -> Any:
     def answered(self: Coordinator, rank: int, number: Any, value: Any) -> None:
-        if isinstance(number, tuple) and rank == 1:
-            number = number[0], max(1, number[1] - 1)
+        if isinstance(number, ReportId) and rank == 1:
+            before = self.__dict__.setdefault("before", {})
+            number, before[number.kind] = before.get(number.kind, number), number
         ORIGINAL[Coordinator, "_answered"](self, rank, number, value)
 
     return broken(Coordinator, "_answered", answered)

@@ -88,7 +88,9 @@ def revert_a_trial_on_all_workers_but_one() -> Any:
 @mutation
 def save_during_a_trial() -> Any:
     return broken(
-        TakeSnapshot, "perform", lambda self, replica: replica.snapshot(due=self.due, again=self.again)
+        TakeSnapshot,
+        "perform",
+        lambda self, replica: replica.snapshot(self.id, due=self.due, again=self.again),
     )
 
 

@@ -162,13 +162,23 @@ def test_a_large_update_is_sent_in_pieces_without_a_copy(server: Served, directo
     assert server.requests[-1][2] > 4 * 2**20
 
 
-def test_a_server_that_is_not_there_is_told_at_once_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_not_there_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = meanwhile(monkeypatch, lambda _secs: None)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{free.getsockname()[1]}/first"
-    with pytest.raises(RequestFailed, match=r"cannot be reached \(.*refused\)"):
+    with pytest.raises(RequestFailed, match=r"cannot be reached \(Connection refused\)"):
         connect(address)
+    assert not waited
+
+
+def test_a_server_that_stays_away_is_told_after_a_while(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited, run = meanwhile(monkeypatch, lambda _secs: None), connect(f"{server.address}/first")
+    server.before = lambda _method, _path: (_ for _ in ()).throw(ConnectionAbortedError)
+    with pytest.raises(RequestFailed, match="cannot be reached"):
+        run.status()
     assert sum(waited) == pytest.approx(10.0)
 
 

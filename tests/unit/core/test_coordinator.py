@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from replicast.core.commands import Broadcast, CloseInbox, EndJob, SetTimer, Write
+from replicast.core.commands import Broadcast, CloseInbox, Ended, EndJob, SetTimer, Write
 from replicast.core.coordinator import Coordinator
 from replicast.core.entries import Committed, Payload, Refused, Saved, Scheduled, Started, Withdrawn
 from replicast.core.events import FromWorker, TimerFired, WriteOutcome, Written
@@ -28,6 +28,7 @@ from replicast.core.messages import (
 from replicast.core.operations.update import Load, Update
 from replicast.core.proposal import Pending, Proposal
 from replicast.core.refusal import Refusal
+from replicast.core.reports import ReportId, Seen, Snapshot
 from replicast.core.stage import Stage
 
 ADD = Proposal("add", "digest", (("add", "d", 5),))
@@ -69,6 +70,14 @@ class Job:
 
     def timers(self) -> list[SetTimer]:
         return [one for one in self.commands if isinstance(one, SetTimer)]
+
+    def report_save(self, rank: int, step: int) -> list[Any]:
+        return self.hear(rank, Answer(ReportId("save", step), Snapshot(step, "digest", frozenset(), "state")))
+
+    def ended(self) -> list[tuple[str, Any]]:
+        """The id and the problem of each save and audit that was refused."""
+        ended = (one for one in self.commands if isinstance(one, Ended))
+        return [(one.id, one.outcome.result) for one in ended if isinstance(one.outcome.result, Refusal)]
 
 
 def test_workers_that_wait_for_each_other_at_different_places_are_told_where_each_is() -> None:
@@ -121,6 +130,50 @@ def test_a_worker_that_does_not_answer_a_stop_is_named_and_the_others_continue()
     job.tell(TimerFired(job.timers()[1].number))
     assert Release(stop.meeting) in job.said
     assert job.told().outcome == Refusal("Worker 1 did not answer within 30 s", (1,))
+
+
+def test_a_worker_that_does_not_report_its_part_of_a_save_in_time_is_named_and_a_late_part_is_ignored() -> (
+    None
+):
+    job = Job()
+    job.report_save(0, 10)
+    job.tell(TimerFired(job.timers()[-1].number))
+    refused = [("save-step-10", Refusal("Worker 1 did not report its save of step 10 within 900 s", (1,)))]
+    assert job.ended() == refused
+    assert job.report_save(1, 10) == []
+    job.report_save(1, 20)
+    job.report_save(0, 20)
+    assert job.ended() == refused
+    assert job.commands[-1].entry == Saved(20, 0, frozenset(), (), ("state", "state"))
+
+
+def test_a_worker_that_left_out_one_save_is_named_at_its_next_and_takes_part_in_that() -> None:
+    job = Job()
+    job.report_save(0, 10)
+    job.report_save(0, 20)
+    job.report_save(1, 20)
+    assert job.ended() == [("save-step-10", Refusal("Worker 1 did not report its save of step 10", (1,)))]
+    assert job.commands[-1].entry == Saved(20, 0, frozenset(), (), ("state", "state"))
+
+
+def test_a_save_that_only_one_worker_makes_is_refused_when_the_others_have_passed_it() -> None:
+    job = Job()
+    job.report_save(0, 20)
+    job.report_save(1, 15)
+    assert job.ended() == [("save-step-15", Refusal("Worker 0 did not report its save of step 15", (0,)))]
+    job.report_save(1, 20)
+    assert [one.entry.step for one in job.commands if isinstance(one, Write)] == [20]
+
+
+def test_a_rest_of_all_workers_does_not_wait_for_a_report_that_one_of_them_has_left_out() -> None:
+    job = Job()
+    job.hear(0, Answer(ReportId("audit", 4), Seen(4, {"": "digest"})))
+    for rank in (0, 1):
+        job.hear(rank, Rest(2, 4, ("meet",)))
+    assert isinstance(job.said[-1], Resume), "it may still come, and nobody waits for it"
+    for rank in (0, 1):
+        job.hear(rank, Rest(3, 5, ("meet",)))
+    assert job.ended() == [("audit-step-4", Refusal("Worker 1 did not report its audit of step 4", (1,)))]
 
 
 def test_nothing_is_applied_before_the_record_is_durable() -> None:

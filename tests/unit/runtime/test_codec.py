@@ -34,7 +34,7 @@ from replicast.core.operation import Outcome
 from replicast.core.operations import audit, function, keep, leave, pull, revert, save, sync, trial, update
 from replicast.core.proposal import Proposal, Published
 from replicast.core.refusal import Refusal
-from replicast.core.reports import Applied, Seen, Snapshot
+from replicast.core.reports import Applied, ReportId, Seen, Snapshot
 from replicast.core.stage import Stage
 from replicast.runtime.codec import decode, encode
 from replicast.transport import Parcel, Piece
@@ -75,7 +75,7 @@ ORDERS: list[Any] = [
     function.Compute("f"),
     sync.Digest(("dense/bias",)),
     sync.Publish("sync-1", ("dense/bias",)),
-    save.TakeSnapshot(),
+    save.TakeSnapshot("save-step-4"),
     leave.Exit("the disk is full"),
     trial.Measure(TRIAL),
     trial.Begin("fix", "digest", 3),
@@ -109,7 +109,7 @@ MESSAGES: list[Any] = [
     Withdraw("withdraw-1", "fix"),
     Request("audit", ("request-1",)),
     At(8, 7, standing=True),
-    *(Answer(number, answer) for number in (5, ("save", 2)) for answer in ANSWERS),
+    *(Answer(number, answer) for number in (5, ReportId("save", 4, 2)) for answer in ANSWERS),
     Rest(4, 7, ("sync", 0, "dense/bias")),
     Stop(8),
     Stop(8, at_step=15),

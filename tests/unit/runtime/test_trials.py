@@ -268,3 +268,22 @@ def test_a_trial_from_outside_is_told_to_who_pushed_it() -> None:
         eventually(lambda: ticket in job.outcomes)
         tell = job.outcomes[ticket]
         assert (tell.stage, tell.outcome.trial.outcome) == (Stage.REVERTED, "reverted")
+
+
+def test_until_when_an_update_is_on_trial_is_known_while_it_is() -> None:
+    with Job(2) as job:
+
+        def until() -> list[int | None]:
+            return [one["trial_until"] for one in job.workers[0].session.operations()]
+
+        def one_step(worker: Worker, step: int) -> Mapping[str, Any]:
+            if step == 8:
+                assert until() == [None], "it is scheduled"
+            if step == 11:
+                eventually(lambda: until() == [13])
+            return loss_of_bias(worker, step)
+
+        run = Run(job, one_step)
+        run.train(14, {6: run.propose(1, bias(0.01), at_step=8)})
+        assert outcome_of(run.tickets[0]).step == 13
+        assert until() == []

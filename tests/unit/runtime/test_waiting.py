@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -242,9 +243,9 @@ def test_what_a_worker_reports_last_of_all_is_sent_before_its_threads_end() -> N
     with Job(2) as job:
 
         def report(worker: Worker) -> None:
-            snapshot = worker.session.replica.take_snapshot(True, False)()
+            snapshot = worker.session.replica.take_snapshot("", True, False)()
             slow = threading.Event()
-            worker.session.report("save", lambda: (slow.wait(0.5), snapshot)[1])
+            worker.session.report(worker.session.next_report("save"), lambda: (slow.wait(0.5), snapshot)[1])
             if worker.rank == 1:
                 worker.session.stop()
 
@@ -252,20 +253,45 @@ def test_what_a_worker_reports_last_of_all_is_sent_before_its_threads_end() -> N
         eventually(lambda: job.checkpoints)
 
 
-def test_a_worker_that_was_interrupted_while_it_waited_for_the_others_does_not_train_on() -> None:
-    """It would not stop at the next boundary, and apply there later what the others apply now."""
-    with Job(2) as job:
+WAITS: dict[str, Callable[[Worker], object]] = {
+    "boundary": Worker.step,
+    "sync": lambda worker: worker.session.rest("sync", 0),
+    "save": lambda worker: worker.session.rest("save"),
+    "audit": lambda worker: worker.session.rest("audit", "warn"),
+    "result": lambda worker: worker.session.propose(bias(1.0, id="mine"), at_step=99).result(DEADLINE_SECS),
+    "close": lambda worker: worker.session.rest("close"),
+}
 
-        def interrupted(worker: Worker) -> None:
+
+@pytest.mark.parametrize("then", WAITS)
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_worker_that_was_interrupted_while_it_waited_for_the_others_does_not_go_on_with_them(
+    wait: str, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has not done what it was told to do there, and what it was told is not about a later wait."""
+    monkeypatch.setattr(gate, "REMIND_SECS", 0.05)
+    with Job(2) as job:
+        is_interrupted, has_heard = threading.Event(), threading.Event()
+        if wait == "boundary":
+            job.workers[0].session.propose(bias(2.0, id="theirs"))
+            eventually(lambda: job.workers[1].session.is_wanted)
+
+        def act(worker: Worker) -> str:
             if worker.rank == 0:
-                worker.session.rest("meet", "here")
-                return
+                assert is_interrupted.wait(DEADLINE_SECS)
+                if wait == "close":
+                    worker.session.rest("close")
+                has_heard.set()
+                return ""
             worker.failure = KeyboardInterrupt()  # type: ignore[assignment]
             with pytest.raises(KeyboardInterrupt):
-                worker.session.rest("meet", "here")
-            worker.failure = None
+                WAITS[wait](worker)
+            worker.failure = None  # the script has caught it
+            is_interrupted.set()
+            assert has_heard.wait(DEADLINE_SECS)
+            with pytest.raises(JobFailed) as failed:
+                WAITS[then](worker)
+            return str(failed.value)
 
-        job.workers[0].do(lambda: time.sleep(2 * gate.REMIND_SECS))
-        job.on_all(interrupted)
-        with pytest.raises(JobFailed, match="was interrupted while it waited for the others"):
-            job.train(1)
+        said = job.on_all(act)[1]
+        assert said.startswith("This worker was interrupted while it waited for the others")

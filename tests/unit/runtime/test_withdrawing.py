@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
 from replicast.core.stage import Stage
 from replicast.storage.fence import Fence
-from replicast.storage.journal import FileJournal
+from replicast.storage.journal import FileJournal, MemoryJournal
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from replicast.update.trial import Trial
+from replicast.update.update import Update
 from tests.unit.runtime.playing import bias, bias_of, loss_of_bias, refusal, scheduled
 
 
@@ -64,6 +66,38 @@ def test_what_is_applied_already_stays_and_who_withdraws_it_is_told() -> None:
             assert id_ in job.outcomes[told].outcome.problem
         assert [bias_of(worker) for worker in job.workers] == [1.0, 1.0]
         assert job.journal.history().withdrawn == set()
+
+
+class SlowJournal(MemoryJournal):
+    """Loads payloads when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_loading, self.may_load = threading.Event(), threading.Event()
+        self.may_load.set()
+
+    def load(self, id_: str, digest: str) -> Update:
+        self.is_loading.set()
+        self.may_load.wait(DEADLINE_SECS)
+        return super().load(id_, digest)
+
+
+def test_what_is_withdrawn_while_it_is_loaded_from_the_journal_leaves_no_bytes_behind() -> None:
+    journal = SlowJournal()
+    with Job(2, journal) as job:
+        scheduled(job.workers[0].session.propose(bias(1.0, id="later"), at_step=8))
+    journal.is_loading.clear()
+    journal.may_load.clear()
+    with job.next_attempt() as again:
+        assert journal.is_loading.wait(DEADLINE_SECS)
+        ticket = again.withdraw("later")
+        eventually(lambda: ticket in again.outcomes)
+        again.train(2)
+        journal.may_load.set()
+        again.workers[1].session.propose(bias(2.0, id="next"))
+        again.train(6)
+        assert [bias_of(worker) for worker in again.workers] == [2.0, 2.0]
+        eventually(lambda: not again.board.buffers)
 
 
 def test_a_later_start_does_not_apply_what_was_withdrawn_and_can_withdraw_too(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from replicast.core.operations.update import Apply, Prepare, committed, discarde
 from replicast.core.order import Replica
 from replicast.core.proposal import Proposal
 from replicast.core.refusal import Refusal, Refuse
-from replicast.core.reports import Seen
+from replicast.core.reports import ReportId, Seen
 from replicast.core.stage import Stage
 
 Reports = dict[int, Seen]
@@ -98,12 +98,12 @@ class Audit(Operation):
 
     Args:
         policy: What happens to replicas that differ: "heal", "raise" or "warn"; empty for the job's policy.
-        report: The number of the workers' report that it belongs to; 0 if it was requested.
+        report: Which reports of the workers it is made of; None if it was requested.
     """
 
     kind: ClassVar[str] = "audit"
 
-    def __init__(self, id_: str, policy: str = "", report: int = 0) -> None:
+    def __init__(self, id_: str, policy: str = "", report: ReportId | None = None) -> None:
         super().__init__(id_)
         self.policy = policy
         self.report = report
@@ -111,8 +111,8 @@ class Audit(Operation):
 
     def script(self, job: Job) -> Script:
         """The coordinator's side."""
-        if self.report:
-            quiet = self._compared_quietly(job, (yield Collect(self.kind, self.report)))
+        if self.report is not None:
+            quiet = self._compared_quietly(job, self.report.step, (yield Collect(self.report)))
             if quiet is not None:
                 return quiet
         elif self.tokens:
@@ -136,13 +136,8 @@ class Audit(Operation):
         equal = report.outcome in ("equal", "healed")
         return Outcome(Stage.VERIFIED if equal else Stage.FAILED, report)
 
-    def _compared_quietly(self, job: Job, seen: Reports) -> Outcome | None:
+    def _compared_quietly(self, job: Job, step: int, seen: Reports) -> Outcome | None:
         """The outcome of a planned audit if no stop is needed; None if the workers differ."""
-        steps = {one.step for one in seen.values()}
-        if len(steps) > 1:
-            said = ", ".join(f"worker {rank}: step {one.step}" for rank, one in sorted(seen.items()))
-            return Outcome(Stage.REFUSED, Refusal(f"The workers are audited at different steps ({said})"))
-        step = steps.pop()
         if len({tuple(one.digests.values()) for one in seen.values()}) == 1:
             report = _report(job, step, seen)
             if job.audits.found_at is None:

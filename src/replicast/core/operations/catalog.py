@@ -19,6 +19,7 @@ from replicast.core.operations.sync import Sync
 from replicast.core.operations.trial import TrialUpdate
 from replicast.core.operations.update import Update
 from replicast.core.proposal import Proposal
+from replicast.core.reports import ReportId
 
 
 def proposed(proposal: Proposal, *, scheduled: bool = False, stored: bool = False) -> Operation:
@@ -69,7 +70,7 @@ def requested(kind: str, id_: str, arguments: tuple[Any, ...] = ()) -> Operation
     return operation
 
 
-def planned(kind: str, number: int) -> Operation:
-    """For what every worker reports by itself, for the n-th time."""
+def planned(report: ReportId) -> Operation:
+    """For what every worker reports by itself."""
     kinds: dict[str, type[Audit | Save]] = {"audit": Audit, "save": Save}
-    return kinds[kind](f"{kind}-{number}", report=number)
+    return kinds[report.kind](str(report), report=report)

@@ -38,7 +38,9 @@ class Leave(Operation):
         outcome = Outcome(Stage.VERIFIED, refusal)
         if job.trial is None:
             try:
-                snapshots = yield Ask(TakeSnapshot(), None, job.timeouts.compute_secs, "take a snapshot")
+                snapshots = yield Ask(
+                    TakeSnapshot(self.id), None, job.timeouts.compute_secs, "take a snapshot"
+                )
                 outcome = yield from saved(job, snapshots)
             except Refuse as error:
                 outcome = Outcome(Stage.VERIFIED, error.refusal)

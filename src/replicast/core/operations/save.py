@@ -2,6 +2,7 @@
 
     coordinator                               every worker
     planned, without a stop: ◄─────────────── takes its snapshot at one boundary, and continues
+    one is missing? refused (`planned.py`)
     otherwise: stop all, Snapshot ──────────► copy the state on worker 0, digest it on all; continue
     all digests equal? otherwise an audit
     wait until the payloads of earlier proposals are durable
@@ -14,7 +15,7 @@ update was applied between the workers' snapshots, they are taken again.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,7 +36,7 @@ from replicast.core.operation import (
 from replicast.core.operations.trial import under_way
 from replicast.core.order import Replica
 from replicast.core.refusal import Refusal, Refuse
-from replicast.core.reports import Snapshot
+from replicast.core.reports import ReportId, Snapshot
 from replicast.core.stage import Stage
 
 Snapshots = dict[int, Snapshot | None]
@@ -45,20 +46,20 @@ class Save(Operation):
     """A checkpoint for which every worker has taken a snapshot, or that was requested.
 
     Args:
-        report: The number of the workers' report that it belongs to; 0 if it was requested.
+        report: Which reports of the workers it is made of; None if it was requested.
     """
 
     kind: ClassVar[str] = "save"
 
-    def __init__(self, id_: str, report: int = 0) -> None:
+    def __init__(self, id_: str, report: ReportId | None = None) -> None:
         super().__init__(id_)
         self.report = report
 
     def script(self, job: Job) -> Script:
         """The coordinator's side."""
         snapshots = Snapshots()
-        if self.report:
-            snapshots = yield Collect(self.kind, self.report)
+        if self.report is not None:
+            snapshots = yield Collect(self.report)
             if _is_skipped(snapshots):  # also if the other snapshots are of different states
                 return Outcome(Stage.VERIFIED)
         elif self.tokens:  # all training threads rest in it: they cannot train to the end of a trial
@@ -70,7 +71,7 @@ class Save(Operation):
                 raise Refuse(f"{under_way(job.trial)}: its state may be reverted, so it is not saved")
             again = any(one is not None for one in snapshots.values())
             due = not self.tokens and not self.asked_by  # somebody waits for what was asked for
-            snapshots = yield Go(TakeSnapshot(due=due, again=again), resume=True)
+            snapshots = yield Go(TakeSnapshot(self.id, due=due, again=again), resume=True)
         return (yield from saved(job, snapshots))
 
 
@@ -96,9 +97,6 @@ def saved(job: Job, snapshots: Snapshots) -> Generator[AnyRequest, Any, Outcome]
     if _is_skipped(snapshots):
         return Outcome(Stage.VERIFIED)
     first = taken[0]
-    if len({one.step for one in taken.values()}) > 1:
-        said = ", ".join(f"worker {rank} at step {one.step}" for rank, one in sorted(taken.items()))
-        return Outcome(Stage.REFUSED, Refusal(f"The workers save at different steps: {said}"))
     differing = tuple(rank for rank, one in sorted(taken.items()) if one.digest != first.digest)
     if differing:
         job.request_audit()
@@ -115,14 +113,16 @@ class TakeSnapshot:
     """Worker, in the training thread: the digest of the state; on worker 0 also a copy of it.
 
     Attributes:
+        id: The id of the operation.
         due: See `Replica.snapshot`.
         again: See `Replica.snapshot`.
     """
 
+    id: str
     due: bool = False
     again: bool = False
     in_background: ClassVar[bool] = False
 
-    def perform(self, replica: Replica) -> Snapshot | None:
-        """None while a trial is in progress."""
-        return None if replica.on_trial else replica.snapshot(due=self.due, again=self.again)
+    def perform(self, replica: Replica) -> Snapshot | Callable[[], Snapshot] | None:
+        """None while a trial is under way."""
+        return None if replica.on_trial else replica.snapshot(self.id, due=self.due, again=self.again)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from replicast.core.commands import Ended
 from replicast.core.entries import Committed, Decided, Entry, Payload, Saved, Scheduled
@@ -107,9 +108,7 @@ class Checks:
         """Called when an operation without a ticket has ended."""
         kind, outcome = ended.kind, ended.outcome
         self._notes.count(f"{kind}: {getattr(outcome.result, 'outcome', outcome.stage)}")
-        problem = getattr(outcome.result, "problem", "")
-        if "different" in problem:
-            raise StoryFailed(f"what belongs together is at different places: {problem}")
+        self._check_reports_came(outcome.result)
         if attempt not in self._drifted and outcome.stage is Stage.FAILED:
             raise StoryFailed(f"a false alarm: {kind} {outcome}")
         if kind == "audit" and outcome.stage is not Stage.VERIFIED:
@@ -125,6 +124,13 @@ class Checks:
         values = {replica.rank: str(replica.pulled[id_][2]) for replica in replicas}
         if len(moments) > 1 or pulled.step != moments.pop()[0] or pulled.digests != values:
             raise StoryFailed(f"a pull has mixed moments or values: {pulled}, {moments}, {values}")
+
+    def _check_reports_came(self, result: Any) -> None:
+        """Only a worker that has left out its report is said to have done so."""
+        forgetful = None if self._plan.forgets is None else self._plan.forgets[0]
+        problem = getattr(result, "problem", "")
+        if "did not report" in problem and result.workers != (forgetful,):
+            raise StoryFailed(f"no worker has left it out: {problem}")
 
     def _check_report(self, replicas: Sequence[SimulatedReplica], report: AuditReport) -> None:
         """Checks the report of an audit."""

@@ -39,6 +39,7 @@ class Plan:
         go_back: The attempt that finds the last checkpoint damaged and uses the one before; 0 for none.
         crash: A process dies between two of its commands: attempt, rank, number of commands.
         unknown: The number of a write of which it is unknown whether it was durable.
+        forgets: A worker leaves out its planned saves and audits: its rank, from which step, until which.
     """
 
     seed: int = 0
@@ -56,6 +57,7 @@ class Plan:
     go_back: int = 0
     crash: tuple[int, int, int] | None = None
     unknown: int | None = None
+    forgets: tuple[int, int, int] | None = None
 
 
 def random_plan(seed: int) -> Plan:
@@ -96,6 +98,10 @@ class _Chooser:
                 rank = random.randrange(self.result.size)
                 self.result.incidents.append((after + self.when(), "kill", rank))
         self.result.incidents.sort(key=lambda one: one[0])
+        if random.random() < 0.1:
+            first = random.randrange(self.result.steps)
+            until = first + random.choice([1, 2, self.result.steps])
+            self.result.forgets = random.randrange(self.result.size), first, until
         return self.result
 
     def something(self) -> None:

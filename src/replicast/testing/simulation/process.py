@@ -15,7 +15,7 @@ from replicast.core.coordinator import Coordinator
 from replicast.core.entries import Saved
 from replicast.core.operations.leave import Exit
 from replicast.core.operations.update import Load, Prepare
-from replicast.core.refusal import Refuse
+from replicast.core.refusal import Refusal, Refuse
 from replicast.core.worker import Worker
 from replicast.testing.simulation.replica import SimulatedReplica
 from replicast.testing.simulation.story import Story
@@ -151,6 +151,9 @@ class Process(TrainingThread):
             self.story.checks.settled(self.group.replicas(), command.ticket, command.tell)
 
     def _ended(self, machine: Coordinator, command: c.Ended) -> None:
+        if isinstance(command.outcome.result, Refusal) and self.story.notes.recording:
+            said = f"{command.id} is {described(command.outcome)}"
+            self.story.notes.say(self.group.number, self.name, f"  {said}")
         replicas = self.group.replicas()
         self.story.checks.ended(self.group.number, replicas, command)
         self._answer(command.asked_by)

@@ -124,7 +124,7 @@ class SimulatedReplica:
         self.pulled: dict[str, tuple[int, frozenset[int], int]] = {}
         self._on_apply = on_apply
         self.prepared: dict[tuple[str, str], tuple[Edit, ...]] = {}
-        self.fetching: dict[int | tuple[str, int], str] = {}
+        self.fetching: dict[int, str] = {}
         self._metrics: list[int] = []
         self._copied_at = 0
 
@@ -257,7 +257,7 @@ class SimulatedReplica:
         values = {name: number for _, name, number in self._edits(id_, digest)}
         return {name: self.values[name] - values[name] for name in names}
 
-    def snapshot(self, *, due: bool, again: bool) -> Snapshot:
+    def snapshot(self, id_: str, *, due: bool, again: bool) -> Snapshot:
         """As in `Replica`."""
         details = tuple(self.values.items()), self.place()
         return Snapshot(self.step, self.digest(), frozenset(self.holds), details)

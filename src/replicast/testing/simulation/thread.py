@@ -12,7 +12,7 @@ from replicast.core import events as e
 from replicast.core.coordinator import Coordinator
 from replicast.core.operations.save import TakeSnapshot
 from replicast.core.proposal import Proposal
-from replicast.core.reports import Snapshot
+from replicast.core.reports import ReportId
 from replicast.core.worker import Worker
 from replicast.testing.simulation.replica import InMemory, SimulatedReplica, StoryFailed
 from replicast.testing.simulation.story import Story
@@ -77,7 +77,7 @@ class TrainingThread(ABC):
         self._last_ticket = ""
         self._is_unfinished = False
         self._waits_since: float | None = None
-        self._snapshots: deque[Snapshot | None] = deque()
+        self._snapshots: deque[tuple[ReportId, Any]] = deque()
 
     @abstractmethod
     def feed(self, machine: Worker | Coordinator, event: Any) -> None:
@@ -131,18 +131,30 @@ class TrainingThread(ABC):
         """Takes the planned snapshot or audit of this step. An audit is reported immediately."""
         plan, step = self.story.plan, self.replica.step
         if plan.audit_every and step % plan.audit_every == 0:
-            self.feed(self.worker, e.Reported("audit", self.replica.glance()))
+            self._report(ReportId("audit", step), self.replica.glance())
         if plan.save_every and step % plan.save_every == 0:
-            self._snapshots.append(TakeSnapshot().perform(self.replica))
+            id_ = ReportId("save", step)
+            self._snapshots.append((id_, TakeSnapshot(str(id_)).perform(self.replica)))
 
     def _report_planned(self, place: int) -> None:
         """Reports a planned snapshot, with the proposals before it: a restart continues at this position."""
         while self._snapshots:
-            snapshot = self._snapshots.popleft()
+            id_, snapshot = self._snapshots.popleft()
             if snapshot is not None:
                 values, _ = snapshot.details
                 snapshot = replace(snapshot, details=(values, place))
-            self.feed(self.worker, e.Reported("save", snapshot))
+            self._report(id_, snapshot)
+
+    def _report(self, id_: ReportId, value: Any) -> None:
+        """This worker's part of what all do by themselves, unless its script has left it out."""
+        forgets = self.story.plan.forgets
+        if forgets is not None and forgets[0] == self.rank and forgets[1] <= id_.step < forgets[2]:
+            self.story.notes.fired("forgotten report")
+            self.story.notes.say(
+                self.group.number, self.name, f"leaves out its {id_.kind} of step {id_.step}"
+            )
+        else:
+            self.feed(self.worker, e.Reported(id_, value))
 
     def _play(self) -> None:
         """Carries out the script's actions behind a boundary; some of them wait."""

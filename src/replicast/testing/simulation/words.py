@@ -20,7 +20,7 @@ from replicast.core.operations.trial import Begin, End, Measure
 from replicast.core.operations.update import Apply, Discard, Load, Prepare
 from replicast.core.proposal import Proposal, Published
 from replicast.core.refusal import Refusal
-from replicast.core.reports import Applied, Seen, Snapshot
+from replicast.core.reports import Applied, ReportId, Seen, Snapshot
 from replicast.testing.simulation.replica import InMemory
 
 
@@ -177,8 +177,8 @@ def _value(thing: Any) -> str:
     return str(thing)
 
 
-def _number(number: int | tuple[str, int]) -> str:
-    return str(number) if isinstance(number, int) else f"{number[0]} {number[1]}"
+def _number(number: int | ReportId) -> str:
+    return str(number) if isinstance(number, int) else f"{number.kind} of step {number.step}"
 
 
 def _edits(edits: tuple[Any, ...]) -> str:
