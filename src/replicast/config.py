@@ -22,6 +22,7 @@ ATTEMPT = "REPLICAST_ATTEMPT"
 HOST_ID = "REPLICAST_HOST_ID"
 SHM_DIR = "REPLICAST_SHM_DIR"
 FAULTS = "REPLICAST_FAULTS"
+START_TIMEOUT = "REPLICAST_START_TIMEOUT"
 LAUNCHED = "REPLICAST_LAUNCHED"
 """Set by `replicast run` for its workers: a launcher on the same host watches their exit codes."""
 PEER_FAILED = 75
@@ -47,12 +48,14 @@ class Cluster:
         rank: The rank of this process.
         task_type: The name of this process's job in `TF_CONFIG`: "worker" or "chief".
         task_index: Its index in that job.
+        chiefs: The number of workers in the job "chief".
     """
 
     addresses: tuple[str, ...]
     rank: int
     task_type: str = "worker"
     task_index: int = 0
+    chiefs: int = 0
 
     @property
     def size(self) -> int:
@@ -117,6 +120,26 @@ def read_faults(environ: Mapping[str, str]) -> list[dict[str, Any]]:
             f"{FAULTS} is not a list of JSON objects", received=_shortened(text), remedy=_FAULTS_EXAMPLE
         )
     return described
+
+
+def start_timeout_secs(environ: Mapping[str, str]) -> float:
+    """How long workers wait for each other at the start: `REPLICAST_START_TIMEOUT`, else an hour.
+
+    An hour is TensorFlow's own limit: a scheduler may start the workers at different times.
+
+    Raises:
+        ClusterError: The value is not a positive number.
+    """
+    text = environ.get(START_TIMEOUT, "").strip()
+    if not text:
+        return 3600.0
+    try:
+        secs = float(text)
+    except ValueError:
+        secs = 0.0
+    if not 0.0 < secs < float("inf"):
+        raise ClusterError(f"{START_TIMEOUT} must be a positive number of seconds", received=repr(text))
+    return secs
 
 
 def shared_memory_directory(environ: Mapping[str, str]) -> Path:
@@ -233,8 +256,14 @@ def _place(described: dict[str, Any], jobs: dict[str, list[str]]) -> Cluster:
             f"so the index must be from 0 to {len(jobs[job]) - 1}",
             received=task["index"],
         )
-    rank = index if job == next(iter(jobs)) else len(jobs["chief"]) + index
-    return Cluster(addresses=tuple(addresses), rank=rank, task_type=job, task_index=index)
+    chiefs = len(jobs.get("chief", ()))
+    return Cluster(
+        addresses=tuple(addresses),
+        rank=index if job == "chief" else chiefs + index,
+        task_type=job,
+        task_index=index,
+        chiefs=chiefs,
+    )
 
 
 def _shortened(text: str, limit: int = 200) -> str:

@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
 
 from replicast.errors import JobFailed
 
@@ -24,21 +24,63 @@ _RETRY_SECS = 0.005
 _KEYS_COUNTED = 100
 
 
-_LOST = re.compile(r"stopped sending heartbeats\)?:?\s+/job:\w+/(?:replica:\d+/)?task:(\d+)")
+_TASK = r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)"
+_NO_HEARTBEATS = re.compile(rf"stopped sending heartbeats\)?:?\s+{_TASK}")
+_NO_ANSWER = re.compile(r"RPC: /tensorflow\.CoordinationService/Heartbeat")
+_UNAVAILABLE = 14
+_BROKEN = re.compile(
+    rf"remote target {_TASK} while calling (?:(?!remote target).)*?grpc_status:{_UNAVAILABLE}\b", re.DOTALL
+)
 
 
-def lost_worker(message: str) -> int | None:
-    """Returns the worker whose heartbeats are missing, if an error message of TensorFlow names one.
+class Loss(NamedTuple):
+    """A worker that was lost, and how TensorFlow noticed."""
 
-    TensorFlow reports it only in the text of the message. `tests/long/test_frozen.py` notices when that
-    changes.
+    worker: int
+    how: str
+
+
+def lost_worker(message: str, chiefs: int = 0) -> Loss | None:
+    """Returns which worker was lost, if an error message of TensorFlow says so.
+
+    TensorFlow reports it only in the text of the message. `tests/faults/test_frozen.py` notices when that
+    changes. An error that was passed on from worker to worker names all of them: the last one is its origin.
+
+    Args:
+        message: The text.
+        chiefs: The number of tasks of type "chief", which come before the workers.
     """
-    found = _LOST.search(message)
-    return None if found is None else int(found[1])
+    found = _NO_HEARTBEATS.search(message)
+    if found is not None:
+        return Loss(_rank(found, chiefs), "it sent no heartbeats")
+    if _NO_ANSWER.search(message):
+        return Loss(0, "it does not answer heartbeats")
+    broken = list(_BROKEN.finditer(message))
+    return Loss(_rank(broken[-1], chiefs), "its connection broke") if broken else None
+
+
+def lost_text(lost: Loss) -> str:
+    """One sentence on a lost worker, and what to do about it."""
+    return (
+        f"worker {lost.worker} was lost: {lost.how}. It has crashed, is stopped (SIGSTOP), or its host is "
+        "unreachable. Look for the first error in its log"
+    )
+
+
+def _rank(task: re.Match[str], chiefs: int) -> int:
+    return int(task[2]) + (0 if task[1] == "chief" else chiefs)
 
 
 class Coordination(abc.ABC):
-    """A put-if-absent key-value store. All methods may be called from any thread."""
+    """A put-if-absent key-value store. All methods may be called from any thread.
+
+    A call may block without limit while worker 0, which hosts the service, is stopped (SIGSTOP).
+
+    Attributes:
+        chiefs: The number of tasks of type "chief" in the cluster.
+    """
+
+    chiefs = 0
 
     @abc.abstractmethod
     def put(self, key: str, value: str) -> bool:
@@ -51,6 +93,10 @@ class Coordination(abc.ABC):
     @abc.abstractmethod
     def delete(self, key: str) -> None:
         """Deletes a key; no-op if it does not exist."""
+
+    @abc.abstractmethod
+    def find_lost(self, size: int) -> Loss | None:
+        """Returns the first of `size` workers that the service has lost. Only on worker 0, which hosts it."""
 
     @abc.abstractmethod
     def abort(self, message: str) -> None:
@@ -71,10 +117,11 @@ class ServiceCoordination(Coordination):
 
     Args:
         context: TensorFlow's eager context; for tests.
+        chiefs: The number of tasks of type "chief" in the cluster.
         cleanup_secs: A placeholder that is this old was left behind by a worker that died.
     """
 
-    def __init__(self, context: Any = None, cleanup_secs: float = CLEANUP_SECS) -> None:
+    def __init__(self, context: Any = None, chiefs: int = 0, cleanup_secs: float = CLEANUP_SECS) -> None:
         import tensorflow as tf
 
         if context is None:
@@ -83,6 +130,7 @@ class ServiceCoordination(Coordination):
             context = eager.context()
         self._errors = tf.errors
         self._context = context
+        self.chiefs = chiefs
         self._cleanup_secs = cleanup_secs
         self._timed_out: OrderedDict[str, int] = OrderedDict()
         self._lock = threading.Lock()
@@ -145,18 +193,25 @@ class ServiceCoordination(Coordination):
         except self._errors.OpError as error:
             raise self._service_gone(error) from error
 
+    def find_lost(self, size: int) -> Loss | None:  # noqa: D102
+        # Elsewhere it could block for ever, and it may hold Python's lock meanwhile.
+        jobs = [
+            (job, tasks) for job, tasks in (("chief", self.chiefs), ("worker", size - self.chiefs)) if tasks
+        ]
+        try:
+            states = self._context.get_task_states(jobs)  # by rank: None, or the error of that task
+        except self._errors.OpError as error:
+            raise self._service_gone(error) from error
+        lost = (rank for rank, state in enumerate(states) if state is not None)
+        return next((Loss(rank, "it sent no heartbeats") for rank in lost), None)
+
     def abort(self, message: str) -> None:  # noqa: D102
         self._context.abort_collective_ops(self._errors.ABORTED, message)
 
-    @staticmethod
-    def _service_gone(error: Exception) -> JobFailed:
-        lost = lost_worker(str(error))
+    def _service_gone(self, error: Exception) -> JobFailed:
+        lost = lost_worker(str(error), self.chiefs)
         if lost is not None:
-            return JobFailed(
-                f"worker {lost} was lost: it sent no heartbeats. It has crashed, is stopped (SIGSTOP), or "
-                "its host is unreachable. Look for the first error in its log.",
-                worker=lost,
-            )
+            return JobFailed(lost_text(lost), worker=lost.worker)
         return JobFailed(
             f"The coordination service, which runs in worker 0, does not answer: {error}. "
             "Look for the first error in worker 0's log.",
@@ -168,10 +223,15 @@ class MemoryCoordination(Coordination):
     """The same within one process: share one `Store` among the threads that act as workers."""
 
     class Store:
-        """The keys that all workers of one job share."""
+        """The keys that all workers of one job share.
+
+        Attributes:
+            lost: The worker that the service has lost; set it to play this.
+        """
 
         def __init__(self) -> None:
             self.values: dict[str, str] = {}
+            self.lost: Loss | None = None
             self.changed = threading.Condition()
 
     def __init__(self, store: Store) -> None:
@@ -194,6 +254,9 @@ class MemoryCoordination(Coordination):
     def delete(self, key: str) -> None:  # noqa: D102
         with self._store.changed:
             self._store.values.pop(key, None)
+
+    def find_lost(self, size: int) -> Loss | None:  # noqa: D102
+        return self._store.lost
 
     def abort(self, message: str) -> None:  # noqa: D102
         self.aborted.append(message)

@@ -8,13 +8,15 @@ the coordination service: those of `replicast.turns`, and
     failed      by the first worker that raised: which worker, and its error
     end/RANK    by each worker at the end of its script
     left/RANK   by each worker when it has nothing left to do for the job
+    here/RANK   by each worker's thread, which reads it to know that the service answers
 
 When another worker has failed, or can never join the current transfer, the thread aborts that transfer, and
 the training thread raises.
 
-A call to the service can block for ever, even with a timeout, when worker 0, which hosts it, is stopped
-(SIGSTOP) or its host is gone. So a second thread, which calls nothing, notices when the first one gets no
-answers, and a third one ends the process if it does not exit by itself.
+While worker 0, which hosts the service, is stopped (SIGSTOP) or its host is gone, a call to the service
+blocks for ever or, if it has a timeout, finds nothing. So the thread also reads a key that exists, a second
+thread, which calls nothing, notices when that is no longer answered, and a third one ends the process if it
+does not exit by itself. docs/architecture.md, "The end of a job", adds up the bounds.
 """
 
 from __future__ import annotations
@@ -24,29 +26,32 @@ import logging
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
 
 from replicast.config import PEER_FAILED
-from replicast.coordination import Coordination, lost_worker
+from replicast.coordination import Coordination, lost_text, lost_worker
 from replicast.errors import JobFailed
-from replicast.silence import on_silence
+from replicast.silence import on_silence, within
 from replicast.turns import POLL_SECS, REMIND_SECS, JobKeys, Turns
 
 logger = logging.getLogger("replicast")
 
 GRACE_SECS = 10.0
 """How long a worker that was told to stop may take before its process is ended."""
-SILENT_SECS = 15.0
+SILENT_SECS = 12.0
 """How long the coordination service may not answer. TensorFlow considers a worker dead after 10 s."""
+CALL_SECS = 3.0
+"""How long a worker that has failed waits for the service when it says so."""
 
 
 class Lifetime:
     """Watches one worker's part in the job.
 
     `begin` starts its threads, which are daemons, and `leave` stops them. If the watching thread dies, the
-    next turn raises.
+    job fails.
 
     Args:
         coordination: The keys that all workers share.
@@ -75,22 +80,22 @@ class Lifetime:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="replicast-lifetime", daemon=True)
         self._only_once = threading.Lock()
-        self._leaves = False
+        self._has_left = False
         self._interrupted = False
         self._before_leaving: list[Callable[[], None]] = []
         self._at_exit: list[Callable[[], None]] = []
         self._blamed = False
+        self._reported = False
         self.turns = Turns(
             self._keys,
             rank,
             size,
             transfers_started=transfers_started,
             check=self.check,
-            is_watched=self.watching,
         )
         """This worker's position in the script."""
         self.polls = 0
-        """How often the thread has polled all keys."""
+        """How often the thread has polled all keys, and the service has answered."""
         self.failure: JobFailed | None = None
         """Why the job failed; None while it has not."""
 
@@ -110,10 +115,6 @@ class Lifetime:
         """Starts the threads."""
         self._thread.start()
         on_silence(lambda: self.polls, SILENT_SECS, self._no_answers, until=self._stop)
-
-    def watching(self) -> bool:
-        """Whether the watching thread is alive."""
-        return self._thread.is_alive()
 
     def has_gone_on(self, worker: int) -> bool:
         """Whether another worker is known to have passed this worker's position in the script."""
@@ -156,18 +157,30 @@ class Lifetime:
             self._interrupted = True
             return
         if self.failure is None:
-            lines = traceback.format_exception_only(error)
-            message, blamed = lines[-1].strip() if lines else type(error).__name__, self._rank
-            if isinstance(error, JobFailed) and error.worker is not None:  # it waited for that one in vain
-                message, blamed = str(error), error.worker
-            elif (lost := lost_worker(str(error))) is not None:
-                message, blamed = f"worker {lost} was lost: it sent no heartbeats", lost
-            self._keys.put("failed", {"worker": blamed, "message": message})
-            self.failure = self._first_failure() or _first(blamed, message)
-        if self.failure.worker != self._rank:
+            blamed, message = self._cause(error)
+            first = within(CALL_SECS, lambda: self._publish_failure(blamed, message))
+            self.failure = self.failure or first or _first(blamed, message)
+        self._report()
+
+    def _report(self) -> None:
+        """Writes because of whom this worker exits, once."""
+        if self.failure is not None and self.failure.worker != self._rank and not self._reported:
+            self._reported = True
             sys.stderr.write(f"replicast: {self.failure}\n")
 
-    def _first_failure(self) -> JobFailed | None:
+    def _cause(self, error: BaseException) -> tuple[int, str]:
+        """The worker because of which this worker's script raised, and what to say about it."""
+        if isinstance(error, JobFailed) and error.worker is not None:  # it waited for that one in vain
+            return error.worker, str(error)
+        lost = lost_worker(str(error), self._coordination.chiefs)
+        if lost is not None and lost.worker != self._rank:
+            return lost.worker, f"{lost_text(lost)} (says worker {self._rank})"
+        lines = traceback.format_exception_only(error)
+        return self._rank, lines[-1].strip() if lines else type(error).__name__
+
+    def _publish_failure(self, blamed: int, message: str) -> JobFailed | None:
+        """Publishes a failure unless there is one; returns the first one, if the service answers."""
+        self._keys.put("failed", {"worker": blamed, "message": message})
         try:
             failed = self._keys.get("failed")
         except JobFailed:
@@ -179,7 +192,8 @@ class Lifetime:
 
         Waits for the others as long as they run and send TensorFlow's heartbeats; worker 0 prints every 30 s
         which worker it waits for. A worker that exited first would be reported as crashed after 10 s. After a
-        failure only worker 0, which hosts the coordination service, waits, and at most 10 s.
+        failure only worker 0, which hosts the coordination service, waits, at most 10 s, and not for the
+        worker that failed.
         """
         transfers = self.turns.leave() if self.failure is None else None
         if transfers is not None:
@@ -189,8 +203,11 @@ class Lifetime:
                 act()
         for act in self._at_exit:
             act()
-        self._leaves = True
-        self._keys.put(f"left/{self._rank}", {})
+        if self.failure is None:
+            self._keys.put(f"left/{self._rank}", {})
+        else:
+            within(CALL_SECS, lambda: self._keys.put(f"left/{self._rank}", {}))
+        self._has_left = True
         if not self._interrupted and (self._rank == 0 or self.failure is None):
             self._wait_for_the_others()
         self._stop.set()
@@ -207,25 +224,30 @@ class Lifetime:
             if self._trained_alone():
                 self._end_process(1)
         if self.failure is not None and self.failure.worker != self._rank:
+            self._report()
             sys.stderr.flush()
             sys.stdout.flush()
             self._end_process(PEER_FAILED)
 
     def _wait_for_the_others(self) -> None:
-        waited = 0.0
+        began = reminded = time.monotonic()
         for worker in (w for w in range(self._size) if w != self._rank):
-            while True:
+            while not self._waited_enough(worker, began):
                 try:
                     if self._keys.get(f"left/{worker}", 1.0) is not None:
                         break
                 except JobFailed as error:
                     self._service_lost(worker, error)
                     return
-                waited += 1.0
-                if self.failure is not None and (self._rank != 0 or waited >= GRACE_SECS):
-                    return
-                if self._rank == 0 and waited % REMIND_SECS == 0:
+                if self._rank == 0 and time.monotonic() - reminded >= REMIND_SECS:
+                    reminded = time.monotonic()
                     sys.stderr.write(f"replicast: worker 0 waits for worker {worker} to finish\n")
+
+    def _waited_enough(self, worker: int, began: float) -> bool:
+        """Whether to wait no longer for another worker, because the job has failed."""
+        if self.failure is None:
+            return False
+        return self._rank != 0 or worker == self.failure.worker or time.monotonic() - began >= GRACE_SECS
 
     def _service_lost(self, worker: int, error: JobFailed) -> None:
         """Handles the loss of the service while waiting: normal unless this is worker 0, which hosts it.
@@ -236,36 +258,44 @@ class Lifetime:
             self.failure = self.failure or JobFailed(
                 f"worker {worker} was lost while worker 0 waited for it to finish: {error}", worker=worker
             )
-            sys.stderr.write(f"replicast: {self.failure}\n")
 
     def _watch(self) -> None:
         try:
+            self._keys.put(f"here/{self._rank}", {})
             while not self._stop.is_set():
                 failure = self._poll()
                 self.turns.delete_old_keys()
-                self.polls += 1
                 if failure is not None:
                     self._end(failure)
                     return
+                if self._keys.get(f"here/{self._rank}") is not None:
+                    self.polls += 1
         except JobFailed as error:
-            if not self._leaves:  # else worker 0 may have exited, and the service with it
+            if self._rank != 0 and self._has_left:  # worker 0 may have exited, and the service with it
+                self._stop.set()
+            else:
                 self._end(error)
-        except Exception:
+        except Exception as error:
             logger.exception("The thread that watches the job died")
+            message = f"worker {self._rank} failed: the thread that watches the job has died ({error!r})"
+            self._end(JobFailed(message, worker=self._rank))
 
     def _poll(self) -> JobFailed | None:
         failed = self._keys.get("failed")
         if failed is None:
-            return self.turns.mismatch()
+            return self._lost_peer() or (None if self._has_left else self.turns.mismatch())
         if failed["worker"] == self._rank:
             self._blamed = True
             self._stop.wait(POLL_SECS)
             return None
         return _first(failed["worker"], failed["message"])
 
+    def _lost_peer(self) -> JobFailed | None:
+        """On worker 0: an error if the service has lost a worker. Transfers notice that, waits do not."""
+        lost = self._coordination.find_lost(self._size) if self._rank == 0 else None
+        return None if lost is None else JobFailed(f"{lost_text(lost)} (says worker 0)", worker=lost.worker)
+
     def _no_answers(self) -> None:
-        if not self.watching():  # nobody has asked, and the next turn raises
-            return
         message = (
             f"worker 0, which hosts the coordination service, has not answered worker {self._rank} for "
             f"{SILENT_SECS:.0f} s: it is stopped (SIGSTOP), or its host is unreachable"
@@ -291,7 +321,7 @@ class Lifetime:
         if not self._stop.wait(GRACE_SECS):
             sys.stderr.write(f"replicast: {failure}. Worker {self._rank} did not stop by itself\n")
             sys.stderr.flush()
-            self._end_process(PEER_FAILED)
+            self._end_process(1 if failure.worker == self._rank else PEER_FAILED)
 
 
 def _first(worker: int, message: str) -> JobFailed:

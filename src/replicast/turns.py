@@ -71,7 +71,6 @@ class Turns:
         size: The number of workers.
         transfers_started: Returns how many transfers this worker has started.
         check: Raises if the job has failed.
-        is_watched: Whether the thread that calls `mismatch` is alive.
     """
 
     def __init__(
@@ -82,14 +81,12 @@ class Turns:
         *,
         transfers_started: Callable[[], int],
         check: Callable[[], None],
-        is_watched: Callable[[], bool],
     ) -> None:
         self._keys = keys
         self._rank = rank
         self._size = size
         self._transfers_started = transfers_started
         self._check = check
-        self._is_watched = is_watched
         self._deleted = 0
         self._alone: tuple[str, int] | None = None
         self._suspect: dict[str, Any] | None = None
@@ -102,8 +99,6 @@ class Turns:
         All workers must call this in the same order, between steps. Does not block.
         """
         self._check()
-        if not self._is_watched():
-            raise JobFailed("The thread that watches the job has died; see its error above in the log.")
         if self._alone is not None:
             raise self._transfer_without_peers(self._alone[0])
         transfers = self._transfers_started()

@@ -127,4 +127,4 @@ def test_workers_with_different_numbers_of_batches_end_with_the_reason(tmp_path:
         """,
     )
     assert done.returncode != 0
-    assert "Every worker must be given the same number of batches" in logs[1 - fewer] + logs[fewer]
+    assert "Every worker must get the same number of batches" in logs[1 - fewer] + logs[fewer]

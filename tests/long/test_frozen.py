@@ -1,49 +1,93 @@
-"""A worker that is stopped (SIGSTOP) neither exits nor answers: the others exit, and the job restarts."""
+"""A worker that is stopped (SIGSTOP) neither ends nor answers: the others end, and the job starts again.
+
+`tests/faults/test_frozen.py` has the same for worker 0 in the middle of the training.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-HANGS_SECS = 280.0
-"""Far more than three attempts take, also on a busy machine."""
+import pytest
 
-SCRIPT = """
-import os, signal, numpy as np, keras, replicast
-
-attempt = int(os.environ["REPLICAST_ATTEMPT"])
-strategy = replicast.Strategy()
-with strategy.scope():
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-replicas = replicast.Replicas(model)
-
-class Freeze(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == 3 and strategy.rank == attempt:
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-x, y = np.ones((64, 3), "float32"), np.ones((64, 1), "float32")
-model.fit(x, y, batch_size=2, verbose=0, callbacks=[Freeze(), replicas.callback()])
-print("trained", flush=True)
-"""
+from replicast.config import PEER_FAILED, START_TIMEOUT
+from replicast.supervisor.ports import hold_free_ports
+from tests.faults.test_frozen import HANGS_SECS, SCRIPT, run_frozen
 
 
-def test_when_a_worker_is_frozen_the_others_end_and_the_job_starts_again(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "replicast.cli", "run", "-n", "2", "--max-restarts", "2"]
-    done = subprocess.run(
-        [*command, "--run-dir", "run", "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=HANGS_SECS,
-        check=False,
-    )
+@pytest.mark.parametrize("moment", ["start", "update", "close"])
+def test_the_frozen_worker_is_named_and_the_job_starts_again(tmp_path: Path, moment: str) -> None:
+    done = run_frozen(tmp_path, (0, moment), (1, moment))
     assert done.returncode == 0, done.stdout + done.stderr
     for frozen in (0, 1):
-        assert f"worker {frozen} failed first: frozen by a signal such as SIGSTOP" in done.stderr
-        log = (tmp_path / "run" / "logs" / f"attempt-{frozen}" / f"worker-{1 - frozen}.log").read_text()
-        assert f"replicast: worker {frozen}" in log, "the log of the other names it too"
-    assert "trained" in (tmp_path / "run" / "logs" / "attempt-2" / "worker-1.log").read_text()
+        assert (tmp_path / f"frozen-{frozen}-{moment}").exists(), "the fault fired"
+        assert f"worker {frozen} was stopped (SIGSTOP) and did not continue: killed" in done.stderr
+
+
+def start_bare(directory: Path, rank: int, ports: tuple[int, ...], **environ: str) -> subprocess.Popen[bytes]:
+    """Starts one worker without a launcher."""
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+    (directory / "train.py").write_text(SCRIPT)
+    with (directory / f"{rank}.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "train.py"],
+            cwd=directory,
+            env={**os.environ, "TF_CONFIG": json.dumps(cluster), **environ},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def wait_for(path: Path) -> None:
+    ends = time.monotonic() + HANGS_SECS
+    while not path.exists():
+        assert time.monotonic() < ends, f"{path} did not come"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_without_a_launcher_every_other_worker_ends_and_names_the_frozen_one(
+    tmp_path: Path, frozen: int
+) -> None:
+    freezes = json.dumps([[frozen, "training"]])
+    with hold_free_ports(3) as ports:
+        workers = [start_bare(tmp_path, rank, ports.numbers, FREEZES=freezes) for rank in range(3)]
+        try:
+            for rank in {0, 1, 2} - {frozen}:
+                assert workers[rank].wait(HANGS_SECS) == PEER_FAILED, (tmp_path / f"{rank}.log").read_text()
+                assert f"replicast: worker {frozen}" in (tmp_path / f"{rank}.log").read_text()
+            assert (tmp_path / f"frozen-{frozen}-training").exists(), "the fault fired"
+            assert workers[frozen].poll() is None
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+
+
+def test_a_worker_whose_peer_never_comes_says_so_and_ends_on_sigterm(tmp_path: Path) -> None:
+    with hold_free_ports(2) as ports:
+        waiting = start_bare(tmp_path, 0, ports.numbers, FREEZES="[]")
+        try:
+            ends = time.monotonic() + HANGS_SECS
+            while "which has not started" not in (tmp_path / "0.log").read_text():
+                assert time.monotonic() < ends
+                time.sleep(0.1)
+            assert f"worker 1 (127.0.0.1:{ports.numbers[1]})" in (tmp_path / "0.log").read_text()
+            waiting.send_signal(signal.SIGTERM)
+            assert waiting.wait(HANGS_SECS) == -signal.SIGTERM
+        finally:
+            waiting.kill()
+            waiting.wait()
+
+
+def test_a_worker_whose_peer_never_comes_ends_after_the_time_limit(tmp_path: Path) -> None:
+    with hold_free_ports(2) as ports:
+        waiting = start_bare(tmp_path, 1, ports.numbers, FREEZES="[]", **{START_TIMEOUT: "1"})
+        assert waiting.wait(HANGS_SECS) == 1
+    assert "Not all workers started within 1 s: worker 0" in (tmp_path / "1.log").read_text()

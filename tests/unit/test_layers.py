@@ -15,7 +15,7 @@ LAYERS = [
     {"update", "audits"},
     {"core"},
     {"storage"},
-    {"coordination"},
+    {"coordination", "rendezvous"},
     {"transport", "lifetime", "turns"},
     {"strategy"},
     {"runtime", "supervisor", "client"},

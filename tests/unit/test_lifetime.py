@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from replicast.config import PEER_FAILED
-from replicast.coordination import MemoryCoordination
+from replicast.coordination import Loss, MemoryCoordination, lost_worker
 from replicast.errors import JobFailed
-from replicast.lifetime import GRACE_SECS, Lifetime
-from replicast.turns import TURNS_KEPT
+from replicast.lifetime import CALL_SECS, GRACE_SECS, SILENT_SECS, Lifetime
+from replicast.turns import POLL_SECS, TURNS_KEPT
 
 DEADLINE_SECS = 20.0
 
@@ -31,8 +31,9 @@ class Worker:
 
 
 @pytest.fixture
-def workers(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
+def workers(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[Worker]:
     monkeypatch.setattr("replicast.turns.POLL_SECS", 0.02)
+    monkeypatch.setattr("replicast.lifetime.SILENT_SECS", getattr(request, "param", SILENT_SECS))
     store = MemoryCoordination.Store()
     return [Worker(store, rank) for rank in range(2)]
 
@@ -250,11 +251,16 @@ def test_after_ctrl_c_a_worker_does_not_wait_for_the_others(workers: list[Worker
     assert workers[0].exit_codes == []
 
 
-def test_a_dead_watching_thread_is_noticed_at_the_next_pass(workers: list[Worker]) -> None:
+def test_when_the_watching_thread_dies_the_job_fails_and_every_wait_ends(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicast.lifetime.GRACE_SECS", 0.2)
     workers[0].coordination.get = lambda *_: 1 / 0  # type: ignore[method-assign,assignment]
-    eventually(lambda: not workers[0].lifetime.watching())
+    eventually(lambda: workers[0].coordination.aborted)
     with pytest.raises(JobFailed, match="thread that watches the job has died"):
         workers[0].lifetime.turns.take()
+    eventually(lambda: workers[0].exit_codes)
+    assert workers[0].exit_codes == [1], "the failure is its own"
 
 
 def test_a_transfer_of_a_worker_that_writes_alone_ends_the_job_and_says_why(workers: list[Worker]) -> None:
@@ -298,19 +304,21 @@ def test_a_worker_that_took_its_next_turn_has_gone_on(workers: list[Worker]) -> 
 
 
 def freeze_the_service(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No call of this worker into the service ever returns, as when worker 0 is stopped."""
-    for call in ("get", "put", "delete"):
+    """As when worker 0 is stopped: calls with a timeout find nothing, and the others never return."""
+    for call in ("put", "delete"):
         monkeypatch.setattr(worker.coordination, call, lambda *_: threading.Event().wait())
+    monkeypatch.setattr(worker.coordination, "get", lambda key, timeout_secs: time.sleep(timeout_secs))
 
 
+@pytest.mark.parametrize("workers", [0.5], indirect=True)
 def test_a_worker_exits_when_the_service_does_not_answer(
     workers: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicast.lifetime.SILENT_SECS", 0.2)
     monkeypatch.setattr("replicast.lifetime.GRACE_SECS", 0.2)
+    eventually(lambda: workers[1].lifetime.polls)
     freeze_the_service(workers[1], monkeypatch)
-    script = threading.Thread(target=workers[1].lifetime.failed, args=(ValueError("x"),), daemon=True)
-    script.start()  # its end calls the service too
+    script = threading.Thread(target=workers[1].lifetime.turns.take, daemon=True)
+    script.start()  # never returns
     eventually(lambda: workers[1].exit_codes)
     assert workers[1].exit_codes == [PEER_FAILED]
     assert workers[1].lifetime.failure is not None
@@ -318,6 +326,27 @@ def test_a_worker_exits_when_the_service_does_not_answer(
     assert workers[1].coordination.aborted == [str(workers[1].lifetime.failure)]
     workers[0].lifetime.failed(KeyboardInterrupt())
     workers[0].lifetime.leave()
+
+
+def test_a_script_that_raises_exits_although_the_service_does_not_answer(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert CALL_SECS < SILENT_SECS
+    monkeypatch.setattr("replicast.lifetime.CALL_SECS", 0.1)
+    freeze_the_service(workers[1], monkeypatch)
+    lost = "Collective ops is aborted by: Deadline Exceeded\nRPC: /tensorflow.CoordinationService/Heartbeat"
+    workers[1].lifetime.failed(RuntimeError(lost))
+    workers[1].lifetime.leave()
+    assert workers[1].exit_codes == [PEER_FAILED]
+    assert workers[1].lifetime.failure is not None
+    assert str(workers[1].lifetime.failure).startswith("worker 0 was lost: it does not answer heartbeats")
+    workers[0].lifetime.failed(KeyboardInterrupt())
+    workers[0].lifetime.leave()
+
+
+def test_the_bounds_of_every_end_add_up_to_less_than_30_seconds() -> None:
+    one_poll_secs = 5 * POLL_SECS
+    assert SILENT_SECS + one_poll_secs + GRACE_SECS < 30 - 5, "5 s are left for a busy machine"
 
 
 def test_a_worker_exits_when_the_service_has_lost_another(
@@ -334,14 +363,100 @@ def test_a_worker_exits_when_the_service_has_lost_another(
     assert workers[0].coordination.aborted == ["worker 1 was lost"]
 
 
-def test_the_lost_worker_is_read_from_the_error_of_tensorflow(workers: list[Worker]) -> None:
-    said = (
-        "Collective ops is aborted by: Error reported from /job:worker/task:1: The following tasks are "
-        "unhealthy (stopped sending heartbeats):\n/job:worker/replica:0/task:1\nThe tasks have crashed."
-    )
-    workers[0].lifetime.failed(RuntimeError(said))
+@pytest.mark.parametrize("workers", [0.5], indirect=True)
+def test_worker_0_exits_when_a_peer_is_lost_while_it_waits_for_it_to_finish(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("replicast.lifetime.GRACE_SECS", 0.2)
+    leaving = threading.Thread(target=workers[0].lifetime.leave, daemon=True)
+    leaving.start()
+    eventually(lambda: workers[1].lifetime.has_left(0))
+
+    def lost(*_: object) -> None:
+        raise JobFailed("worker 1 was lost", worker=1)
+
+    monkeypatch.setattr(workers[0].coordination, "get", lost)
+    eventually(lambda: workers[0].exit_codes)
+    assert workers[0].exit_codes[0] == PEER_FAILED
+    assert "replicast: worker 1 was lost" in capsys.readouterr().err, "the log says because of whom"
+    workers[1].lifetime.failed(KeyboardInterrupt())
+    workers[1].lifetime.leave()
+
+
+def test_a_worker_that_the_service_has_lost_ends_all_others_although_none_of_them_is_in_a_transfer(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicast.lifetime.GRACE_SECS", 0.2)
+    workers[0].coordination._store.lost = Loss(1, "it sent no heartbeats")
+    eventually(lambda: workers[0].exit_codes)
+    assert workers[0].exit_codes == [PEER_FAILED]
+    assert workers[0].lifetime.failure is not None
+    assert str(workers[0].lifetime.failure).startswith("worker 1 was lost: it sent no heartbeats")
+    workers[1].lifetime.failed(KeyboardInterrupt())
+    workers[1].lifetime.leave()
+
+
+def test_after_a_failure_worker_0_does_not_wait_for_the_worker_that_was_lost(
+    workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicast.lifetime.GRACE_SECS", 10 * DEADLINE_SECS)
+    workers[0].lifetime.failed(JobFailed("worker 1 was lost", worker=1))
+    leaving = threading.Thread(target=workers[0].lifetime.leave, daemon=True)
+    leaving.start()
+    leaving.join(DEADLINE_SECS)
+    assert workers[0].exit_codes == [PEER_FAILED]
+    workers[1].lifetime.failed(KeyboardInterrupt())
+    workers[1].lifetime.leave()
+
+
+RESET = (
+    "Collective ops is aborted by: recvmsg:Connection reset by peer\nAdditional GRPC error information from "
+    "remote target /job:worker/replica:0/task:{} while calling /tensorflow.WorkerService/RecvBuf:\n:UNKNOWN:"
+    'Error received from peer  {{grpc_message:"{}", grpc_status:{}}}\nThe error could be from a previous '
+    "operation."
+)
+UNHEALTHY = (
+    "Error reported from /job:worker/task:1: The following tasks are unhealthy (stopped sending heartbeats):"
+    "\n/job:worker/replica:0/task:1\nThe tasks have crashed."
+)
+PASSED_ON = (
+    "Collective ops is aborted by: Additional GRPC error information from remote target "
+    "/job:worker/replica:0/task:0 while calling /tensorflow.WorkerService/RecvBuf:\n:UNKNOWN:Error received "
+    'from peer  {{grpc_status:14, grpc_message:"{}"}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "lost"),
+    [
+        (UNHEALTHY, 1),
+        (
+            "Collective ops is aborted by: Deadline Exceeded\nRPC: /tensorflow.CoordinationService/Heartbeat",
+            0,
+        ),
+        (RESET.format(2, "recvmsg:Connection reset by peer", 14), 2),
+        (PASSED_ON.format(RESET.format(2, "recvmsg:Connection reset by peer", 14)), 2),
+        (RESET.format(2, "Inconsistent shapes", 3), None),
+        ("no such column", None),
+    ],
+)
+def test_the_lost_worker_is_read_from_the_error_of_tensorflow(said: str, lost: int | None) -> None:
+    found = lost_worker(said)
+    assert (None if found is None else found.worker) == lost
+
+
+def test_a_chief_is_worker_0_and_the_workers_come_after_it() -> None:
+    unhealthy = "(stopped sending heartbeats):\n/job:{}/replica:0/task:{}"
+    ranks = [lost_worker(unhealthy.format(*task), chiefs=1) for task in (("chief", 0), ("worker", 0))]
+    assert [lost.worker for lost in ranks if lost is not None] == [0, 1]
+
+
+def test_a_worker_that_was_lost_is_blamed_with_who_says_so(workers: list[Worker]) -> None:
+    workers[0].lifetime.failed(RuntimeError(RESET.format(1, "Connection reset by peer", 14)))
     assert workers[0].lifetime.failure is not None
     assert workers[0].lifetime.failure.worker == 1
+    assert str(workers[0].lifetime.failure).startswith("worker 1 was lost: its connection broke")
+    assert "(says worker 0)" in str(workers[0].lifetime.failure)
     workers[1].lifetime.failed(KeyboardInterrupt())
     leave_all(workers)
     assert workers[0].exit_codes == [PEER_FAILED]

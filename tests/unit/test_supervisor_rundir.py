@@ -35,7 +35,7 @@ def ended(rank: int, code: int, *, stopped: bool = False) -> WorkerExit:
 
 
 def frozen(rank: int) -> WorkerExit:
-    """Found stopped by a signal when another worker failed, and killed then."""
+    """Stopped by a signal for so long that the others failed because of it; killed by the launcher."""
     return replace(ended(rank, -9, stopped=True), frozen=True)
 
 
@@ -132,11 +132,12 @@ def test_a_full_disk_releases_the_lock(tmp_path: Path, monkeypatch: pytest.Monke
         ([ended(1, PEER_FAILED), ended(0, -15, stopped=True)], 1),
         ([ended(1, -15, stopped=True), ended(0, 1)], 0),
         ([ended(1, PEER_FAILED), frozen(0)], 0),
-        ([ended(1, 3), frozen(0)], 1),
-        ([ended(1, 0), frozen(0)], None),
+        ([ended(1, 3), frozen(0)], 0),
+        ([ended(1, 1), ended(2, PEER_FAILED), frozen(0)], 0),
+        ([ended(1, 0), frozen(0)], 0),
     ],
 )
-def test_the_worker_to_blame_is_the_first_to_fail_by_itself(
+def test_the_worker_to_blame_is_a_frozen_one_or_the_first_to_fail_by_itself(
     exits: list[WorkerExit], blamed: int | None
 ) -> None:
     failure = first_failure(exits)
@@ -162,6 +163,28 @@ def test_the_report_names_worker_cause_duration_and_log() -> None:
     assert others_line(GroupEnd(others, failed, None)) == (
         "replicast: worker 0 was stopped, worker 2 had finished, worker 3 failed after it (exit code 1)."
     )
+
+
+def test_the_report_names_a_frozen_worker() -> None:
+    assert failure_line(frozen(0)) == (
+        "replicast: worker 0 was stopped (SIGSTOP) and did not continue: killed after 2.0 s. Log: /logs/x.log"
+    )
+    others = others_line(GroupEnd((frozen(0), frozen(2), ended(1, PEER_FAILED)), frozen(0), None))
+    assert others == "replicast: worker 1 failed after it (exit code 75), worker 2 was stopped by SIGSTOP."
+
+
+def test_the_report_repeats_what_a_worker_says_of_one_on_another_host() -> None:
+    tail = (
+        "Traceback (most recent call last):",
+        "replicast: \x1b[31mworker 3 was lost: its connection broke (says worker 0)\x1b[0m",
+        "replicast: worker 1 saved nothing",
+    )
+    said = failure_line(replace(ended(1, PEER_FAILED), tail=tail))
+    assert said == (
+        'replicast: worker 1 exited because of another worker, and says: "worker 3 was lost: its connection '
+        'broke (says worker 0)", after 2.0 s. Log: /logs/x.log'
+    )
+    assert "which its log names" in failure_line(ended(1, PEER_FAILED))
 
 
 def test_a_group_that_was_told_to_stop_is_not_reported_as_a_failure() -> None:

@@ -93,6 +93,12 @@ NAMES = [
         f"{_CONTEXT}.Context.delete_config_key_value", "coordination.py", "removes a key", ("self", "key")
     ),
     PrivateApi(
+        f"{_CONTEXT}.Context.get_task_states",
+        "coordination.py",
+        "returns the error of each task that the service has lost, by job and index",
+        ("self", "job_configs"),
+    ),
+    PrivateApi(
         f"{_CONTEXT}.Context.abort_collective_ops",
         "coordination.py",
         "ends transfers that wait for a worker that has failed",
@@ -105,6 +111,12 @@ NAMES = [
         "strategy/collectives.py",
         "makes a launcher like another one",
         ("self", "group_key", "group_size", "collective_keys", "device", "options"),
+    ),
+    PrivateApi(
+        f"{_EXTENDED}._update_config_proto",
+        "strategy/collectives.py",
+        "its result configures the server and the coordination service",
+        ("self", "config_proto"),
     ),
     PrivateApi(
         f"{_LAUNCHER}.all_reduce",

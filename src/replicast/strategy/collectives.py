@@ -32,6 +32,9 @@ Transfers between steps and inside steps use separate key ranges. If one worker 
 another has left it, the two wait for each other, which is noticed, and never mix their values.
 """
 
+REGISTER_SECS = 120.0
+"""How long TensorFlow may take to connect the workers, all of which have met. Its own limit is an hour."""
+
 
 CARRIERS = {
     tf.bfloat16: tf.float32,
@@ -115,6 +118,13 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         """Called before a custom training loop without `strategy.run` sums gradients."""
         for operations in (self._cross_device_ops, self._host_cross_device_ops):
             operations._launchers = [CountingLauncher(stock, self) for stock in operations._launchers]
+
+    def _update_config_proto(self, config_proto: Any) -> Any:
+        """As in TensorFlow, with a limit for the call that connects the workers, which no signal ends."""
+        updated = super()._update_config_proto(config_proto)
+        service = updated.experimental.coordination_config
+        service.cluster_register_timeout_in_ms = int(REGISTER_SECS * 1000)
+        return updated
 
     def transfers_started(self) -> int:
         """How many transfers this worker has started, inside steps and to create variables.

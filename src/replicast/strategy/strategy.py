@@ -6,6 +6,7 @@ import atexit
 import functools
 import gc
 import os
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
-from replicast.config import read_cluster
+from replicast import rendezvous
+from replicast.config import read_cluster, start_timeout_secs
 from replicast.coordination import Coordination, MemoryCoordination, ServiceCoordination
 from replicast.errors import ClusterError, NotSupported
 from replicast.lifetime import Lifetime
@@ -50,7 +52,8 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
     """Synchronous training on several workers, one replica each, with Keras 3 or a custom training loop.
 
     Reads the workers from `TF_CONFIG`; without it, the same script runs as a job with one worker. Create the
-    strategy before you use anything else of TensorFlow. Blocks until all workers have created it.
+    strategy before you use anything else of TensorFlow. Blocks until all workers have created it, at most
+    `REPLICAST_START_TIMEOUT` seconds (an hour), and says after 10 s which workers are missing.
 
     Example:
         strategy = replicast.Strategy()
@@ -83,6 +86,8 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         cluster = read_cluster(os.environ)
         self._rank = 0 if cluster is None else cluster.rank
         self._size = 1 if cluster is None else cluster.size
+        if cluster is not None and self._size > 1:
+            rendezvous.meet(cluster, start_timeout_secs(os.environ), _tell)
         extended = ReplicatedExtended(
             self,
             tf.distribute.cluster_resolver.TFConfigClusterResolver(),
@@ -101,7 +106,9 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._epoch: int | None = None
         self._guarded = 0
         self._coordination: Coordination = (
-            ServiceCoordination() if self._size > 1 else MemoryCoordination(MemoryCoordination.Store())
+            MemoryCoordination(MemoryCoordination.Store())
+            if cluster is None or self._size == 1
+            else ServiceCoordination(chiefs=cluster.chiefs)
         )
         self._lifetime = Lifetime(
             self._coordination,
@@ -340,6 +347,11 @@ def _a_model_was_trained() -> bool:
 
 def _models() -> list[keras.Model]:
     return [thing for thing in gc.get_objects() if issubclass(type(thing), keras.Model)]
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(line)
+    sys.stderr.flush()
 
 
 def _meet_alone(message: str) -> dict[int, str]:

@@ -3,7 +3,8 @@
     RUNNING ── a worker fails ──→ SETTLING ── settle_secs ──→ STOPPING ── stop_secs ──→ KILLING
        └────────── Ctrl-C, SIGTERM ──────────────────────────────↑    second Ctrl-C ───────↑
 
-Every stage ends when the last worker has exited.
+Every stage ends when the last worker has exited. A worker that is stopped by a signal (SIGSTOP) while others
+run is killed after `frozen_secs`, which is a failure like any other.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from dataclasses import dataclass, replace
 
 from replicast.config import PEER_FAILED, TOLD_TO_END
 from replicast.supervisor.chatter import wants_chatter
+from replicast.supervisor.frozen import FrozenWorkers
 from replicast.supervisor.interruptions import STOP_SIGNALS, Interruptions
 from replicast.supervisor.output import Output
 from replicast.supervisor.plan import WorkerPlan
 from replicast.supervisor.screen import Screen
 from replicast.supervisor.worker import Worker, WorkerExit
+
+_POLL_SECS = 1.0
+"""How often the group looks for frozen workers."""
 
 
 class Stage(enum.IntEnum):
@@ -46,6 +51,8 @@ class Timeouts:
         stop_secs: How long workers may take to exit when asked to, and after one exited because of SIGTERM.
         stop_failed_secs: The same if the job has failed: there is nothing left to save.
         kill_secs: How long the kernel may take to end a killed process before the launcher gives up on it.
+        frozen_secs: How long a worker may be stopped by a signal while others run. TensorFlow considers it
+            dead after 10 s.
     """
 
     settle_secs: float = 5.0
@@ -54,6 +61,7 @@ class Timeouts:
     stop_secs: float = 10.0
     stop_failed_secs: float = 2.0
     kill_secs: float = 10.0
+    frozen_secs: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +82,15 @@ class GroupEnd:
 
 
 def first_failure(exits: Sequence[WorkerExit]) -> WorkerExit | None:
-    """The worker to report: the first that failed by itself, else a frozen one, else the first that failed.
-
-    TensorFlow ends the others when one is frozen for 10 s.
+    """The worker to report: a frozen one, else the first that failed by itself, else the first that failed.
 
     Args:
         exits: How the workers exited, in order.
     """
+    frozen = [ended for ended in exits if ended.frozen]
     failed = [ended for ended in exits if ended.code != 0 and not ended.stopped]
     by_itself = [ended for ended in failed if ended.code != PEER_FAILED]
-    frozen = [ended for ended in exits if ended.frozen] if failed else []
-    return next(iter(by_itself or frozen or failed), None)
+    return next(iter(frozen or by_itself or failed), None)
 
 
 class Group:
@@ -114,6 +120,7 @@ class Group:
         self._interruptions = interruptions
         self._workers: list[Worker] = []
         self._exits: dict[int, WorkerExit] = {}
+        self._frozen = FrozenWorkers()
         self._stage = Stage.RUNNING
         self._deadline: float | None = None
         self._interrupted_by: signal.Signals | None = None
@@ -147,8 +154,10 @@ class Group:
             selector.register(output.reading_end, selectors.EVENT_READ, output)
 
     def _wait_once(self, selector: selectors.BaseSelector) -> None:
-        remaining = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-        ready = [key for key, _ in selector.select(remaining)]
+        now = time.monotonic()
+        remaining = _POLL_SECS if self._deadline is None else min(_POLL_SECS, self._deadline - now)
+        ready = [key for key, _ in selector.select(max(0.0, remaining))]
+        self._take_frozen()
         for key in ready:
             source = key.data
             if isinstance(source, Output):
@@ -174,11 +183,32 @@ class Group:
                 secs = min(secs, self._deadline - time.monotonic())
             self._enter(Stage.SETTLING, secs)
 
+    def _rest(self) -> list[Worker]:
+        return [worker for worker in self._workers if worker.plan.rank not in self._exits]
+
+    def _take_frozen(self) -> None:
+        """Kills workers that have been frozen for too long: the others wait for them in vain."""
+        rest = self._rest()
+        frozen = [worker.plan.rank for worker in rest if worker.is_frozen()]
+        self._frozen.update(frozen, len(self._plans), time.monotonic())
+        if self._stage > Stage.SETTLING:
+            return
+        self._blame_frozen(self._timeouts.frozen_secs)
+        for worker in rest:
+            if worker.blamed_as_frozen:
+                worker.signal_tree(signal.SIGKILL)
+
+    def _blame_frozen(self, at_least_secs: float) -> None:
+        """The group ends because of the workers that have been frozen for this long."""
+        long = self._frozen.for_at_least(at_least_secs, time.monotonic())
+        for worker in self._rest():
+            worker.blamed_as_frozen = worker.blamed_as_frozen or worker.plan.rank in long
+
     def _settle_secs(self, ended: WorkerExit) -> float:
         timeouts = self._timeouts
-        rest = [worker for worker in self._workers if worker.plan.rank not in self._exits]
-        frozen = [worker for worker in rest if worker.check_frozen()]
-        if len(frozen) == len(rest):  # None of them will exit by itself.
+        # TensorFlow's heartbeats have an interval of 5 s: what another worker fails of before is its own.
+        self._blame_frozen(0.0 if ended.code == PEER_FAILED else timeouts.frozen_secs / 2)
+        if all(worker.is_frozen() for worker in self._rest()):  # None of them will exit by itself.
             return timeouts.settle_killed_secs
         if ended.code == PEER_FAILED:
             return timeouts.settle_blamed_secs
@@ -221,9 +251,8 @@ class Group:
         )
 
     def _signal_the_rest(self, signum: signal.Signals) -> None:
-        for worker in self._workers:
-            if worker.plan.rank not in self._exits:
-                worker.signal_tree(signum)
+        for worker in self._rest():
+            worker.signal_tree(signum)
 
     def _resize(self) -> None:
         for worker in self._workers:

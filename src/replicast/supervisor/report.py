@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import TextIO
 from replicast.config import FAULTS, PEER_FAILED, TOLD_TO_END
 from replicast.faults import Fault
 from replicast.supervisor.group import GroupEnd
-from replicast.supervisor.lines import cropped
+from replicast.supervisor.lines import cropped, without_colours
 from replicast.supervisor.worker import WorkerExit
 
+_SAID_COLUMNS = 300
 _BOX_COLUMNS = 1000
 """The maximum length of a line in the box; a line without an end is as long as the log."""
 
@@ -21,12 +23,22 @@ _BOX_COLUMNS = 1000
 def failure_line(failure: WorkerExit) -> str:
     """One line: which worker failed, how, after how long, and where its log is."""
     how = f"failed first: {failure.how}"
-    if failure.code == PEER_FAILED:  # the other exited with 0, is on another host, or hangs
-        how = f"exited because of another worker, which its log names ({failure.how})"
+    if failure.frozen:
+        how = "was stopped (SIGSTOP) and did not continue: killed"
+    elif failure.code == PEER_FAILED:  # the other exited with 0, is on another host, or hangs
+        said = what_it_says(failure.tail)
+        reason = "which its log names" if said is None else f'and says: "{said}"'
+        how = f"exited because of another worker, {reason},"
     return (
         f"replicast: worker {failure.rank} {how} after {duration(failure.ran_secs)}. "
         f"Log: {short_path(failure.log)}"
     )
+
+
+def what_it_says(tail: Sequence[str]) -> str | None:
+    """What a worker says of another one, because of which it exited: the first such line of its last ones."""
+    found = (re.match(r"replicast: (worker \d+ .+)", without_colours(line)) for line in tail)
+    return next((cropped(match[1], _SAID_COLUMNS) for match in found if match is not None), None)
 
 
 def sigterm_line(first: WorkerExit, by: str = "") -> str:
@@ -130,6 +142,8 @@ def short_path(path: Path) -> str:
 
 
 def _how_ended(ended: WorkerExit) -> str:
+    if ended.frozen:
+        return "was stopped by SIGSTOP"
     if ended.stopped:
         return "was stopped"
     if ended.code == TOLD_TO_END:

@@ -31,7 +31,8 @@ class WorkerExit:
         log: The file with all of its output.
         tail: Its last lines.
         stopped: Whether the launcher had told it to stop.
-        frozen: Whether it was stopped by a signal such as SIGSTOP when another worker failed.
+        frozen: Whether it was killed, or another worker failed, because a signal such as SIGSTOP had stopped
+            it.
     """
 
     rank: int
@@ -51,7 +52,7 @@ class WorkerExit:
     def how(self) -> str:
         """How it exited, in words."""
         if self.frozen:
-            return "frozen by a signal such as SIGSTOP"
+            return "stopped by SIGSTOP"
         if self.code >= 0:
             return f"exit code {self.code}"
         with contextlib.suppress(ValueError):
@@ -75,7 +76,8 @@ class Worker:
         self.plan = plan
         self.output = output
         self.stopped = False
-        self.was_frozen = False
+        self.blamed_as_frozen = False
+        """Whether the group ends because this worker was stopped by a signal."""
         self._started = time.monotonic()
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_BOOTSTRAP), str(os.getpid()), *plan.argv],
@@ -111,13 +113,12 @@ class Worker:
             ran_secs=time.monotonic() - self._started,
             log=self.plan.log,
             stopped=self.stopped,
-            frozen=self.was_frozen,
+            frozen=self.blamed_as_frozen,
         )
 
-    def check_frozen(self) -> bool:
-        """Whether the worker is, or was at an earlier call, stopped by a signal."""
-        self.was_frozen = self.was_frozen or is_frozen(self._process.pid)
-        return self.was_frozen
+    def is_frozen(self) -> bool:
+        """Whether the worker is stopped by a signal."""
+        return is_frozen(self._process.pid)
 
     def kill(self) -> None:
         """Kills what is left of the process tree."""

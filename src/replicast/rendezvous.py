@@ -1,0 +1,234 @@
+"""The workers wait for each other here before TensorFlow connects them.
+
+TensorFlow connects all workers in one call, which returns when the last one is there. It holds Python's lock
+meanwhile: no thread runs, Ctrl-C does nothing, and TensorFlow has its own handler for SIGTERM, which does not
+end the process. So the workers first meet in Python, where a wait can be reported, limited and interrupted.
+Worker 0 listens at its address in `TF_CONFIG`, where TensorFlow's server listens afterwards. One JSON object
+per line:
+
+    worker K → worker 0    {"worker": K, "addresses": [...]}
+    worker 0 → worker K    {"missing": [2, 3]}     every second
+                           {"refused": "..."}      not a worker of this job
+                           {"start": true}         all workers are there
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from replicast.config import START_TIMEOUT, Cluster
+from replicast.errors import ClusterError
+
+REPORT_SECS = 10.0
+"""After this time a waiting worker reports who is missing."""
+REPEAT_SECS = 30.0
+"""How often it does so again."""
+_LOOK_SECS = 0.2
+_TELL_SECS = 1.0
+_ANSWER_SECS = 5.0
+"""Worker 0 sends something every second. Whoever is silent for this long is not worker 0, or hangs."""
+_SERVER_SECS = 30.0
+_MAX_LINE = 1 << 20
+
+
+def meet(cluster: Cluster, timeout_secs: float, report: Callable[[str], object]) -> None:
+    """Blocks until every worker of the cluster has called this, at most `timeout_secs`.
+
+    Args:
+        cluster: The workers.
+        timeout_secs: How long to wait.
+        report: Called with a line of text while workers are missing.
+
+    Raises:
+        ClusterError: Workers are missing after the timeout, or this worker's cluster is not worker 0's.
+    """
+    wait = _Wait(cluster, timeout_secs, report)
+    if cluster.rank == 0:
+        _host(cluster, wait)
+        return
+    while not _join(cluster, wait):
+        time.sleep(_LOOK_SECS)
+    _await_server(cluster.addresses[0])
+
+
+class _Wait:
+    """How long this worker has waited, and for whom."""
+
+    def __init__(self, cluster: Cluster, timeout_secs: float, report: Callable[[str], object]) -> None:
+        self._cluster = cluster
+        self._timeout_secs = timeout_secs
+        self._report = report
+        self._began = time.monotonic()
+        self._next_report_secs = REPORT_SECS
+
+    def check(self, missing: Sequence[int], why: str) -> None:
+        """Reports who is missing when it is time to, and raises after the timeout."""
+        waited_secs = time.monotonic() - self._began
+        names = ", ".join(f"worker {worker} ({self._cluster.addresses[worker]})" for worker in missing)
+        if waited_secs >= self._timeout_secs:
+            raise ClusterError(
+                f"Not all workers started within {self._timeout_secs:.0f} s: {names} {why}",
+                remedy=f"Start all workers of TF_CONFIG, or set {START_TIMEOUT} to a longer time in seconds",
+            )
+        if waited_secs >= self._next_report_secs:
+            self._next_report_secs += REPEAT_SECS
+            self._report(
+                f"replicast: worker {self._cluster.rank} has waited {waited_secs:.0f} s for {names}, "
+                f"which {why}\n"
+            )
+
+
+class _Line:
+    """A connection over which JSON objects go, one per line."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._buffer = b""
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[dict[str, Any]]:
+        """What has arrived. Blocks if nothing has.
+
+        Raises:
+            OSError: The connection is closed.
+            ValueError: The other side does not speak this protocol.
+        """
+        data = self.connection.recv(65536)
+        if not data:
+            raise ConnectionError("closed by the other side")
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if len(self._buffer) > _MAX_LINE:
+            raise ValueError("a line without an end")
+        messages = [json.loads(line) for line in lines]
+        if not all(isinstance(message, dict) for message in messages):
+            raise ValueError("not a JSON object")
+        return messages
+
+
+def _host(cluster: Cluster, wait: _Wait) -> None:
+    """Worker 0: waits for all others, then tells them to start."""
+    strangers: list[_Line] = []
+    workers: dict[int, _Line] = {}
+    with _listening(cluster.addresses[0]) as listener, contextlib.ExitStack() as connections:
+        told = 0.0
+        while len(workers) < cluster.size - 1:
+            missing = [worker for worker in range(1, cluster.size) if worker not in workers]
+            wait.check(missing, "has not started" if len(missing) == 1 else "have not started")
+            everyone = {line.connection: line for line in (*strangers, *workers.values())}
+            ready, _, _ = select.select([listener, *everyone], [], [], _LOOK_SECS)
+            for connection in ready:
+                if connection is listener:
+                    accepted = connections.enter_context(listener.accept()[0])
+                    accepted.settimeout(_TELL_SECS)
+                    strangers.append(_Line(accepted))
+                else:
+                    _hear(cluster, everyone[connection], strangers, workers)
+            if time.monotonic() - told >= _TELL_SECS:
+                told = time.monotonic()
+                _tell(workers, {"missing": missing})
+        listener.close()  # before anyone is told: the next to listen here is TensorFlow's server
+        _tell(workers, {"start": True})
+
+
+def _hear(cluster: Cluster, line: _Line, strangers: list[_Line], workers: dict[int, _Line]) -> None:
+    """Takes what came over a connection: a worker introduces itself once, and may go again."""
+    try:
+        messages = line.receive()
+    except (OSError, ValueError):
+        line.connection.close()
+        strangers[:] = [other for other in strangers if other is not line]
+        for worker in [worker for worker, other in workers.items() if other is line]:
+            del workers[worker]
+        return
+    for message in messages:
+        rank = message.get("worker")
+        known = type(rank) is int and 0 < rank < cluster.size
+        if message.get("addresses") != list(cluster.addresses) or not known:
+            refused = f"worker 0 has the workers {', '.join(cluster.addresses)}"
+            with contextlib.suppress(OSError):
+                line.send({"refused": refused})
+        else:
+            strangers[:] = [other for other in strangers if other is not line]
+            workers[int(message["worker"])] = line
+
+
+def _tell(workers: dict[int, _Line], message: dict[str, Any]) -> None:
+    for line in workers.values():
+        with contextlib.suppress(OSError):  # `_hear` notices
+            line.send(message)
+
+
+def _join(cluster: Cluster, wait: _Wait) -> bool:
+    """Another worker: goes to worker 0 once and waits there; returns whether it was told to start."""
+    host, port = _host_and_port(cluster.addresses[0])
+    missing, why = [0], "does not answer"
+    try:
+        wait.check(missing, why)
+        with socket.create_connection((host, port), timeout=_ANSWER_SECS) as connection:
+            line = _Line(connection)
+            line.send({"worker": cluster.rank, "addresses": list(cluster.addresses)})
+            heard = time.monotonic()
+            while time.monotonic() - heard < _ANSWER_SECS:
+                wait.check(missing, why)
+                if not select.select([connection], [], [], _LOOK_SECS)[0]:
+                    continue
+                heard = time.monotonic()
+                for message in line.receive():
+                    if message.get("start"):
+                        return True
+                    if "refused" in message:
+                        raise ClusterError(
+                            f"TF_CONFIG differs between the workers: {message['refused']}",
+                            received=f"worker {cluster.rank} has {', '.join(cluster.addresses)}",
+                            remedy="Give all workers of the job the same addresses",
+                        )
+                    missing = [worker for worker in message["missing"] if worker in range(cluster.size)]
+                    why = "has not started" if len(missing) == 1 else "have not started"
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # Not there yet, gone again, or another program at this address.
+    return False
+
+
+def _await_server(address: str) -> None:
+    """Waits until TensorFlow's server in worker 0 listens: a connection that fails is not retried for 1 s."""
+    ends = time.monotonic() + _SERVER_SECS
+    while time.monotonic() < ends:
+        with contextlib.suppress(OSError), socket.create_connection(_host_and_port(address), timeout=1.0):
+            return
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def _listening(address: str) -> Iterator[socket.socket]:
+    """A socket that listens at an address of this host; at all addresses if this host does not know it."""
+    host, port = _host_and_port(address)
+    try:
+        listener = _listen(host, port)
+    except OSError:
+        try:
+            listener = _listen("", port)
+        except OSError as error:
+            raise ClusterError(
+                f"Worker 0 cannot listen at its address in TF_CONFIG ({error.strerror})", received=address
+            ) from None
+    with listener:
+        yield listener
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Whoever reserves the port for this worker has it bound with SO_REUSEADDR or with SO_REUSEPORT: set both.
+    return socket.create_server((host, port), family=family, backlog=1024, reuse_port=True)
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,169 @@
+"""Workers meet before TensorFlow connects them: with threads or plain processes as workers, over loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from replicast.config import START_TIMEOUT, Cluster, start_timeout_secs
+from replicast.errors import ClusterError
+from replicast.rendezvous import meet
+
+DEADLINE_SECS = 20.0
+
+
+def free_addresses(count: int) -> tuple[str, ...]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return tuple(f"127.0.0.1:{held.getsockname()[1]}" for held in sockets)
+
+
+class Meeting(threading.Thread):
+    """One worker that comes to the meeting."""
+
+    def __init__(self, addresses: tuple[str, ...], rank: int, timeout_secs: float = DEADLINE_SECS) -> None:
+        super().__init__(daemon=True)
+        self._arguments = (Cluster(addresses=addresses, rank=rank), timeout_secs)
+        self.lines: list[str] = []
+        self.error: ClusterError | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            meet(*self._arguments, self.lines.append)
+        except ClusterError as error:
+            self.error = error
+
+    def has_met(self) -> bool:
+        self.join(DEADLINE_SECS)
+        return not self.is_alive() and self.error is None
+
+
+@pytest.fixture(autouse=True)
+def no_server_of_tensorflow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test waits for it."""
+    monkeypatch.setattr("replicast.rendezvous._SERVER_SECS", 0.0)
+    return
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_all_workers_meet_in_whatever_order_they_come(order: tuple[int, ...]) -> None:
+    addresses = free_addresses(3)
+    workers = [Meeting(addresses, rank) for rank in order]
+    assert all(worker.has_met() for worker in workers)
+
+
+@pytest.mark.parametrize("option", [socket.SO_REUSEADDR, socket.SO_REUSEPORT])
+def test_a_port_that_is_reserved_for_worker_0_can_be_used(option: int) -> None:
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, option, 1)
+        held.bind(("127.0.0.1", 0))
+        addresses = (f"127.0.0.1:{held.getsockname()[1]}", "127.0.0.1:9")
+        assert all(worker.has_met() for worker in (Meeting(addresses, 0), Meeting(addresses, 1)))
+
+
+def test_waiting_workers_say_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicast.rendezvous.REPORT_SECS", 1.5)  # two messages of worker 0
+    addresses = free_addresses(3)
+    others = {Meeting(addresses, 1, timeout_secs=3.0): 3, Meeting(addresses, 0, timeout_secs=4.0): 4}
+    for worker, secs in others.items():
+        worker.join(DEADLINE_SECS)
+        assert f"worker 2 ({addresses[2]}), which has not started" in worker.lines[0]
+        assert f"Not all workers started within {secs} s: " in str(worker.error)
+        assert f"worker 2 ({addresses[2]})" in str(worker.error)
+        assert START_TIMEOUT in str(worker.error)
+
+
+def test_a_worker_says_when_worker_0_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicast.rendezvous.REPORT_SECS", 0.5)
+    addresses = free_addresses(2)
+    worker = Meeting(addresses, 1, timeout_secs=1.5)
+    worker.join(DEADLINE_SECS)
+    assert f"for worker 0 ({addresses[0]}), which does not answer" in worker.lines[0]
+    assert worker.error is not None
+
+
+def test_a_worker_of_another_job_is_refused_and_told_why() -> None:
+    addresses = free_addresses(2)
+    host = Meeting(addresses, 0)
+    stranger = Meeting((addresses[0], "127.0.0.1:9"), 1)
+    stranger.join(DEADLINE_SECS)
+    assert "TF_CONFIG differs between the workers" in str(stranger.error)
+    assert addresses[1] in str(stranger.error)
+    assert Meeting(addresses, 1).has_met()
+    assert host.has_met()
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"worker": true}\n', b""])
+def test_whoever_does_not_speak_the_protocol_disturbs_nothing(said: bytes) -> None:
+    addresses = free_addresses(2)
+    host = Meeting(addresses, 0)
+    port = int(addresses[0].rpartition(":")[2])
+    with contextlib.ExitStack() as stack:
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                visitor = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                break
+        visitor.sendall(said)
+        assert Meeting(addresses, 1).has_met()
+    assert host.has_met()
+
+
+def test_a_worker_that_died_while_it_waited_is_missing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicast.rendezvous.REPORT_SECS", 0.0)
+    monkeypatch.setattr("replicast.rendezvous.REPEAT_SECS", 0.0)
+    addresses = free_addresses(3)
+    host = Meeting(addresses, 0)
+    with process(addresses, 1) as dying:
+        eventually_said(host, "for worker 2 (")
+        dying.kill()
+    said = len(host.lines)
+    eventually_said(host, "for worker 1 (", since=said)
+    assert all(worker.has_met() for worker in (Meeting(addresses, 1), Meeting(addresses, 2), host))
+
+
+def eventually_said(worker: Meeting, text: str, since: int = 0) -> None:
+    ends = threading.Event()
+    for _ in range(int(DEADLINE_SECS / 0.02)):
+        if any(text in line for line in worker.lines[since:]):
+            return
+        ends.wait(0.02)
+    pytest.fail(f"{text!r} was not said: {worker.lines[-3:]}")
+
+
+def process(addresses: tuple[str, ...], rank: int) -> subprocess.Popen[str]:
+    program = (
+        "import sys; from replicast import rendezvous; from replicast.config import Cluster\n"
+        "rendezvous.REPORT_SECS = 0.0\n"
+        f"rendezvous.meet(Cluster(addresses={addresses!r}, rank={rank}), 60.0, sys.stderr.write)"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, env=os.environ
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_worker_that_waits_for_the_others(rank: int, signum: signal.Signals) -> None:
+    waiting = process(free_addresses(2), rank)
+    assert waiting.stderr is not None
+    with waiting:
+        assert "has waited" in waiting.stderr.readline()
+        waiting.send_signal(signum)
+        assert waiting.wait(DEADLINE_SECS) == -signum
+
+
+def test_the_time_limit_comes_from_the_environment() -> None:
+    assert start_timeout_secs({}) == 3600.0
+    assert start_timeout_secs({START_TIMEOUT: "90"}) == 90.0
+    for wrong in ("soon", "0", "-1", "inf", "nan"):
+        with pytest.raises(ClusterError, match=START_TIMEOUT):
+            start_timeout_secs({START_TIMEOUT: wrong})

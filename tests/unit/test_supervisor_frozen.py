@@ -1,0 +1,89 @@
+"""Which workers count as frozen, and what a group of real processes does about it."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+
+from replicast.config import PEER_FAILED
+from replicast.supervisor.frozen import FrozenWorkers
+from replicast.supervisor.group import Group, GroupEnd, Timeouts
+from replicast.supervisor.interruptions import Interruptions
+from replicast.supervisor.plan import WorkerPlan
+from replicast.supervisor.screen import Screen
+
+FREEZES = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+WAITS_FOR_EVER = "import time; time.sleep(3600)"
+
+
+def test_a_worker_is_frozen_from_the_first_look_that_finds_it_stopped() -> None:
+    workers = FrozenWorkers()
+    workers.update([1], 3, now=100.0)
+    workers.update([1, 2], 3, now=104.0)
+    assert workers.for_at_least(5.0, now=106.0) == {1}
+    assert workers.for_at_least(0.0, now=106.0) == {1, 2}
+
+
+def test_a_worker_that_continues_is_not_frozen() -> None:
+    workers = FrozenWorkers()
+    workers.update([1], 2, now=100.0)
+    workers.update([], 2, now=109.0)
+    workers.update([1], 2, now=110.0)
+    assert workers.for_at_least(5.0, now=111.0) == set()
+
+
+def test_a_job_that_is_stopped_as_a_whole_is_paused() -> None:
+    workers = FrozenWorkers()
+    workers.update([0, 1], 2, now=100.0)
+    workers.update([0], 2, now=200.0)  # worker 1 is continued a moment before worker 0
+    assert workers.for_at_least(5.0, now=201.0) == set()
+    workers.update([0], 1, now=300.0)
+    assert workers.for_at_least(0.0, now=300.0) == set(), "a job of one worker"
+
+
+def run_group(directory: Path, *programs: str, frozen_secs: float) -> GroupEnd:
+    plans = [
+        WorkerPlan(rank, (sys.executable, "-c", program), {}, directory / f"{rank}.log")
+        for rank, program in enumerate(programs)
+    ]
+    screen = Screen(io.StringIO(), io.StringIO(), live_rank=None, colour=False)
+    timeouts = Timeouts(frozen_secs=frozen_secs)
+    with Interruptions() as interruptions:
+        group = Group(plans, screen=screen, tee=frozenset(), timeouts=timeouts, interruptions=interruptions)
+        return group.run(os.environ)
+
+
+def test_a_frozen_worker_is_killed_and_named_and_the_others_are_ended(tmp_path: Path) -> None:
+    end = run_group(tmp_path, WAITS_FOR_EVER, FREEZES, frozen_secs=0.5)
+    assert end.first_failure is not None
+    assert (end.first_failure.rank, end.first_failure.frozen) == (1, True)
+    assert {ended.rank: ended.stopped for ended in end.exits} == {0: True, 1: True}
+
+
+def wait_until_frozen(directory: Path) -> str:
+    """The start of a program that goes on once the worker that wrote its pid there is frozen."""
+    return f"""
+import pathlib, sys, time
+noted = pathlib.Path({str(directory)!r}) / "pid"
+while not noted.exists() or not noted.read_text(): time.sleep(0.01)
+while ") T" not in pathlib.Path(f"/proc/{{noted.read_text()}}/stat").read_text(): time.sleep(0.01)
+"""
+
+
+def test_a_worker_that_fails_because_of_a_frozen_one_is_not_named(tmp_path: Path) -> None:
+    notes = f"import os; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); "
+    fails = wait_until_frozen(tmp_path) + f"sys.exit({PEER_FAILED})"
+    end = run_group(tmp_path, notes + FREEZES, fails, frozen_secs=3600.0)
+    assert end.first_failure is not None
+    assert end.first_failure.rank == 0
+
+
+def test_a_worker_that_fails_by_itself_is_named_although_another_was_just_stopped(tmp_path: Path) -> None:
+    notes = f"import os; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); "
+    end = run_group(
+        tmp_path, notes + FREEZES, wait_until_frozen(tmp_path) + "sys.exit(4)", frozen_secs=3600.0
+    )
+    assert end.first_failure is not None
+    assert (end.first_failure.rank, end.first_failure.code) == (1, 4)
