@@ -324,6 +324,10 @@ class NoAnswer(ReplicastError):  # noqa: N818 - reads as a sentence: raise NoAns
     """The job was asked for something, and is not running or has not answered in time."""
 
 
+class RequestRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise RequestRefused
+    """The job was asked for something, and has answered why it does not do it."""
+
+
 class RequestFailed(ReplicastError):  # noqa: N818 - reads as a sentence: raise RequestFailed
     """A request to a run did not arrive: its server cannot be reached or did not accept it; the disk is full.
 

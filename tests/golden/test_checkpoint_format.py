@@ -49,7 +49,10 @@ def draft() -> Draft:
         metrics={"loss": 0.5, "perplexity": float("inf")},
         versions={"replicast": "0.1.0", "keras": "3.12.0"},
         missing=(40, 41),
-        pending=(PendingUpdate("golden-2", "d" * 32, 1300, Trial(50), "me", "why", ("0-7", "inbox-3")),),
+        pending=(
+            PendingUpdate("golden-2", "d" * 32, 1300, Trial(50), "me", "why", ("0-7", "inbox-3")),
+            PendingUpdate("golden-3", "e" * 32, None, None, "me", "", ("0-8",), reverts=7, forced=True),
+        ),
         script={"fits": [[3, 20, None]], "inside": "fit"},
         measured='[[1200, 1, {"loss": 0.5}]]',
     )

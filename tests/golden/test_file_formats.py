@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from replicast.core.entries import (
+    Before,
     Committed,
     Decided,
     Entry,
@@ -29,6 +30,7 @@ from replicast.storage.index import write_index
 from replicast.storage.journal import FileJournal
 from replicast.storage.runfiles import RunInfo, read_run_info, write_run_info
 from replicast.storage.updates import committed_updates, load_update
+from replicast.update.inverse import update_before
 from replicast.update.schema import Schema, Variable
 from replicast.update.trial import Trial, TrialOutcome
 from replicast.update.update import Update
@@ -61,13 +63,23 @@ def entries() -> list[Entry]:
         Payload("golden-1", digest, None, "somebody", "fix drifted bias é"),
         Scheduled("golden-1", digest, 1200, trial),
         Committed(1, "golden-1", digest, 1200, 1, trial, 0.5, workers=3),
+        Before(1, "golden-1", (1, 6)),
         Decided(1, True, 1250, 1, "loss was 0.5 before the update", 0.25),
         Receipt(
             1, "golden-1", 1200, digests, 0.125, 0.0625, TIME + 1, Stage.VERIFIED, outcome, 1, (38400,) * 3
         ),
         Withdrawn("golden-2"),
         Refused("golden-3", ("0-7", "inbox-3"), "there is no variable é"),
+        Committed(2, "golden-1", digest, 1300, 1, workers=3, reverts=1),
+        Before(2, "golden-1", None, "Update 2 cannot be reverted"),
     ]
+
+
+def before() -> Update:
+    """The values before the update."""
+    kernel = np.array([[3.0, 4.0]]).astype(ml_dtypes.bfloat16)
+    rows = {"moving_mean": (np.array([1]), np.array([0.5], np.float16))}
+    return update_before("golden-1", {"dense/kernel": kernel}, rows)
 
 
 def claim() -> Claim:
@@ -107,6 +119,8 @@ def test_what_a_group_writes_stays_what_it_is(tmp_path: Path, monkeypatch: pytes
     journal = FileJournal(tmp_path, fence)
     write_run_info(fence, run_info())
     for entry in entries():
+        if isinstance(entry, Before) and entry.content is not None:
+            entry = replace(entry, content=journal.stage_before(before()))
         journal.write(entry, update() if isinstance(entry, Payload) else None)
     write_index(tmp_path, 1, counted_entries(tmp_path)[0])
     names = sorted(path.name for path in (FOLDER / "group").iterdir())
@@ -119,14 +133,17 @@ def test_what_a_group_writes_stays_what_it_is(tmp_path: Path, monkeypatch: pytes
 def test_what_a_group_wrote_is_read(tmp_path: Path, without_index: bool) -> None:
     shutil.copytree(FOLDER / "group", tmp_path / "groups" / "000001")
     if without_index:
-        (tmp_path / "groups" / "000001" / "000009.index.jsonl").unlink()
+        (tmp_path / "groups" / "000001" / "000012.index.jsonl").unlink()
     assert last_claim(tmp_path) == claim()
-    files, indexed, _ = counted_entries(tmp_path)
-    assert indexed == (0 if without_index else 9)
+    files, indexed, damaged = counted_entries(tmp_path)
+    assert not damaged
+    assert indexed == (0 if without_index else 12)
     content = "golden-1", update().content_digest()
     expected = [replace(one, content=content) if isinstance(one, Payload) else one for one in entries()]
     assert [file.entry() for file in files] == expected
-    (committed,) = committed_updates(tmp_path)
+    committed, revert = committed_updates(tmp_path)
+    assert (committed.reverted_by, revert.reverts) == (2, 1)
+    assert Update.load(files[5].payload_path(tmp_path)).content_digest() == before().content_digest()
     assert [edit["variable"] for edit in committed.edits] == [edit.variable for edit in update().edits]
     assert load_update(tmp_path, 1).content_digest() == update().content_digest()
     assert read_run_info(tmp_path).to_json() == run_info().to_json()

@@ -95,6 +95,27 @@ STORIES: dict[str, tuple[str, Plan]] = {
         "An update on trial is reverted by every replica.",
         Plan(steps=5, script={1: [("propose", 0, on_trial(UPDATE, -0.9))]}),
     ),
+    "pull": (
+        "A process outside asks for the value of d; worker 1 has another one, and the answer says so.",
+        Plan(
+            steps=3,
+            script={3: [("audit", "heal")]},
+            incidents=[(0.1, "drift", 1, 99), (0.2, "ask", "ask-1", "pull", ("d",))],
+        ),
+    ),
+    "revert": (
+        "An update assigns d; a later one, pushed from outside, reverts it: d is what it was before.",
+        Plan(
+            steps=4,
+            save_every=4,
+            script={0: [("propose", 1, Proposal("assign-9", "digest-of-assign-9", (("assign", "d", 9),)))]},
+            incidents=[(1.0, "push", "push-1", Proposal("undo", "", reverts=1))],
+        ),
+    ),
+    "stopped-from-outside": (
+        "A process outside stops the job: all save at one boundary, worker 0 answers, and they leave.",
+        Plan(steps=3, incidents=[(0.3, "ask", "ask-1", "leave", ())]),
+    ),
     "leave": (
         "Worker 1 is told to exit: all save at one boundary and exit; the next start continues from there.",
         Plan(steps=3, incidents=[(0.3, "request", 1, "leave")]),

@@ -1,21 +1,13 @@
-"""Reports of audits in the run directory, and requests for one."""
+"""Reports of audits in the run directory."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from replicast.storage import inbox, runfiles
-from replicast.storage.auditfiles import (
-    answer_to,
-    append_audit,
-    audit_requests,
-    last_audits,
-    request_audit,
-    withdraw_request,
-)
+from replicast.storage import runfiles
+from replicast.storage.auditfiles import append_audit, last_audits
 from replicast.storage.fence import Fence
 from replicast.storage.runfiles import FORMAT, RunInfo, lines_from_the_end, write_run_info
 from tests.unit.played_job import SCHEMA
@@ -76,26 +68,3 @@ def test_lines_of_something_else_are_left_out(tmp_path: Path) -> None:
     with (tmp_path / "audits.jsonl").open("ab") as file:
         file.write(b'[]\n3\n{"number": 1}\nnull\n\n')
     assert last_audits(tmp_path, 9) == [report()]
-
-
-def test_a_request_waits_until_a_report_answers_it_and_is_no_update(tmp_path: Path) -> None:
-    assert audit_requests(tmp_path) == ()
-    first, second = request_audit(tmp_path), request_audit(tmp_path)
-    assert set(audit_requests(tmp_path)) == {first, second}
-    assert inbox.waiting(tmp_path) == []
-    inbox.clean(tmp_path)
-    append_audit(tmp_path, report(requests=(first,)))
-    for number in range(4, 400):
-        append_audit(tmp_path, report(number=number, requests=()))
-    assert audit_requests(tmp_path) == (second,)
-    assert answer_to(tmp_path, first) == replace(report(), requests=(first,))
-    assert answer_to(tmp_path, second) is None
-    withdraw_request(tmp_path, second)
-    withdraw_request(tmp_path, second)
-    assert audit_requests(tmp_path) == ()
-
-
-def test_a_report_cannot_remove_anything_but_requests(tmp_path: Path) -> None:
-    (tmp_path / "other.audit.json").write_text("{}")
-    append_audit(tmp_path, report(requests=("../other",)))
-    assert (tmp_path / "other.audit.json").exists()

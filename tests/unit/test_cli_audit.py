@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from replicast.audits.report import Deviation, Difference
-from replicast.storage.auditfiles import append_audit, audit_requests
+from replicast.storage import requests
+from replicast.storage.auditfiles import append_audit
+from replicast.storage.requests import Answer
 from replicast.storage.runfiles import WorkerNote, write_worker_note
 from tests.unit.played_job import heard_of, invoke, made_run, meanwhile
 from tests.unit.test_audit import report
@@ -34,7 +36,12 @@ class Auditing:
     def act(self, _secs: float) -> None:
         self.looks -= 1
         if self.looks == 0:
-            append_audit(self.run, report(**self.fields | {"requests": audit_requests(self.run)}))
+            ids = tuple(map(requests.id_of, requests.waiting(self.run)))
+            made = report(**self.fields | {"requests": ids})
+            append_audit(self.run, made)
+            for id_ in ids:
+                answer = Answer("audit", "me", True, made.step, 0, 1.0, details=made.to_json())
+                requests.answer(self.run, id_, answer)
 
 
 def answered_by(monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
@@ -119,7 +126,7 @@ def test_the_exit_code_says_whether_replicas_differ_still(
     assert result.exit_code == code
     assert invoke("audit", run).exit_code == code
     assert "  audit 3 at step 300: " in result.output
-    assert audit_requests(run) == ()
+    assert not list(requests.waiting(run))
     assert list((run / "inbox").iterdir()) == []
 
 
@@ -140,7 +147,7 @@ def test_a_job_that_does_not_run_is_not_waited_for(run: Path) -> None:
     result = invoke("audit", run, "--now")
     assert result.exit_code == 3
     assert "The job is not running (last heard of 60 s ago)" in result.output
-    assert audit_requests(run) == ()
+    assert not list(requests.waiting(run))
 
 
 def test_a_job_that_ends_meanwhile_is_not_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +155,7 @@ def test_a_job_that_ends_meanwhile_is_not_waited_for(run: Path, monkeypatch: pyt
     result = invoke("audit", run, "--now")
     assert result.exit_code == 3
     assert "ended without an audit" in result.output
-    assert audit_requests(run) == ()
+    assert not list(requests.waiting(run))
 
 
 def test_a_report_that_was_the_last_word_of_a_job_is_shown(
@@ -178,7 +185,7 @@ def test_a_deadline_that_passes_says_who_is_waited_for(run: Path) -> None:
     for rank in range(2):
         note(run, rank, 5, training=False)
     assert "training to begin" in invoke("audit", run, "--now", "--timeout", 0).output
-    assert audit_requests(run) == ()
+    assert not list(requests.waiting(run))
 
 
 def test_of_a_job_that_hangs_inside_a_step_the_worker_with_the_oldest_note_is_named(run: Path) -> None:
@@ -200,7 +207,7 @@ def test_ctrl_c_takes_the_request_back(run: Path, monkeypatch: pytest.MonkeyPatc
 
     answered_by(monkeypatch, interrupt)
     assert invoke("audit", run, "--now").exit_code == 130
-    assert audit_requests(run) == ()
+    assert not list(requests.waiting(run))
 
 
 def test_a_request_that_cannot_be_written_is_refused(run: Path) -> None:

@@ -240,6 +240,20 @@ def test_what_was_refused_and_submitted_again_can_be_withdrawn(tmp_path: Path) -
     assert not path.exists()
 
 
+@pytest.mark.parametrize("reverts", [-1, "1", 2**70, True, 1.0])
+def test_a_revert_of_what_is_no_number_is_refused(tmp_path: Path, reverts: Any) -> None:
+    path = inbox.submit(tmp_path, Update(id="undo"), reverts=reverts)
+    with pytest.raises((UpdateRefused, FileDamaged)):
+        inbox.read(path)
+
+
+def test_a_revert_has_no_edits_of_its_own(tmp_path: Path) -> None:
+    assert inbox.read(inbox.submit(tmp_path, Update(id="undo"), reverts=3, forced=True)).reverts == 3
+    path = inbox.submit(tmp_path, Update(id="both").add("w", 1.0), reverts=3)
+    with pytest.raises(UpdateRefused, match="no edits"):
+        inbox.read(path)
+
+
 def test_a_withdrawal_that_cannot_be_removed_hides_no_other(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         inbox.request_withdrawal(tmp_path, name)

@@ -15,7 +15,8 @@ import pytest
 
 import replicast
 from replicast.replicas.auditing import Auditing, AuditPlan
-from replicast.storage.auditfiles import answer_to, last_audits, request_audit
+from replicast.storage import requests
+from replicast.storage.auditfiles import last_audits
 from replicast.storage.updates import committed_updates
 from replicast.testing.job import Job, Worker, eventually
 from replicast.update.schema import Schema
@@ -279,7 +280,7 @@ def raised(strategy: Any, run_dir: Path) -> Any:
 
     def act(step: int) -> None:
         if step == 2 and strategy.rank == 0:
-            asked.append(request_audit(run_dir))
+            asked.append(requests.submit(run_dir, "audit", author="me", timeout_secs=600.0).id)
 
     def corrupt(step: int) -> None:
         if step == 3 and strategy.rank == 1:
@@ -290,15 +291,15 @@ def raised(strategy: Any, run_dir: Path) -> Any:
 
         def answered() -> bool:
             time.sleep(0.01)  # what a step would take: the worker's other threads need some time as well
-            return strategy.rank != 0 or answer_to(run_dir, asked[0]) is not None
+            return strategy.rank != 0 or requests.read_answer(run_dir, asked[0]) is not None
 
         fit(model, [replicas.callback(), AtStep(act), Until(meeting, answered)], 2, epochs=200)
         strictly = replicas.callback(audit_every=5, on_divergence="raise")
         with pytest.raises(replicast.ReplicasDiverged) as caught:
             fit(model, [strictly, AtStep(corrupt)], 50)
         healed = replicas.audit("heal")
-        report = None if strategy.rank else answer_to(run_dir, asked[0])
-        return str(caught.value), caught.value.step, healed, replicas.digests(), report
+        answer = None if strategy.rank else requests.read_answer(run_dir, asked[0])
+        return str(caught.value), caught.value.step, healed, replicas.digests(), answer
 
 
 def test_a_difference_ends_fit_on_all_workers_and_who_asks_from_outside_is_answered(
@@ -308,8 +309,7 @@ def test_a_difference_ends_fit_on_all_workers_and_who_asks_from_outside_is_answe
     assert first[:4] == second[:4]
     assert "audited/dense/kernel: worker 1 differs from worker 0" in first[0]
     assert first[2].outcome == "healed"
-    assert first[4].equal
-    assert first[4].requests
+    assert (first[4].author, first[4].details["equal"]) == ("me", True)
 
 
 # What may differ.

@@ -18,8 +18,11 @@ import safetensors.numpy
 from click.testing import CliRunner
 
 from replicast.cli import main
+from replicast.client.author import this_user
+from replicast.config import TOLD_TO_END
 from replicast.core.stage import Stage
 from replicast.storage import inbox
+from replicast.storage.checkpoint import CheckpointStore
 from replicast.storage.runfiles import last_metrics
 from replicast.update.update import Update
 
@@ -149,6 +152,7 @@ def test_a_training_job_is_changed_from_outside(job: subprocess.Popen[str], tmp_
     bad_updates_in_the_inbox_are_refused_by_the_job(job, tmp_path)
     the_step_can_be_chosen(job, tmp_path)
     the_other_commands_tell_of_it(tmp_path)
+    values_can_be_pulled_and_reverted_and_the_state_saved(tmp_path)
     the_last_one_ends_the_training_and_all_weights_are_equal(job, tmp_path)
 
 
@@ -166,7 +170,7 @@ def an_audit_can_be_asked_for(directory: Path) -> None:
     assert re.fullmatch(r"\S+  audit \d+ at step \d+: \d+ variables are equal on 3 workers\n", asked.said), (
         asked
     )
-    assert list((directory / "run" / "inbox").glob("*.audit.json")) == []
+    assert list((directory / "run" / "inbox").glob("*.request.json")) == []
     (number,) = re.findall(r"audit (\d+) ", asked.said)
     listed = command("audit", "run", "--json", "--last", 100_000)
     assert number in {str(json.loads(line)["number"]) for line in listed.said.splitlines()}
@@ -247,6 +251,47 @@ def the_other_commands_tell_of_it(directory: Path) -> None:
     assert {one["id"] for one in status["refused"]} == {"nan", "shape", "torn", "\x1b[31mevil"}
     seen = command("status", "run")
     assert (seen.code, "run: 3 workers" in seen.said, "\x1b" in seen.said) == (0, True, False), seen
+
+
+def values_can_be_pulled_and_reverted_and_the_state_saved(directory: Path) -> None:
+    pulled = command("pull", "run", "learning_rate", "-o", "rate.npy")
+    assert pulled.code == 0, pulled
+    assert np.load(directory / "rate.npy") == np.float32(0.002)
+    planned = command("revert", "run", "near", "--dry-run")
+    assert planned.code == 0, planned
+    assert "goes back to exactly the values before" in planned.said
+    reverted = command("revert", "run", "near", "--wait")
+    assert reverted.code == 0, reverted
+    assert re.search(r"^  digest [0-9a-f]{32}, the same on 3 workers$", reverted.said, re.MULTILINE), reverted
+    assert command("pull", "run", "learning_rate", "-o", "rate.npy").code == 0
+    assert np.load(directory / "rate.npy") == np.float32(0.001)
+    again = command("revert", "run", "near")
+    assert again.code == 1, again
+    assert "is reverted already" in again.said
+    rows = command("pull", "run", "hidden/kernel", "--rows", "1,5:7", "-o", "rows.safetensors")
+    assert rows.code == 0, rows
+    (array,) = safetensors.numpy.load_file(directory / "rows.safetensors").values()
+    assert array.shape == (3, 4)
+    saved = command("checkpoint", "now", "run")
+    assert saved.code == 0, saved
+    assert [one.step for one in CheckpointStore(directory / "run").list()] == [
+        int(re.findall(r"of step (\d+)", saved.said)[0])
+    ]
+
+
+def test_a_training_job_is_stopped_from_outside(job: subprocess.Popen[str], tmp_path: Path) -> None:
+    eventually(lambda: last_metrics(tmp_path / "run") is not None, job, "no step was trained")
+    stopped = command("stop", "run")
+    assert stopped.code == 0, stopped
+    step = int(re.findall(r"stopped at step (\d+)", stopped.said)[0])
+    said, _ = job.communicate(timeout=DEADLINE_SECS)
+    assert job.returncode == TOLD_TO_END, said
+    assert f"replicast: stopped by {this_user()} at step {step}" in said
+    assert "restart" not in said
+    pulled = command("pull", "run", "out/bias", "-o", "bias.npy")
+    assert pulled.code == 0, pulled
+    assert f"from the checkpoint {step}" in pulled.said
+    assert np.load(tmp_path / "bias.npy").shape == (2,)
 
 
 def the_last_one_ends_the_training_and_all_weights_are_equal(

@@ -177,6 +177,39 @@ def test_what_was_assigned_belongs_to_each_worker_alone_and_training_continues(p
     assert_equal_on_all(pool3.run(assigned_and_changed))
 
 
+def held_and_changed(strategy: Any) -> list[str]:
+    """The edits after which values that were held before are not what they were."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), Everything(name="all")])
+        model.compile("sgd", "mse")
+    state = KerasState(model, optimizers_by_name(model))
+    rows, lost = np.array([3, 0, 30]), []
+    for dtype in sorted(DTYPES):
+        for seed, update in enumerate(updates_of(dtype, aligned, 100)):
+            (edit,) = planned(Update(allow_nonfinite=True).replaced(update.edits), state.schema).edits
+            for array in edit.arrays.values():
+                array.flags.writeable = True  # as what comes out of a transport
+            name = edit.variable
+            component(state._variables[name]).assign(tf.constant(values_of(dtype, seed)))
+            before = state.read([name])[name]
+            held = state.hold([name], {name: rows})
+            state.apply([edit])
+            if dtype != "bool":
+                variable = component(state._variables[name])
+                variable.assign_add(tf.cast(tf.ones(variable.shape), variable.dtype))  # as training does
+            whole, parts = held()
+            if whole[name].tobytes() != before.tobytes() or parts[name].tobytes() != before[rows].tobytes():
+                lost.append(f"{dtype} {edit.operation}")
+            assert state.read_rows(name, rows).tobytes() == state.read([name])[name][rows].tobytes()
+    return lost
+
+
+def test_values_that_are_held_for_a_revert_stay_what_they_were_whatever_changes_the_variable(
+    pool1: Pool,
+) -> None:
+    assert pool1.run(held_and_changed) == [[]]
+
+
 # Names, and what is reset with a weight.
 
 

@@ -15,6 +15,7 @@ from replicast.errors import (
     NotFound,
     ReplicastError,
     RequestFailed,
+    RequestRefused,
     UpdateRefused,
 )
 
@@ -25,17 +26,20 @@ COMMANDS = {
     "log": "List the updates that a run has committed.",
     "show": "Show everything about one update.",
     "inspect": "Say what a file would do; list a run's variables.",
+    "revert": "Undo a committed update by a new one.",
+    "pull": "Write the live values of one variable to a file.",
     "withdraw": "Take back an update that is not committed yet.",
     "audit": "Show whether the replicas are equal; --now compares them.",
     "report": "Write a report on a run into one HTML file.",
-    "checkpoint": "List, verify, compare and patch checkpoints.",
+    "checkpoint": "List, verify, compare and patch checkpoints; make one now.",
+    "stop": "Stop a running job with a checkpoint.",
     "demo": "See it work, in under a minute.",
     "doctor": "Check this machine, and say how to fix what is wrong.",
 }
 """Each command and its line in `replicast --help`; `replicast.cli.NAME` has the command NAME."""
 
 
-_FAILURES = (NoAnswer, NotFound, RequestFailed)
+_FAILURES = (NoAnswer, NotFound, RequestFailed, RequestRefused)
 """What ends a command with exit code 1: the command is right, and cannot be done."""
 
 

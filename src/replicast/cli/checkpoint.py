@@ -13,18 +13,20 @@ from rich.table import Table
 from rich.text import Text
 
 from replicast.cli import Failed, texts
-from replicast.cli.arguments import directory_of
+from replicast.cli.arguments import directory_of, run_argument, timeout_option
 from replicast.cli.edit_options import EditCommand, check_usage, edit_options, update_of
 from replicast.cli.tables import facts_table, make_console, make_table, progress_bar
 from replicast.cli.update_tables import print_examination, print_problems
+from replicast.client import Run
 from replicast.client.examination import examine
-from replicast.errors import CheckpointError, FileDamaged
+from replicast.errors import CheckpointError, FileDamaged, NoAnswer
 from replicast.storage.checkpoint import CheckpointStore, Comparison, Manifest, Verdict, open_checkpoint
 from replicast.storage.checkpoint import diff as compare
 from replicast.storage.checkpoint import patch as patch_checkpoint
 from replicast.storage.checkpoint.writing import COMMITTED, MANIFEST, STATE
 
 _PATH = click.Path(path_type=Path)
+_NO_ANSWER = 3
 _NONE_YET = "The run has no checkpoints yet."
 path_argument = click.argument("path", type=_PATH, metavar="PATH|RUN")
 step_argument = click.argument("step", type=click.IntRange(min=0), required=False)
@@ -32,13 +34,14 @@ step_argument = click.argument("step", type=click.IntRange(min=0), required=Fals
 
 @click.group()
 def checkpoint() -> None:
-    """List, show, verify, compare and patch checkpoints.
+    """List, show, verify, compare and patch checkpoints; make one now.
 
     A checkpoint is a directory such as RUN/checkpoints/00001200-1. TensorFlow is not needed here.
 
     \b
     Examples:
       replicast checkpoint list runs/first
+      replicast checkpoint now runs/first
       replicast checkpoint verify runs/first
       replicast checkpoint patch runs/first/checkpoints/00001200-1 --add delta.safetensors -o patched
     """  # noqa: D301 - click wants a real backspace
@@ -71,6 +74,30 @@ def list_(run: Path, as_json: bool) -> None:
         click.echo(_NONE_YET)
     _print_damaged(problems)
     sys.exit(1 if problems else 0)
+
+
+@checkpoint.command()
+@run_argument
+@timeout_option
+def now(run: Run, timeout: float) -> None:
+    """Have a running job make a checkpoint at its next step.
+
+    It is written in the background while training goes on, and this waits until it is durable. If another
+    one is being written, it is made after that.
+
+    \b
+    Examples:
+      replicast checkpoint now runs/first
+      replicast checkpoint now https://host:8080/first
+
+    Exit code: 0 when it is durable; 1 when the job cannot make one; 2 when the command is wrong; 3 when the
+    job is not running or does not answer.
+    """  # noqa: D301 - click wants a real backspace
+    try:
+        step = run.checkpoint(timeout)
+    except NoAnswer as error:
+        raise Failed(texts.printable(error), _NO_ANSWER) from error
+    click.echo(f"saved the checkpoint of step {step}")
 
 
 @checkpoint.command()

@@ -100,7 +100,7 @@ def _push(context: click.Context, run: Run, options: dict[str, Any], trial: Tria
         return 1
     pushed = _pushed(run, update, options, trial, console)
     if options["wait"]:
-        return _wait(pushed, options["timeout"], console)
+        return follow(pushed, options["timeout"], console)
     where = shlex.quote(run.where)
     click.echo(f"Follow it: replicast status {where}, or replicast show {where} {update.id}")
     return 0
@@ -135,7 +135,7 @@ def _trial(context: click.Context, options: dict[str, Any]) -> Trial | None:
         raise click.UsageError(str(error)) from error
 
 
-def _wait(pushed: Pushed, timeout_secs: float, console: Console) -> int:
+def follow(pushed: Pushed, timeout_secs: float, console: Console) -> int:
     """Follows an update until it has ended or the time is up; says what became of it, for the exit code."""
     run = pushed.run
     try:

@@ -64,6 +64,8 @@ def _facts(view: UpdateView) -> list[tuple[str, str | Text]]:
         ("step", f"{step}, chosen by its author" if view.scheduled else step),
         ("author", texts.one_line(view.author)),
         ("note", texts.one_line(view.note)),
+        ("reverts", "" if view.reverts is None else f"update {view.reverts}"),
+        ("reverted", "" if view.reverted_by is None else f"by update {view.reverted_by}"),
         ("edits", texts.one_line(edits)),
         ("trial", "" if view.trial is None else texts.trial(view.trial)),
         ("since", "" if view.edits else texts.date(view.at)),

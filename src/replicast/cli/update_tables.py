@@ -54,6 +54,10 @@ def what_cell(view: UpdateView) -> Text:
     cell = Text(texts.one_line(edits_text(view.edits)))
     if view.sequence is not None and not view.nbytes:
         cell = Text("not known: its entry is damaged", style="red")
+    if view.reverts is not None:
+        cell.append(f"\nreverts update {view.reverts}", style="yellow")
+    if view.reverted_by is not None:
+        cell.append(f"\nreverted by update {view.reverted_by}", style="yellow")
     if view.outcome is not None:
         style = "green" if view.outcome.outcome == "kept" else "yellow"
         cell.append(f"\ntrial: {texts.outcome(view.outcome)}", style=style)

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from replicast.audits.report import AuditReport
-from replicast.client.audit_request import audit
 from replicast.client.examination import Examination, examine, views_of
 from replicast.client.metrics import Metrics, MetricsFile
 from replicast.client.notes import POLL_SECS, is_described, is_running, running_beside
+from replicast.client.requests import ask, audit, pull
+from replicast.client.reverting import examine_revert, submit_revert
 from replicast.client.run import Pushed, Run
 from replicast.client.submission import submit
 from replicast.client.updates import (
@@ -28,7 +29,7 @@ from replicast.client.updates import (
 )
 from replicast.client.views import Brief, CheckpointView, Overview, Pulled
 from replicast.client.withdrawal import withdraw
-from replicast.errors import FileDamaged, NotFound, NotSupported, PayloadRemoved, UpdateRefused
+from replicast.errors import FileDamaged, NotFound, PayloadRemoved, RequestRefused, UpdateRefused
 from replicast.files import read_json
 from replicast.storage.auditfiles import last_audits
 from replicast.storage.checkpoint import CheckpointStore
@@ -201,21 +202,30 @@ class DirectoryRun(Run):
         """As `Run.withdraw`."""
         return withdraw(self.path, update_id)
 
-    def revert(self, which: str | int, note: str = "", dry_run: bool = False) -> Pushed | Examination:
+    def revert(
+        self, which: str | int, note: str = "", dry_run: bool = False, force: bool = False
+    ) -> Pushed | Examination:
         """As `Run.revert`."""
-        raise NotSupported("revert", reason="it is not built yet", remedy="Push the inverse")
+        if dry_run:
+            return examine_revert(self.path, which, force=force)
+        return Pushed(self, submit_revert(self.path, which, note, force=force))
 
     def pull(self, name: str, rows: Sequence[int] | None = None, timeout: float = 300.0) -> Pulled:
         """As `Run.pull`."""
-        raise NotSupported("pull", reason="it is not built yet", remedy="Read a checkpoint")
+        return pull(self.path, name, rows, timeout)
 
     def checkpoint(self, timeout: float = 300.0) -> int:
         """As `Run.checkpoint`."""
-        raise NotSupported("checkpoint", reason="it is not built yet", remedy="Wait for a planned one")
+        return ask(self.path, "save", timeout)[0].step
 
     def stop(self, timeout: float = 300.0) -> int:
         """As `Run.stop`."""
-        raise NotSupported("stop", reason="it is not built yet", remedy="Send SIGTERM to the launcher")
+        answer, _ = ask(self.path, "leave", timeout)
+        if answer.problem:
+            raise RequestRefused(
+                f"The job has stopped at step {answer.step}, without a checkpoint: {answer.problem}"
+            )
+        return answer.step
 
     def metrics(self, since: int | None = None, points: int = 2000) -> Metrics:
         """As `Run.metrics`."""

@@ -98,11 +98,13 @@ class Examination:
         edits: Each edit with its values in short.
         problems: Why it would be refused: all problems, not only the first. A guard of the job is not known.
         warnings: What may be meant and rarely is, such as a negative learning rate.
+        notes: Of a revert: what it means for the training since then, variable by variable.
     """
 
     edits: tuple[EditView, ...]
     problems: tuple[UpdateRefused, ...] = ()
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -115,6 +117,7 @@ class Examination:
             "edits": [edit.to_json() for edit in self.edits],
             "problems": [problem.to_json() for problem in self.problems],
             "warnings": list(self.warnings),
+            "notes": list(self.notes),
         }
 
     @classmethod
@@ -129,6 +132,7 @@ class Examination:
                 tuple(EditView.from_json(edit) for edit in fields["edits"]),
                 tuple(UpdateRefused.from_json(problem) for problem in fields["problems"]),
                 tuple(map(str, fields["warnings"])),
+                tuple(map(str, fields.get("notes", ()))),
             )
 
 

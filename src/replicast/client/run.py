@@ -129,17 +129,20 @@ class Run(ABC):
         """
 
     @abstractmethod
-    def revert(self, which: str | int, note: str = "", dry_run: bool = False) -> Pushed | Examination:
-        """Pushes a new update that undoes one that was applied.
+    def revert(
+        self, which: str | int, note: str = "", dry_run: bool = False, force: bool = False
+    ) -> Pushed | Examination:
+        """Asks the running job for a new update that undoes one that was applied.
 
         Args:
             which: As in `show`.
             note: Why.
             dry_run: Only say what it would do.
+            force: Also when it is reverted already.
 
         Raises:
             NotFound: There is no such update.
-            UpdateRefused: It was not applied, or cannot be undone.
+            UpdateRefused: It was not applied, or cannot be undone, or the job is not running.
         """
 
     @abstractmethod
@@ -152,8 +155,9 @@ class Run(ABC):
             timeout: How long to wait for the job.
 
         Raises:
-            NotFound: There is no such variable, or nothing runs and there is no checkpoint.
+            NotFound: There is no such variable or row, or nothing runs and there is no checkpoint.
             NoAnswer: The job has not answered in time.
+            RequestRefused: The job refuses it: these are too many values.
         """
 
     @abstractmethod
@@ -162,14 +166,18 @@ class Run(ABC):
 
         Raises:
             NoAnswer: The job is not running, or has not saved one in time.
+            RequestRefused: The job cannot save one: a trial is under way, or the disk is full.
         """
 
     @abstractmethod
     def stop(self, timeout: float = 300.0) -> int:
-        """Asks the job to save a checkpoint and to end; returns the step at which it did.
+        """Asks the job to save a checkpoint and to end, as SIGTERM does; returns the step at which it did.
+
+        Its launcher does not start it again.
 
         Raises:
             NoAnswer: The job is not running, or has not ended in time.
+            RequestRefused: The job has stopped, and could not save a checkpoint.
         """
 
     @abstractmethod

@@ -131,12 +131,14 @@ class ServedRun(Run):
         """As `Run.withdraw`."""
         return self._posted(UpdateView.from_json, f"/updates/{_part(update_id)}/withdraw", 60.0)
 
-    def revert(self, which: str | int, note: str = "", dry_run: bool = False) -> Pushed | Examination:
+    def revert(
+        self, which: str | int, note: str = "", dry_run: bool = False, force: bool = False
+    ) -> Pushed | Examination:
         """As `Run.revert`."""
         path = f"/updates/{_part(which)}/revert"
         if dry_run:
-            return self._posted(Examination.from_json, path, note=note, dry_run=True)
-        return self._posted(self._pushed, path, note=note)
+            return self._posted(Examination.from_json, path, note=note, dry_run=True, force=force)
+        return self._posted(self._pushed, path, note=note, force=force)
 
     def pull(self, name: str, rows: Sequence[int] | None = None, timeout: float = 300.0) -> Pulled:
         """As `Run.pull`."""
@@ -212,6 +214,7 @@ def _pulled(told: Mapping[str, Any]) -> Pulled:
         source=str(told["source"]),
         array=array,
         rows=None if rows is None else tuple(map(int, rows)),
+        digests={int(rank): str(digest) for rank, digest in told.get("digests", {}).items()},
     )
 
 

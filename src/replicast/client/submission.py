@@ -35,7 +35,7 @@ def submit(
         return number, ""
     notes = read_worker_notes(run)
     _check_step(at_step, notes)
-    warning = _check_running(run, update, notes, next_start=next_start)
+    warning = check_running(run, update, notes, next_start=next_start)
     try:
         inbox.submit(run, update.signed(this_user()), at_step, trial)
     except OSError as error:
@@ -74,7 +74,7 @@ def _check_step(at_step: int | None, notes: list[WorkerNote]) -> None:
         )
 
 
-def _check_running(run: Path, update: Update, notes: list[WorkerNote], *, next_start: bool) -> str:
+def check_running(run: Path, update: Update, notes: list[WorkerNote], *, next_start: bool) -> str:
     """Refuses what nobody would take, unless that is wanted or it waits there already.
 
     Returns:

@@ -40,6 +40,8 @@ class UpdateView:
         edits: A summary of each edit: operation, variable, shape of what is written.
         scheduled: Whether its author chose the step.
         heals: Whether an audit made it.
+        reverts: The number of the update that it undoes, if any.
+        reverted_by: The number of the update that has undone it, if any.
         attempt: The attempt of the job that committed it.
         committed_at: Seconds since 1970.
         workers: The number of workers of the job.
@@ -69,6 +71,8 @@ class UpdateView:
     edits: tuple[Mapping[str, Any], ...] = ()
     scheduled: bool = False
     heals: bool = False
+    reverts: int | None = None
+    reverted_by: int | None = None
     attempt: int | None = None
     committed_at: float | None = None
     workers: int | None = None
@@ -268,7 +272,7 @@ _COMMITTED = (
         "nbytes",
         "sha256",
     ),
-    *("scheduled", "heals", "trial", "before", "receipts"),
+    *("scheduled", "heals", "reverts", "reverted_by", "trial", "before", "receipts"),
 )
 """What a view says as the journal does."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -196,10 +196,11 @@ class Pulled:
     Attributes:
         name: Its full name.
         step: The boundary whose values they are.
-        digest: The digest of the whole variable, the same on all workers.
+        digest: The digest of these values; of a running job, worker 0's.
         source: "job", or "checkpoint N" when none is running.
         array: The values.
         rows: The rows that were asked for; None for all.
+        digests: Of these values on each worker of a running job, by rank: they differ if the replicas do.
     """
 
     name: str
@@ -208,6 +209,12 @@ class Pulled:
     source: str
     array: Array
     rows: tuple[int, ...] | None = None
+    digests: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def differing(self) -> tuple[int, ...]:
+        """The workers whose values are not those of worker 0, which are the ones given here."""
+        return tuple(sorted(rank for rank, digest in self.digests.items() if digest != self.digest))
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the values."""
@@ -219,6 +226,7 @@ class Pulled:
             "shape": list(np.shape(self.array)),
             "dtype": self.array.dtype.name,
             "rows": None if self.rows is None else list(self.rows),
+            "digests": {str(rank): digest for rank, digest in self.digests.items()},
         }
 
 

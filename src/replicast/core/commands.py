@@ -40,11 +40,15 @@ class Ended:
     Attributes:
         id: That of the operation; of a planned save or audit, the text of its `ReportId`.
         outcome: An `Outcome`.
+        step: The boundary at which it happened, if it got there.
+        asked_by: The ids of the requests from outside that it answers.
     """
 
     kind: str
     id: str
     outcome: Any
+    step: int | None = None
+    asked_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

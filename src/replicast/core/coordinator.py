@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections import deque
 
 from replicast.core.engine import UNDECIDED
-from replicast.core.entries import Receipt, Saved, Withdrawn
+from replicast.core.entries import Committed, Receipt, Saved, Withdrawn
 from replicast.core.history import History
-from replicast.core.messages import OUTSIDE, Answer, At, Propose, Rest, Tell, ToCoordinator, Withdraw
+from replicast.core.messages import OUTSIDE, Answer, At, Propose, Request, Rest, Tell, ToCoordinator, Withdraw
 from replicast.core.operation import AuditTrail, Operation, Outcome, Script, Timeouts
 from replicast.core.operations.audit import Audit
 from replicast.core.operations.catalog import collective, planned, proposed, replayed, requested
 from replicast.core.operations.close import Close
 from replicast.core.operations.function import Function
+from replicast.core.operations.keep import Keep
+from replicast.core.operations.update import Update
 from replicast.core.proposal import Pending, Proposal
 from replicast.core.refusal import Refusal
 from replicast.core.reports import ReportId
@@ -86,7 +88,7 @@ class Coordinator(Tickets):
                 self._inbox.add(message.ticket)
             self._withdraw(message.ticket, message.id)
         else:
-            self._request(message.kind, message.asked_by)
+            self._request(message)
 
     def _propose(self, rank: int, message: Propose) -> None:
         """The same id with the same content is one update; with other content it is refused."""
@@ -103,7 +105,7 @@ class Coordinator(Tickets):
             operation.tickets.append(ticket)
             self.open(operation)
             self._note_proposer(operation, rank)
-        elif proposal.source is None and proposal.digest != digest_of(known, record):
+        elif proposal.content is not None and proposal.digest != digest_of(known, record):
             problem = (
                 f"An update with the id {proposal.id} and other content was already proposed. Give this one "
                 "an id of its own"
@@ -171,15 +173,17 @@ class Coordinator(Tickets):
         self._reports.give_up(None if isinstance(operation, Close) else rest.step)
         self.open(operation)
 
-    def _request(self, kind: str, asked_by: tuple[str, ...]) -> None:
-        """Opens an operation for a request; further requests before its boundary share it."""
-        waiting = (one for one in self.operations.values() if one.kind == kind and one.report is None)
-        operation = next((one for one in waiting if one is not self.boundaries.speaker), None)
-        if operation is None:
-            operation = requested(kind, self.new_id(kind))
-            self.open(operation)
-        if isinstance(operation, Audit):
-            operation.asked_by += asked_by
+    def _request(self, request: Request) -> None:
+        """Opens an operation for a request; further equal requests before its boundary share it."""
+        kind, arguments = request.kind, request.arguments
+        for one in self.operations.values():
+            same = one.kind == kind and one.arguments == arguments and one.report is None
+            if same and self.boundaries.is_waiting(one):
+                one.asked_by += request.asked_by
+                return
+        operation = requested(kind, self.new_id(kind), arguments)
+        operation.asked_by = request.asked_by
+        self.open(operation)
 
     # The list.
 
@@ -254,6 +258,16 @@ class Coordinator(Tickets):
         """Sends all workers the receipt of an update without a ticket."""
         receipt: Receipt = outcome.result
         self._say(Tell(receipt.id, (), receipt.stage, receipt.step, receipt, ended=True))
+
+    def keep_before(self, record: Committed) -> None:
+        """Has worker 0 write the values that an update has overwritten. Nobody waits for it."""
+        self.open(Keep(self.new_id("keep"), record))
+
+    def replayed_at(self, sequence: int) -> int | None:
+        """The step at which an update of the journal is still to be applied again; None if it is applied."""
+        waiting = (one for one in (*self.operations.values(), *self._replays) if one.replays is not None)
+        records = (one.record for one in waiting if isinstance(one, Update))
+        return next((one.step for one in records if one is not None and one.sequence == sequence), None)
 
     def resting_for(self) -> str:
         """The kind of operation in which all training threads rest; empty if they do not."""

@@ -239,7 +239,9 @@ class Engine(ABC):
         return False
 
     def _waits_for_later(self, operation: Operation) -> bool:
-        """Whether it can have no outcome before training continues."""
+        """Whether it can have no outcome before training continues, or if nobody waits for its outcome."""
+        if operation.only_writes:
+            return True
         if operation.running is None:
             return not self._is_ready(operation)
         if self._reports.is_collecting(operation):
@@ -252,7 +254,10 @@ class Engine(ABC):
 
     def _is_stored(self, operation: Operation) -> bool:
         """Whether a restart from the journal could bring it back."""
-        is_update = operation.proposal is not None and operation.proposal.content is not None
+        if operation.only_writes:
+            return False
+        proposal = operation.proposal
+        is_update = proposal is not None and (proposal.content is not None or proposal.reverts is not None)
         return operation.stored or not is_update or operation.stage not in UNDECIDED
 
     # Answers.

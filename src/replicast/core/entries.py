@@ -64,6 +64,7 @@ class Committed:
         before: For a trial: the value of its metric before.
         heals: Whether an audit created it, to make replicas equal again.
         workers: How many workers the job had.
+        reverts: The number of the update that it undoes, if any.
     """
 
     sequence: int
@@ -75,6 +76,23 @@ class Committed:
     before: float | None = None
     heals: bool = False
     workers: int = 0
+    reverts: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """The values that an update has overwritten, for a revert. Each attempt that applies it writes one.
+
+    Attributes:
+        sequence: The update's number.
+        content: Where the bytes are; None if they are not kept.
+        problem: Why they are not kept; empty if they are.
+    """
+
+    sequence: int
+    id: str
+    content: Content
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,4 +187,6 @@ class Saved:
     state: Any
 
 
-Entry: TypeAlias = Started | Payload | Scheduled | Committed | Decided | Receipt | Withdrawn | Refused | Saved
+Entry: TypeAlias = (
+    Started | Payload | Scheduled | Committed | Before | Decided | Receipt | Withdrawn | Refused | Saved
+)

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from replicast.core.entries import (
+    Before,
     Committed,
     Decided,
     Entry,
@@ -57,6 +58,7 @@ class History:
         committed: The committed updates, by sequence number.
         decided: How trials ended, by sequence number.
         receipts: The last receipt of each update, by sequence number.
+        before: Where the values are that each update has overwritten, by sequence number.
         scheduled: The updates that are durable and wait for their step, by id.
         withdrawn: The ids of withdrawn updates.
         refused: The tickets of proposals whose refusal is in the journal.
@@ -68,6 +70,8 @@ class History:
         self.by_id: dict[str, Committed] = {}
         self.decided: dict[int, Decided] = {}
         self.receipts: dict[int, Receipt] = {}
+        self.before: dict[int, Before] = {}
+        self._reverts: dict[int, list[int]] = {}
         self.scheduled: dict[str, Scheduled] = {}
         self.withdrawn: set[str] = set()
         self.refused: set[str] = set()
@@ -84,6 +88,10 @@ class History:
             case Committed():
                 self.committed[entry.sequence] = self.by_id[entry.id] = entry
                 self.scheduled.pop(entry.id, None)
+                if entry.reverts is not None:
+                    self._reverts.setdefault(entry.reverts, []).append(entry.sequence)
+            case Before():
+                self.before[entry.sequence] = entry
             case Receipt():
                 self.receipts[entry.sequence] = entry
             case Scheduled():
@@ -107,6 +115,11 @@ class History:
     def next_sequence(self) -> int:
         """The sequence number of the next update."""
         return len(self.committed) + 1
+
+    def reverted_by(self, sequence: int) -> int | None:
+        """The update that has reverted this one; None if none has, or if that was reverted in turn."""
+        later = (one for one in self._reverts.get(sequence, ()) if self.reverted_by(one) is None)
+        return next(later, None)
 
     def content(self, id_: str, digest: str) -> Content:
         """The bytes of an update that is committed or scheduled."""

@@ -51,14 +51,16 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Requests an operation of all workers at one of the next boundaries: "leave", "save", "audit".
+    """Requests an operation of all workers at one of the next boundaries: "leave", "save", "audit", "pull".
 
     Attributes:
-        asked_by: The ids of requests from outside the job, so that their authors recognize the answer.
+        asked_by: The ids of requests from outside the job, which are answered when the operation ends.
+        arguments: What else the operation has to know.
     """
 
     kind: str
     asked_by: tuple[str, ...] = ()
+    arguments: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias
 
-from replicast.core.entries import Entry, Saved
+from replicast.core.entries import Committed, Entry, Saved
 from replicast.core.history import History
 from replicast.core.meeting import Meeting
 from replicast.core.order import Order
@@ -81,7 +81,10 @@ class EarlierSettled:
 
 @dataclass(frozen=True, slots=True)
 class EarlierStored:
-    """Resumed when every earlier proposal has a durable payload, or its outcome."""
+    """Resumed when what the next start needs of all operations so far is durable, or they have ended.
+
+    That is the payload of each proposal, and the values that updates have overwritten.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +209,12 @@ class Job(Protocol):
     def announce(self, outcome: Outcome) -> None:
         """Sends all workers the receipt of an update without a ticket."""
 
+    def keep_before(self, record: Committed) -> None:
+        """Has worker 0 write the values that an update has overwritten. Nobody waits for it."""
+
+    def replayed_at(self, sequence: int) -> int | None:
+        """The step at which an update of the journal is still to be applied again; None if it is applied."""
+
     def resting_for(self) -> str:
         """The kind of operation in which all training threads rest; empty if they do not."""
 
@@ -232,9 +241,13 @@ class Operation:
         must_run: Whether it is committed or has begun: if it cannot be carried out, the job ends.
         stored: Whether its payload is in the journal.
         report: For a planned operation, the id of its reports; otherwise None.
+        arguments: Of a request: what else it said. One operation answers all equal requests.
+        asked_by: The ids of the requests from outside the job that it answers.
     """
 
     kind: ClassVar[str]
+    only_writes: ClassVar[bool] = False
+    """It needs no boundary, only a durable file: a checkpoint waits for it, and no training thread does."""
 
     def __init__(self, id_: str, proposal: Proposal | None = None) -> None:
         self.number = 0
@@ -253,6 +266,8 @@ class Operation:
         self.must_run = False
         self.stored = False
         self.report: ReportId | None = None
+        self.arguments: tuple[Any, ...] = ()
+        self.asked_by: tuple[str, ...] = ()
         # Written by the coordinator.
         self.running: Script | None = None
         self.meeting: Meeting | None = None

@@ -37,8 +37,45 @@ class Replica(Protocol):
         and other content that was refused.
         """
 
-    def apply(self, id_: str, digest: str, sequence: int) -> Applied:
-        """Applies a prepared update. Must not fail."""
+    def apply(self, id_: str, digest: str, sequence: int, *, keep: bool) -> Applied:
+        """Applies a prepared update. Must not fail.
+
+        Args:
+            id_: The update's id.
+            digest: That of its content.
+            sequence: Its number.
+            keep: On worker 0: hold the values that it overwrites and that a revert needs, until
+                `write_before` or `drop_before`.
+        """
+
+    def write_before(self, sequence: int) -> tuple[Content, str]:
+        """Background, on worker 0. Makes the values that `apply` has kept durable, beside the journal.
+
+        Returns:
+            Where they are, or None and why they are not kept.
+
+        Raises:
+            Refuse: They cannot be written.
+        """
+
+    def drop_before(self, sequence: int) -> None:
+        """Forgets what `apply` has kept. No-op if it has kept nothing."""
+
+    def invert(self, id_: str, sequence: int) -> Published:
+        """Background, on worker 0. An update that undoes an update of the journal.
+
+        Raises:
+            Refuse: What it needs is not kept any more.
+        """
+
+    def pull(self, id_: str, name: str, rows: tuple[tuple[int, int], ...]) -> str:
+        """The digest of a variable, or of these ranges of its rows; worker 0 also keeps a copy of them.
+
+        Args:
+            id_: The operation, whose end says what to do with the copy.
+            name: The variable's full name.
+            rows: Each range from its first row to the one behind its last; empty for the whole variable.
+        """
 
     def discard(self, id_: str) -> None:
         """Background. Discards all that is prepared, or being prepared, under an id; no-op if nothing is."""
@@ -94,11 +131,12 @@ class Replica(Protocol):
     def report(self, report: Any, *, raises: bool) -> None:
         """Passes an audit's report to the training thread, which raises it if `raises` is true."""
 
-    def leave(self, problem: str) -> None:
+    def leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
         """Ends the process, together with all others.
 
         Args:
             problem: Why the state is not saved; empty if it is.
+            asked_by: The ids of the requests from outside that worker 0 answers before.
         """
 
     def measure(self, trial: Trial) -> tuple[float | None, int]:

@@ -13,18 +13,20 @@ Content = Hashable
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """An update, or a function that will compute one.
+    """An update, a function that will compute one, or the number of an update to revert.
 
     Attributes:
         id: The id of the update. Proposals with the same id and content are one update.
         digest: The digest of the content; empty for a function.
-        content: Where the bytes are; None for a function.
+        content: Where the bytes are; None for what is made later: a function, or a revert.
         at_step: The step at which it must be applied; None for the next possible one.
         trial: The condition of its trial, if it has one.
         source: For a function: the worker that runs it.
         author: Who proposes it.
         note: Why.
         proposed_at: When, in seconds since 1970.
+        reverts: The sequence number of the update that it undoes; None if it undoes none.
+        forced: Revert it even if it is reverted already.
     """
 
     id: str
@@ -36,6 +38,8 @@ class Proposal:
     author: str = ""
     note: str = ""
     proposed_at: float = 0.0
+    reverts: int | None = None
+    forced: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,12 +34,14 @@ class Applied:
         applied_at: When, in seconds since 1970.
         stall_secs: How long the training thread was stopped.
         trained: How far this worker has trained, in a unit that all workers count alike.
+        keeps: On worker 0: whether it holds values that the update has overwritten, for a revert.
     """
 
     digest: str
     applied_at: float = 0.0
     stall_secs: float = 0.0
     trained: int = 0
+    keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)

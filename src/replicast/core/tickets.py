@@ -98,7 +98,8 @@ class Tickets(Engine):
                 self._tell(told)
                 self._known.pop(operation.id, None)  # the journal knows it
         else:
-            self._commands.append(Ended(operation.kind, operation.id, outcome))
+            step, asked_by = operation.step, operation.asked_by
+            self._commands.append(Ended(operation.kind, operation.id, outcome, step, asked_by))
         if operation.tokens:
             self._resume(operation.tokens, outcome)
 

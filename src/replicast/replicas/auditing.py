@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -77,6 +77,8 @@ class Auditing:
         self._warned = False
         self._reports: deque[AuditReport] = deque(maxlen=MOST_REPORTS)
         self._adding = threading.Lock()
+        self.answer: Callable[[AuditReport], None] = lambda report: None
+        """Worker 0: answers those outside the job who have asked for it."""
         session.replica.on_report = self._on_report
         self.plan(plan)
 
@@ -179,6 +181,7 @@ class Auditing:
                 log = logger.debug if report.equal else logger.warning
                 log("%s", "\n".join(report.lines()))
                 self._write(report)
+                self.answer(report)
             return report
 
     def _public(self, found: CoreReport) -> AuditReport:

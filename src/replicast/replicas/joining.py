@@ -14,12 +14,14 @@ from typing import Literal
 import keras
 
 from replicast.config import read_launch
+from replicast.core.commands import Ended
 from replicast.core.operation import Timeouts
 from replicast.errors import ClusterError, NotSupported, ReplicastError
 from replicast.replicas.auditing import Auditing, AuditPlan, declared
 from replicast.replicas.checkpoints import Checkpoints
 from replicast.replicas.expectation import Expectation
 from replicast.replicas.proposing import Proposing
+from replicast.replicas.requests import Requests
 from replicast.replicas.run_files import RunFiles
 from replicast.replicas.training import Training
 from replicast.replicas.uncounted import Uncounted
@@ -158,13 +160,16 @@ def join(
     auditing = Auditing(session, state.schema, settings.run_dir, settings.audits)
     if writer is not None:
         _connect(session, writer, checkpoints, auditing, settings)
+    training = Training(session, state, checkpoints)
+    if writer is not None and settings.run_dir is not None:
+        _connect_requests(session, run_files.requests, checkpoints, auditing, training, settings.run_dir)
     return Parts(
         state=state,
         session=session,
         transport=transport,
         run_files=run_files,
         checkpoints=checkpoints,
-        training=Training(session, state, checkpoints),
+        training=training,
         auditing=auditing,
         proposing=Proposing(session),
         uncounted=Uncounted(session, run_files, optimizers.values()),
@@ -263,6 +268,27 @@ def _connect(
     if settings.run_dir is not None:
         expectation = Expectation(session, session.replica.state, settings.run_dir, durable=settings.durable)
         session.replica.expectation = expectation.fingerprint
+
+
+def _connect_requests(
+    session: Session,
+    requests: Requests,
+    checkpoints: Checkpoints,
+    auditing: Auditing,
+    training: Training,
+    run_dir: Path,
+) -> None:
+    """Worker 0: whoever asks from outside the job is answered by the part that did it."""
+    requests.may_save = lambda: not checkpoints.is_busy
+    auditing.answer = lambda report: requests.audited(run_dir, report.requests, report.step, report.to_json())
+    training.leaving.answer = lambda problem: requests.left(run_dir, problem)
+    tell_others = session.on_ended
+
+    def on_ended(ended: Ended) -> None:
+        tell_others(ended)
+        requests.ended(run_dir, ended)
+
+    session.on_ended = on_ended
 
 
 def _warn_if_other_size(run_dir: Path, size: int) -> None:

@@ -55,6 +55,7 @@ class Leaving:
         is_training: Whether the model is in training now. Set before the first boundary.
         has_trained: Whether it ever was. Set before the first boundary.
         left: Whether this worker has left the training, at the same boundary as all others.
+        answer: On worker 0: answers those who have asked for it, with why nothing was saved, if so.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Leaving:
         self.is_training: Callable[[], bool] = lambda: False
         self.has_trained: Callable[[], bool] = lambda: False
         self.left = False
+        self.answer: Callable[[str], None] = lambda problem: None
         session.replica.on_leave = self._leave
 
     @property
@@ -107,13 +109,15 @@ class Leaving:
             else:
                 return
 
-    def _leave(self, problem: str) -> None:
+    def _leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
         """Called at a boundary of all workers, after the save; then the process exits."""
         if not self._has_run_dir:
             problem = "There is no run directory"
         elif problem:
             problem = self._why_not_saved() or problem
         self._say(problem)
+        if asked_by:
+            self.answer(problem)
         for other in self.companions:
             if not other.left and other.has_trained():
                 other._save_too()

@@ -9,7 +9,7 @@ from typing import Any
 from replicast.errors import UpdateRefused
 from replicast.runtime import Session, Ticket
 from replicast.runtime.functions import Function
-from replicast.update.parts import MAX_STEP
+from replicast.update.parts import MAX_STEP, checked_text
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
@@ -73,6 +73,17 @@ class Proposing:
         in_step = self._session.in_training_thread()
         id_ = self._next_id(f"function-{runs_on}") if in_step else f"function-{runs_on}-{uuid.uuid4().hex}"
         return self._session.propose_function(id_, update, runs_on, at_step, trial)
+
+    def revert(self, number: Any, note: str, *, force: bool) -> Ticket:
+        """See `Replicas.revert`."""
+        sequence = checked_step(number)
+        if sequence is None:
+            raise UpdateRefused("A revert needs the number of an update", received="None")
+        checked_text("note", note)
+        in_step = self._session.in_training_thread()
+        prefix = f"revert-{sequence}-worker-{self._rank}"
+        id_ = self._next_id(prefix) if in_step else f"{prefix}-{uuid.uuid4().hex}"
+        return self._session.propose_revert(id_, sequence, note, forced=force)
 
     def _propose_update(
         self, update: Update, source: int | None, at_step: int | None, trial: Trial | None = None

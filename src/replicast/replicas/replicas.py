@@ -194,6 +194,28 @@ class Replicas(ReplicasLifecycle):
         """
         return self._active().proposing.propose(update, source=source, at_step=at_step, trial=trial)
 
+    def revert(self, number: int, note: str = "", *, force: bool = False) -> Ticket:
+        """Proposes an update that undoes a committed one. Any worker, any thread; returns at once.
+
+        Added values are subtracted, scaled ones are divided, and training since then stays. Assigned and
+        blended values, and optimizer slots that the update has reset, go back to exactly what they were
+        before it; training since then is lost for them. A revert can be reverted like any other update.
+
+        Args:
+            number: The update's sequence number: `receipt.sequence`, or from `replicast log`.
+            note: Why.
+            force: Revert it even if it is reverted already.
+
+        Returns:
+            A ticket, whose `result(timeout)` returns the receipt or raises the reason for the refusal: there
+            is no such update, it is reverted already, it failed its trial, or the values before it are not
+            kept any more.
+
+        Raises:
+            UpdateRefused: The number is not valid.
+        """
+        return self._active().proposing.revert(number, note, force=force)
+
     def boundary(
         self, *, steps: int = 1, logs: Mapping[str, Any] | None = None, batches: int | None = None
     ) -> None:

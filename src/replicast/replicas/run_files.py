@@ -28,10 +28,10 @@ from replicast.errors import (
 from replicast.files import write_quickly
 from replicast.processes import this_process
 from replicast.replicas.checkpoint_writer import numbers
+from replicast.replicas.requests import Requests
 from replicast.runtime import Session
 from replicast.runtime.ticket import diverged, refused
 from replicast.storage import inbox
-from replicast.storage.auditfiles import audit_requests
 from replicast.storage.entry_files import fields_of
 from replicast.storage.fence import Fence
 from replicast.storage.runfiles import ENDED, WorkerNote, append_metrics, write_worker_note
@@ -62,6 +62,7 @@ class RunFiles:
         logs: The latest loss and metrics. Set by the training thread.
         training: Whether the training thread is inside `fit`. Set by the training thread.
         waiting_for: What this worker waits for, in words; empty otherwise. Set by the training thread.
+        requests: On worker 0: requests from outside the job.
     """
 
     def __init__(
@@ -75,12 +76,12 @@ class RunFiles:
         self._noted: dict[Path, tuple[Any, ...]] = {}
         self._outcomes: queue.SimpleQueue[tuple[str, Tell]] = queue.SimpleQueue()
         self._unsettled: dict[str, Tell] = {}
-        self._requests: frozenset[str] = frozenset()
         self._withdrawals = 0
         self._operations: list[dict[str, Any]] = []
         self._last_metrics_step = -1
         self._aside: dict[Path, float] = {}
         self._warned: set[Path] = set()
+        self.requests = Requests(session, attempt)
         self.waiting_for = ""
         self.logs: Mapping[str, Any] | None = None
         self.training = False
@@ -97,6 +98,8 @@ class RunFiles:
         self.waiting_for = ENDED
         self._aside.clear()  # a last try
         self._write_last(self._write_note, self._write_metrics, self._settle_inbox, self._write_operations)
+        if self._session.rank == 0:
+            self._write_last(self.requests.finish)
         if self._fence is not None:
             self._fence.release()
 
@@ -121,7 +124,7 @@ class RunFiles:
                 self._with_files(
                     self._run_dir,
                     self._look_into_inbox,
-                    self._look_for_audit_requests,
+                    lambda run_dir: self.requests.look(run_dir, training=self.training),
                     self._look_for_withdrawals,
                     self._settle_inbox,
                 )
@@ -228,12 +231,19 @@ class RunFiles:
             ticket = f"{path.name}@{status.st_ino}-{status.st_mtime_ns}"
             taken = inbox.take(run_dir, path, self._session.limits.max_bytes)
             if taken is not None:
-                self._session.proposals.propose_from_outside(ticket, taken.update, taken.at_step, taken.trial)
+                self._propose_taken(ticket, taken)
                 self._proposed[ticket] = path
         except FileNotFoundError:
             return  # withdrawn just now
         except (UpdateRefused, FileDamaged) as error:
             inbox.refuse(run_dir, path, error, durably=False)
+
+    def _propose_taken(self, ticket: str, taken: inbox.Submitted) -> None:
+        proposals = self._session.proposals
+        if taken.reverts is None:
+            proposals.propose_from_outside(ticket, taken.update, taken.at_step, taken.trial)
+        else:
+            proposals.revert_from_outside(ticket, taken.update, taken.reverts, forced=taken.forced)
 
     def _settle_inbox(self, run_dir: Path) -> None:
         """Notes the stage of each proposal, and removes settled ones from the inbox."""
@@ -288,15 +298,6 @@ class RunFiles:
                 inbox.refuse(run_dir, path, said)
         del self._unsettled[ticket], self._proposed[ticket]
         self._noted.pop(path, None)
-
-    def _look_for_audit_requests(self, run_dir: Path) -> None:
-        if not self.training:
-            return
-        requests = frozenset(audit_requests(run_dir))
-        new = requests - self._requests  # each once: the file stays until a report answers it
-        if new:
-            self._session.request("audit", tuple(sorted(new)))
-        self._requests = requests
 
     def _look_for_withdrawals(self, run_dir: Path) -> None:
         for update_id in inbox.take_withdrawals(run_dir) if self.training else ():

@@ -13,7 +13,7 @@ from typing import Any
 
 from replicast.audits.distances import Deviation
 from replicast.core import entries, messages, operation, proposal, refusal, reports
-from replicast.core.operations import audit, function, leave, save, sync, trial, update
+from replicast.core.operations import audit, function, keep, leave, pull, revert, save, sync, trial, update
 from replicast.core.stage import Stage
 from replicast.transport import Parcel, Piece
 from replicast.update.trial import Trial, TrialOutcome
@@ -23,6 +23,7 @@ _CLASSES: tuple[type[Any], ...] = (
     *(messages.Stop, messages.Meet, messages.Do, messages.Release, messages.Resume, messages.Tell),
     *(update.Load, update.Prepare, update.Apply, update.Discard, function.Compute, sync.Digest, sync.Publish),
     *(save.TakeSnapshot, leave.Exit, trial.Measure, trial.Begin, trial.End),
+    *(pull.TakeRows, keep.WriteBefore, revert.Invert),
     *(audit.Examine, audit.Expected, audit.Compare, audit.Report, audit.AuditReport, audit.Difference),
     *(reports.ReportId, reports.Applied, reports.Seen, reports.Snapshot, entries.Receipt),
     *(operation.Outcome, refusal.Refusal),

@@ -85,6 +85,21 @@ class Proposals:
         self._outbox.do(lambda: self._post(e.Proposed(ticket.number, proposal)))
         return ticket
 
+    def propose_revert(self, id_: str, sequence: int, note: str, *, forced: bool) -> Ticket:
+        """Proposes to undo a committed update: worker 0 makes the update that does."""
+        ticket = self._ticket(id_)
+        proposal = Proposal(
+            id_,
+            "",
+            author=f"worker {self._replica.rank}",
+            note=note,
+            proposed_at=ticket.proposed_at,
+            reverts=sequence,
+            forced=forced,
+        )
+        self._outbox.do(lambda: self._post(e.Proposed(ticket.number, proposal)))
+        return ticket
+
     def refuse(self, id_: str, error: UpdateRefused) -> Ticket:
         """Returns a ticket for a proposal that is refused before it leaves this worker."""
         ticket = self._ticket(id_)
@@ -92,7 +107,11 @@ class Proposals:
         return ticket
 
     def propose_from_outside(
-        self, ticket: str, update: Update, at_step: int | None, trial: Trial | None
+        self,
+        ticket: str,
+        update: Update,
+        at_step: int | None,
+        trial: Trial | None,
     ) -> None:
         """Worker 0: proposes an update from the inbox. Blocks while its bytes are copied.
 
@@ -100,6 +119,26 @@ class Proposals:
             UpdateRefused: The update does not fit this state, or the guard does not allow it.
         """
         proposal = self._published(update, _outside(ticket), at_step, trial, time.time())
+        self._post(e.FromWorker(OUTSIDE, Propose(ticket, proposal)))
+
+    def revert_from_outside(self, ticket: str, update: Update, sequence: int, *, forced: bool) -> None:
+        """Worker 0: proposes to undo a committed update, on request from outside the job.
+
+        Args:
+            ticket: Which proposal this is.
+            update: The id, author and note of the revert.
+            sequence: The number of the update to undo.
+            forced: Whether it may be reverted already.
+        """
+        proposal = Proposal(
+            update.id,
+            "",
+            author=update.author,
+            note=update.note,
+            proposed_at=time.time(),
+            reverts=sequence,
+            forced=forced,
+        )
         self._post(e.FromWorker(OUTSIDE, Propose(ticket, proposal)))
 
     def withdraw_from_outside(self, ticket: str, id_: str) -> None:

@@ -7,22 +7,28 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from replicast import faults
 from replicast.audits.distances import deviation
+from replicast.core.operations.pull import Ranges
 from replicast.core.proposal import Content, Published
 from replicast.core.refusal import Refuse
 from replicast.core.reports import Applied, Seen, Snapshot
-from replicast.errors import PayloadRemoved, UpdateRefused
+from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused
 from replicast.runtime.functions import Function, computed_update
 from replicast.runtime.gate import Gate
+from replicast.runtime.held_values import HeldValues
 from replicast.runtime.measures import Measures
 from replicast.runtime.parcels import NO_LIMITS, Parcels
 from replicast.runtime.threads import Lane
 from replicast.runtime.ticket import refusal_of
 from replicast.storage.journal import Journal
+from replicast.storage.reverting import inverse_of
 from replicast.transport import Parcel
+from replicast.update.digest import digest_array
 from replicast.update.edits import Edit
 from replicast.update.guard import Guard
 from replicast.update.state import Arrays, State
@@ -56,7 +62,9 @@ class StateReplica:
         take_snapshot: Takes this worker's part of a checkpoint. Its arguments are those of `snapshot`.
         expectation: The digest that a variable should have according to checkpoint and journal, if known.
         on_report: Called with the report of each audit.
-        on_leave: Called before the process exits.
+        on_leave: Called before the process exits, with the ids of the requests that this answers.
+        before: On worker 0: the values that updates have overwritten.
+        pulled: On worker 0: the values of each pull that has not ended, by the operation's id.
         on_applied: Called with the id of each update that this worker has applied.
         on_stage: Called with the progress of each update on this worker.
     """
@@ -80,6 +88,8 @@ class StateReplica:
         self._receive_secs = receive_secs
         self._functions: dict[str, Function] = {}
         self._copy: Arrays | None = None
+        self.before = HeldValues(state, limits)
+        self.pulled: dict[str, npt.NDArray[Any]] = {}
         self.holds: set[int] = set()
         self.measures = Measures()
         self.journal: Journal | None = None
@@ -90,7 +100,7 @@ class StateReplica:
         self.take_snapshot: Callable[[str, bool, bool], Any] = lambda id_, due, again: None
         self.expectation: Callable[[str], str | None] = lambda name: None
         self.on_report: Callable[[Any, bool], None] = lambda report, raises: None
-        self.on_leave: Callable[[str], None] = lambda problem: None
+        self.on_leave: Callable[[str, tuple[str, ...]], None] = lambda problem, asked_by: None
         self.on_applied: Callable[[str], None] = lambda id_: None
         self.on_stage: Callable[[str, str], None] = lambda id_, stage: None
 
@@ -117,6 +127,37 @@ class StateReplica:
             raise _refuse(error, self.rank) from error
         self.on_stage(id_, "prepared")
 
+    def write_before(self, sequence: int) -> tuple[Content, str]:
+        """As in `Replica`."""
+        if self.journal is None:
+            raise Refuse("Only worker 0 writes the journal")
+        return self.before.write(sequence, self.journal)
+
+    def drop_before(self, sequence: int) -> None:
+        """As in `Replica`."""
+        self.before.drop(sequence)
+
+    def invert(self, id_: str, sequence: int) -> Published:
+        """As in `Replica`."""
+        journal = self.journal
+        if journal is None:
+            raise Refuse("Only worker 0 reads the journal")
+        record = journal.history().committed[sequence]
+        try:
+            update = inverse_of(
+                record,
+                lambda: journal.load(record.id, record.digest),
+                lambda: journal.load_before(sequence),
+                id_=id_,
+            )
+            update = planned(update, self.state.schema, self._limits)
+            self.check_by_guard(update)
+            return self._published(update)
+        except UpdateRefused as error:
+            raise _refuse(error, self.rank) from error
+        except FileDamaged as error:
+            raise Refuse(str(error)) from error
+
     def discard(self, id_: str) -> None:
         """As in `Replica`."""
         self._functions.pop(id_, None)
@@ -129,9 +170,10 @@ class StateReplica:
         """As in `Replica`."""
         return self._copy is not None
 
-    def apply(self, id_: str, digest: str, sequence: int) -> Applied:
+    def apply(self, id_: str, digest: str, sequence: int, *, keep: bool) -> Applied:
         """As in `Replica`."""
         update, parcel_id = self._parcels.take(id_, digest)
+        keeps = keep and self.rank == 0 and self.before.hold(id_, sequence, update.edits)
         faults.point("apply")
         self.state.apply(update.edits)
         self.holds.add(sequence)
@@ -141,7 +183,7 @@ class StateReplica:
         self.on_stage(id_, "applied")
         self.on_applied(id_)
         faults.point("ack")
-        return Applied(found, applied_at, time.monotonic() - self._gate.since, self.trained())
+        return Applied(found, applied_at, time.monotonic() - self._gate.since, self.trained(), keeps)
 
     def add_function(self, id_: str, function: Function) -> None:
         """Adds a function that this worker has proposed and will run. Any thread."""
@@ -186,6 +228,16 @@ class StateReplica:
     def _published(self, update: Update) -> Published:
         parcel = self._parcels.publish(update)
         return Published(parcel.digest, parcel, update.note)
+
+    def pull(self, id_: str, name: str, rows: Ranges) -> str:
+        """As in `Replica`."""
+        if self.rank != 0 and not rows:
+            return self.state.digests([name])[name]
+        indices = np.concatenate([np.arange(*one, dtype=np.int64) for one in rows]) if rows else None
+        value = self.state.read([name])[name] if indices is None else self.state.read_rows(name, indices)
+        if self.rank == 0:
+            self.pulled[id_] = value
+        return digest_array(value)
 
     def digest(self) -> str:
         """As in `Replica`."""
@@ -265,9 +317,9 @@ class StateReplica:
         """As in `Replica`."""
         self.on_report(report, raises)
 
-    def leave(self, problem: str) -> None:
+    def leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
         """As in `Replica`."""
-        self.on_leave(problem)
+        self.on_leave(problem, asked_by)
 
     def _to_be_equal(self, edits: Iterable[Edit]) -> list[Edit]:
         return [edit for edit in edits if edit.variable not in self.may_differ]

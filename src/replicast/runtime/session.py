@@ -6,6 +6,7 @@
     outbox             publishes this worker's proposals in order, then tells the loop
     prepare            loads, fetches, checks and discards the bytes of updates, in the order of the log
     release            frees the memory of what is applied or has its outcome
+    files              worker 0: writes what nobody waits for: values before updates, answers to pulls
     journal, saver     worker 0: write entries, write checkpoints
 
 The loop only ever waits for the coordination service; everything else that may block runs in a lane.
@@ -25,7 +26,9 @@ from replicast.core.coordinator import Coordinator
 from replicast.core.entries import Entry, Receipt, Saved
 from replicast.core.messages import Request, Tell
 from replicast.core.operation import Outcome, Timeouts
+from replicast.core.operations.keep import WriteBefore
 from replicast.core.operations.save import TakeSnapshot
+from replicast.core.order import Order
 from replicast.core.refusal import Refusal, Refuse
 from replicast.core.reports import ReportId
 from replicast.core.stage import Stage
@@ -39,7 +42,7 @@ from replicast.runtime.machines import Machines
 from replicast.runtime.parcels import Parcels
 from replicast.runtime.proposals import Proposals
 from replicast.runtime.replica import StateReplica
-from replicast.runtime.threads import Threads
+from replicast.runtime.threads import Lane, Threads
 from replicast.runtime.ticket import Ticket, log_trial, refusal_of
 from replicast.runtime.writer import Writer
 from replicast.transport import Transport
@@ -72,6 +75,7 @@ class Session:
         replica: This worker's copy of the state.
         proposals: This worker's proposals.
         exchange: See above.
+        files: On worker 0: a lane for files that nobody waits for.
         begun: Whether what earlier attempts left is taken up: nothing is decided before.
         receipts: Those of all updates that were verified so far, in order, the same on every worker.
         on_ended: On worker 0: told of each operation that ended and that nobody holds a ticket for.
@@ -106,6 +110,7 @@ class Session:
         self._outbox = self.threads.lane("outbox")
         self._preparing = self.threads.lane("prepare")
         self._releasing = self.threads.lane("release")
+        self.files = self.threads.lane("files") if writer is not None else self._releasing
         self._parcels = Parcels(transport, exchange.name, self.rank, state.schema)
         self._writer = writer
         self.replica = self._gate.replica = self._new_replica(state, guard)
@@ -294,9 +299,13 @@ class Session:
         """Proposes a function to be run on worker `source`, which must propose it too."""
         return self.proposals.propose_function(id_, function, source, at_step, trial)
 
-    def request(self, kind: str, asked_by: tuple[str, ...] = ()) -> None:
+    def propose_revert(self, id_: str, sequence: int, note: str = "", *, forced: bool = False) -> Ticket:
+        """Proposes to undo a committed update. Returns at once."""
+        return self.proposals.propose_revert(id_, sequence, note, forced=forced)
+
+    def request(self, kind: str, asked_by: tuple[str, ...] = (), arguments: tuple[Any, ...] = ()) -> None:
         """Requests an operation of all workers at one of the next boundaries. Signal handlers may call it."""
-        self._outbox.do(lambda: self._machines.post(Request(kind, asked_by)))
+        self._outbox.do(lambda: self._machines.post(Request(kind, asked_by, arguments)))
 
     def operations(self) -> list[dict[str, Any]]:
         """Worker 0: the current operations, in order. Any thread."""
@@ -345,8 +354,8 @@ class Session:
     def _carry_out(self, command: Any) -> None:
         match command:
             case c.Perform(_, order):
-                if order.in_background:  # one lane with `Discard`: what is refused leaves no bytes behind
-                    self._preparing.do(lambda: self._perform(command))
+                if order.in_background:
+                    self._lane_of(order).do(lambda: self._perform(command))
                 else:
                     self._gate.perform(command)
             case c.Pass():
@@ -366,6 +375,10 @@ class Session:
                 self._releasing.do(lambda: self.on_ended(command))
             case c.EndJob(reason):
                 raise JobFailed(reason)
+
+    def _lane_of(self, order: Order) -> Lane:
+        # All others in one lane with `Discard`: what is refused leaves no bytes behind.
+        return self.files if isinstance(order, WriteBefore) else self._preparing
 
     def _write(self, number: int, entry: Entry) -> None:
         if self._writer is not None:

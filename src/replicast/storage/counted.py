@@ -11,7 +11,7 @@ from typing import NamedTuple
 from replicast.core.entries import Committed
 from replicast.errors import FileDamaged
 from replicast.storage.damage import DamagedEntry
-from replicast.storage.entry_files import EntryFile, payload_path, read_entry
+from replicast.storage.entry_files import EntryFile, bytes_path, read_entry
 from replicast.storage.groups import Claim, entry_kinds, group_directory, last_claim
 from replicast.storage.index import Covered, counts, covered_by, indexes_of, read_index
 
@@ -99,9 +99,9 @@ def _missing(directory: Path, group: int, first: int, last: int) -> DamagedEntry
             directory / f"{first:06d}", f"the entries up to {last:06d} are missing too", verdict="is missing"
         )
         return DamagedEntry(group, first, None, error)
-    is_payload = payload_path(directory, first).exists()
+    left = (kind for kind in ("payload", "before") if bytes_path(directory, first, kind).exists())
     error = FileDamaged(directory / f"{first:06d}", "there are later entries", verdict="is missing")
-    return DamagedEntry(group, first, "payload" if is_payload else None, error)
+    return DamagedEntry(group, first, next(left, None), error)
 
 
 def _in_order(run_dir: Path, files: Sequence[EntryFile], damaged: list[DamagedEntry]) -> list[EntryFile]:

@@ -4,6 +4,7 @@ One bad entry hides no other. Readers leave it out and name its file. A start go
 cannot change which updates are applied, and stops otherwise:
 
     started, receipt       never needed
+    before                 never needed: an update that is not reverted needs no values before it
     payload                needed if it belongs to an update that this start has to apply (`starting.py`)
     committed              needed
     scheduled              needed, unless every update stored before it is committed, scheduled or ended
@@ -29,6 +30,7 @@ _SAID = {
     "payload": "what an update contains",
     "scheduled": "that an update is scheduled for a step",
     "committed": "that an update was committed, and at which step",
+    "before": "which values an update has overwritten",
     "decided": "how a trial ended",
     "receipt": "how an update ended in one attempt",
     "withdrawn": "that an update was withdrawn",

@@ -3,6 +3,8 @@
     groups/000003/000017.payload.json      an update before it has a place in the order
     groups/000003/000017.safetensors       its bytes, which are written before the entry
     groups/000003/000018.committed.json    the rename of this file is the commit
+    groups/000003/000020.before.json       an update has overwritten values that a revert needs
+    groups/000003/000020.before.safetensors    these values, as the update that assigns them
 
 Each entry is sealed, contains its group and number, and is never changed.
 """
@@ -19,6 +21,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from replicast.core.entries import (
+    Before,
     Committed,
     Decided,
     Entry,
@@ -29,14 +32,17 @@ from replicast.core.entries import (
     Started,
     Withdrawn,
 )
-from replicast.errors import FileDamaged, PayloadRemoved
+from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused
 from replicast.files import read_bytes, read_sealed
 from replicast.storage.groups import entry_path, group_directory
 from replicast.strictjson import described
 from replicast.update.edits import Edit
+from replicast.update.inverse import NOT_KEPT
 from replicast.update.update import Update
 
-PAYLOAD = ".safetensors"
+HELD_BY_ALL = "every checkpoint that is kept contains it"
+"""Why the bytes of an update are removed."""
+PAYLOAD, BEFORE = ".safetensors", ".before.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +65,35 @@ class StoredPayload:
     edits: tuple[Mapping[str, Any], ...] | None = None
 
 
-Stored: TypeAlias = Started | StoredPayload | Scheduled | Committed | Decided | Receipt | Withdrawn | Refused
+@dataclass(frozen=True, slots=True)
+class StoredBefore:
+    """The content of a `Before` entry's file.
+
+    Attributes:
+        sequence: The number of the update that has overwritten the values.
+        id: Its id.
+        sha256: The hash of the file with the values; empty if they are not kept.
+        nbytes: The size of that file.
+        problem: Why the values are not kept; empty if they are.
+    """
+
+    sequence: int
+    id: str
+    sha256: str = ""
+    nbytes: int = 0
+    problem: str = ""
+
+
+Stored: TypeAlias = (
+    Started | StoredPayload | Scheduled | Committed | StoredBefore | Decided | Receipt | Withdrawn | Refused
+)
 
 KINDS: Mapping[str, type[Stored]] = {
     "started": Started,
     "payload": StoredPayload,
     "scheduled": Scheduled,
     "committed": Committed,
+    "before": StoredBefore,
     "decided": Decided,
     "receipt": Receipt,
     "withdrawn": Withdrawn,
@@ -111,8 +139,8 @@ class EntryFile:
         return entry_path(group_directory(run_dir, self.group), self.number, self.kind)
 
     def payload_path(self, run_dir: Path) -> Path:
-        """The file of its bytes, if it is a payload."""
-        return payload_path(group_directory(run_dir, self.group), self.number)
+        """The file of its bytes, if it is a payload or has values before an update."""
+        return bytes_path(group_directory(run_dir, self.group), self.number, self.kind)
 
     def entry(self) -> Entry:
         """The entry as the core knows it."""
@@ -120,6 +148,9 @@ class EntryFile:
         if isinstance(stored, StoredPayload):
             content = stored.id, stored.digest
             return Payload(stored.id, stored.digest, content, stored.author, stored.note)
+        if isinstance(stored, StoredBefore):
+            place = None if stored.problem else self.place
+            return Before(stored.sequence, stored.id, place, stored.problem)
         return stored
 
     def without_edits(self) -> EntryFile:
@@ -134,9 +165,9 @@ class EntryFile:
         return fields_of(self.stored) | place
 
 
-def payload_path(directory: Path, number: int) -> Path:
-    """The file of a payload's bytes in the directory of a group."""
-    return directory / f"{number:06d}{PAYLOAD}"
+def bytes_path(directory: Path, number: int, kind: str) -> Path:
+    """The file of an entry's bytes in the directory of a group."""
+    return directory / f"{number:06d}{BEFORE if kind == 'before' else PAYLOAD}"
 
 
 def kind_of(stored: Stored) -> str:
@@ -178,7 +209,23 @@ def read_entry(run_dir: Path, group: int, number: int, kind: str) -> EntryFile:
     return file
 
 
-def read_payload(path: Path, stored: StoredPayload) -> Update:
+def read_before(path: Path, stored: StoredBefore) -> Update:
+    """Reads the values before an update, as the update that assigns them.
+
+    Raises:
+        UpdateRefused: They were not kept, or not for so long; the error says what to do.
+        FileDamaged: The file is damaged.
+    """
+    if stored.problem:
+        raise UpdateRefused(stored.problem, remedy=NOT_KEPT)
+    try:
+        return read_payload(path, stored)
+    except PayloadRemoved as error:
+        problem = f"The values before update {stored.sequence} are not kept any more: {HELD_BY_ALL}"
+        raise UpdateRefused(problem, remedy=NOT_KEPT) from error
+
+
+def read_payload(path: Path, stored: StoredPayload | StoredBefore) -> Update:
     """Reads the update in a payload's file.
 
     Raises:

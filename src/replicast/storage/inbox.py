@@ -72,14 +72,26 @@ class Submitted:
         update: The update.
         at_step: The step that its author chose.
         trial: The condition of its trial, if any.
+        reverts: The number of the update to undo, if any: the job makes the edits, and `update` has none.
+        forced: Whether that update may be reverted already.
     """
 
     update: Update
     at_step: int | None = None
     trial: Trial | None = None
+    reverts: int | None = None
+    forced: bool = False
 
 
-def submit(run_dir: Path, update: Update, at_step: int | None = None, trial: Trial | None = None) -> Path:
+def submit(
+    run_dir: Path,
+    update: Update,
+    at_step: int | None = None,
+    trial: Trial | None = None,
+    *,
+    reverts: int | None = None,
+    forced: bool = False,
+) -> Path:
     """Puts an update into the inbox, atomically and durably. Submitting the same update again is a no-op.
 
     Args:
@@ -87,6 +99,8 @@ def submit(run_dir: Path, update: Update, at_step: int | None = None, trial: Tri
         update: The update.
         at_step: The step at which to apply it. Default: as soon as possible.
         trial: The condition of its trial, if any.
+        reverts: The number of an update to undo: the job makes the edits, and the update has none.
+        forced: Whether that update may be reverted already.
 
     Returns:
         Its file in the inbox, which the job removes when the update is settled.
@@ -100,8 +114,8 @@ def submit(run_dir: Path, update: Update, at_step: int | None = None, trial: Tri
     step = _checked_step(at_step)
     if path.exists():
         other = read(path)
-        wanted = (update.content_digest(), step, trial)
-        if (other.update.content_digest(), other.at_step, other.trial) != wanted:
+        wanted = (update.content_digest(), step, trial, reverts)
+        if (other.update.content_digest(), other.at_step, other.trial, other.reverts) != wanted:
             raise UpdateRefused(
                 "Another update with this id waits in the inbox",
                 expected="a unique id, or the same content",
@@ -112,8 +126,10 @@ def submit(run_dir: Path, update: Update, at_step: int | None = None, trial: Tri
     # Before the update is in place: after that, the job writes its stage. An old refusal no longer applies.
     (_refused(run_dir) / f"{update.id}.json").unlink(missing_ok=True)
     note_stage(run_dir, update.id, Stage.PROPOSED)
-    on_trial = {} if trial is None else {"trial": trial.to_json()}
-    write_durably(path, update.file_chunks({"at_step": step, **on_trial}))
+    extra: dict[str, Any] = {} if trial is None else {"trial": trial.to_json()}
+    if reverts is not None:
+        extra |= {"reverts": reverts, "forced": forced}
+    write_durably(path, update.file_chunks({"at_step": step, **extra}))
     return path
 
 
@@ -156,7 +172,10 @@ def read(path: Path, max_bytes: int | None = None) -> Submitted:
             received=path.name,
         )
     step, trial = _checked_step(description.get("at_step")), _checked_trial(description.get("trial"))
-    return Submitted(update, step, trial)
+    reverts, forced = _checked_step(description.get("reverts")), description.get("forced", False)
+    if reverts is not None and (update.edits or step is not None or trial is not None):
+        raise UpdateRefused("A revert has no edits, step or trial of its own", received=repr(update)[:200])
+    return Submitted(update, step, trial, reverts, forced is True)
 
 
 def take(run_dir: Path, path: Path, max_bytes: int | None = None) -> Submitted | None:

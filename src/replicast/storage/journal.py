@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -15,18 +17,21 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 
 from replicast import faults
-from replicast.core.entries import Committed, Entry, Payload, Saved
+from replicast.core.entries import Before, Committed, Entry, Payload, Saved
 from replicast.core.history import History
-from replicast.errors import FileDamaged, PayloadRemoved, ReplicastError
-from replicast.files import write_durably
+from replicast.core.proposal import Content
+from replicast.errors import FileDamaged, PayloadRemoved, ReplicastError, UpdateRefused
+from replicast.files import TEMPORARY, sync_directory, write_durably
 from replicast.storage.counted import counted_entries
 from replicast.storage.entry_files import (
     EntryFile,
     Stored,
+    StoredBefore,
     StoredPayload,
+    bytes_path,
     fields_of,
     kind_of,
-    payload_path,
+    read_before,
     read_payload,
     summary,
 )
@@ -34,6 +39,7 @@ from replicast.storage.fence import Fence
 from replicast.storage.index import write_index
 from replicast.storage.retention import remove_void, unneeded_payloads
 from replicast.storage.starting import check_records, check_start, stopped
+from replicast.update.inverse import NOT_KEPT
 from replicast.update.update import Update
 
 INDEX_EVERY = 1000
@@ -41,6 +47,7 @@ INDEX_EVERY = 1000
 KEPT_BYTES = 1 << 26
 """The most bytes of update values that a journal in memory keeps."""
 
+_BEFORE = " before"
 _NO_ENTRY = "A checkpoint is not a journal entry: the checkpoint store writes it"
 
 
@@ -92,6 +99,29 @@ class Journal(ABC):
         """
 
     @abstractmethod
+    def stage_before(self, before: Update) -> Content:
+        """Makes the values before an update durable; they count once a `Before` refers to them. Any thread.
+
+        Returns:
+            The content of that entry.
+
+        Raises:
+            OSError: They cannot be written, and nothing is left behind.
+        """
+
+    @abstractmethod
+    def load_before(self, sequence: int) -> Update | None:
+        """Loads the values before an update, as the update that assigns them. Any thread may call it.
+
+        Returns:
+            None if the journal says nothing about them: it may need none.
+
+        Raises:
+            UpdateRefused: They were not kept, or not for so long.
+            FileDamaged: They are damaged.
+        """
+
+    @abstractmethod
     def history(self) -> History:
         """The entries that count. The content of a payload is the tuple of its id and digest."""
 
@@ -133,6 +163,10 @@ class FileJournal(Journal):
         self._files = [file.without_edits() for file in files]
         check_records(self._run_dir, self._files, self._damaged)
         self._payloads = {key: file for file in self._files if (key := file.payload_key) is not None}
+        self._before = {
+            file.stored.sequence: file for file in self._files if isinstance(file.stored, StoredBefore)
+        }
+        self._staged = itertools.count(1)
         self._committed = sum(isinstance(file.stored, Committed) for file in self._files)
         self._removed: set[tuple[int, int]] = set()
         if self._indexed < len(self._files):
@@ -143,7 +177,8 @@ class FileJournal(Journal):
         if isinstance(entry, Committed) and entry.sequence != self._committed + 1:
             raise ValueError(f"The next update is {self._committed + 1}. Received: {entry.sequence}")
         number = self._fence.entries + 1
-        payload = payload_path(self._fence.directory, number)
+        kind = "before" if isinstance(entry, Before) else "payload"
+        payload = bytes_path(self._fence.directory, number, kind)
         written_at = time.time()
         try:
             stored = _stored(entry, update, payload)
@@ -172,6 +207,20 @@ class FileJournal(Journal):
         """As in `Journal`."""
         check_start(self._run_dir, self._files, self._damaged, self._payloads, saved)
 
+    def stage_before(self, before: Update) -> Content:
+        """As in `Journal`."""
+        # A name that readers ignore: the entry's number is not known yet.
+        path = self._fence.directory / f"{TEMPORARY}before-{next(self._staged)}"
+        sha256, nbytes = _write_update(path, before)
+        return str(path), sha256, nbytes
+
+    def load_before(self, sequence: int) -> Update | None:
+        """As in `Journal`."""
+        file = self._before.get(sequence)
+        if file is None or not isinstance(file.stored, StoredBefore):
+            return None
+        return read_before(file.payload_path(self._run_dir), file.stored)
+
     def history(self) -> History:
         """As in `Journal`."""
         return History(file.entry() for file in self._files)
@@ -198,6 +247,8 @@ class FileJournal(Journal):
         self._files.append(file)
         if file.payload_key is not None:
             self._payloads[file.payload_key] = file
+        if isinstance(file.stored, StoredBefore):
+            self._before[file.stored.sequence] = file
         self._committed += isinstance(file.stored, Committed)
         if len(self._files) - self._indexed >= INDEX_EVERY:
             self._write_index()
@@ -221,18 +272,15 @@ class MemoryJournal(Journal):
         self._entries: list[Entry] = []
         self._updates: OrderedDict[tuple[str, str], Update] = OrderedDict()
         self._kept_bytes = 0
+        self._staged = itertools.count(1)
+        self._lock = threading.Lock()
 
     def write(self, entry: Entry, update: Update | None = None) -> None:
         """As in `Journal`."""
         if isinstance(entry, Saved):
             raise ValueError(_NO_ENTRY)
         if isinstance(entry, Payload):
-            kept = _checked(entry, update)
-            self._forget((entry.id, entry.digest))
-            self._updates[entry.id, entry.digest] = kept
-            self._kept_bytes += kept.nbytes
-            while self._kept_bytes > KEPT_BYTES:
-                self._forget(next(iter(self._updates)))
+            self._keep((entry.id, entry.digest), _checked(entry, update))
             entry = Payload(entry.id, entry.digest, (entry.id, entry.digest), entry.author, entry.note)
         self._entries.append(entry)
 
@@ -246,6 +294,24 @@ class MemoryJournal(Journal):
     def check_start(self, saved: Saved | None) -> None:
         """As in `Journal`. What is not in memory is refused when it is loaded."""
 
+    def stage_before(self, before: Update) -> Content:
+        """As in `Journal`."""
+        number = next(self._staged)
+        self._keep((_BEFORE, str(number)), before)
+        return number
+
+    def load_before(self, sequence: int) -> Update | None:
+        """As in `Journal`."""
+        entries = (one for one in reversed(self._entries) if isinstance(one, Before))
+        entry = next((one for one in entries if one.sequence == sequence), None)
+        if entry is None:
+            return None
+        before = self._updates.get((_BEFORE, str(entry.content)))
+        if before is None:
+            gone = f"The values before update {sequence} are not kept any more: the journal is in memory"
+            raise UpdateRefused(entry.problem or gone, remedy=NOT_KEPT)
+        return before
+
     def history(self) -> History:
         """As in `Journal`."""
         return History(self._entries)
@@ -253,6 +319,14 @@ class MemoryJournal(Journal):
     def remove_payloads(self, held: Container[int], pending: Container[tuple[str, str]] | None) -> int:
         """As in `Journal`. Removes nothing, since the size is bounded."""
         return 0
+
+    def _keep(self, key: tuple[str, str], update: Update) -> None:
+        with self._lock:
+            self._forget(key)
+            self._updates[key] = update
+            self._kept_bytes += update.nbytes
+            while self._kept_bytes > KEPT_BYTES:
+                self._forget(next(iter(self._updates)))
 
     def _forget(self, key: tuple[str, str]) -> None:
         update = self._updates.pop(key, None)
@@ -263,9 +337,29 @@ def _stored(entry: Entry, update: Update | None, path: Path) -> Stored:
     """The content of an entry's file. For a payload, first writes its bytes durably."""
     if isinstance(entry, Saved):
         raise ValueError(_NO_ENTRY)
+    if isinstance(entry, Before):
+        return _stored_before(entry, path)
     if not isinstance(entry, Payload):
         return entry
     update = _checked(entry, update)
+    sha256, nbytes = _write_update(path, update)
+    faults.point("journal")
+    edits = tuple(summary(edit) for edit in update.edits)
+    return StoredPayload(entry.id, entry.digest, entry.author, entry.note, sha256, nbytes, edits)
+
+
+def _stored_before(entry: Before, path: Path) -> StoredBefore:
+    """Gives values that were staged their final name."""
+    if not isinstance(entry.content, tuple):
+        return StoredBefore(entry.sequence, entry.id, problem=entry.problem)
+    staged, sha256, nbytes = entry.content
+    Path(staged).rename(path)
+    sync_directory(path.parent)
+    return StoredBefore(entry.sequence, entry.id, sha256, nbytes)
+
+
+def _write_update(path: Path, update: Update) -> tuple[str, int]:
+    """Writes an update's file durably; gives its sha256 and its size."""
     hasher, nbytes = hashlib.sha256(), 0
 
     def counted() -> Iterator[bytes | memoryview]:
@@ -276,9 +370,7 @@ def _stored(entry: Entry, update: Update | None, path: Path) -> Stored:
             yield chunk
 
     write_durably(path, counted())
-    faults.point("journal")
-    edits = tuple(summary(edit) for edit in update.edits)
-    return StoredPayload(entry.id, entry.digest, entry.author, entry.note, hasher.hexdigest(), nbytes, edits)
+    return hasher.hexdigest(), nbytes
 
 
 def _checked(payload: Payload, update: Update | None) -> Update:

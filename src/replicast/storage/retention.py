@@ -7,7 +7,7 @@ from pathlib import Path
 
 from replicast.core.entries import Committed, Refused, Scheduled, Withdrawn
 from replicast.files import remove_leftovers
-from replicast.storage.entry_files import PAYLOAD, EntryFile, payload_path
+from replicast.storage.entry_files import PAYLOAD, EntryFile, StoredBefore, bytes_path
 from replicast.storage.groups import entry_kinds, entry_path, group_directory, group_numbers, last_claim
 
 
@@ -17,7 +17,7 @@ def unneeded_payloads(
     group: int,
     pending: Container[tuple[str, str]] | None,
 ) -> Iterator[EntryFile]:
-    """The payloads whose bytes no attempt will need again.
+    """The entries whose bytes no attempt will need again: payloads, and values before updates.
 
     Args:
         files: All entries that count, in order.
@@ -26,9 +26,14 @@ def unneeded_payloads(
         pending: The ids and digests of the updates that kept checkpoints propose again. None if not known.
     """
     open_: dict[str, dict[str, EntryFile]] = {}  # by id and digest: neither committed nor ended
+    kept: dict[int, EntryFile] = {}  # the last values before each update
     scheduled: set[str] = set()
     for file in files:
         match file.stored:
+            case StoredBefore(sequence, problem=""):
+                if sequence in kept:
+                    yield kept[sequence]  # A later attempt has applied the update again.
+                kept[sequence] = file
             case Committed(sequence, id_, digest):
                 payload = open_.get(id_, {}).pop(digest, None)
                 if payload is not None and sequence in held:
@@ -43,6 +48,7 @@ def unneeded_payloads(
                 if earlier is not None:
                     yield earlier  # A later attempt has written the same payload again.
                 open_[id_][digest] = file
+    yield from (file for sequence, file in kept.items() if sequence in held)
     for id_, payloads in open_.items():
         for digest, file in payloads.items():
             # An attempt that died has left it. No start brings it back but from a checkpoint or the schedule.
@@ -77,9 +83,10 @@ def _remove_void_of(directory: Path, counted: int) -> None:
     void = [entry_path(directory, number, kind) for number, kind in kinds.items() if number > counted]
     # Not those of an entry that is missing: it may come back from a backup.
     payloads = {
-        payload_path(directory, number)
+        bytes_path(directory, number, kind)
         for number in range(1, counted + 1)
-        if kinds.get(number, "payload") == "payload"
+        for kind in ("payload", "before")
+        if kinds.get(number, kind) == kind
     }
     void.extend(path for path in directory.glob(f"*{PAYLOAD}") if path not in payloads)
     for path in void:

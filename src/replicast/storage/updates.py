@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from replicast.core.entries import Committed, Decided, Receipt, Refused, Scheduled, Withdrawn
+from replicast.core.history import History
 from replicast.core.stage import Stage
 from replicast.errors import FileDamaged
 from replicast.storage.counted import counted_entries
 from replicast.storage.damage import DamagedEntry
-from replicast.storage.entry_files import EntryFile, StoredPayload, read_entry, read_payload
+from replicast.storage.entry_files import EntryFile, StoredBefore, StoredPayload, read_entry, read_payload
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
@@ -37,6 +38,8 @@ class CommittedUpdate:
         sha256: The hash of its file; empty if that is not known.
         scheduled: Whether the author chose the step.
         heals: Whether an audit made it.
+        reverts: The number of the update that it undoes, if any.
+        reverted_by: The number of the update that has undone it, if any.
         trial: The condition of its trial, if any.
         before: For a trial: the metric before the update.
         decided: How its trial ended.
@@ -57,6 +60,8 @@ class CommittedUpdate:
     sha256: str
     scheduled: bool
     heals: bool
+    reverts: int | None
+    reverted_by: int | None
     trial: Trial | None
     before: float | None
     decided: Decided | None
@@ -176,7 +181,9 @@ class Updates:
         committed: The record of each committed update and when it was written, by sequence number.
         scheduled: The updates that wait for their step, by id.
         withdrawn: The ids of withdrawn updates.
+        history: The same as the core reads it.
         refused: Why updates were refused, by id; without those that were accepted later.
+        before: Where the values before each update are, by sequence number.
         damaged: The entries that are missing or damaged. Whatever they said is not among the above.
 
     Raises:
@@ -193,9 +200,12 @@ class Updates:
         self._chosen: set[str] = set()
         self._decided: dict[int, Decided] = {}
         self._receipts: dict[int, list[Receipt]] = {}
+        self.before: dict[int, tuple[EntryFile, StoredBefore]] = {}
+        self.history = History()
         files, _, self.damaged = counted_entries(self._run_dir)
         for file in files:
             self._add(file)
+            self.history.add(file.entry())
 
     def check_whole(self) -> None:
         """Raises `FileDamaged` if any entry is missing or damaged."""
@@ -207,6 +217,8 @@ class Updates:
             case StoredPayload() as payload:
                 self._payloads[payload.id, payload.digest] = file, payload
                 self.refused.pop(payload.id, None)
+            case StoredBefore() as before:
+                self.before[before.sequence] = file, before
             case Scheduled() as scheduled:
                 self.scheduled[scheduled.id] = scheduled
                 self._chosen.add(scheduled.id)
@@ -253,6 +265,8 @@ class Updates:
             sha256=payload.sha256,
             scheduled=record.id in self._chosen,
             heals=record.heals,
+            reverts=record.reverts,
+            reverted_by=self.history.reverted_by(record.sequence),
             trial=record.trial,
             before=record.before,
             decided=self._decided.get(record.sequence),

@@ -8,7 +8,7 @@ path gets a number: `optimizer/kernel`, `optimizer/kernel#2`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -23,7 +23,7 @@ from replicast.strategy.writes import component
 from replicast.update.digest import begun_digest, digest_array, digest_state
 from replicast.update.edits import Edit, Operation, factor_as
 from replicast.update.schema import Schema, Variable
-from replicast.update.state import Arrays, State, touched_parts
+from replicast.update.state import Arrays, Held, State, touched_parts
 
 _NOT_IN_BUFFERS = frozenset({tf.bfloat16.as_numpy_dtype, tf.float16.as_numpy_dtype})
 """Dtypes for which Python's buffer protocol has no format."""
@@ -129,6 +129,22 @@ class KerasState(State):
         # result is its value between two assignments, because the next assignment uses other memory. Only if
         # an optimizer changes single rows (sparse gradients) may some rows be a step older than others.
         return {name: np.array(as_array(self._value(name))) for name in names}
+
+    def read_rows(self, name: str, indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:  # noqa: D102
+        return np.array(as_array(component(self._variables[name]).sparse_read(tf.constant(indices))))
+
+    def hold(self, whole: Iterable[str], rows: Mapping[str, npt.NDArray[np.int64]]) -> Held:  # noqa: D102
+        # No copy of whole variables: as in `read`, a tensor that was read keeps its memory, and assignments
+        # use other memory from then on.
+        tensors = {name: self._value(name) for name in whole}
+        parts = {
+            name: component(self._variables[name]).sparse_read(tf.constant(indices))
+            for name, indices in rows.items()
+        }
+        return lambda: (
+            {name: as_array(tensor) for name, tensor in tensors.items()},
+            {name: as_array(tensor) for name, tensor in parts.items()},
+        )
 
 
 def optimizers_by_name(

@@ -42,10 +42,17 @@ def what_it_says(tail: Sequence[str]) -> str | None:
     return next((cropped(match[1], _SAID_COLUMNS) for match in found if match is not None), None)
 
 
-def sigterm_line(first: WorkerExit) -> str:
-    """One line: the group exited because of SIGTERM, without a failure."""
+def sigterm_line(first: WorkerExit, by: str = "") -> str:
+    """One line: the group exited because of SIGTERM or a request, without a failure.
+
+    Args:
+        first: The worker that exited first.
+        by: Who has requested it, and where; empty for SIGTERM.
+    """
+    by = "".join(character if character.isprintable() else "?" for character in by)
+    told = by or "the group was told to stop (SIGTERM)"
     return (
-        f"replicast: the group was told to stop (SIGTERM); worker {first.rank} exited first, with "
+        f"replicast: {told}; worker {first.rank} exited first, with "
         f"{first.code}, after {duration(first.ran_secs)}. Log: {short_path(first.log)}"
     )
 

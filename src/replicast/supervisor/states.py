@@ -47,10 +47,16 @@ class States:
             name = "Ctrl-C" if end.interrupted_by is signal.SIGINT else end.interrupted_by.name
             self._write("stopped", attempt, reason=name, step=step)
         elif failure is not None and failure.code == TOLD_TO_END:
-            self._write("stopped", attempt, reason=f"SIGTERM to worker {failure.rank}", step=step)
+            self._write("stopped", attempt, reason=self._told_by(attempt, failure), step=step)
         else:
             reason = "workers could not be killed" if failure is None else why(failure)
             self._write("failed", attempt, failure, reason, step)
+
+    def _told_by(self, attempt: int, first: WorkerExit) -> str:
+        from replicast.storage.requests import stopped_by  # Imports numpy: not at start-up.
+
+        told = stopped_by(self._run_dir, attempt)
+        return f"SIGTERM to worker {first.rank}" if told is None else told.author
 
     def _write(
         self,

@@ -92,7 +92,7 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
         while True:
             attempt = first_attempt + restarts
             end = _run_attempt(job, settings, attempt, screen, interruptions, environ)
-            _report(end, screen)
+            _report(end, screen, settings.run_dir, attempt)
             if exit_code(end) == 0 and settings.tee:
                 finished = finished_line(
                     _who(job),
@@ -177,10 +177,18 @@ def _last_step(run_dir: Path, attempt: int) -> int | None:
     return max((note.step for note in read_worker_notes(run_dir) if note.attempt == attempt), default=None)
 
 
-def _report(end: GroupEnd, screen: Screen) -> None:
+def _told_by(run_dir: Path, attempt: int) -> str:
+    """Who has asked the job to stop, and where it did; empty if nobody has."""
+    from replicast.storage.requests import stopped_by  # Imports numpy, which nothing else here needs.
+
+    told = stopped_by(run_dir, attempt)
+    return "" if told is None else f"stopped by {told.author} at step {told.step}"
+
+
+def _report(end: GroupEnd, screen: Screen, run_dir: Path, attempt: int) -> None:
     if end.first_failure is not None:
         if end.first_failure.code == TOLD_TO_END:
-            screen.tell(sigterm_line(end.first_failure))
+            screen.tell(sigterm_line(end.first_failure, _told_by(run_dir, attempt)))
         else:
             screen.tell(tail_box(end.first_failure, sys.stderr))
             screen.tell(failure_line(end.first_failure))

@@ -36,9 +36,11 @@ from replicast.runtime import Channel, Exchange, Session, Writer
 from replicast.storage.journal import Journal, MemoryJournal
 from replicast.transport import MemoryTransport
 from replicast.update.guard import Guard
+from replicast.update.schema import Schema
 from replicast.update.state import MemoryState
 from replicast.update.trial import Trial
 from replicast.update.update import Update
+from replicast.update.validate import Limits
 
 DEADLINE_SECS = 20.0
 QUICK = Timeouts(prepare_secs=15, answer_secs=5, meet_secs=10, decide_secs=20, compute_secs=5, join_secs=10)
@@ -59,7 +61,7 @@ class Worker:
         self.coordination = MemoryCoordination(job.store)
         self.transport = MemoryTransport(job.board, rank)
         start = job.checkpoints[-1] if job.checkpoints else None
-        self.state = MemoryState(job.start if start is None else start.state[0])
+        self.state = MemoryState(job.start if start is None else start.state[0], job.schema)
         self.writer = Writer(job.journal, list(job.checkpoints), job.save) if rank == 0 else None
         self.failure: JobFailed | None = None
         self.applied: list[tuple[int, str]] = []
@@ -73,6 +75,7 @@ class Worker:
             writer=self.writer,
             attempt=job.attempt,
             timeouts=job.timeouts,
+            limits=job.limits,
             guard=job.guard,
             audit_policy=job.audit_policy,
             check=self._check,
@@ -129,7 +132,7 @@ class Worker:
             names = ", ".join(one.variable for one in report.differences)
             self.session.raise_later(ReplicasDiverged(f"The replicas differ in {names}", step=report.step))
 
-    def _leave(self, problem: str) -> None:
+    def _leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
         self.left = problem
 
     def _take_snapshot(self, id_: str, due: bool = True, again: bool = False) -> Callable[[], Snapshot]:
@@ -154,6 +157,8 @@ class Job:
         checkpoints: The checkpoints of earlier attempts; the job starts from the last one.
         timeouts: The timeouts of the job.
         guard: The checks that every proposal must pass, if any.
+        schema: The variables, for those that have slots; by default each is trainable, without slots.
+        limits: Size limits for updates.
         audit_policy: What happens when replicas differ.
         begins: Whether all workers start to train immediately.
 
@@ -173,6 +178,8 @@ class Job:
         checkpoints: Sequence[Saved] = (),
         timeouts: Timeouts = QUICK,
         guard: Guard | None = None,
+        schema: Schema | None = None,
+        limits: Limits | None = None,
         audit_policy: str = "heal",
         begins: bool = True,
     ) -> None:
@@ -182,6 +189,8 @@ class Job:
         self.checkpoints = list(checkpoints)
         self.timeouts = timeouts
         self.guard = guard
+        self.schema = schema
+        self.limits = limits
         self.audit_policy = audit_policy
         self.store = MemoryCoordination.Store()
         self.board = MemoryTransport.Board()
@@ -221,6 +230,8 @@ class Job:
             checkpoints=self.checkpoints,
             timeouts=self.timeouts,
             guard=self.guard,
+            schema=self.schema,
+            limits=self.limits,
             audit_policy=self.audit_policy,
         )
 

@@ -7,8 +7,8 @@ in which threads act as workers.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from replicast.update.edits import Edit, Operation, apply_edit
 from replicast.update.schema import Schema, Variable
 
 Arrays = dict[str, npt.NDArray[Any]]
+Held: TypeAlias = Callable[[], tuple[Arrays, Arrays]]
 
 
 class State(abc.ABC):
@@ -36,6 +37,22 @@ class State(abc.ABC):
     @abc.abstractmethod
     def read(self, names: Iterable[str]) -> Arrays:
         """Copies of these variables' values."""
+
+    def read_rows(self, name: str, indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """A copy of some rows of a variable."""
+        rows: npt.NDArray[Any] = self.read([name])[name][indices]
+        return rows
+
+    def hold(self, whole: Iterable[str], rows: Mapping[str, npt.NDArray[np.int64]]) -> Held:
+        """The values of these variables, and of these rows of others, as they are now.
+
+        Returns:
+            A function that any thread may call later, whatever has changed since. It gives arrays that nobody
+            else writes to.
+        """
+        values = self.read(whole)
+        parts = {name: self.read_rows(name, indices) for name, indices in rows.items()}
+        return lambda: (values, parts)
 
     @abc.abstractmethod
     def digests(self, names: Iterable[str]) -> dict[str, str]:

@@ -34,10 +34,13 @@ class Limits:
     Attributes:
         max_bytes: The maximum size of all arrays together.
         max_edits: The maximum number of edits, including resets of slots.
+        max_before_bytes: The most bytes of overwritten values that are kept for a revert. A larger update is
+            applied all the same, and cannot be reverted.
     """
 
     max_bytes: int = MAX_BYTES
     max_edits: int = 10_000
+    max_before_bytes: int = 256 * 2**20
 
 
 def planned(

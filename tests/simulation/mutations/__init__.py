@@ -4,7 +4,13 @@
 for docs/faults.md.
 """
 
-from tests.simulation.mutations import audits, boundaries, outcomes, restarts  # noqa: F401 - they fill MUTATIONS
+from tests.simulation.mutations import (  # noqa: F401 - they fill MUTATIONS
+    audits,
+    boundaries,
+    outcomes,
+    requests,
+    restarts,
+)
 from tests.simulation.mutations.caught import CAUGHT_BY, is_caught
 from tests.simulation.mutations.registry import MUTATIONS
 

@@ -53,7 +53,7 @@ def keep_what_was_prepared_by_id_alone() -> Any:
         replica.prepare(self.id, "", self.content)
 
     def apply(self: Apply, replica: Any) -> Any:
-        return replica.apply(self.id, "", self.sequence)
+        return replica.apply(self.id, "", self.sequence, keep=True)
 
     stack = contextlib.ExitStack()
     stack.enter_context(broken(Prepare, "perform", prepare))

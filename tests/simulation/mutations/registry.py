@@ -21,8 +21,10 @@ ORIGINAL = {
     for owner, name in [
         (Boundaries, "want"),
         (Coordinator, "_answered"),
+        (Coordinator, "keep_before"),
         (Coordinator, "pending"),
         (Coordinator, "_propose"),
+        (Coordinator, "_request"),
         (Coordinator, "_serve"),
         (Coordinator, "_withdraw"),
         (Coordinator, "handle"),

@@ -155,7 +155,7 @@ def act(run: Run, path: str, query: Query, content: bytes, work: Path) -> Any:
     _, _, which, action = path.split("/")
     if action == "withdraw":
         return run.withdraw(which).to_json()
-    found = run.revert(which, body["note"], body.get("dry_run", False))
+    found = run.revert(which, body["note"], body.get("dry_run", False), body["force"])
     return found.to_json() if isinstance(found, Examination) else {"id": found.id, "number": found.number}
 
 

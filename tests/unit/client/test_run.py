@@ -20,8 +20,9 @@ from replicast.errors import (
     UpdatePending,
     UpdateRefused,
 )
-from replicast.storage import inbox
-from replicast.storage.auditfiles import append_audit, audit_requests
+from replicast.storage import inbox, requests
+from replicast.storage.auditfiles import append_audit
+from replicast.storage.requests import Answer
 from replicast.storage.runfiles import append_metrics
 from replicast.update.trial import Trial
 from replicast.update.update import Update
@@ -257,12 +258,14 @@ def test_audits_are_listed_and_one_can_be_asked_for(
     assert [one.number for one in run.audits(last=2)] == [2, 3]
 
     def answers(_secs: float) -> None:
-        append_audit(directory, report(4, audit_requests(directory)))
+        for path in requests.waiting(directory):
+            answer = Answer("audit", "me", True, 7, 0, 1.0, details=report(4).to_json())
+            requests.answer(directory, requests.id_of(path), answer)
 
     meanwhile(monkeypatch, answers)
     assert run.audit(timeout=30).number == 4
     heard_of(directory, secs_ago=60)
-    with pytest.raises(NoAnswer, match="only a running job can make an audit"):
+    with pytest.raises(NoAnswer, match="only a running job can be asked for an audit"):
         run.audit(timeout=30)
 
 

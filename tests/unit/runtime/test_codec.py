@@ -31,7 +31,7 @@ from replicast.core.messages import (
     Withdraw,
 )
 from replicast.core.operation import Outcome
-from replicast.core.operations import audit, function, leave, save, sync, trial, update
+from replicast.core.operations import audit, function, keep, leave, pull, revert, save, sync, trial, update
 from replicast.core.proposal import Proposal, Published
 from replicast.core.refusal import Refusal
 from replicast.core.reports import Applied, ReportId, Seen, Snapshot
@@ -79,11 +79,14 @@ ORDERS: list[Any] = [
     leave.Exit("the disk is full"),
     trial.Measure(TRIAL),
     trial.Begin("fix", "digest", 3),
-    trial.End(kept=False),
+    trial.End(kept=False, sequence=7),
     audit.Examine(),
     audit.Expected(("dense/bias",)),
     audit.Compare("heal-1", "digest", ("dense/bias",)),
     audit.Report(REPORT, raises=True),
+    pull.TakeRows("pull-1", "dense/bias", ((0, 3), (5, 6))),
+    keep.WriteBefore(3),
+    revert.Invert("undo", 3),
 ]
 ANSWERS: list[Any] = [
     None,
@@ -101,6 +104,8 @@ ANSWERS: list[Any] = [
 MESSAGES: list[Any] = [
     Propose("worker-1-ab-1", PROPOSAL),
     Propose("worker-1-ab-2", Proposal("f", "", source=1)),
+    Propose("worker-1-ab-3", Proposal("undo", "", reverts=3, forced=True)),
+    Request("pull", ("request-1",), ("dense/bias", ((0, 3),))),
     Withdraw("withdraw-1", "fix"),
     Request("audit", ("request-1",)),
     At(8, 7, standing=True),

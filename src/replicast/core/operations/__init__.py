@@ -7,4 +7,7 @@ save.py       a checkpoint of one boundary
 audit.py      compares the replicas; heals them
 trial.py      an update that is kept if a metric allows it, or reverted by every replica
 leave.py      save, and exit together
+pull.py       the live values of one variable, or of some rows of it
+revert.py     an update that undoes another one
+keep.py       the values that an update has overwritten become durable, for a revert
 """

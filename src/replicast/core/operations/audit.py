@@ -107,7 +107,6 @@ class Audit(Operation):
         super().__init__(id_)
         self.policy = policy
         self.report = report
-        self.asked_by: tuple[str, ...] = ()
         self.in_trial = True
 
     def script(self, job: Job) -> Script:
@@ -118,7 +117,7 @@ class Audit(Operation):
                 return quiet
         elif self.tokens:
             yield EarlierSettled()
-        step = yield Boundary()
+        step = self.step = yield Boundary()
         policy = self.policy or job.audit_policy
         if policy == "raise" and job.resting_for() == "sync":
             policy = "warn"  # all workers are about to be made equal

@@ -12,6 +12,8 @@ from replicast.core.operations.close import Close
 from replicast.core.operations.function import Function
 from replicast.core.operations.leave import Leave
 from replicast.core.operations.meet import Meet
+from replicast.core.operations.pull import Pull
+from replicast.core.operations.revert import Revert
 from replicast.core.operations.save import Save
 from replicast.core.operations.sync import Sync
 from replicast.core.operations.trial import TrialUpdate
@@ -22,6 +24,8 @@ from replicast.core.reports import ReportId
 
 def proposed(proposal: Proposal, *, scheduled: bool = False, stored: bool = False) -> Operation:
     """The operation for a proposal, including those scheduled or made in an earlier attempt."""
+    if proposal.reverts is not None:
+        return Revert(proposal, stored=stored)
     if proposal.content is None:
         return Function(proposal)
     kind = Update if proposal.trial is None else TrialUpdate
@@ -53,10 +57,17 @@ def collective(intent: tuple[Any, ...], id_: str) -> Operation:
     raise ValueError(f"All workers rest for an unknown reason. Received: {intent!r}")
 
 
-def requested(kind: str, id_: str) -> Operation:
+def requested(kind: str, id_: str, arguments: tuple[Any, ...] = ()) -> Operation:
     """The operation for a request to all workers at one of the next boundaries."""
-    kinds: dict[str, type[Leave | Audit | Save]] = {"leave": Leave, "audit": Audit, "save": Save}
-    return kinds[kind](id_)
+    kinds: dict[str, type[Leave | Audit | Save | Pull]] = {
+        "leave": Leave,
+        "audit": Audit,
+        "save": Save,
+        "pull": Pull,
+    }
+    operation = kinds[kind](id_, *arguments)
+    operation.arguments = arguments
+    return operation
 
 
 def planned(report: ReportId) -> Operation:

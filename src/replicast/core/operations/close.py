@@ -5,13 +5,14 @@ a function that its source has not proposed           is refused: its source has
 a trial in progress                                   is decided now, with the measurements so far
 operations that waited for the trial                  run
 updates scheduled for a later step                    stay in the journal for the next start
+values that updates have overwritten                  are durable before the job ends
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from replicast.core.operation import Boundary, EarlierSettled, Job, Operation, Outcome, Script
+from replicast.core.operation import Boundary, EarlierSettled, EarlierStored, Job, Operation, Outcome, Script
 from replicast.core.stage import Stage
 
 
@@ -31,5 +32,6 @@ class Close(Operation):
         while job.trial is not None and job.trial.meeting is not None:
             job.trial.meeting.at_step = 0  # here, while all rest
             yield EarlierSettled()
+        yield EarlierStored()
         yield Boundary()
         return Outcome(Stage.VERIFIED)

@@ -52,7 +52,7 @@ class Function(Operation):
         if function.trial is not None:
             return (yield from tried(self, job, update, step))
         record = yield from committed(self, job, update, step)
-        reports = yield Go(Apply(record.id, record.digest, record.sequence))
+        reports = yield Go(Apply(record.id, record.digest, record.sequence, keep=True))
         return (yield from verified(job, record, update, step, reports))
 
 

@@ -32,7 +32,7 @@ class Leave(Operation):
 
     def script(self, job: Job) -> Script:
         """The coordinator's side."""
-        yield Boundary()
+        self.step = yield Boundary()
         job.leaving = True
         refusal = Refusal("A trial is in progress: the job continues from the checkpoint before it")
         outcome = Outcome(Stage.VERIFIED, refusal)
@@ -44,7 +44,8 @@ class Leave(Operation):
                 outcome = yield from saved(job, snapshots)
             except Refuse as error:
                 outcome = Outcome(Stage.VERIFIED, error.refusal)
-        yield Go(Exit(outcome.result.problem if isinstance(outcome.result, Refusal) else ""))
+        problem = outcome.result.problem if isinstance(outcome.result, Refusal) else ""
+        yield Go(Exit(problem, self.asked_by))
         return outcome
 
 
@@ -54,11 +55,13 @@ class Exit:
 
     Attributes:
         problem: Why the state is not saved; empty if it is.
+        asked_by: The ids of the requests from outside that the process answers before it ends.
     """
 
     problem: str = ""
+    asked_by: tuple[str, ...] = ()
     in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> None:
         """The process exits after it has answered."""
-        replica.leave(self.problem)
+        replica.leave(self.problem, self.asked_by)

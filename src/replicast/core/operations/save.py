@@ -66,11 +66,12 @@ class Save(Operation):
             self.in_trial = True
             yield EarlierSettled()
         if not _are_of_one_state(snapshots):
-            yield Boundary()
+            self.step = yield Boundary()
             if job.trial is not None:
                 raise Refuse(f"{under_way(job.trial)}: its state may be reverted, so it is not saved")
             again = any(one is not None for one in snapshots.values())
-            snapshots = yield Go(TakeSnapshot(self.id, due=not self.tokens, again=again), resume=True)
+            due = not self.tokens and not self.asked_by  # somebody waits for what was asked for
+            snapshots = yield Go(TakeSnapshot(self.id, due=due, again=again), resume=True)
         return (yield from saved(job, snapshots))
 
 

@@ -93,7 +93,7 @@ def tried(
     if decided is None:
         decided = yield from _decided(job, trial, record, end)
     job.trial = None
-    ended = yield Go(End(decided.kept))
+    ended = yield Go(End(decided.kept, record.sequence))
     reports = {rank: replace(begun[rank], digest=ended[rank].digest) for rank in ended}
     return (yield from verified(job, record, proposal, start, reports, outcome_of(trial, record, decided)))
 
@@ -162,7 +162,7 @@ class Begin:
     def perform(self, replica: Replica) -> Applied:
         """Everything was checked before: this cannot fail."""
         replica.keep_copy()
-        return replica.apply(self.id, self.digest, self.sequence)
+        return replica.apply(self.id, self.digest, self.sequence, keep=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +170,13 @@ class End:
     """Worker, in the training thread: keep or revert the update; report the digest of the whole state."""
 
     kept: bool
+    sequence: int
     in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> Applied:
         """If the workers' digests differ afterwards, the receipt says so."""
         if not self.kept:
             replica.go_back()
+            replica.drop_before(self.sequence)
         replica.drop_copy()
         return Applied(replica.digest())

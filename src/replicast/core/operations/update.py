@@ -76,7 +76,7 @@ class Update(Operation):
         yield from prepared(self, job)
         step = yield from at_its_boundary(self)
         record = self.record or (yield from committed(self, job, self.update, step))
-        reports = yield Go(Apply(record.id, record.digest, record.sequence))
+        reports = yield Go(Apply(record.id, record.digest, record.sequence, keep=True))
         return (yield from verified(job, record, self.update, step, reports))
 
 
@@ -159,7 +159,16 @@ def committed(
     """Writes the record. Once it is durable, nothing can fail."""
     sequence = job.history.next_sequence
     record = Committed(
-        sequence, proposal.id, proposal.digest, step, job.attempt, proposal.trial, before, heals, job.size
+        sequence,
+        proposal.id,
+        proposal.digest,
+        step,
+        job.attempt,
+        proposal.trial,
+        before,
+        heals,
+        job.size,
+        proposal.reverts,
     )
     yield Record(record)
     operation.stage, operation.step = Stage.COMMITTED, step
@@ -175,9 +184,12 @@ def verified(
     trial: TrialOutcome | None = None,
 ) -> Generator[AnyRequest, Any, Outcome]:
     """Writes the receipt. The update is applied even if there is no space for the receipt."""
-    stage = Stage.REVERTED if trial is not None and trial.outcome == "reverted" else Stage.VERIFIED
+    goes_back = trial is not None and trial.outcome == "reverted"
+    stage = Stage.REVERTED if goes_back else Stage.VERIFIED
     if len({(one.digest, one.trained) for one in reports.values()}) > 1:
         stage = Stage.FAILED
+    if reports[0].keeps and not goes_back:
+        job.keep_before(record)  # before anything else is waited for: a later checkpoint waits for it
     applied_at = max(one.applied_at for one in reports.values())
     receipt = Receipt(
         record.sequence,
@@ -239,13 +251,18 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Worker, in the training thread: apply a prepared update; report the digest of what it touched."""
+    """Worker, in the training thread: apply a prepared update; report the digest of what it touched.
+
+    Attributes:
+        keep: Hold the values that it overwrites on worker 0, for a revert. Not what makes replicas equal.
+    """
 
     id: str
     digest: str
     sequence: int
+    keep: bool = False
     in_background: ClassVar[bool] = False
 
     def perform(self, replica: Replica) -> Applied:
         """Everything was checked before: this cannot fail."""
-        return replica.apply(self.id, self.digest, self.sequence)
+        return replica.apply(self.id, self.digest, self.sequence, keep=self.keep)

@@ -26,6 +26,8 @@ class PendingUpdate:
 
     Attributes:
         tickets: The tickets of its proposals.
+        reverts: The number of the update that it undoes, if any.
+        forced: Whether it undoes it even if that is reverted already.
     """
 
     id: str
@@ -35,17 +37,38 @@ class PendingUpdate:
     author: str
     note: str
     tickets: tuple[str, ...]
+    reverts: int | None = None
+    forced: bool = False
 
     @classmethod
     def of(cls, pending: Pending) -> PendingUpdate:
         """The part of a pending proposal that a checkpoint stores."""
         one = pending.proposal
-        return cls(one.id, one.digest, one.at_step, one.trial, one.author, one.note, pending.tickets)
+        return cls(
+            one.id,
+            one.digest,
+            one.at_step,
+            one.trial,
+            one.author,
+            one.note,
+            pending.tickets,
+            one.reverts,
+            one.forced,
+        )
 
     def pending(self) -> Pending:
         """The proposal as the core knows it. Its content is the tuple of id and digest, as in the journal."""
-        content, author, note = (self.id, self.digest), self.author, self.note
-        proposal = Proposal(self.id, self.digest, content, self.at_step, self.trial, author=author, note=note)
+        proposal = Proposal(
+            self.id,
+            self.digest,
+            (self.id, self.digest),
+            self.at_step,
+            self.trial,
+            author=self.author,
+            note=self.note,
+            reverts=self.reverts,
+            forced=self.forced,
+        )
         return Pending(proposal, self.tickets)
 
 

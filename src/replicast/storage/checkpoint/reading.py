@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -71,6 +71,28 @@ class CheckpointReader:
             raise self._damaged([f"the bytes of {name} are not those that were written"])
         value.flags.writeable = False
         return value
+
+    def read_rows(self, name: str, ranges: Iterable[tuple[int, int]]) -> Array:
+        """Reads some rows of a variable, and nothing else: their digest cannot be compared.
+
+        Args:
+            name: The variable.
+            ranges: Each from its first row to the one behind its last; the variable has them.
+
+        Raises:
+            CheckpointError: There is no such variable.
+            FileDamaged: The file cannot be read, or became shorter.
+        """
+        span = self._span(name)
+        shape = span.variable.shape
+        row_bytes = span.nbytes // max(1, shape[0])
+        parts = [
+            self._read_at(span.start + start * row_bytes, (stop - start) * row_bytes)
+            for start, stop in ranges
+        ]
+        content = b"".join(parts)
+        rows: Array = np.frombuffer(content, dtype_of(span.variable))
+        return rows.reshape(-1, *shape[1:]) if row_bytes else np.empty((0, *shape[1:]), rows.dtype)
 
     def read_into(self, name: str, target: Array) -> bool:
         """Reads a variable's bytes into memory of its size. Returns False if their digest is wrong.

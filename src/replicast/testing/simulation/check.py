@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from replicast.core.commands import Ended
 from replicast.core.entries import Committed, Decided, Entry, Payload, Saved, Scheduled
 from replicast.core.history import History
 from replicast.core.messages import Propose, Tell
-from replicast.core.operation import Outcome
 from replicast.core.operations.audit import AuditReport
+from replicast.core.operations.pull import Pulled
 from replicast.core.proposal import Proposal
 from replicast.core.stage import Stage
 from replicast.testing.simulation.clock import Clock
 from replicast.testing.simulation.disk import Disk
+from replicast.testing.simulation.model import check_before, check_reverts, model, needs_before
 from replicast.testing.simulation.notes import Notes
 from replicast.testing.simulation.plan import Plan
-from replicast.testing.simulation.replica import START, SimulatedReplica, StoryFailed, change, train
+from replicast.testing.simulation.replica import SimulatedReplica, StoryFailed
 from replicast.testing.simulation.words import described
 
 
@@ -93,9 +95,18 @@ class Checks:
                 raise StoryFailed(
                     f"the checkpoint of step {entry.step} needs {proposal.id}, which is not durable"
                 )
+        history = self._disk.history()
+        for sequence in () if self._notes.faults["full disk"] else entry.holds:
+            record = history.committed.get(sequence)
+            if record is not None and needs_before(history, record) and sequence not in history.before:
+                raise StoryFailed(
+                    f"the checkpoint of step {entry.step} holds update {sequence}, and the values before it "
+                    "are not durable"
+                )
 
-    def ended(self, attempt: int, replicas: Sequence[SimulatedReplica], kind: str, outcome: Outcome) -> None:
+    def ended(self, attempt: int, replicas: Sequence[SimulatedReplica], ended: Ended) -> None:
         """Called when an operation without a ticket has ended."""
+        kind, outcome = ended.kind, ended.outcome
         self._notes.count(f"{kind}: {getattr(outcome.result, 'outcome', outcome.stage)}")
         self._check_reports_came(outcome.result)
         if attempt not in self._drifted and outcome.stage is Stage.FAILED:
@@ -104,6 +115,15 @@ class Checks:
             self._unhealed.add(attempt)
         if isinstance(outcome.result, AuditReport):
             self._check_report(replicas, outcome.result)
+        if isinstance(outcome.result, Pulled):
+            self._check_pulled(replicas, ended.id, outcome.result)
+
+    def _check_pulled(self, replicas: Sequence[SimulatedReplica], id_: str, pulled: Pulled) -> None:
+        """All workers have shown one moment, and the answer has the values of each of them."""
+        moments = {replica.pulled[id_][:2] for replica in replicas}
+        values = {replica.rank: str(replica.pulled[id_][2]) for replica in replicas}
+        if len(moments) > 1 or pulled.step != moments.pop()[0] or pulled.digests != values:
+            raise StoryFailed(f"a pull has mixed moments or values: {pulled}, {moments}, {values}")
 
     def _check_reports_came(self, result: Any) -> None:
         """Only a worker that has left out its report is said to have done so."""
@@ -138,6 +158,8 @@ class Checks:
             raise StoryFailed(
                 f"worker {replica.rank} applies {id_} at step {replica.step}, not {record.step}"
             )
+        if record.reverts is not None and record.reverts not in replica.holds:
+            raise StoryFailed(f"worker {replica.rank} reverts update {record.reverts} before it has it")
         if sequence in replica.holds:
             raise StoryFailed(f"worker {replica.rank} applies {id_} twice")
 
@@ -194,9 +216,14 @@ class Checks:
         for group in groups:
             self._check_order(group.replicas)
         self._check_end(groups[-1].replicas, entries, history)
-        self._check_room(groups[-1])
+        self._check_room(groups[-1], history.decided.values())
         self._check_model(groups[-1].replicas, entries)
         self._check_outcomes(history)
+        forced = {one.id for one in self._proposals.values() if one.forced}
+        self._notes.count("reverts", check_reverts(entries, forced))
+        if not self._notes.faults["drift"]:
+            check_before(entries, self._plan.steps)
+        self._check_requests()
 
     def _check_order(self, replicas: Sequence[SimulatedReplica]) -> None:
         """All workers have applied the same updates in order; if a group died, as far as each came."""
@@ -226,7 +253,7 @@ class Checks:
         if left:
             raise StoryFailed(f"committed, and not applied at the end: {[committed[one] for one in left]}")
 
-    def _check_room(self, group: GroupOutcome) -> None:
+    def _check_room(self, group: GroupOutcome, decided: Collection[Decided]) -> None:
         """No worker keeps the bytes of an operation that has ended."""
         last = {proposal.id: self._times[ticket] for ticket, proposal in self._proposals.items()}
         for replica in group.replicas:
@@ -234,6 +261,9 @@ class Checks:
                 ended_at = self._ended.get((id_, self._attempts - 1), -1.0)
                 if id_ not in last or last[id_] < ended_at < group.closing_at:
                     raise StoryFailed(f"worker {replica.rank} keeps the bytes of {id_}, which has ended")
+            gone = [one.sequence for one in decided if not one.kept and one.sequence in replica.held()]
+            if gone:
+                raise StoryFailed(f"worker {replica.rank} holds the values before {gone}, which was reverted")
 
     def _check_model(self, replicas: Sequence[SimulatedReplica], entries: list[Entry]) -> None:
         values = model(entries, self._plan.steps)
@@ -247,6 +277,12 @@ class Checks:
                 found["d"] = values["d"]
             if found != values:
                 raise StoryFailed(f"worker {replica.rank} has {replica.values}, and the model {values}")
+
+    def _check_requests(self) -> None:
+        """Whoever asked has an answer."""
+        for id_, request in self._disk.requests.items():
+            if self._was_in_time(id_):
+                raise StoryFailed(f"{id_} is not answered: {request}")
 
     def _check_outcomes(self, history: History) -> None:
         for ticket, proposal in self._proposals.items():
@@ -309,27 +345,3 @@ class Checks:
                 raise StoryFailed(f"{ticket} was proposed by a training thread and is lost: {proposal}")
         elif (proposal.id, proposal.digest) not in self._stages:
             self._notes.count("lost with their process, never acknowledged")
-
-
-def model(entries: list[Any], steps: int) -> dict[str, int]:
-    """The final state of a single process that trains and applies the journal in order."""
-    contents: dict[tuple[str, str], Any] = {
-        (one.id, one.digest): one.content for one in entries if isinstance(one, Payload)
-    }
-    records = [one for one in entries if isinstance(one, Committed)]
-    decided = {one.sequence: one for one in entries if isinstance(one, Decided)}
-    events: list[tuple[int, float, Any]] = [(one.step, one.sequence, one) for one in records]
-    events += [(one.step, one.last + 0.5, one) for one in decided.values()]
-    events.sort(key=lambda one: one[:2])
-    values, copy, now = dict(START), dict(START), 0
-    for step, _, event in [*events, (steps, 0.0, None)]:
-        while now < step:
-            now += 1
-            train(values, now)
-        if isinstance(event, Committed):
-            if event.trial is not None:
-                copy = dict(values)
-            change(values, contents[event.id, event.digest].edits)
-        elif isinstance(event, Decided) and not event.kept:
-            values = dict(copy)
-    return values

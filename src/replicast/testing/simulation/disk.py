@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from replicast.core.entries import Committed, Entry, Payload, Scheduled
 from replicast.core.history import Group, History, valid
-from replicast.core.messages import Propose, Withdraw
+from replicast.core.messages import Propose, Request, Withdraw
+from replicast.testing.simulation.replica import Edit, overwrites, undone
 
 Kind = TypeVar("Kind", Committed, Payload, Scheduled)
 
@@ -18,6 +19,7 @@ class Disk:
         groups: The entries of each group, in the order of the claims.
         taken: How many entries of each group the next one took over.
         inbox: Proposals from outside that have no outcome yet, by ticket.
+        requests: Requests from outside that are not answered yet, by id.
         full_until: The time until which writes fail.
     """
 
@@ -25,6 +27,7 @@ class Disk:
         self.groups: list[list[Entry]] = []
         self.taken: list[int | None] = []
         self.inbox: dict[str, Propose | Withdraw] = {}
+        self.requests: dict[str, Request] = {}
         self.full_until = -1.0
 
     def claim(self) -> int:
@@ -54,6 +57,19 @@ class Disk:
     def history(self) -> History:
         """The current history of the journal."""
         return History(self.entries())
+
+    def undo(self, sequence: int) -> tuple[Edit, ...] | None:
+        """The update that undoes another one; None if it does not count, or its values are not kept."""
+        history = self.history()
+        record = history.committed.get(sequence)
+        if record is None:
+            return None
+        payload = self.find(Payload, record.id, record.digest)
+        content: Any = None if payload is None else payload.content
+        before: Any = history.before.get(sequence)
+        if overwrites(content.edits):
+            return None if before is None else undone(content.edits, dict(before.content))
+        return undone(content.edits, None)
 
     def find(self, kind: type[Kind], id_: str, digest: str | None = None) -> Kind | None:
         """The valid entry of this kind for an update, or None; without a digest, for any content."""

@@ -9,6 +9,7 @@ from typing import Any
 from replicast.core import events as e
 from replicast.core.entries import Payload
 from replicast.core.messages import OUTSIDE, Propose, Tell
+from replicast.core.refusal import Refuse
 from replicast.testing.simulation.plan import TOGETHER, Action
 from replicast.testing.simulation.process import Process
 from replicast.testing.simulation.replica import START, Edit, InMemory, SimulatedReplica
@@ -85,7 +86,14 @@ class SimulatedGroup:
         )
         for rank in range(plan.size):
             replica = SimulatedReplica(
-                self.number, rank, step, values, holds, read=self._read_payload, on_apply=story.checks.applied
+                self.number,
+                rank,
+                step,
+                values,
+                holds,
+                read=self._read_payload,
+                undo=self._undo,
+                on_apply=story.checks.applied,
             )
             worker = kinds.worker(rank, step, timeouts=story.timeouts)
             process = Process(
@@ -96,7 +104,7 @@ class SimulatedGroup:
             self.processes.append(process)
         for process in self.processes:
             process.start()
-        for message in story.disk.inbox.values():
+        for message in (*story.disk.inbox.values(), *story.disk.requests.values()):
             self.from_outside(message)
 
     def _read_payload(self, id_: str, digest: str) -> tuple[Edit, ...] | None:
@@ -104,10 +112,18 @@ class SimulatedGroup:
         content: Any = None if payload is None else payload.content
         return None if content is None else content.edits
 
+    def _undo(self, sequence: int) -> tuple[Edit, ...]:
+        edits = self.story.disk.undo(sequence)
+        if edits is None:
+            raise Refuse(f"The values before update {sequence} are not kept")
+        return edits
+
     def from_outside(self, message: Any) -> None:
         """Delivers a message from the run directory to the coordinator."""
         if self.alive and self.processes:
-            if isinstance(message, Propose):  # its file is read, and made available to all workers
+            if (
+                isinstance(message, Propose) and message.proposal.content is not None
+            ):  # its file is read, and made available to all workers
                 edits: Any = message.proposal.content
                 proposal = replace(message.proposal, content=InMemory(self.number, edits))
                 message = replace(message, proposal=proposal)

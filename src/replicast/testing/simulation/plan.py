@@ -131,13 +131,37 @@ class _Chooser:
             self.act(("audit", ("heal", "heal", "raise", "warn")[random.randrange(4)]))
         elif choice < 0.92:
             self.act(("meet",))
-        elif choice < 0.98:
+        elif choice < 0.96:
             plan.incidents.append(
                 (self.when(), "request", rank, ("save", "audit", "leave")[random.randrange(3)])
             )
+        else:
+            self.ask()
+        if self.proposed and random.random() < 0.15:
+            self.revert(rank)
         if self.proposed and random.random() < 0.15:
             id_ = random.choice(self.proposed).id
             plan.incidents.append((self.when(), "withdraw", f"w-{len(plan.incidents)}", id_))
+
+    def ask(self) -> None:
+        """Somebody outside asks for something."""
+        kind = ("pull", "pull", "save", "audit", "leave")[self.random.randrange(5)]
+        arguments = ("abd"[self.random.randrange(3)],) if kind == "pull" else ()
+        id_ = f"ask-{len(self.result.incidents)}"
+        self.result.incidents.append((self.when(), "ask", id_, kind, arguments))
+
+    def revert(self, rank: int) -> None:
+        """Somebody reverts an update: a training thread, another thread, or a process outside."""
+        random, plan = self.random, self.result
+        sequence, forced = random.randrange(1, 4), random.random() < 0.2
+        proposal = Proposal(f"r{len(plan.incidents)}-{rank}", "", reverts=sequence, forced=forced)
+        choice = random.randrange(3)
+        if choice == 0:
+            self.act(("propose", rank, proposal))
+        elif choice == 1:
+            plan.incidents.append((self.when(), "thread", rank, proposal))
+        else:
+            plan.incidents.append((self.when(), "push", f"push-r{len(plan.incidents)}", proposal))
 
     def trial(self) -> Trial | None:
         if self.random.random() < 0.8:

@@ -155,7 +155,14 @@ class Process(TrainingThread):
             said = f"{command.id} is {described(command.outcome)}"
             self.story.notes.say(self.group.number, self.name, f"  {said}")
         replicas = self.group.replicas()
-        self.story.checks.ended(self.group.number, replicas, command.kind, command.outcome)
+        self.story.checks.ended(self.group.number, replicas, command)
+        self._answer(command.asked_by)
+
+    def _answer(self, requests: tuple[str, ...]) -> None:
+        """What somebody outside has asked for has ended; a group that was taken for dead answers as well."""
+        for id_ in requests:
+            if self.story.disk.requests.pop(id_, None) is not None:
+                self.story.notes.say(self.group.number, "  answer", f"to {id_}")
 
     # Commands of the worker.
 
@@ -196,6 +203,8 @@ class Process(TrainingThread):
             )
         self.feed(self.worker, e.Performed(command.number, value))
         if isinstance(command.order, Exit):
+            if self.rank == 0:
+                self._answer(command.order.asked_by)
             self.group.ended(self, left=True)
 
     def _is_discarded(self, command: c.Perform) -> bool:

@@ -47,6 +47,21 @@ def change(values: dict[str, int], edits: tuple[Edit, ...]) -> None:
             values[name] = number % PRIME
 
 
+def overwrites(edits: tuple[Edit, ...]) -> bool:
+    """Whether only the values before can undo an update."""
+    return any(operation == "assign" for operation, _, _ in edits)
+
+
+def undone(edits: tuple[Edit, ...], before: dict[str, int] | None) -> tuple[Edit, ...]:
+    """The update that undoes another one."""
+    if before is not None:
+        return tuple(("assign", name, before[name]) for _, name, _ in edits)
+    return tuple(
+        ("add", name, -number) if operation == "add" else ("scale", name, pow(number, -1, PRIME))
+        for operation, name, number in reversed(edits)
+    )
+
+
 def computed(values: dict[str, int], number: int) -> tuple[Edit, ...]:
     """The result of the function with this number for these values."""
     return (("assign", "b", (values["b"] * 7 + values["a"] + number) % PRIME),)
@@ -67,6 +82,7 @@ class SimulatedReplica:
         values: The variables.
         holds: The updates that it contains.
         read: Reads the payload of an update from the journal.
+        undo: Reads from the journal how an update is undone.
         on_apply: Called with each update and its number, before it is applied.
 
     Attributes:
@@ -75,6 +91,7 @@ class SimulatedReplica:
         expected_d: The value of `d` according to checkpoint and journal; training does not change it.
         place: The position in the script behind the current boundary; for snapshots.
         report_to_raise: The report of an audit that the training thread must raise.
+        pulled: The step, the updates and the value of each pull, by its id.
     """
 
     def __init__(
@@ -86,6 +103,7 @@ class SimulatedReplica:
         holds: frozenset[int],
         *,
         read: Callable[[str, str], tuple[Edit, ...] | None],
+        undo: Callable[[int], tuple[Edit, ...]],
         on_apply: Callable[[SimulatedReplica, str, int], None],
     ) -> None:
         self.attempt = attempt
@@ -101,6 +119,9 @@ class SimulatedReplica:
         self.place: Callable[[], int] = lambda: 0
         self._copy: tuple[dict[str, int], int] | None = None
         self._read = read
+        self._undo = undo
+        self._before: dict[int, tuple[tuple[str, int], ...]] = {}
+        self.pulled: dict[str, tuple[int, frozenset[int], int]] = {}
         self._on_apply = on_apply
         self.prepared: dict[tuple[str, str], tuple[Edit, ...]] = {}
         self.fetching: dict[int, str] = {}
@@ -139,11 +160,14 @@ class SimulatedReplica:
             raise StoryFailed(f"worker {self.rank} needs {id_}, which it has not prepared")
         return self.prepared[id_, digest]
 
-    def apply(self, id_: str, digest: str, sequence: int) -> Applied:
+    def apply(self, id_: str, digest: str, sequence: int, *, keep: bool) -> Applied:
         """As in `Replica`."""
         self._on_apply(self, id_, sequence)
         edits = self._edits(id_, digest)
         del self.prepared[id_, digest]
+        keeps = keep and self.rank == 0 and overwrites(edits)
+        if keeps:
+            self._before[sequence] = tuple((name, self.values[name]) for _, name, _ in edits)
         expected = {**self.values, "d": self.expected_d}
         change(self.values, edits)
         change(expected, edits)
@@ -151,7 +175,26 @@ class SimulatedReplica:
         self.applied.append((self.step, sequence, id_))
         self.holds.add(sequence)
         touched = ",".join(f"{name}={self.values[name]}" for _, name, _ in edits)
-        return Applied(touched, trained=self.step)
+        return Applied(touched, trained=self.step, keeps=keeps)
+
+    def write_before(self, sequence: int) -> tuple[Any, str]:
+        """As in `Replica`."""
+        if sequence not in self._before:
+            raise StoryFailed(f"worker {self.rank} does not hold the values before update {sequence}")
+        return self._before.pop(sequence), ""
+
+    def drop_before(self, sequence: int) -> None:
+        """As in `Replica`."""
+        self._before.pop(sequence, None)
+
+    def invert(self, id_: str, sequence: int) -> Published:
+        """As in `Replica`."""
+        return self._published(self._undo(sequence))
+
+    def pull(self, id_: str, name: str, rows: tuple[tuple[int, int], ...]) -> str:
+        """As in `Replica`."""
+        self.pulled[id_] = self.step, frozenset(self.holds), self.values[name]
+        return str(self.values[name])
 
     def discard(self, id_: str) -> None:
         """As in `Replica`."""
@@ -172,6 +215,10 @@ class SimulatedReplica:
     def _published(self, edits: tuple[Edit, ...]) -> Published:
         return Published(str(edits), InMemory(self.attempt, edits))
 
+    def held(self) -> set[int]:
+        """The updates whose values before are held and not written."""
+        return set(self._before)
+
     @property
     def on_trial(self) -> bool:
         """As in `Replica`."""
@@ -182,7 +229,7 @@ class SimulatedReplica:
         if raises:
             self.report_to_raise = report
 
-    def leave(self, problem: str) -> None:
+    def leave(self, problem: str, asked_by: tuple[str, ...]) -> None:
         """As in `Replica`: the process does it."""
 
     def digest(self) -> str:

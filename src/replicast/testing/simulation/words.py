@@ -10,7 +10,10 @@ from replicast.core import messages as m
 from replicast.core.operation import Outcome
 from replicast.core.operations.audit import AuditReport, Compare, Examine, Expected, Report
 from replicast.core.operations.function import Compute
+from replicast.core.operations.keep import WriteBefore
 from replicast.core.operations.leave import Exit
+from replicast.core.operations.pull import TakeRows
+from replicast.core.operations.revert import Invert
 from replicast.core.operations.save import TakeSnapshot
 from replicast.core.operations.sync import Digest, Publish
 from replicast.core.operations.trial import Begin, End, Measure
@@ -36,8 +39,8 @@ def _message(thing: Any) -> str:
             return f"Propose   {_value(proposal)}"
         case m.Withdraw(_, id_):
             return f"Withdraw  {id_}"
-        case m.Request(kind):
-            return f"Request   {kind}"
+        case m.Request(kind, _, arguments):
+            return f"Request   {' '.join(map(str, (kind, *arguments)))}"
         case m.At(meeting, step, standing):
             return f"At        {'stands at' if standing else 'has not passed'} step {step}  [{meeting}]"
         case m.Answer(number, value):
@@ -71,8 +74,11 @@ def _entry(thing: Any) -> str:
             return f"payload of {id_}"
         case n.Scheduled(id_, _, at_step):
             return f"{id_} is scheduled for step {at_step}"
-        case n.Committed(sequence, id_, _, step, heals=heals):
-            return f"record {sequence}: {id_} at step {step}{', heals' if heals else ''}  ◄── the commit"
+        case n.Committed(sequence, id_, _, step, heals=heals, reverts=reverts):
+            why = f", reverts update {reverts}" if reverts is not None else ", heals" if heals else ""
+            return f"record {sequence}: {id_} at step {step}{why}  ◄── the commit"
+        case n.Before(sequence, _, tuple() as content):
+            return f"values before update {sequence}: {_value((content, ''))}"
         case n.Decided(sequence, kept, step):
             return (
                 f"the trial of update {sequence} is decided at step {step}: {'kept' if kept else 'reverted'}"
@@ -101,6 +107,12 @@ def _order(thing: Any) -> str:
             return f"Apply {id_} as update {sequence}"
         case Begin(id_, _, sequence):
             return f"Begin: copy the state, apply {id_} as update {sequence}"
+        case TakeRows(_, name):
+            return f"TakeRows of {name}"
+        case WriteBefore(sequence):
+            return f"WriteBefore update {sequence}"
+        case Invert(_, sequence):
+            return f"Invert update {sequence}"
         case End(kept):
             return f"End: {'keep the update' if kept else 'go back to the copy'}"
         case Measure(trial):
@@ -138,11 +150,15 @@ def _value(thing: Any) -> str:
             differ = ", ".join(one.variable for one in differences)
             by = f" by update {', '.join(map(str, healed))}" if healed else ""
             return f"{f'{differ} differed, ' if differ else ''}{outcome}{by}"
+        case Proposal(id_, reverts=int() as reverts):
+            return f"{id_}, which reverts update {reverts}"
         case Proposal(id_, _, content, at_step, trial, source):
             when = "" if at_step is None else f", at step {at_step}"
             tried = "" if trial is None else f", on trial for {trial.steps} steps"
             what = f"function {id_} on worker {source}" if content is None else id_
             return f"{what}{when}{tried}"
+        case (tuple() as before, ""):
+            return _value(dict(before))
         case dict():
             return " ".join(f"{name}={value}" for name, value in thing.items()) or "nothing"
         case Applied(digest):

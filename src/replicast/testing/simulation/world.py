@@ -116,6 +116,13 @@ class World:
                 if group.alive and group.processes and group.processes[rank].alive:
                     self.notes.count("operations")
                     group.processes[rank].run(group.send, rank, Request(kind))
+            case ("ask", id_, kind, arguments):
+                self.notes.count("operations")
+                self.story.checks.asked(id_)
+                self.story.disk.requests[id_] = request = Request(kind, (id_,), arguments)
+                self.notes.say(None, "author", f"asks for: {kind} {' '.join(map(str, arguments))}".rstrip())
+                for group in self.groups:
+                    group.from_outside(request)
             case ("full", secs):
                 self.story.disk.full_until = self.clock.now + secs
             case ("zombie", secs):

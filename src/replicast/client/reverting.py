@@ -1,0 +1,56 @@
+"""How an update is undone from outside the job: what that would do, and how the job is asked for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from replicast.client.author import this_user
+from replicast.client.examination import Examination, examine
+from replicast.client.submission import check_running
+from replicast.client.updates import find
+from replicast.errors import UpdateRefused
+from replicast.storage import inbox
+from replicast.storage.reverting import Undo, undo
+from replicast.storage.runfiles import read_run_info, read_worker_notes
+from replicast.storage.updates import Updates
+from replicast.update.inverse import meaning
+from replicast.update.update import Update
+
+
+def examine_revert(run: Path, which: str | int, *, force: bool) -> Examination:
+    """What undoing an update would do, as `Run.revert` says. Nothing is sent to the job."""
+    plan = _undo(run, which, force=force)
+    found = examine(plan.update, read_run_info(run).schema)
+    meanings = dict.fromkeys(f"{edit.variable}: {meaning(edit)}" for edit in plan.update.edits)
+    return replace(found, notes=tuple(meanings))
+
+
+def submit_revert(run: Path, which: str | int, note: str, *, force: bool) -> str:
+    """Asks the running job to undo an update, as `Run.revert` says.
+
+    Returns:
+        The id of the update that will undo it.
+    """
+    plan = _undo(run, which, force=force)
+    sequence = plan.record.sequence
+    revert = Update(note=note or plan.update.note, author=this_user())
+    check_running(run, revert, read_worker_notes(run), next_start=False)
+    try:
+        inbox.submit(run, revert, reverts=sequence, forced=force)
+    except OSError as error:
+        raise UpdateRefused(
+            f"The request cannot be written to {run / 'inbox'} ({error.strerror})",
+            remedy="Free some space there, or let this user write there, and revert it again",
+        ) from error
+    return revert.id
+
+
+def _undo(run: Path, which: str | int, *, force: bool) -> Undo:
+    view = find(run, str(which), Updates(run))
+    if view.sequence is None:
+        raise UpdateRefused(
+            f"Update {view.id} is {view.stage}: it was not applied, so there is nothing to revert",
+            remedy="replicast withdraw takes back what is not committed",
+        )
+    return undo(run, view.sequence, forced=force)

@@ -1,0 +1,82 @@
+"""Pull: the live values of one variable, or of some rows of it, at one boundary.
+
+    coordinator                               every worker
+    stop all
+    TakeRows, release ──────────────────────► digest the rows; worker 0 also copies them; go on
+    all digests equal? the answer says so
+    the end of the operation ───────────────► worker 0 writes the copy for whoever asked   in the background
+
+Nothing is changed, so it may happen in a trial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from replicast.core.operation import Boundary, Go, Job, Operation, Outcome, Script
+from replicast.core.order import Replica
+from replicast.core.stage import Stage
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """What was pulled.
+
+    Attributes:
+        name: The variable's full name.
+        rows: Which ranges of its rows; empty for the whole variable.
+        step: The boundary.
+        digests: Of these values on each worker, by rank.
+    """
+
+    name: str
+    rows: Ranges
+    step: int
+    digests: Mapping[int, str]
+
+    @property
+    def equal(self) -> bool:
+        """Whether all workers have the same values."""
+        return len(set(self.digests.values())) == 1
+
+
+class Pull(Operation):
+    """Somebody outside the job wants to see values.
+
+    Args:
+        name: The variable's full name.
+        rows: Which ranges of its rows; empty for the whole variable.
+    """
+
+    kind: ClassVar[str] = "pull"
+
+    def __init__(self, id_: str, name: str, rows: Ranges = ()) -> None:
+        super().__init__(id_)
+        self.name = name
+        self.rows = rows
+        self.in_trial = True
+
+    def script(self, job: Job) -> Script:
+        """The coordinator's side."""
+        step = self.step = yield Boundary()
+        digests = yield Go(TakeRows(self.id, self.name, self.rows))
+        pulled = Pulled(self.name, self.rows, step, digests)
+        return Outcome(Stage.VERIFIED if pulled.equal else Stage.FAILED, pulled)
+
+
+@dataclass(frozen=True, slots=True)
+class TakeRows:
+    """Worker, in the training thread: the digest of the values; on worker 0 also a copy of them."""
+
+    id: str
+    name: str
+    rows: Ranges
+    in_background: ClassVar[bool] = False
+
+    def perform(self, replica: Replica) -> str:
+        """Nothing is changed."""
+        return replica.pull(self.id, self.name, self.rows)

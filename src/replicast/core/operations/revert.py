@@ -1,0 +1,94 @@
+"""Revert: an update that undoes another one. It is agreed on, journaled and replayed like any other.
+
+    coordinator                               workers
+    can it be reverted?
+    wait until the values before it are durable
+    Invert ─────────────────────────────────► worker 0 makes the update from the journal
+    Prepare, stop all                         as for every update
+    is it reverted meanwhile?
+    write the record, with the number of what it reverts: THE COMMIT
+    Apply, release ─────────────────────────► as for every update
+
+The job makes the update, and not its author: after a restart, updates may be applied again to other values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from replicast.core.history import History
+from replicast.core.operation import Ask, Boundary, EarlierStored, Go, Job, Script
+from replicast.core.operations.update import Apply, Update, committed, prepared, verified
+from replicast.core.order import Replica
+from replicast.core.proposal import Proposal, Published
+from replicast.core.refusal import Refuse
+
+
+class Revert(Update):
+    """An update that undoes another one."""
+
+    kind: ClassVar[str] = "revert"
+
+    def script(self, job: Job) -> Script:
+        """The coordinator's side."""
+        sequence = self.update.reverts or 0
+        check_revert(job, self.update)
+        if self.update.content is None:
+            yield EarlierStored()
+            order = Invert(self.id, sequence)
+            made = (yield Ask(order, (0,), job.timeouts.prepare_secs, "find what to undo"))[0]
+            note = self.update.note or made.note
+            self.update = replace(self.update, digest=made.digest, content=made.content, note=note)
+            self.proposal = self.update
+        yield from prepared(self, job)
+        step = yield Boundary()
+        check_revert(job, self.update)
+        record = yield from committed(self, job, self.update, step)
+        reports = yield Go(Apply(record.id, record.digest, record.sequence, keep=True))
+        return (yield from verified(job, record, self.update, step, reports))
+
+
+def check_revert(job: Job, proposal: Proposal) -> None:
+    """Raises `Refuse` if an update cannot be reverted now."""
+    sequence = proposal.reverts or 0
+    problem = why_not(job.history, sequence, forced=proposal.forced)
+    if problem:
+        raise Refuse(problem)
+    step = job.replayed_at(sequence)
+    if step is not None:
+        raise Refuse(
+            f"Update {sequence} is applied again at step {step}, after a restart: revert it after that step"
+        )
+
+
+def why_not(history: History, sequence: int, *, forced: bool = False) -> str:
+    """Why an update cannot be reverted; empty if it can."""
+    record, decided = history.committed.get(sequence), history.decided.get(sequence)
+    if record is None:
+        last = history.next_sequence - 1
+        known = f"the journal has updates 1 to {last}" if last else "the journal has no update"
+        return f"There is no update {sequence}: {known}"
+    if record.heals:
+        return f"Update {sequence} was made by an audit, to make the replicas equal: there is nothing to undo"
+    if record.trial is not None and decided is None:
+        return f"The trial of update {sequence} is not decided yet: it may be reverted by itself"
+    if decided is not None and not decided.kept:
+        return f"Update {sequence} failed its trial: all replicas went back to the state before it then"
+    by = history.reverted_by(sequence)
+    if by is not None and not forced:
+        return f"Update {sequence} is reverted already, by update {by}. To revert it once more, force it"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Invert:
+    """Worker 0, in the background: make the update that undoes another one."""
+
+    id: str
+    sequence: int
+    in_background: ClassVar[bool] = True
+
+    def perform(self, replica: Replica) -> Published:
+        """Nothing is changed."""
+        return replica.invert(self.id, self.sequence)

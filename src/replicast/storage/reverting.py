@@ -1,0 +1,102 @@
+"""The update that undoes an update of the journal, for a job and for processes outside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from replicast.core.entries import Committed
+from replicast.core.operations.revert import why_not
+from replicast.errors import PayloadRemoved, UpdateRefused
+from replicast.storage.entry_files import HELD_BY_ALL, read_before, read_payload
+from replicast.storage.updates import Updates
+from replicast.update.inverse import NOT_KEPT, inverse
+from replicast.update.update import Update
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """How an update of the journal is undone.
+
+    Attributes:
+        record: The update's.
+        update: The update that undoes it.
+    """
+
+    record: Committed
+    update: Update
+
+
+def undo(run_dir: Path, which: int | str, *, note: str = "", author: str = "", forced: bool = False) -> Undo:
+    """The update that undoes a committed update of a run. Changes nothing.
+
+    Args:
+        run_dir: The run directory.
+        which: The update's number, or its id.
+        note: Why; by default, what is reverted.
+        author: Who.
+        forced: Whether it may be reverted already.
+
+    Raises:
+        UpdateRefused: It cannot be reverted, or what that needs is not kept any more.
+        FileDamaged: The journal is damaged.
+    """
+    run = Updates(run_dir)
+    by_id = run.history.by_id.get(str(which))
+    sequence = by_id.sequence if by_id is not None else number_of(which)
+    problem = why_not(run.history, sequence, forced=forced)
+    if problem:
+        raise UpdateRefused(problem, received=str(which))
+    record = run.history.committed[sequence]
+
+    def load() -> Update:
+        file, payload = run.payload(record.id, record.digest)
+        return read_payload(file.payload_path(run_dir), payload)
+
+    def load_before() -> Update | None:
+        kept = run.before.get(sequence)
+        return None if kept is None else read_before(kept[0].payload_path(run_dir), kept[1])
+
+    return Undo(record, inverse_of(record, load, load_before, note=note, author=author))
+
+
+def inverse_of(
+    record: Committed,
+    load: Callable[[], Update],
+    load_before: Callable[[], Update | None],
+    *,
+    id_: str | None = None,
+    note: str = "",
+    author: str = "",
+) -> Update:
+    """The update that undoes another one, from what the journal keeps of it.
+
+    Raises:
+        UpdateRefused: What it needs is not kept, or not any more.
+        FileDamaged: What it needs is damaged.
+    """
+    try:
+        update = load()
+    except PayloadRemoved as error:
+        problem = f"The values of update {record.sequence} are not kept any more: {HELD_BY_ALL}"
+        raise UpdateRefused(problem, remedy=NOT_KEPT) from error
+    note = note or f"revert update {record.sequence} ({record.id})"
+    return inverse(update, load_before(), id_=id_, note=note, author=author)
+
+
+def number_of(which: int | str) -> int:
+    """The number of an update, as somebody gave it.
+
+    Raises:
+        UpdateRefused: It is not one.
+    """
+    text = str(which)
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise UpdateRefused(
+            "There is no such update",
+            expected="the number or the id of a committed update",
+            received=text[:200],
+            remedy="replicast log lists them",
+        )
+    return int(text)
