@@ -1,12 +1,15 @@
 # The newcomer's two commands are `make demo` and `make test`; both prepare .venv on first use.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-oldest setup-newest demo test test-long test-oldest test-newest lint format bench clean
+.PHONY: help setup setup-oldest setup-newest demo test test-long test-oldest test-newest lint docs wheel format bench clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
+DOCS := .venv-docs
+WHEEL := .venv-wheel
 STAMP := $(VENV)/.ready
+DOCS_STAMP := $(DOCS)/.ready
 OLDEST_STAMP := $(OLDEST)/.ready
 NEWEST_STAMP := $(NEWEST)/.ready
 TENSORFLOW := tensorflow-cpu~=2.21.0
@@ -67,10 +70,31 @@ soak: $(STAMP) ## Jobs with random faults for MINUTES=5 or until KILLS=20: what 
 simulate: $(STAMP) ## Simulated jobs in virtual time, SEEDS=10000: what happened, which faults fired, what was lost (SEED=… shows one)
 	$(VENV)/bin/python -m replicast.testing.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),10000))
 
-lint: $(STAMP) ## ruff and mypy --strict
+lint: $(STAMP) docs ## ruff, mypy --strict, and the documentation with all its links
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+docs: $(DOCS_STAMP) ## Build the documentation into site/
+	$(DOCS)/bin/mkdocs build --quiet --strict
+
+# Its own environment: the tests do not wait for what they do not need.
+$(DOCS_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(DOCS)/bin/python -m pip install --quiet --group docs
+	@touch $@
+
+wheel: ## Build the wheel into dist/ and test it as users get it, in an environment of its own
+	rm -rf dist $(WHEEL)
+	$(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m pip install --quiet --upgrade 'pip>=25.1' build
+	$(WHEEL)/bin/python -m build --outdir dist .
+	cd dist && ../$(WHEEL)/bin/python -m pip install --quiet *.whl
+	cd dist && ../$(WHEEL)/bin/replicast --help > /dev/null
+	cd dist && ../$(WHEEL)/bin/python -c 'import replicast; replicast.Update().scale("a", 0.5); print(replicast.__version__)'
+	cd dist && ../$(WHEEL)/bin/python -m pip install --quiet "$$(ls replicast-*.whl)[cpu,demo]" '$(TENSORFLOW)'
+	cd dist && ../$(WHEEL)/bin/replicast demo
 
 format: $(STAMP) ## Let ruff rewrite what it can
 	$(VENV)/bin/ruff check --fix .
@@ -81,4 +105,4 @@ bench: $(STAMP) ## Measure, interleaved in one run, and print ratios
 	$(VENV)/bin/python -m benchmarks
 
 clean: ## Remove what the other targets made
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(DOCS) $(WHEEL) site .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
