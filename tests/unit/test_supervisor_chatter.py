@@ -88,3 +88,25 @@ def test_chatter_is_not_drawn_while_it_is_being_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("environ", "wants"), [({}, False), ({"TF_CPP_MIN_LOG_LEVEL": "0"}, True)])
 def test_setting_the_log_level_shows_everything(environ: dict[str, str], wants: bool) -> None:
     assert wants_chatter(environ) is wants
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "E0000 00:00:1.24 9 x.cc:2] BaseCollectiveExecutor::StartAbort ABORTED: worker 1 failed first: Bad",
+        "E0000 00:00:1.2 9 x.c:1] Aborting RingReduce with ABORTED: Collective ops is aborted by: worker 1 x",
+        "W0000 00:00:1.24 9 x.cc:412] Local rendezvous is aborting with status: ABORTED: worker 1 failed: x",
+        "The error could be from a previous operation. Restart your program to reset.",
+        "\t [[{{node CollectiveReduceV2}}]] [type.googleapis.com/tensorflow.DerivedStatus='']",
+    ],
+)
+def test_the_echo_of_a_transfer_that_we_aborted_is_not_on_the_screen(line: str) -> None:
+    assert is_chatter(line)
+
+
+def test_a_transfer_that_failed_by_itself_is_on_the_screen() -> None:
+    line = (
+        "E0000 00:00:1794933477.244960    9439 base_collective_executor.cc:252] "
+        "BaseCollectiveExecutor::StartAbort UNAVAILABLE: connection reset"
+    )
+    assert not is_chatter(line)

@@ -1,7 +1,8 @@
 """Recognizes info lines of TensorFlow's C++ code in a worker's output. Pure functions.
 
 The screen omits them; a worker's log has every line. Warnings and errors are always shown, except for a few
-that every healthy job prints at its start.
+that every healthy job prints at its start, and the echoes of a transfer that replicast itself has aborted
+because another worker failed: the worker says that in a line of its own.
 """
 
 from __future__ import annotations
@@ -16,10 +17,16 @@ _LOGGED = re.compile(
     r" \S+\.(?:cc|cpp|c|h|inc):\d+\] "  # not .py: those lines come from the script
 )
 _AT_EVERY_START = re.compile(r"Unable to register cu\w+ factory|computation placer already registered")
+_ABORTED_BY_US = re.compile(
+    r"(BaseCollectiveExecutor::StartAbort|Aborting Ring\w+ with|Local rendezvous is aborting with status:) "
+    r"ABORTED: (Collective ops is aborted by: )?worker \d+ "
+)
 _WITHOUT_LEVEL = re.compile(
     r"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR|"
     r"To enable the following instructions: .* rebuild TensorFlow with the appropriate compiler flags\.|"
-    r"/job:\w+/replica:\d+/task:\d+"  # a worker that has not connected yet
+    r"/job:\w+/replica:\d+/task:\d+|"  # a worker that has not connected yet
+    r"The error could be from a previous operation\. Restart your program to reset\.( \[type\..*\])?|"
+    r"\s*\[\[\{\{node \S+\}\}\]\] \[type\.googleapis.*\]"
 )
 
 
@@ -29,7 +36,8 @@ def is_chatter(line: str) -> bool:
     if logged is None:
         return _WITHOUT_LEVEL.fullmatch(line) is not None
     level = logged["absl"] or logged["tensorflow"]
-    return level == "I" or (level != "F" and _AT_EVERY_START.match(line, logged.end()) is not None)
+    ours = _AT_EVERY_START.match(line, logged.end()) or _ABORTED_BY_US.match(line, logged.end())
+    return level == "I" or (level != "F" and ours is not None)
 
 
 def wants_chatter(environ: Mapping[str, str]) -> bool:
