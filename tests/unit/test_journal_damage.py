@@ -340,7 +340,10 @@ def test_an_index_that_has_what_a_damaged_file_said_is_kept_and_used(
     assert "000001.payload.json" in [one.error.path.name for one in view.damaged]
 
 
-def test_a_start_from_scratch_that_needs_removed_values_is_told_to_restore(tmp_path: Path) -> None:
+def test_a_start_from_scratch_that_needs_removed_values_is_told_to_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicast.storage.retention.REVERTIBLE_BYTES", 0)
     fence = Fence(tmp_path, attempt=0)
     journal = FileJournal(tmp_path, fence)
     for sequence in (1, 2):

@@ -16,6 +16,11 @@ from replicast.storage.updates import committed_updates, load_update
 from replicast.update.update import Update
 
 
+@pytest.fixture(autouse=True)
+def nothing_for_reverts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicast.storage.retention.REVERTIBLE_BYTES", 0)
+
+
 def start(run: Path) -> FileJournal:
     return FileJournal(run, Fence(run, attempt=0))
 
@@ -159,3 +164,17 @@ def test_a_disk_that_removes_nothing_is_tried_again(tmp_path: Path, monkeypatch:
 
 def test_a_journal_in_memory_has_nothing_to_remove() -> None:
     assert MemoryJournal().remove_payloads({1}, None) == 0
+
+
+def test_the_newest_updates_are_kept_for_reverts_as_far_as_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = start(tmp_path)
+    commit(journal, 1, 2, 3)
+    size = (tmp_path / "groups" / "000001" / "000001.safetensors").stat().st_size
+    monkeypatch.setattr("replicast.storage.retention.REVERTIBLE_BYTES", 2 * size)
+    assert journal.remove_payloads({1, 2, 3}, None) == 1
+    with pytest.raises(PayloadRemoved):
+        load_update(tmp_path, 1)
+    assert load_update(tmp_path, 2).id == "u2"
+    assert load_update(tmp_path, 3).id == "u3"

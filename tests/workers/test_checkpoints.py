@@ -429,6 +429,9 @@ def test_of_the_updates_around_a_checkpoint_those_in_it_are_not_applied_again_an
     assert found["again"] == found["lived"]
 
 
+NOTHING_FOR_REVERTS = mock.patch("replicast.storage.retention.REVERTIBLE_BYTES", 0)
+
+
 def payloads(run_dir: Path) -> int:
     return len([*run_dir.glob("groups/**/*.safetensors")])
 
@@ -436,7 +439,7 @@ def payloads(run_dir: Path) -> int:
 def needed_no_more(strategy: Any, run_dir: Path) -> dict[str, Any]:
     """One update before a checkpoint, one for a step behind it; of two checkpoints, the last one stays."""
     model = perceptron(strategy, adam)
-    with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
+    with NOTHING_FOR_REVERTS, replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
         if strategy.rank == 1:
             replicas.propose(doubled("before"))
             replicas.propose(doubled("behind"), at_step=3)
@@ -478,7 +481,7 @@ def left_by_a_dead_attempt(strategy: Any, run_dir: Path) -> dict[str, Any]:
             journal.write(Payload(update.id, update.content_digest(), None), update)
         journal.write(Scheduled(later.id, later.content_digest(), 50))
     model = perceptron(strategy, adam)
-    with replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
+    with NOTHING_FOR_REVERTS, replicas_of(model, run_dir=run_dir, durability="disk") as replicas:
         replicas.propose(doubled("before"))
         replicas.sync()
         trained(replicas, 1, save_every=1, keep=1)

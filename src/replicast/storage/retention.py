@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from replicast.core.entries import Committed, Refused, Scheduled, Withdrawn
 from replicast.files import remove_leftovers
-from replicast.storage.entry_files import PAYLOAD, EntryFile, StoredBefore, bytes_path
+from replicast.storage.entry_files import PAYLOAD, EntryFile, StoredBefore, StoredPayload, bytes_path
 from replicast.storage.groups import entry_kinds, entry_path, group_directory, group_numbers, last_claim
+
+REVERTIBLE_BYTES = 2**30
+"""The newest updates can be reverted even when no restart needs them: so many of their bytes are kept."""
 
 
 def unneeded_payloads(
@@ -19,6 +22,8 @@ def unneeded_payloads(
 ) -> Iterator[EntryFile]:
     """The entries whose bytes no attempt will need again: payloads, and values before updates.
 
+    Those of the newest updates are kept, up to `REVERTIBLE_BYTES`: somebody may revert them.
+
     Args:
         files: All entries that count, in order.
         held: The sequence numbers of the updates that every kept checkpoint contains.
@@ -27,6 +32,7 @@ def unneeded_payloads(
     """
     open_: dict[str, dict[str, EntryFile]] = {}  # by id and digest: neither committed nor ended
     kept: dict[int, EntryFile] = {}  # the last values before each update
+    applied: dict[int, EntryFile] = {}  # the payloads of committed updates that no start needs
     scheduled: set[str] = set()
     for file in files:
         match file.stored:
@@ -37,7 +43,7 @@ def unneeded_payloads(
             case Committed(sequence, id_, digest):
                 payload = open_.get(id_, {}).pop(digest, None)
                 if payload is not None and sequence in held:
-                    yield payload
+                    applied[sequence] = payload
             case Scheduled(id_):
                 scheduled.add(id_)
             case Withdrawn(id_) | Refused(id_, whole=True):
@@ -48,13 +54,25 @@ def unneeded_payloads(
                 if earlier is not None:
                     yield earlier  # A later attempt has written the same payload again.
                 open_[id_][digest] = file
-    yield from (file for sequence, file in kept.items() if sequence in held)
+    yield from _beyond_reverting(applied, {one: file for one, file in kept.items() if one in held})
     for id_, payloads in open_.items():
         for digest, file in payloads.items():
             # An attempt that died has left it. No start brings it back but from a checkpoint or the schedule.
             is_left = file.group < group and id_ not in scheduled
             if is_left and pending is not None and (id_, digest) not in pending:
                 yield file
+
+
+def _beyond_reverting(*kept: Mapping[int, EntryFile]) -> Iterator[EntryFile]:
+    """Of the bytes of updates, by number, those that are too old to be kept for a revert."""
+    room = REVERTIBLE_BYTES
+    for sequence in sorted({sequence for files in kept for sequence in files}, reverse=True):
+        files = [one[sequence] for one in kept if sequence in one]
+        room -= sum(
+            file.stored.nbytes for file in files if isinstance(file.stored, StoredBefore | StoredPayload)
+        )
+        if room < 0:
+            yield from files
 
 
 def remove_void(run_dir: Path, group: int) -> None:

@@ -180,7 +180,10 @@ def test_an_attempt_that_applies_an_update_again_keeps_the_values_before_it_agai
         assert again.values() == before
 
 
-def test_values_that_are_not_kept_any_more_are_named_with_what_to_do(tmp_path: Path) -> None:
+def test_values_that_are_not_kept_any_more_are_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicast.storage.retention.REVERTIBLE_BYTES", 0)
     with file_job(tmp_path) as job:
         number = propose(job, overwriting())
         eventually(lambda: list(tmp_path.glob("groups/*/*.before.json")))
