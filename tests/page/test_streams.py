@@ -130,6 +130,28 @@ def test_a_run_that_cannot_be_read_is_told_and_comes_back(
     assert b'"unreadable":null' in again
 
 
+def test_metrics_that_cannot_be_read_hide_no_later_status(
+    run: MemoryRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def damage() -> Any:
+        watch, metrics = Watch("first", run, Threads(8)), run.metrics
+
+        def damaged(*_: Any, **__: Any) -> Any:
+            raise OSError(5, "Input/output error")
+
+        async with watch.stream() as queue:
+            await queue.get()
+            monkeypatch.setattr(run, "metrics", damaged)
+            run.step = 101
+            assert b"Input/output error" in (await asyncio.wait_for(queue.get(), 20) or b"")
+            monkeypatch.setattr(run, "metrics", metrics)
+            again = await asyncio.wait_for(queue.get(), 20)
+        watch.stop()
+        return again
+
+    assert b"training, step 101" in asyncio.run(damage())
+
+
 def test_the_server_ends_its_streams_before_it_ends(run: MemoryRun) -> None:
     found, ended = {"first": run}, threading.Event()
     with served(lambda: found, Settings(port=0)) as address:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from replicast.client import Run
 from replicast.page.jsontext import dumped
-from replicast.page.problems import error_body, http_error
+from replicast.page.problems import HttpError, error_body, http_error
 from replicast.page.threads import Threads
 
 logger = logging.getLogger("replicast")
@@ -117,16 +117,17 @@ class Watch:
 
     async def _look(self) -> list[bytes]:
         try:
-            return [*self._changed(await self.status()), *await self._new_metrics()]
+            status, metrics = await self.status(), await self._new_metrics()
+            return [*self._changed({"unreadable": None, **status}), *metrics]
         except Exception as error:
-            known = http_error(error)
-            if known is None:
+            problem = http_error(error)
+            if problem is None:
                 logger.exception("The run %s cannot be read", self.name)
-            return self._changed({"unreadable": error_body(known or error)["error"]})
+                problem = HttpError(500, "The server failed", remedy="Its log says why")
+            return self._changed({"unreadable": error_body(problem)["error"]})
 
     def _changed(self, status: dict[str, Any]) -> list[bytes]:
         """An event with the parts of the status that differ from the last one."""
-        status.setdefault("unreadable", None)
         parts = {name: f"{dumped(name)}:{dumped(value)}" for name, value in status.items()}
         changed = [text for name, text in parts.items() if self._parts.get(name) != text]
         news = [name for name in parts if self._parts.get(name) != parts[name] and name not in _CLOCK]
