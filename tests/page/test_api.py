@@ -161,13 +161,14 @@ def test_a_job_that_is_not_running_is_a_504(client: Client, run: MemoryRun) -> N
 
 
 def test_values_can_be_read_by_row(client: Client) -> None:
-    answer = client.get(f"{FIRST}/variables/dense/kernel", params={"rows": "0,2-3"}).json()
+    path = f"{FIRST}/variables/dense/kernel"
+    answer = client.get(path, params={"rows": "0,2-3"}, headers=BEARER).json()
     assert (answer["name"], answer["rows"], answer["values"]) == (
         "model/dense/kernel",
         [0, 2, 3],
         [[0.0] * 3] * 3,
     )
-    assert client.get(f"{FIRST}/variables/dense/kernel", params={"rows": "0-99999999"}).status_code == 400
+    assert client.get(path, params={"rows": "0-99999999"}, headers=BEARER).status_code == 400
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,14 @@ def test_a_page_of_another_site_cannot_act_even_with_the_token(
     assert (answer.status_code, run.done) == (403, [])
 
 
+def test_values_of_a_running_job_need_the_token_since_all_workers_stop_for_them(
+    client: Client, run: MemoryRun
+) -> None:
+    assert client.get(f"{FIRST}/variables/dense/bias").status_code == 401
+    assert run.done == []
+    assert client.get(f"{FIRST}/variables/dense/bias", headers=BEARER).status_code == 200
+
+
 def test_the_page_itself_can_act(client: Client, run: MemoryRun) -> None:
     origin = {"Origin": "http://127.0.0.1:8080", "Sec-Fetch-Site": "same-origin"}
     assert client.post(f"{FIRST}/audit", headers={**origin, **BEARER}).status_code == 200

@@ -53,7 +53,7 @@ async def withdraw(context: Context) -> dict[str, Any]:
 async def revert(context: Context) -> dict[str, Any]:
     """Pushes a new update that undoes one that was applied; with `dry_run` only says what it would do."""
     run, which, body = context.watch.run, context.path["update"], context.body_as(RevertBody)
-    found = await context.act(lambda: run.revert(which, body.note, body.dry_run))
+    found = await context.act(lambda: run.revert(which, body.note, body.dry_run, body.force))
     if isinstance(found, Examination):
         return found.to_json()
     return {"id": found.id, "number": found.number, "warning": found.warning}

@@ -38,6 +38,7 @@ class Endpoint:
         query: The parameters of the address.
         body: The JSON body; "file" where the body is a safetensors file.
         status: Of the answer. An action with `dry_run` answers 200.
+        asks_the_job: Whether it needs the token although it only reads, since all workers stop for it.
     """
 
     method: Literal["GET", "POST"]
@@ -47,6 +48,7 @@ class Endpoint:
     query: type[Struct] = Nothing
     body: type[Struct] | Literal["file"] = Nothing
     status: int = 200
+    asks_the_job: bool = False
 
     @property
     def name(self) -> str:
@@ -71,7 +73,12 @@ ENDPOINTS = (
     Endpoint("GET", f"{RUN}/checkpoints", reading.checkpoints, ("checkpoints",)),
     Endpoint("GET", f"{RUN}/logs/{{worker}}", reading.logs, ("worker", "lines"), LogsQuery),
     Endpoint(
-        "GET", f"{RUN}/variables/{{variable}}", reading.variable, ("name", "step", "values"), ValuesQuery
+        "GET",
+        f"{RUN}/variables/{{variable}}",
+        reading.variable,
+        ("name", "step", "values"),
+        ValuesQuery,
+        asks_the_job=True,
     ),
     Endpoint("POST", f"{RUN}/updates", actions.push, (), PushQuery, "file", 201),
     Endpoint("POST", f"{RUN}/learning-rate", actions.set_learning_rate, (), body=RateBody, status=201),

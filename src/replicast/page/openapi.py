@@ -92,7 +92,9 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
         "summary": endpoint.summary,
         "parameters": [*_path_parameters(endpoint), *_query_parameters(endpoint)],
         "responses": responses,
-        "security": [{"token": []}] if endpoint.method == "POST" else [{}, {"token": []}],
+        "security": [{"token": []}]
+        if endpoint.method == "POST" or endpoint.asks_the_job
+        else [{}, {"token": []}],
     }
     if endpoint.body == "file":
         file = {"type": "string", "format": "binary"}

@@ -105,10 +105,11 @@ class RateBody(_Proposal, forbid_unknown_fields=True, kw_only=True):
 
 
 class RevertBody(Struct, forbid_unknown_fields=True):
-    """Why an update is undone."""
+    """Why an update is undone; `force` also when it is undone already."""
 
     note: Text = ""
     dry_run: bool = False
+    force: bool = False
 
 
 class WaitBody(Struct, forbid_unknown_fields=True):

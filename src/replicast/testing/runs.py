@@ -201,7 +201,9 @@ class MemoryRun(Run):
         self._views[view.id] = replace(view, stage=Stage.WITHDRAWN)
         return self._views[view.id]
 
-    def revert(self, which: str | int, note: str = "", dry_run: bool = False) -> Pushed | Examination:
+    def revert(
+        self, which: str | int, note: str = "", dry_run: bool = False, force: bool = False
+    ) -> Pushed | Examination:
         """As `Run.revert`; for updates that add."""
         view = self.show(which)
         edits = self._updates[view.id].edits
@@ -213,6 +215,7 @@ class MemoryRun(Run):
     def pull(self, name: str, rows: Sequence[int] | None = None, timeout: float = 300.0) -> Pulled:
         """As `Run.pull`."""
         variable = self._schema.resolve(name)
+        self._ask("pull")
         whole = np.zeros(variable.shape, np.float32)
         if rows is not None and (not variable.shape or any(row >= variable.shape[0] for row in rows)):
             raise UpdateRefused("There is no such row", variable=variable.name)

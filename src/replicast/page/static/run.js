@@ -148,7 +148,7 @@ class RunPage {
     const who = (view) => [view.author, view.note].filter(Boolean).join(": ");
     return [
       ...this.applied.map((view) => ({ kind: view.trial ? "trial" : "update", step: view.step, text: `update ${view.sequence}${who(view) ? `, ${who(view)}` : ""}${view.outcome ? `, ${view.outcome.outcome}` : ""}` })),
-      ...this.status.restarts.map((one) => ({ kind: "restart", step: this.chart.stepAfter(one.at), text: `restarted: attempt ${one.attempt}` })),
+      ...this.status.restarts.map((one) => ({ kind: "restart", step: this.chart.stepAfter(one.at), text: restartText(this.status, one) })),
       ...this.checkpoints.map((one) => ({ kind: "checkpoint", step: one.step, text: `checkpoint of step ${count(one.step)}` })),
     ];
   }
@@ -173,6 +173,11 @@ function equality(status) {
   if (audit.equal) return `equal as of step ${count(audit.step)}`;
   if (audit.outcome === "healed") return `equal again since step ${count(audit.step)}`;
   return `differ since step ${count(audit.found_at)}`;
+}
+
+function restartText(status, restart) {
+  const change = (status.changes ?? []).find((one) => one.state === "restarting" && one.attempt === restart.attempt);
+  return `restarted: attempt ${restart.attempt}${change?.reason || change?.error ? `, ${change.reason || change.error}` : ""}`;
 }
 
 /** What to say at the top when the job is gone. */
