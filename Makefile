@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "replicast needs Python 3.11 or newer; set PYTHON=/path/to/python3")'
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(VENV)/bin/python -m pip install --quiet --editable '.[cpu,demo]' '$(TENSORFLOW)' --group dev
+	$(VENV)/bin/python -m pip install --quiet --editable '.[cpu,demo,page]' '$(TENSORFLOW)' --group dev
 	@touch $@
 
 setup-oldest: $(OLDEST_STAMP)
@@ -33,7 +33,7 @@ setup-oldest: $(OLDEST_STAMP)
 $(OLDEST_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(OLDEST)/bin/python -m pip install --quiet --editable '.[cpu,demo]' $(OLDEST_PAIR) --group dev
+	$(OLDEST)/bin/python -m pip install --quiet --editable '.[cpu,demo,page]' $(OLDEST_PAIR) --group dev
 	@touch $@
 
 setup-newest: $(NEWEST_STAMP)
@@ -42,7 +42,7 @@ setup-newest: $(NEWEST_STAMP)
 $(NEWEST_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(NEWEST)/bin/python -m pip install --quiet --editable '.[cpu,demo]' '$(NEWEST_TENSORFLOW)' --group dev
+	$(NEWEST)/bin/python -m pip install --quiet --editable '.[cpu,demo,page]' '$(NEWEST_TENSORFLOW)' --group dev
 	$(NEWEST)/bin/python -m pip uninstall --quiet --yes keras keras-nightly
 	$(NEWEST)/bin/python -m pip install --quiet --no-deps --upgrade keras
 	@touch $@
@@ -50,8 +50,21 @@ $(NEWEST_STAMP): pyproject.toml
 demo: $(STAMP) ## Two local workers train; the screen shows what happens when one of them writes
 	$(VENV)/bin/replicast demo
 
-test: $(STAMP) ## All tests: unit, real workers, faults, golden files
+# Debian's Chromium, for the tests of the page in a real browser.
+.PHONY: chromium
+chromium:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { \
+	  echo "Installing chromium, for the tests of the page"; \
+	  if [ "$$(id -u)" = 0 ]; then apt-get install --yes --quiet chromium >/dev/null; \
+	  else sudo -n apt-get install --yes --quiet chromium >/dev/null; fi; } || { \
+	  echo "The tests of the page need Chromium, which cannot be installed from here: apt-get install chromium"; exit 1; }
+
+test: $(STAMP) chromium ## All tests: unit, real workers, the page in a browser, faults, golden files
 	$(VENV)/bin/python -m pytest --numprocesses 3 --dist loadgroup
+
+.PHONY: screenshots
+screenshots: $(STAMP) chromium ## The pictures of the page in docs/images
+	$(VENV)/bin/python -m tests.page.screenshots
 
 test-long: $(STAMP) ## More of the same: restarts, examples, every training on three workers; about ten minutes
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup tests/long

@@ -3,6 +3,7 @@
 ReplicastError
 ├── ClusterError        the cluster description is invalid: TF_CONFIG, ports, number of workers
 ├── LaunchRefused       `replicast run` cannot start: no such script, the run directory is in use
+│   └── ServeRefused    `replicast serve` cannot start: no token, the address is in use
 ├── NotSupported        this cannot work on several workers; the message says what can
 ├── JobFailed           another worker failed, exited early or did not arrive in time
 ├── UpdateRefused       an update was not accepted; nothing was changed anywhere
@@ -59,6 +60,10 @@ class LaunchRefused(ReplicastError):  # noqa: N818 - reads as a sentence: raise 
     def __init__(self, problem: str, *, remedy: str) -> None:
         super().__init__(f"{problem}. {remedy}.")
         self.remedy = remedy
+
+
+class ServeRefused(LaunchRefused):
+    """The page cannot be served as asked."""
 
 
 class NotSupported(ReplicastError):  # noqa: N818 - reads as a sentence: raise NotSupported

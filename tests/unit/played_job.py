@@ -46,6 +46,7 @@ class PlayedJob:
         fate: How updates end.
         stops_at: The stage at which it leaves an update.
         outcome: How trials end.
+        step: Where updates are applied.
     """
 
     def __init__(self, run: Path, attempt: int = 0) -> None:
@@ -53,18 +54,20 @@ class PlayedJob:
         self.fate = Stage.VERIFIED
         self.stops_at: Stage | None = None
         self.outcome: TrialOutcome | None = None
+        self.step = 7
         self._acts: Iterator[None] | None = None
-        self._journal = FileJournal(run, Fence(run, attempt))
+        self.fence = Fence(run, attempt)
+        self._journal = FileJournal(run, self.fence)
 
     def act(self, _secs: float = 0.0) -> None:
         if self._acts is None:
-            self._acts = self._take()
+            self._acts = self.take()
         next(self._acts, None)
 
     def act_all(self) -> None:
         """Takes everything as far as it goes; `act` begins again behind it."""
         self._acts = None
-        for _ in self._take():
+        for _ in self.take():
             pass
 
     def withdraw(self, update_id: str) -> None:
@@ -83,7 +86,8 @@ class PlayedJob:
         times = 0.25, 0.003, time.time()
         return Receipt(sequence, update_id, step, digests, *times, self.fate, self.outcome, self.attempt)
 
-    def _take(self) -> Iterator[None]:
+    def take(self) -> Iterator[None]:
+        """Takes everything that waits now, one stage further with each item."""
         for waiting in inbox.waiting(self.run):
             taken = inbox.take(self.run, waiting.path)
             assert taken is not None
@@ -92,7 +96,10 @@ class PlayedJob:
                 error = UpdateRefused("Worker 1 has no room", worker=1, received="28 bytes free")
                 inbox.refuse(self.run, waiting.path, error)
                 return
-            update, step = planned(taken.update, SCHEMA), 7 if taken.at_step is None else taken.at_step
+            update, step = (
+                planned(taken.update, SCHEMA),
+                self.step if taken.at_step is None else taken.at_step,
+            )
             id_, digest, sequence = update.id, update.content_digest(), 0
             self._journal.write(Payload(id_, digest, None, update.author, update.note), update)
             for stage in (Stage.PREPARED, Stage.SCHEDULED, Stage.COMMITTED, Stage.APPLIED):

@@ -21,6 +21,7 @@ LAYERS = [
     {"runtime", "supervisor", "client"},
     {"testing"},
     {"replicas"},
+    {"page"},
     {"__main__", "cli", "demo"},
 ]
 """From the bottom to the top. What shares a layer may know each other."""

@@ -33,6 +33,7 @@ COMMANDS = {
     "report": "Write a report on a run into one HTML file.",
     "checkpoint": "List, verify, compare and patch checkpoints; make one now.",
     "stop": "Stop a running job with a checkpoint.",
+    "serve": "See a job and steer it, from a browser or by HTTP.",
     "demo": "See it work, in under a minute.",
     "doctor": "Check this machine, and say how to fix what is wrong.",
 }

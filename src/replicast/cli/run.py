@@ -20,6 +20,7 @@ from replicast.supervisor import (
     parse_tee,
     supervise,
 )
+from replicast.supervisor.page import PageAddress, page_beside
 from replicast.supervisor.plan import DEFAULT_PORT
 from replicast.supervisor.program import check_module, check_script
 
@@ -49,6 +50,7 @@ _DIR, _COUNT, _SECS = click.Path(path_type=Path), click.IntRange(min=0), click.F
 @click.option(
     "--port", default=DEFAULT_PORT, metavar="P", help="With --hosts: the first worker's port on each."
 )
+@click.option("--serve", metavar="[HOST:]PORT", help="Serve the page of the job too; see `replicast serve`.")
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -62,6 +64,7 @@ def run(
     hosts: str | None,
     node_rank: int,
     port: int,
+    serve: str | None,
     program: str,
     arguments: tuple[str, ...],
 ) -> None:
@@ -77,6 +80,7 @@ def run(
       replicast run -n 2 train.py --epochs 3
       replicast run -n 4 --max-restarts 3 --run-dir runs/first train.py
       replicast run -n 2 --tee all -m my_package.train
+      replicast run -n 2 --serve 8080 train.py
       replicast run -n 2 --hosts gpu1,gpu2 --node-rank 0 train.py     (on gpu2: --node-rank 1)
 
     Exit code: 0 when all workers succeeded; else that of the first worker to fail, or 128 plus the number of
@@ -93,6 +97,7 @@ def run(
     )
     check_job(job)
     shown = parse_tee(tee, job)
+    address = PageAddress.parse(serve) if serve is not None else None
     if job.fixed_ports is not None:
         hold_ports(job.fixed_ports).release()  # Refused here, before a run directory is made.
     name = program.rpartition(".")[2] if module else Path(program).stem
@@ -104,4 +109,8 @@ def run(
         max_restarts=max_restarts,
         timeouts=Timeouts(stop_secs=grace),
     )
-    sys.exit(supervise(job, settings, os.environ))
+    if address is None:
+        sys.exit(supervise(job, settings, os.environ))
+    with page_beside(address, directory, settings.log_dir, os.environ) as line:
+        click.echo(f"replicast: {line}", err=True)
+        sys.exit(supervise(job, settings, os.environ))

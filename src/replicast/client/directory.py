@@ -14,6 +14,7 @@ from replicast.client.examination import Examination, examine, views_of
 from replicast.client.metrics import Metrics, MetricsFile
 from replicast.client.notes import POLL_SECS, is_described, is_running, running_beside
 from replicast.client.requests import ask, audit, pull
+from replicast.client.restarts import Restarts
 from replicast.client.reverting import examine_revert, submit_revert
 from replicast.client.run import Pushed, Run
 from replicast.client.submission import submit
@@ -67,6 +68,7 @@ class DirectoryRun(Run):
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.where = str(path)
+        self._restarts = Restarts(self.path)
         self._metrics = MetricsFile(self.path / "metrics.jsonl")
 
     def brief(self) -> Brief:
@@ -121,6 +123,7 @@ class DirectoryRun(Run):
             audit=next(iter(last_audits(self.path, 1)), None),
             operations=tuple(read_operations(self.path)) if brief.running else (),
             changes=tuple(asdict(one) for one in changes(self.path, _LAST_CHANGES)),
+            restarts=self._restarts.read(),
             **self._updates(),
         )
 

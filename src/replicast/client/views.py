@@ -57,6 +57,19 @@ class Brief:
         return described(cls, "state of a run", fields)
 
 
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """A later start of a job.
+
+    Attributes:
+        attempt: Its number, as the launcher counts.
+        at: When worker 0 took over the run, in seconds since 1970.
+    """
+
+    attempt: int
+    at: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
     """A run at one moment: what its workers last said, its metrics, its last audit, and its updates.
@@ -79,6 +92,7 @@ class Overview:
         waiting: Those that wait in the inbox.
         refused: The last ones that were refused.
         changes: What became of the job: the last lines of states.jsonl, as `storage.states.Change` has them.
+        restarts: When the job was started again; the last ones, oldest first.
         problem: What is wrong with the journal: what its damaged files said is missing above.
     """
 
@@ -99,6 +113,7 @@ class Overview:
     waiting: tuple[UpdateView, ...] = ()
     refused: tuple[UpdateView, ...] = ()
     changes: tuple[Mapping[str, Any], ...] = ()
+    restarts: tuple[Restart, ...] = ()
     problem: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -114,6 +129,7 @@ class Overview:
             "audit": None if self.audit is None else self.audit.to_json(),
             "operations": [dict(one) for one in self.operations],
             "changes": [dict(one) for one in self.changes],
+            "restarts": [asdict(one) for one in self.restarts],
             **{name: [view.to_json() for view in getattr(self, name)] for name in _UPDATES},
         }
 
@@ -137,6 +153,7 @@ class Overview:
                 audit=None if audit is None else AuditReport.from_json(audit),
                 operations=tuple(fields["operations"]),
                 changes=tuple(fields["changes"]),
+                restarts=tuple(described(Restart, "restart", one) for one in fields["restarts"]),
                 updates=_views(fields["updates"]),
                 scheduled=_views(fields["scheduled"]),
                 waiting=_views(fields["waiting"]),

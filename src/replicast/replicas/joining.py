@@ -155,8 +155,9 @@ def join(
     session.replica.may_differ = may_differ
     session.start()
     run_files = RunFiles(session, settings.run_dir, settings.attempt, fence)
-    run_files.start()
     checkpoints = Checkpoints(session, state, store, settings.attempt)
+    run_files.position = lambda: checkpoints.position
+    run_files.start()
     auditing = Auditing(session, state.schema, settings.run_dir, settings.audits)
     if writer is not None:
         _connect(session, writer, checkpoints, auditing, settings)

@@ -28,6 +28,8 @@ from replicast.errors import (
 from replicast.files import write_quickly
 from replicast.processes import this_process
 from replicast.replicas.checkpoint_writer import numbers
+from replicast.replicas.pace import Pace, memory_bytes, progress
+from replicast.replicas.position import Position
 from replicast.replicas.requests import Requests
 from replicast.runtime import Session
 from replicast.runtime.ticket import diverged, refused
@@ -63,6 +65,7 @@ class RunFiles:
         training: Whether the training thread is inside `fit`. Set by the training thread.
         waiting_for: What this worker waits for, in words; empty otherwise. Set by the training thread.
         requests: On worker 0: requests from outside the job.
+        position: Tells the position of the training in its data.
     """
 
     def __init__(
@@ -85,6 +88,8 @@ class RunFiles:
         self.waiting_for = ""
         self.logs: Mapping[str, Any] | None = None
         self.training = False
+        self.position: Callable[[], Position | None] = lambda: None
+        self._pace = Pace()
         session.on_inbox = lambda ticket, tell: self._outcomes.put((ticket, tell))
 
     def start(self) -> None:
@@ -163,17 +168,21 @@ class RunFiles:
             logger.warning("%s: %s", problem, error)
 
     def _write_note(self, run_dir: Path) -> None:
+        now, step, training = time.time(), self._session.step, self.training
         write_worker_note(
             run_dir,
             WorkerNote(
                 rank=self._session.rank,
                 pid=os.getpid(),
                 host=socket.gethostname(),
-                step=self._session.step,
+                step=step,
                 attempt=self._attempt,
-                time=time.time(),
-                training=self.training,
+                time=now,
+                training=training,
                 waiting_for=self.waiting_for,
+                memory_bytes=memory_bytes(),
+                **self._pace.look(step, now, training=training),
+                **progress(self.position(), training=training),
             ),
         )
 

@@ -100,6 +100,12 @@ class WorkerNote:
         time: When it wrote this, in seconds since 1970.
         training: Whether it is inside a training loop.
         waiting_for: What it waits for, in words; empty if it does not wait.
+        epoch: The epoch in which it is, from 0; so far as this is known, like all that follows.
+        epochs: How many epochs its training has.
+        steps_left: How many steps its training still has.
+        step_secs: The mean time of the last steps.
+        stepped_at: When it finished the last step, roughly, in seconds since 1970.
+        memory_bytes: The resident memory of its process.
     """
 
     rank: int
@@ -110,6 +116,12 @@ class WorkerNote:
     time: float
     training: bool
     waiting_for: str
+    epoch: int | None = None
+    epochs: int | None = None
+    steps_left: int | None = None
+    step_secs: float | None = None
+    stepped_at: float | None = None
+    memory_bytes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""

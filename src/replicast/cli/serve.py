@@ -1,0 +1,106 @@
+"""`replicast serve`: the page of a run, or of all runs in a directory, and their HTTP interface."""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+
+from replicast.errors import ServeRefused
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_NEEDED = ("starlette", "uvicorn", "plotly")
+_MIB = 2**20
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("path", metavar="RUN", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="Where to listen; others need a token.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, metavar="P", help="0: any free one.")
+@click.option(
+    "--token-file",
+    type=_FILE,
+    metavar="FILE",
+    help="Allows actions to whoever has its text. Made if missing.",
+)
+@click.option("--private", is_flag=True, help="Reading needs the token too, also from this machine.")
+@click.option(
+    "--allow-host",
+    multiple=True,
+    metavar="NAME",
+    help="A further name of this server, for example a proxy's.",
+)
+@click.option("--certfile", type=_FILE, metavar="FILE", help="The certificate, for https.")
+@click.option("--keyfile", type=_FILE, metavar="FILE", help="The key of the certificate.")
+@click.option(
+    "--max-upload",
+    type=click.IntRange(min=1),
+    default=4096,
+    metavar="MIB",
+    help="The largest update to accept.",
+)
+def serve(
+    path: Path,
+    host: str,
+    port: int,
+    token_file: Path | None,
+    private: bool,
+    allow_host: tuple[str, ...],
+    certfile: Path | None,
+    keyfile: Path | None,
+    max_upload: int,
+) -> None:
+    """Serve the page of RUN: see the job, and steer it from a browser or by HTTP.
+
+    RUN is a run directory, or a directory with several. The page follows the job and costs it nothing: the
+    server reads what `replicast status` reads. Actions are off unless a token is given, by --token-file or
+    the environment's REPLICAST_TOKEN. The API is described at /openapi.json, and /metrics is for Prometheus.
+
+    \b
+    Examples:
+      replicast serve runs/first
+      replicast serve runs --token-file ~/.replicast-token
+      replicast serve runs --host 0.0.0.0 --token-file token --certfile cert.pem --keyfile key.pem
+
+    Exit code: 0 after Ctrl-C or SIGTERM; 2 when it cannot be served.
+    """  # noqa: D301 - click wants a real backspace
+    check_installed()
+    from replicast.page.app import App
+    from replicast.page.runs import runs_in
+    from replicast.page.server import address_of, listen, run
+    from replicast.page.settings import Settings, read_token
+
+    settings = Settings(
+        host=host,
+        port=port,
+        token=read_token(token_file, os.environ),
+        private=private,
+        allowed_hosts=allow_host,
+        certfile=certfile,
+        keyfile=keyfile,
+        max_upload_bytes=max_upload * _MIB,
+    )
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    with listen(settings) as listener:
+        click.echo(f"Serving {path} at {address_of(settings, listener)}")
+        if token_file is not None:
+            click.echo(f"The token is in {token_file}: whoever has it may act.")
+        elif settings.token is None:
+            click.echo("Actions are off: give --token-file FILE to allow them.")
+        run(App(runs_in(path), settings), settings, listener)
+
+
+def check_installed() -> None:
+    """Says what to install when a package of the page is missing.
+
+    Raises:
+        ServeRefused: One is.
+    """
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise ServeRefused(
+            f"The page needs {', '.join(missing)}", remedy="Install it with: pip install 'replicast[page]'"
+        )

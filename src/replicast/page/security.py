@@ -1,0 +1,226 @@
+"""Who may do what: Host, Origin and token are checked before a request reaches anything else.
+
+Reading is free for programs and browsers of this machine; from elsewhere it needs the token. Every action
+needs the token, and there are none without one. The token comes in a header that no other site can make a
+browser send; there are no cookies. A browser that was lured here under another name (DNS rebinding) is
+refused by its Host, and a page of another site by its Origin.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import secrets
+import socket
+import time
+from collections import OrderedDict
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from replicast.page.problems import HttpError
+from replicast.page.settings import (
+    ACTIONS_PER_MINUTE,
+    FAILED_TOKENS_PER_MINUTE,
+    TOKEN,
+    Settings,
+    is_loopback,
+)
+
+EMPTY_STYLE = "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
+"""The hash of nothing: plotly adds an empty style element and fills it by script, which is allowed."""
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        f"style-src 'self' {EMPTY_STYLE}",
+        "img-src 'self' data: blob:",
+        "connect-src 'self'",
+        "form-action 'none'",
+        "base-uri 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=(), payment=(), usb=()",
+}
+_FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
+_MAX_PEERS = 1000
+_WITHOUT_DATA = ("/healthz", "/openapi.json")
+_ASKS_THE_JOB = re.compile("/api/runs/[^/]+/variables/")
+"""What all workers stop for, although it only reads: it needs the token as actions do."""
+
+
+class Bucket:
+    """So many events a minute, and as many at once."""
+
+    def __init__(self, per_minute: float) -> None:
+        self._per_minute = per_minute
+        self._left = per_minute
+        self._at = time.monotonic()
+
+    def take(self) -> float:
+        """Counts one event; returns how many seconds too early it is, 0 if it is not."""
+        wait = self.wait()
+        if not wait:
+            self._left -= 1
+        return wait
+
+    def wait(self) -> float:
+        """How many seconds from now an event would be allowed."""
+        now = time.monotonic()
+        self._left = min(self._per_minute, self._left + (now - self._at) * self._per_minute / 60)
+        self._at = now
+        return 0.0 if self._left >= 1 else (1 - self._left) * 60 / self._per_minute
+
+
+class Access:
+    """Decides whether a request is allowed.
+
+    Args:
+        settings: How the page is served.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        machine = (socket.gethostname(), socket.getfqdn(), "localhost")
+        self._names = {name.lower() for name in (*machine, settings.host, *settings.allowed_hosts)}
+        self._actions = Bucket(ACTIONS_PER_MINUTE)
+        self._failures: OrderedDict[str, Bucket] = OrderedDict()
+
+    def check(self, method: str, path: str, headers: Headers, peer: str) -> None:
+        """Raises `HttpError` unless the request is allowed."""
+        host = self._checked_host(headers)
+        acts = method not in ("GET", "HEAD") or _ASKS_THE_JOB.match(path) is not None
+        if acts:
+            self._check_origin(headers)
+        if path in _WITHOUT_DATA or not (acts or path.startswith("/api/") or path == "/metrics"):
+            return  # The page itself holds no data.
+        has_token = self._has_token(headers, peer)
+        if acts and self._settings.token is None:
+            raise HttpError(
+                403,
+                "Actions are off",
+                remedy=f"Start `replicast serve` with --token-file or {TOKEN} to allow them",
+            )
+        if not has_token and (acts or not self._may_read_freely(host, headers, peer)):
+            raise _unauthorized("This needs the token")
+        if acts and (wait := self._actions.take()):
+            raise _too_many("Too many actions", wait)
+
+    def _checked_host(self, headers: Headers) -> str:
+        given = headers.getlist("host")
+        host = _host_of(given[0]) if len(given) == 1 else ""
+        if host not in self._names and not _is_address(host):
+            raise HttpError(
+                421,
+                "This server is not known under this name",
+                received=host,
+                remedy="Use its address, or start `replicast serve` with --allow-host NAME",
+            )
+        return host
+
+    def _check_origin(self, headers: Headers) -> None:
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc.lower() != headers["host"].lower():
+            raise HttpError(403, "A page of another site must not act here", received=origin)
+        if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+            raise HttpError(403, "A page of another site must not act here")
+
+    def _may_read_freely(self, host: str, headers: Headers, peer: str) -> bool:
+        """Whether it comes from this machine: a proxy on it speaks for others."""
+        forwarded = any(name in headers for name in _FORWARDED)
+        local = is_loopback(peer) and is_loopback(host)
+        return local and not forwarded and not self._settings.private
+
+    def _has_token(self, headers: Headers, peer: str) -> bool:
+        given = headers.get("authorization")
+        if given is None:
+            return False
+        if wait := self._failures_of(peer).wait():
+            raise _too_many("Too many wrong tokens", wait)
+        scheme, _, token = given.partition(" ")
+        wanted = self._settings.token or secrets.token_urlsafe()  # as long a comparison without a token
+        # Compared as bytes, since a header may hold any.
+        right = secrets.compare_digest(token.strip().encode("latin-1", "replace"), wanted.encode())
+        if scheme.lower() == "bearer" and right and self._settings.token is not None:
+            return True
+        self._failures_of(peer).take()
+        raise _unauthorized("The token is wrong")
+
+    def _failures_of(self, peer: str) -> Bucket:
+        bucket = self._failures.setdefault(peer, Bucket(FAILED_TOKENS_PER_MINUTE))
+        self._failures.move_to_end(peer)
+        while len(self._failures) > _MAX_PEERS:
+            self._failures.popitem(last=False)
+        return bucket
+
+
+class SecurityMiddleware:
+    """Checks every request, and sets the security headers of every answer."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+                headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        peer = scope["client"][0] if scope.get("client") else ""
+        try:
+            self._access.check(scope["method"], scope["path"], Headers(scope=scope), peer)
+        except HttpError as error:
+            await error.response()(scope, receive, send_with_headers)
+            return
+        await self._app(scope, receive, send_with_headers)
+
+
+def _host_of(header: str) -> str:
+    try:
+        return (urlsplit(f"//{header}").hostname or "").rstrip(".")
+    except ValueError:
+        return ""
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _unauthorized(problem: str) -> HttpError:
+    return HttpError(
+        401,
+        problem,
+        expected="the header Authorization: Bearer TOKEN",
+        remedy="It is in the file given to --token-file",
+        headers={"WWW-Authenticate": 'Bearer realm="replicast"'},
+    )
+
+
+def _too_many(problem: str, wait_secs: float) -> HttpError:
+    seconds = int(wait_secs) + 1
+    return HttpError(429, problem, remedy=f"Try again in {seconds} s", headers={"Retry-After": str(seconds)})

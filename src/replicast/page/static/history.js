@@ -1,0 +1,61 @@
+// Audits and checkpoints.
+
+import { card, el, showList } from "./dom.js";
+import { ago, count, counted, number, size } from "./format.js";
+
+export function auditSentence(report) {
+  const on = report.workers === 1 ? "on the only worker" : `on ${report.workers} workers`;
+  if (report.equal) return `${counted(report.variables, "variable")} equal ${on}`;
+  const first = report.differences[0]?.variable ?? "a variable";
+  const done = report.outcome === "healed" && report.healed.length ? `healed by update ${report.healed.join(", ")}` : report.outcome;
+  return `${report.differences.length} of ${counted(report.variables, "variable")} differed ${on} (${first}); ${done}`;
+}
+
+export class Audits {
+  constructor() {
+    this.list = el("tbody");
+    this.empty = el("p", { class: "empty" }, "No audit yet");
+    this.node = card("audits", "Audits", el("div", { class: "body scroll" }, this.empty,
+      el("table", {}, head(["step", "found", "when"]), this.list)));
+  }
+
+  show(audits) {
+    const shown = audits.slice(-5).reverse();
+    this.empty.hidden = shown.length > 0;
+    this.list.parentElement.hidden = shown.length === 0;
+    showList(this.list, shown.map((one) => ({ ...one, ago: ago(one.time) })), (one) => `${one.attempt}-${one.number}-${one.time}`, (one) => el("tr", {},
+      el("td", { class: "keep" }, count(one.step)),
+      el("td", {}, el("span", { class: `chip ${one.equal ? "good" : one.outcome === "healed" ? "careful" : "bad"}` }, one.equal ? "equal" : one.outcome), " ",
+        el("span", { class: "dim small" }, auditSentence(one))),
+      el("td", { class: "dim keep" }, one.ago)));
+  }
+}
+
+export class Checkpoints {
+  constructor() {
+    this.list = el("tbody");
+    this.empty = el("p", { class: "empty" }, "No checkpoint yet");
+    this.node = card("checkpoints", "Checkpoints", el("div", { class: "body scroll" }, this.empty,
+      el("table", {}, head(["step", "position", "size", "when"]), this.list)));
+  }
+
+  show(checkpoints) {
+    const shown = checkpoints.slice(-5).reverse();
+    this.empty.hidden = shown.length > 0;
+    this.list.parentElement.hidden = shown.length === 0;
+    showList(this.list, shown.map((one) => ({ ...one, ago: ago(one.created_at) })), (one) => `${one.attempt}-${one.step}-${one.created_at}`, (one) => el("tr", {},
+      el("td", { class: "keep" }, count(one.step)),
+      el("td", {}, `epoch ${one.epoch + 1}, batch ${count(one.batch)}`, el("div", { class: "dim small" }, metricsText(one))),
+      el("td", { class: "keep" }, size(one.nbytes)),
+      el("td", { class: "dim keep" }, one.ago)));
+  }
+}
+
+function metricsText(one) {
+  const values = Object.entries(one.metrics ?? {}).slice(0, 2).map(([name, value]) => `${name} ${number(value)}`);
+  return [...values, one.patched_by ? `patched by ${one.patched_by}` : ""].filter(Boolean).join(", ");
+}
+
+function head(columns) {
+  return el("thead", {}, el("tr", {}, columns.map((name) => el("th", { scope: "col" }, name))));
+}

@@ -1,0 +1,97 @@
+// Updates: what waits, what was applied and by whom, and what was refused and why.
+
+import { card, el, pairs, showList } from "./dom.js";
+import { ago, count, counted, editsText, moment, number, seconds, shortId, size, trialText } from "./format.js";
+import { stageChip } from "./state.js";
+
+export class Updates {
+  /** @param actions {allowed(), withdraw(view), revert(view), around(step)} */
+  constructor(actions) {
+    this.actions = actions;
+    this.node = card("updates", "Updates");
+    this.body = el("div", { class: "body" });
+    this.node.append(this.body);
+    this.groups = new Map(["under way", "waiting", "applied", "refused"].map((name) => [name, this.group(name)]));
+    this.empty = el("p", { class: "empty" }, "No update yet. Upload one, or: replicast push RUN --set optimizer/learning_rate=0.0005");
+    this.body.append(this.empty, ...[...this.groups.values()].map((group) => group.node));
+  }
+
+  group(name) {
+    const list = el("ul", { class: "list" });
+    const title = el("h3", { class: "group-title" }, name);
+    return { list, title, node: el("div", { hidden: true }, title, list) };
+  }
+
+  show(status, applied) {
+    const known = new Set([...status.scheduled, ...status.waiting].map((view) => view.id));
+    const others = status.operations.filter((one) => one.stage !== "scheduled" && !known.has(one.id));
+    const allowed = this.actions.allowed();
+    this.fill("under way", others, (one) => `${one.kind}-${one.id}`, operation);
+    this.fill("waiting", [...status.waiting, ...status.scheduled].map((view) => ({ ...view, allowed })), (view) => view.id, (view) => this.entry(view));
+    this.fill("applied", applied.slice().reverse().map((view) => ({ ...view, allowed, ago: ago(view.verified_at ?? view.committed_at ?? view.at) })), (view) => view.id, (view) => this.entry(view));
+    this.fill("refused", status.refused.slice().reverse().map((view) => ({ ...view, ago: ago(view.at) })), (view) => view.id, (view) => this.entry(view));
+    const total = [...this.groups.values()].reduce((sum, group) => sum + group.list.children.length, 0);
+    this.empty.hidden = total > 0;
+  }
+
+  fill(name, items, keyOf, make) {
+    const group = this.groups.get(name);
+    group.node.hidden = items.length === 0;
+    showList(group.list, items, keyOf, make);
+  }
+
+  entry(view) {
+    const what = editsText(view.edits) || (view.refusal ? view.refusal.problem : `update ${shortId(view.id)}`);
+    const meta = [view.step !== null && view.step !== undefined ? `step ${count(view.step)}` : "", view.nbytes ? size(view.nbytes) : "", view.ago ?? "", view.author, view.note ? `“${view.note}”` : ""];
+    const summary = el("summary", { "data-focus": `entry-${view.id}` },
+      el("span", { class: "number" }, view.sequence ? `#${view.sequence}` : ""),
+      el("span", { class: "what" }, what), el("span", {}, stageChip(view.stage)),
+      el("span", { class: "meta" }, meta.filter(Boolean).join(" · ")),
+      view.outcome ? el("span", { class: "meta" }, `trial ${view.outcome.outcome} at step ${count(view.outcome.step)}: ${view.outcome.reason}`) : null,
+      view.waits_for ? el("span", { class: "meta" }, `waits for ${view.waits_for}`) : null,
+      view.refusal && what !== view.refusal.problem ? el("span", { class: "meta reason" }, view.refusal.problem) : null,
+      view.reason ? el("span", { class: "meta reason" }, view.reason) : null);
+    return el("li", {}, el("details", { class: "entry" }, summary, el("div", { class: "more" }, this.details(view), this.buttons(view))));
+  }
+
+  details(view) {
+    const digests = Object.entries(view.digests ?? {});
+    const same = new Set(digests.map(([, digest]) => digest)).size === 1;
+    const around = view.sequence ? this.actions.around(view.step) : null;
+    const refusal = view.refusal ?? {};
+    return pairs([
+      ["id", el("span", { class: "mono" }, view.id)],
+      ["author", view.author], ["note", view.note],
+      ["edits", (view.edits ?? []).length > 2 ? editsText(view.edits, 20) : null],
+      ["digest", digests.length ? el("span", { class: "mono" }, same ? `${digests[0][1]}, ${digests.length > 1 ? `the same on ${digests.length} workers` : "on the only worker"}` : digests.map(([rank, digest]) => `worker ${rank}: ${digest}`).join("; ")) : null],
+      ["content", view.content_digest ? el("span", { class: "mono" }, view.content_digest) : null],
+      ["on trial", view.trial ? trialText(view.trial) : null],
+      ["before and after", trialNumbers(view) ?? (around && around.before !== null && around.after !== null ? `${around.name} ${number(around.before)} → ${number(around.after)}` : null)],
+      ["took", view.propose_to_applied_secs ? `${seconds(view.propose_to_applied_secs)}; training stood still for ${seconds(view.stall_secs)}` : null],
+      ["committed", view.committed_at ? moment(view.committed_at) : null],
+      ["attempts", (view.receipts ?? []).length > 1 ? `applied in ${counted(view.receipts.length, "attempt")}; the last one counts` : null],
+      ["variable", refusal.variable], ["expected", refusal.expected], ["received", refusal.received], ["worker", refusal.worker], ["what to do", refusal.remedy],
+    ]);
+  }
+
+  buttons(view) {
+    if (!view.allowed) return null;
+    const withdrawable = ["proposed", "prepared", "scheduled"].includes(view.stage);
+    const revertable = view.sequence && view.stage === "verified";
+    if (!withdrawable && !revertable) return null;
+    const act = withdrawable ? ["Withdraw …", () => this.actions.withdraw(view)] : ["Revert …", () => this.actions.revert(view)];
+    return el("div", { class: "buttons" }, el("button", { type: "button", class: "tiny", "data-focus": `act-${view.id}`, onclick: act[1], "aria-label": `${act[0]} ${view.sequence ? `update ${view.sequence}` : view.id}` }, act[0]));
+  }
+}
+
+function trialNumbers(view) {
+  const outcome = view.outcome;
+  return outcome && outcome.before !== null && outcome.during !== null ? `${outcome.metric} ${number(outcome.before)} → ${number(outcome.during)} in the trial` : null;
+}
+
+function operation(one) {
+  const who = [one.author, one.note ? `“${one.note}”` : ""].filter(Boolean).join(" · ");
+  return el("li", {}, el("div", { class: "entry" }, el("div", { class: "hero-line" },
+    el("span", { class: "what" }, `${one.kind} ${shortId(String(one.id ?? ""))}`), stageChip(one.stage),
+    el("span", { class: "dim small" }, [one.step !== null && one.step !== undefined ? `step ${count(one.step)}` : "", one.waits_for ? `waits for ${one.waits_for}` : "", who].filter(Boolean).join(" · ")))));
+}

@@ -1,0 +1,69 @@
+// The workers: where each is, how long its steps take, who holds up the others.
+
+import { card, el, setText } from "./dom.js";
+import { count, duration, seconds, size } from "./format.js";
+
+const ABSENT_SECS = 10;
+const ENDED = "nothing: it has ended";
+const COLUMNS = ["worker", "step", "step time", "memory", "now"];
+
+export class Workers {
+  constructor() {
+    this.body = el("tbody");
+    const head = el("tr", {}, COLUMNS.map((name) => el("th", { scope: "col", class: ["step", "step time", "memory"].includes(name) ? "right" : "" }, name)));
+    this.node = card("workers", "Workers", el("div", { class: "body scroll" }, el("table", {}, el("thead", {}, head), this.body)));
+  }
+
+  show(status) {
+    const notes = new Map(status.workers.map((note) => [note.rank, note]));
+    const slow = slowest(status.workers, status.running);
+    for (let rank = 0; rank < status.size; rank += 1) {
+      this.body.children[rank] ?? this.body.append(row(rank));
+      fill(this.body.children[rank], notes.get(rank), slow);
+    }
+    while (this.body.children.length > status.size) this.body.lastChild.remove();
+  }
+}
+
+function row(rank) {
+  return el("tr", {},
+    el("td", {}, el("strong", {}, String(rank)), el("div", { class: "dim small host" })),
+    el("td", { class: "right keep" }), el("td", { class: "right keep" }), el("td", { class: "right keep" }),
+    el("td", {}, el("span", { class: "chip" }), el("div", { class: "dim small waits" })));
+}
+
+function fill(node, note, slow) {
+  const [first, step, time, memory, now] = node.children;
+  const said = doing(note, slow);
+  setText(first.querySelector(".host"), note ? `${note.host}, pid ${note.pid}` : "");
+  setText(step, note ? count(note.step) : "");
+  setText(time, note?.step_secs ? seconds(note.step_secs) : "–");
+  setText(memory, note?.memory_bytes ? size(note.memory_bytes) : "–");
+  const chip = now.querySelector(".chip");
+  setText(chip, said.text);
+  if (chip.className !== `chip ${said.tone}`) chip.className = `chip ${said.tone}`;
+  setText(now.querySelector(".waits"), said.more);
+}
+
+function doing(note, slow) {
+  if (!note) return { text: "never seen", tone: "bad", more: "" };
+  if (note.waiting_for === ENDED) return { text: "exited", tone: "", more: `${duration(note.age_secs)} ago` };
+  if (note.age_secs > ABSENT_SECS) return { text: "not seen", tone: "bad", more: `for ${duration(note.age_secs)}` };
+  const more = note.waiting_for ? `waits for ${note.waiting_for}` : "";
+  if (slow.has(note.rank)) return { text: "slow", tone: "careful", more: slow.get(note.rank) };
+  return note.training ? { text: "training", tone: "good", more } : { text: "running", tone: "accent", more };
+}
+
+/** Who is behind the others, or takes clearly longer for a step; by rank, with the reason. */
+export function slowest(notes, running) {
+  const found = new Map();
+  if (!running || notes.length < 2) return found;
+  const last = Math.max(...notes.map((note) => note.step));
+  const times = notes.map((note) => note.step_secs).filter(Boolean).sort((a, b) => a - b);
+  const usual = times[Math.floor((times.length - 1) / 2)];
+  for (const note of notes) {
+    if (last - note.step > 2) found.set(note.rank, `${count(last - note.step)} steps behind`);
+    else if (usual && note.step_secs > 1.3 * usual) found.set(note.rank, `steps take ${(note.step_secs / usual).toFixed(1)} times as long`);
+  }
+  return found;
+}

@@ -1,0 +1,74 @@
+"""The page on a real port of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from replicast.page.app import App
+from replicast.page.runs import Find
+from replicast.page.server import Server, configured, listen
+from replicast.page.settings import Settings
+from replicast.testing.job import eventually
+
+
+@contextlib.contextmanager
+def served(find: Find, settings: Settings) -> Iterator[str]:
+    """Serves in a thread of this process; gives the address."""
+    app = App(find, settings)
+    with listen(settings) as listener:
+        server = Server(configured(app, settings), app)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            eventually(lambda: server.started)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(20)
+
+
+class Serving:
+    """`replicast serve` as a process, which can be killed and started again at the same port."""
+
+    def __init__(self, path: Path, *options: str) -> None:
+        self.path = path
+        self._options = options
+        self._port = "0"
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "replicast", "serve", str(self.path), "--port", self._port]
+        self._process = subprocess.Popen([*command, *self._options], stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line.startswith("Serving "), line
+        self._port = line.rpartition(":")[2].strip().rstrip("/")
+
+    def kill(self, signum: signal.Signals = signal.SIGKILL) -> int:
+        """Ends it; gives its exit code."""
+        assert self._process is not None
+        os.kill(self._process.pid, signum)
+        code = self._process.wait(20)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._process = None
+        return code
+
+    def __enter__(self) -> Serving:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self.kill()

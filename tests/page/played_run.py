@@ -1,0 +1,144 @@
+"""A run directory in which a job of two workers is played: notes, metrics, audits, what is pushed lands."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+from replicast.audits.report import AuditReport
+from replicast.storage import inbox, requests
+from replicast.storage.auditfiles import append_audit
+from replicast.storage.requests import Answer
+from replicast.storage.runfiles import (
+    ENDED,
+    FORMAT,
+    RunInfo,
+    WorkerNote,
+    append_metrics,
+    write_run_info,
+    write_worker_note,
+)
+from replicast.update.trial import TrialOutcome
+from tests.unit.played_job import SCHEMA, PlayedJob
+
+WORKERS = 2
+
+
+class PlayedRun:
+    """Plays a job in a thread until it is killed or ends.
+
+    Args:
+        path: The run directory.
+        every_secs: How long a moment is: one look into the inbox, `steps` steps.
+        steps: How many steps a moment has.
+    """
+
+    def __init__(self, path: Path, every_secs: float = 0.1, steps: int = 1) -> None:
+        self.path = path
+        self.step = 0
+        self.attempt = 0
+        self.slow_worker: int | None = None
+        self._every_secs = every_secs
+        self._steps = steps
+        self._audits = 0
+        self._acts: Iterator[None] | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        """Starts an attempt of the job, and lets it train."""
+        self.prepare()
+        self.play()
+
+    def play(self) -> None:
+        """Lets the job train."""
+        self._stop.clear()
+        self.moment()
+        self._thread = threading.Thread(target=self._play, daemon=True)
+        self._thread.start()
+
+    def prepare(self) -> None:
+        """Begins an attempt of the job, which trains when `moment` is called."""
+        self.job = PlayedJob(self.path, self.attempt)
+        write_run_info(self.job.fence, RunInfo(FORMAT, SCHEMA, WORKERS, self.attempt, time.time()))
+
+    def kill(self, silent_secs: float = 0.0) -> None:
+        """Ends the job without a word; as if that was some seconds ago."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(10)
+        if silent_secs:
+            self.write_notes(time.time() - silent_secs)
+        self.attempt += 1
+
+    def end(self) -> None:
+        """Ends the job as one that is done."""
+        self.kill()
+        self.write_notes(time.time(), ENDED)
+
+    def moment(self) -> None:
+        """Some steps, and what was asked for."""
+        for _ in range(self._steps):
+            self.step += 1
+            loss = 0.25 + 1.9 * math.exp(-self.step / 160) + 0.05 * math.sin(self.step / 3)
+            values = {"loss": loss, "accuracy": 1 - loss / 2.4, "val_loss": loss * 1.08 + 0.02}
+            append_metrics(self.path, self.step, values)
+        self._take()
+        for path in requests.waiting(self.path):
+            id_ = requests.id_of(path)
+            report = self.audit(id_)
+            answer = Answer("audit", "", True, self.step, self.attempt, time.time(), details=report.to_json())
+            requests.answer(self.path, id_, answer)
+        if self.step % 100 == 0:
+            self.audit()
+        self.write_notes(time.time())
+
+    def audit(self, *ids: str) -> AuditReport:
+        """An audit, which may answer requests."""
+        self._audits += 1
+        report = AuditReport(
+            number=self._audits, step=self.step, time=time.time(), workers=WORKERS, variables=6, nbytes=200,
+            found_at=self.step, last_equal=None, differences=(), declared=(), outcome="equal", healed=(),
+            digest_secs=0.0021, requests=ids,
+        )  # fmt: skip
+        append_audit(self.path, report)
+        return report
+
+    def write_notes(self, now: float, waiting_for: str = "") -> None:
+        for rank in range(WORKERS):
+            slow = rank == self.slow_worker
+            note = WorkerNote(
+                rank, 4100 + rank, f"gpu-{rank + 1}", self.step - 7 * slow, self.attempt, now,
+                training=not waiting_for, waiting_for=waiting_for, epoch=min(9, self.step // 200), epochs=10,
+                steps_left=max(0, 2000 - self.step), step_secs=0.182 if slow else 0.081, stepped_at=now,
+                memory_bytes=(412 + 31 * rank) * 10**6,
+            )  # fmt: skip
+            write_worker_note(self.path, note)
+
+    def _take(self) -> None:
+        """Takes what is in the inbox, one stage further with each moment."""
+        waiting = inbox.waiting(self.path)
+        if self._acts is None and waiting:
+            self.job.step = self.step
+            trial = inbox.read(waiting[0].path).trial
+            why = "loss was 0.412 before the update and 0.398 in the trial; the limit was at most 0.4326"
+            kept = TrialOutcome(1, "kept", self.step + 50, "loss", 0.412, 0.398, why)
+            self.job.outcome = None if trial is None else kept
+            self._acts = self.job.take()
+        if self._acts is not None and next(self._acts, "over") == "over":
+            self._acts = None
+
+    def _play(self) -> None:
+        while not self._stop.wait(self._every_secs):
+            self.moment()

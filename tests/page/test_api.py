@@ -1,0 +1,214 @@
+"""The HTTP interface: everything that the page does, for any program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from replicast.page.endpoints import ENDPOINTS
+from replicast.page.openapi import description
+from replicast.testing.runs import MemoryRun
+from replicast.update.update import Update
+from tests.page.conftest import BEARER, Client
+
+FIRST = "/api/runs/first"
+DELTA = np.array([0.1, 0.2, 0.3], np.float32)
+
+
+def plain_file(**tensors: np.ndarray) -> bytes:
+    return safetensors.numpy.save({name.replace("__", "/"): value for name, value in tensors.items()})
+
+
+def saved(update: Update) -> bytes:
+    return b"".join(bytes(chunk) for chunk in update.file_chunks())
+
+
+def test_the_runs_are_listed_with_their_state(client: Client) -> None:
+    (run,) = client.get("/api/runs").json()
+    assert (run["name"], run["state"], run["step"], run["actions"]) == ("first", "training", 100, True)
+
+
+def test_the_status_is_what_the_command_prints(client: Client, run: MemoryRun) -> None:
+    answer = client.get(f"{FIRST}/status").json()
+    expected = run.status().to_json()
+    assert answer.keys() == expected.keys()
+    assert answer["metrics"]["values"] == {"loss": "nan"}
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/status", "/schema", "/metrics", "/updates", "/audits", "/checkpoints", "/logs/1"]
+)
+def test_everything_can_be_read_without_a_token_on_this_machine(client: Client, path: str) -> None:
+    assert client.get(FIRST + path).status_code == 200
+
+
+def test_metrics_go_on_from_a_position(client: Client, run: MemoryRun) -> None:
+    first = client.get(f"{FIRST}/metrics", params={"points": 10}).json()
+    assert len(first["series"]["loss"]["steps"]) <= 10
+    run.steps = 53
+    later = client.get(f"{FIRST}/metrics", params={"since": first["position"]}).json()
+    assert later["series"]["loss"]["steps"] == [50, 51, 52]
+
+
+def test_a_plain_file_is_pushed_and_ends_with_its_receipt(client: Client, run: MemoryRun) -> None:
+    query = {"operation": "add", "note": "fix", "author": "ana", "trial_steps": 5}
+    body = plain_file(dense__bias=DELTA)
+    answer = client.post(f"{FIRST}/updates", params=query, content=body, headers=BEARER)
+    assert answer.status_code == 201
+    view = client.get(f"{FIRST}/updates/{answer.json()['id']}").json()
+    assert (view["stage"], view["author"], view["note"], view["trial"]["steps"]) == (
+        "verified",
+        "ana",
+        "fix",
+        5,
+    )
+    assert view["digests"] == {"0": "a" * 32, "1": "a" * 32}
+    assert run.done == ["push"]
+
+
+def test_a_saved_update_keeps_its_id_and_author(client: Client) -> None:
+    update = Update(id="mine", author="li", note="why").add("dense/bias", DELTA)
+    answer = client.post(f"{FIRST}/updates", content=saved(update), headers=BEARER)
+    assert answer.json()["id"] == "mine"
+    view = client.get(f"{FIRST}/updates/mine").json()
+    assert (view["author"], view["note"]) == ("li", "why")
+
+
+def test_the_same_update_again_is_a_no_op_and_another_with_its_id_a_conflict(
+    client: Client, run: MemoryRun
+) -> None:
+    update = Update(id="once").add("dense/bias", DELTA)
+    for _ in range(2):
+        assert client.post(f"{FIRST}/updates", content=saved(update), headers=BEARER).status_code == 201
+    assert run.done == ["push"]
+    other = saved(Update(id="once").add("dense/bias", 2 * DELTA))
+    answer = client.post(f"{FIRST}/updates", content=other, headers=BEARER)
+    assert answer.status_code == 409
+    assert "Another update with this id" in answer.json()["error"]["problem"]
+
+
+def test_a_dry_run_says_what_an_update_would_do_and_changes_nothing(client: Client, run: MemoryRun) -> None:
+    query = {"operation": "add", "dry_run": "1"}
+    body = plain_file(dense__bias=DELTA)
+    answer = client.post(f"{FIRST}/updates", params=query, content=body, headers=BEARER)
+    assert answer.status_code == 200
+    (edit,) = answer.json()["edits"]
+    assert (edit["variable"], edit["shape"]) == ("model/dense/bias", [3])
+    assert edit["values"]["norm"] == pytest.approx(np.linalg.norm(DELTA))
+    wrong = plain_file(dense__bias=np.full(4, np.nan, np.float32))
+    answer = client.post(f"{FIRST}/updates", params=query, content=wrong, headers=BEARER)
+    assert answer.json()["problems"][0]["variable"] == "model/dense/bias"
+    assert run.done == []
+
+
+@pytest.mark.parametrize("body", [b"", b"x", b"\xff" * 64, plain_file(nothing=DELTA)])
+def test_a_wrong_file_is_refused_with_its_reason(client: Client, run: MemoryRun, body: bytes) -> None:
+    answer = client.post(f"{FIRST}/updates?operation=add", content=body, headers=BEARER)
+    assert answer.status_code == 422
+    assert answer.json()["error"]["problem"]
+    assert run.done == []
+
+
+def test_a_file_on_its_way_in_leaves_nothing_behind(client: Client, run: MemoryRun) -> None:
+    for body in (plain_file(dense__bias=DELTA), b"wrong"):
+        client.post(f"{FIRST}/updates?operation=add", content=body, headers=BEARER)
+    assert list((Path(run.where) / "inbox").iterdir()) == []
+
+
+def test_the_learning_rate_is_assigned(client: Client) -> None:
+    answer = client.post(f"{FIRST}/learning-rate", json={"value": 0.0005, "id": "slower"}, headers=BEARER)
+    assert (answer.status_code, answer.json()["id"]) == (201, "slower")
+    (edit,) = client.get(f"{FIRST}/updates/slower").json()["edits"]
+    assert (edit["operation"], edit["variable"]) == ("assign", "optimizer/learning_rate")
+
+
+@pytest.mark.parametrize("value", [0, -3, "1", None])
+def test_a_learning_rate_that_makes_no_sense_is_refused(client: Client, value: object) -> None:
+    answer = client.post(f"{FIRST}/learning-rate", json={"value": value}, headers=BEARER)
+    assert answer.status_code == 400
+
+
+def test_a_scheduled_update_can_be_withdrawn_and_an_applied_one_reverted(
+    client: Client, run: MemoryRun
+) -> None:
+    later = saved(Update(id="later").add("dense/bias", DELTA))
+    client.post(f"{FIRST}/updates?at_step=5000", content=later, headers=BEARER)
+    answer = client.post(f"{FIRST}/updates/later/withdraw", headers=BEARER)
+    assert answer.json()["stage"] == "withdrawn"
+    now = saved(Update(id="now").add("dense/bias", DELTA))
+    client.post(f"{FIRST}/updates", content=now, headers=BEARER)
+    assert client.post(f"{FIRST}/updates/now/withdraw", headers=BEARER).status_code == 422
+    examined = client.post(f"{FIRST}/updates/now/revert", json={"dry_run": True}, headers=BEARER)
+    assert (examined.status_code, len(examined.json()["edits"])) == (200, 1)
+    assert client.post(f"{FIRST}/updates/now/revert", headers=BEARER).status_code == 201
+    assert run.done == ["push", "withdraw", "push", "push"]
+
+
+def test_audit_checkpoint_and_stop_answer_with_what_the_job_did(client: Client, run: MemoryRun) -> None:
+    assert client.post(f"{FIRST}/audit", headers=BEARER).json()["equal"] is True
+    assert client.post(f"{FIRST}/checkpoint", headers=BEARER).json() == {"step": 100}
+    assert client.post(f"{FIRST}/stop", json={"timeout_secs": 1}, headers=BEARER).json() == {"step": 100}
+    assert run.done == ["audit", "checkpoint", "stop"]
+
+
+def test_a_job_that_is_not_running_is_a_504(client: Client, run: MemoryRun) -> None:
+    run.running = False
+    answer = client.post(f"{FIRST}/audit", headers=BEARER)
+    assert (answer.status_code, answer.json()["error"]["problem"]) == (504, "The job is not running")
+
+
+def test_values_can_be_read_by_row(client: Client) -> None:
+    path = f"{FIRST}/variables/dense/kernel"
+    answer = client.get(path, params={"rows": "0,2-3"}, headers=BEARER).json()
+    assert (answer["name"], answer["rows"], answer["values"]) == (
+        "model/dense/kernel",
+        [0, 2, 3],
+        [[0.0] * 3] * 3,
+    )
+    assert client.get(path, params={"rows": "0-99999999"}, headers=BEARER).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/api/runs/other/status", 404),
+        ("/api/runs/..%2Ffirst/status", 404),
+        (f"{FIRST}/updates/nothing", 404),
+        (f"{FIRST}/logs/7", 404),
+        (f"{FIRST}/logs/0?lines=0", 400),
+        (f"{FIRST}/metrics?points=-1", 400),
+        (f"{FIRST}/metrics?what=1", 400),
+        ("/nothing/at/all", 404),
+        ("/static/..%2Fapp.py", 404),
+        ("/static/app.py", 404),
+    ],
+)
+def test_what_is_not_there_is_told_so(client: Client, path: str, status: int) -> None:
+    answer = client.get(path)
+    assert (answer.status_code, bool(answer.json()["error"]["problem"])) == (status, True)
+
+
+def test_openapi_describes_every_endpoint(client: Client) -> None:
+    described = client.get("/openapi.json").json()
+    assert described == description()
+    for endpoint in ENDPOINTS:
+        assert described["paths"][endpoint.path][endpoint.method.lower()]["summary"]
+
+
+def test_prometheus_can_read_it(client: Client, run: MemoryRun) -> None:
+    client.post(f"{FIRST}/learning-rate", json={"value": 0.5}, headers=BEARER)
+    client.post(f"{FIRST}/audit", headers=BEARER)
+    answer = client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = answer.text.splitlines()
+    assert 'replicast_step{run="first",worker="1"} 100.0' in lines
+    assert 'replicast_updates{run="first",stage="verified"} 1.0' in lines
+    assert 'replicast_metric{run="first",name="loss"} NaN' in lines
+    assert 'replicast_last_audit_equal{run="first"} 1.0' in lines
+
+
+def test_the_health_of_the_server_needs_no_run(client: Client) -> None:
+    assert client.get("/healthz").text == "ok\n"

@@ -1,0 +1,264 @@
+"""The page in a real browser."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
+
+from replicast.client import connect
+from replicast.update.update import Update
+from tests.page.browser import Watched, chromium
+from tests.page.live import Serving
+from tests.page.played_run import PlayedRun
+
+TOKEN = "0123456789abcdef-the-token"
+SECS = 20_000
+UNNAMED = """[...document.querySelectorAll("button, a, input, select, section")].filter((one) => !(
+    one.ariaLabel || one.getAttribute("aria-labelledby") || one.labels?.length || one.textContent.trim()
+)).length"""
+HOSTILE = "<img src=x onerror=\"document.title='taken'\">"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    root = tmp_path_factory.mktemp("served")
+    token = root / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    (root / "runs").mkdir()
+    with Serving(root / "runs", "--token-file", str(token)) as process:
+        yield process
+
+
+@pytest.fixture
+def run(serving: Serving, request: pytest.FixtureRequest) -> Iterator[PlayedRun]:
+    """A job that trains, and is served under the name of the test."""
+    with PlayedRun(serving.path / re.sub(r"[^a-z0-9-]", "-", request.node.name)) as played:
+        yield played
+
+
+@pytest.fixture(scope="module")
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    """One for all tests, so that the browser loads plotly once; what a tab keeps ends with the tab."""
+    opened = browser.new_context(viewport={"width": 1200, "height": 900})
+    opened.set_default_timeout(SECS)
+    expect.set_options(timeout=SECS)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def page(context: BrowserContext, run: PlayedRun, serving: Serving) -> Iterator[Page]:
+    """The page of the run, following it."""
+    opened = context.new_page()
+    watched = Watched(opened)
+    opened.goto(f"{serving.address}/{run.path.name}")
+    expect(opened.locator("#link-text")).to_have_text("live")
+    yield opened
+    opened.close()
+    assert watched.complaints == []
+    assert all(url.startswith((serving.address, "data:", "blob:")) for url in watched.requests)
+
+
+def step_on(page: Page) -> Locator:
+    return page.locator(".facts dd").first
+
+
+def unlock(page: Page) -> None:
+    """Types the token into the page."""
+    page.get_by_role("button", name="Enter the token …").click()
+    page.get_by_role("textbox", name="Token").fill(TOKEN)
+    page.get_by_role("button", name="Use it").click()
+    expect(page.get_by_role("button", name="Audit now …")).to_be_visible()
+
+
+def tensors(path: Path, **values: np.ndarray) -> Path:
+    safetensors.numpy.save_file({name.replace("__", "/"): value for name, value in values.items()}, path)
+    return path
+
+
+def choose(page: Page, file: Path) -> None:
+    """Opens the dialog for an update, and chooses a file."""
+    page.get_by_role("button", name="Upload an update …").click()
+    page.get_by_label("File (.safetensors)").set_input_files(file)
+
+
+def test_the_page_follows_the_job_without_reloading(page: Page, run: PlayedRun) -> None:
+    expect(page.locator("#sentence")).to_contain_text("step")
+    before = step_on(page).inner_text()
+    expect(step_on(page)).not_to_have_text(before)
+    expect(page.locator(".facts")).to_contain_text("1 of 10")
+    expect(page.locator("#workers")).to_contain_text("gpu-2, pid 4101")
+    expect(page.locator("#workers")).to_contain_text("443 MB")
+    expect(page.locator(".chart .scatterlayer .trace path.js-line").first).to_be_visible()
+    expect(page.locator(".chart")).to_have_attribute("aria-label", re.compile("loss .* at step"))
+
+
+def test_who_is_slow_is_marked(page: Page, run: PlayedRun) -> None:
+    run.slow_worker = 1
+    expect(page.locator("#workers tbody tr").nth(1)).to_contain_text("7 steps behind")
+
+
+def test_a_push_by_mouse_ends_with_its_receipt(page: Page, run: PlayedRun, tmp_path: Path) -> None:
+    unlock(page)
+    choose(page, tensors(tmp_path / "delta.safetensors", dense__bias=np.ones(3, np.float32)))
+    page.get_by_label("Why").fill("fix drifted bias")
+    page.get_by_label("Your name").fill("ana")
+    expect(page.get_by_label("Try it first, then keep or revert it on all workers")).to_be_checked()
+    page.get_by_role("button", name="Check", exact=True).click()
+    expect(page.locator("dialog")).to_contain_text("model/dense/bias")
+    expect(page.locator("dialog")).to_contain_text("1.732")
+    page.get_by_role("button", name="Push to all workers").click()
+    receipt = page.locator("#receipt")
+    expect(receipt).to_contain_text("Verified at step")
+    expect(receipt).to_contain_text("the same on 2 workers")
+    expect(receipt).to_contain_text("kept: loss was 0.412 before the update")
+    page.get_by_role("button", name="Close").click()
+    entry = page.locator("#updates details").first
+    expect(entry).to_contain_text("ana · “fix drifted bias”")
+    entry.locator("summary").click()
+    expect(entry).to_contain_text("loss 0.5 → 0.398 in the trial")
+    (view,) = connect(run.path).log()
+    assert (view.author, view.note, str(view.stage)) == ("ana", "fix drifted bias", "verified")
+
+
+def test_a_wrong_file_is_refused_with_its_reason(page: Page, run: PlayedRun, tmp_path: Path) -> None:
+    unlock(page)
+    choose(page, tensors(tmp_path / "wrong.safetensors", dense__bias=np.ones(4, np.float32)))
+    page.get_by_role("button", name="Check", exact=True).click()
+    reason = page.locator("dialog .note.bad")
+    expect(reason).to_contain_text("model/dense/bias")
+    expect(reason).to_contain_text("expected")
+    expect(page.get_by_role("button", name="Push to all workers")).to_have_count(0)
+    page.get_by_role("button", name="Change it").click()
+    text = tmp_path / "text.safetensors"
+    text.write_text("this is no file of tensors")
+    page.get_by_label("File (.safetensors)").set_input_files(text)
+    page.get_by_role("button", name="Check", exact=True).click()
+    expect(page.locator("dialog .note.bad")).to_contain_text("safetensors")
+    page.get_by_role("button", name="Close").click()
+    assert connect(run.path).log() == []
+
+
+def test_the_learning_rate_is_changed_with_the_keyboard_alone(page: Page, run: PlayedRun) -> None:
+    unlock(page)
+    page.get_by_role("button", name="Learning rate …").focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_label("New learning rate")).to_be_focused()
+    page.keyboard.type("0.0005")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Push to all workers")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("#receipt")).to_contain_text("assign optimizer/learning_rate")
+    page.keyboard.press("Enter")
+    expect(page.locator("dialog")).to_have_count(0)
+    expect(page.get_by_role("button", name="Learning rate …")).to_be_focused()
+
+
+def test_an_audit_is_asked_for_and_answered(page: Page, run: PlayedRun) -> None:
+    unlock(page)
+    page.get_by_role("button", name="Audit now …").click()
+    page.get_by_role("button", name="Audit", exact=True).click()
+    expect(page.locator("dialog .note.good")).to_contain_text("6 variables equal on 2 workers")
+    page.get_by_role("button", name="Close").click()
+    expect(page.locator(".facts")).to_contain_text("equal as of step")
+    expect(page.locator("#audits")).to_contain_text("6 variables equal on 2 workers")
+
+
+def test_a_wrong_token_is_told_and_not_kept(page: Page, run: PlayedRun) -> None:
+    page.get_by_role("button", name="Enter the token …").click()
+    page.get_by_role("textbox", name="Token").fill("not the token at all")
+    page.get_by_role("button", name="Use it").click()
+    expect(page.locator("dialog .note.bad")).to_have_text("The token is wrong")
+    page.get_by_role("button", name="Cancel").click()
+    assert page.evaluate("sessionStorage.length + localStorage.length + document.cookie.length") == 0
+
+
+def test_a_killed_job_is_told_and_the_page_goes_on_when_it_is_back(page: Page, run: PlayedRun) -> None:
+    run.kill(silent_secs=60)
+    expect(page.get_by_role("alert")).to_contain_text("The job is lost")
+    expect(page.locator("#workers")).to_contain_text("not seen")
+    run.start()
+    expect(page.get_by_role("alert")).to_have_count(0)
+    expect(page.locator("#workers tbody tr").first).to_contain_text("training")
+    expect(page.locator("#metrics .key")).to_contain_text("restart")
+
+
+def test_a_killed_server_is_told_and_the_page_goes_on_when_it_is_back(
+    page: Page, run: PlayedRun, serving: Serving
+) -> None:
+    serving.kill()
+    expect(page.get_by_role("alert")).to_contain_text("The server does not answer")
+    expect(page.locator("#link-text")).to_have_text("no server")
+    before = step_on(page).inner_text()
+    serving.start()
+    expect(page.locator("#link-text")).to_have_text("live")
+    expect(page.get_by_role("alert")).to_have_count(0)
+    expect(step_on(page)).not_to_have_text(before)
+
+
+def test_what_a_job_says_is_text_and_never_markup(page: Page, run: PlayedRun) -> None:
+    log = run.path / "logs" / "attempt-0" / "worker-0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text(f"{HOSTILE}\n\x1b[31mred\x1b[0m\x1b]0;title\x07 end\n")
+    update = Update(author=HOSTILE, note=HOSTILE).add("dense/bias", np.ones(3, np.float32))
+    connect(run.path).push(update).result(20)
+    page.locator("#logs summary").click()
+    expect(page.locator(".log")).to_contain_text(f"{HOSTILE}\nred end")
+    expect(page.locator("#updates")).to_contain_text(f"{HOSTILE} · “{HOSTILE}”")
+    page.locator("#metrics .key").get_by_text("update").wait_for()
+    page.mouse.move(*centre_of(page, ".chart .nsewdrag"))
+    assert page.locator("main img, .chart img, .chart image").count() == 0
+    assert "taken" not in page.title()
+
+
+def centre_of(page: Page, selector: str) -> tuple[float, float]:
+    box = page.locator(selector).first.bounding_box()
+    assert box is not None
+    return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+
+
+def test_it_fits_a_phone_and_a_wide_screen_by_day_and_by_night(page: Page, run: PlayedRun) -> None:
+    page.locator(".chart .main-svg").first.wait_for()
+    for width in (390, 1600):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for scheme, is_dark in (("light", False), ("dark", True)):
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", paper))) < 200) == is_dark
+
+
+def test_a_screen_reader_finds_its_way(page: Page, run: PlayedRun) -> None:
+    unlock(page)
+    assert page.locator("main, header").count() == 2
+    assert page.locator("h1").count() == 1
+    assert page.evaluate(UNNAMED) == 0
+    for name in ("Learning rate …", "Upload an update …", "Stop the job …"):
+        page.get_by_role("button", name=name).click()
+        assert page.evaluate(UNNAMED) == 0
+        page.keyboard.press("Escape")
+        expect(page.locator("dialog")).to_have_count(0)
+    page.keyboard.press("Tab")
+    assert page.locator("#sentence").get_attribute("aria-live") == "polite"
+
+
+def test_several_runs_are_listed_each_with_its_page(page: Page, serving: Serving, run: PlayedRun) -> None:
+    with PlayedRun(serving.path / "another"):
+        page.goto(serving.address)
+        row = page.locator("tbody tr", has_text=run.path.name)
+        expect(row).to_contain_text("training")
+        row.get_by_role("link").click()
+        expect(page.locator("#run-name")).to_have_text(run.path.name)

@@ -1,0 +1,99 @@
+"""`replicast.connect` and the command line at the address of a served run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from replicast.client import Run, connect
+from replicast.errors import NotFound, RequestFailed, UpdateRefused
+from replicast.page.runs import runs_in
+from replicast.page.settings import Settings
+from replicast.testing.runs import MemoryRun
+from replicast.update.update import Update
+from tests.page.conftest import TOKEN
+from tests.page.live import served
+from tests.page.played_run import PlayedRun
+from tests.unit.played_job import invoke
+
+DELTA = np.ones(3, np.float32)
+
+
+@pytest.fixture
+def address(run: MemoryRun) -> Iterator[str]:
+    """The address of the run, served."""
+    found = {"first": run}
+    with served(lambda: found, Settings(port=0, token=TOKEN)) as server:
+        yield f"{server}/first"
+
+
+def without_clock(value: Any) -> Any:
+    """A status without what is another at each look, and without where the run is."""
+    moving = ("time", "run", "age_secs", "heard_at", "stepped_at")
+    if isinstance(value, dict):
+        return {name: without_clock(one) for name, one in value.items() if name not in moving}
+    return [without_clock(one) for one in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda run: without_clock(run.brief().to_json()),
+        lambda run: without_clock(run.status().to_json()),
+        lambda run: run.schema().to_json(),
+        lambda run: [view.to_json() for view in run.log()],
+        lambda run: run.show(1).to_json(),
+        lambda run: run.look("mine").to_json(),
+        lambda run: [report.to_json() for report in run.audits()],
+        lambda run: run.metrics(points=20).to_json(),
+        lambda run: run.checkpoints(),
+        lambda run: run.log_lines(1, 5),
+        lambda run: run.pull("dense/kernel", [1]).array.tolist(),
+    ],
+)
+def test_a_served_run_tells_what_the_run_itself_tells(
+    address: str, run: MemoryRun, read: Callable[[Run], object]
+) -> None:
+    run.push(Update(id="mine", note="why").add("dense/bias", DELTA))
+    run.audit()
+    assert read(connect(address, token=TOKEN)) == read(run)
+
+
+def test_a_push_over_http_returns_its_receipt(address: str, run: MemoryRun) -> None:
+    served_run = connect(address, token=TOKEN)
+    receipt = served_run.push(Update(id="mine").add("dense/bias", DELTA)).result(20)
+    assert (receipt.step, set(receipt.digests)) == (100, {0, 1})
+    assert served_run.push(Update(id="mine").add("dense/bias", DELTA)).number == 1
+    with pytest.raises(UpdateRefused, match="Another update with this id"):
+        served_run.push(Update(id="mine").add("dense/bias", 2 * DELTA))
+    assert served_run.audit(5).equal
+    assert (served_run.checkpoint(5), served_run.stop(5)) == (100, 100)
+    assert run.done == ["push", "audit", "checkpoint", "stop"]
+
+
+def test_without_the_token_nothing_can_be_pushed(address: str, run: MemoryRun) -> None:
+    with pytest.raises(RequestFailed, match="token"):
+        connect(address).push(Update().add("dense/bias", DELTA))
+    with pytest.raises(NotFound):
+        connect(f"{address}-other", token=TOKEN).brief()
+    assert run.done == []
+
+
+def test_the_command_line_pushes_to_an_address_and_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "delta.safetensors"
+    safetensors.numpy.save_file({"dense/bias": DELTA}, file)
+    monkeypatch.setenv("REPLICAST_TOKEN", TOKEN)
+    with (
+        PlayedRun(tmp_path / "first") as run,
+        served(runs_in(run.path), Settings(port=0, token=TOKEN)) as server,
+    ):
+        result = invoke("push", f"{server}/first", "--add", file, "--note", "drifted", "--wait")
+        assert (result.exit_code, "verified" in result.output) == (0, True), result.output
+        assert [view.note for view in connect(run.path).log()] == ["drifted"]

@@ -1,0 +1,71 @@
+"""The API under requests that nobody would make: no defect shows, and nothing changes without the token."""
+
+from __future__ import annotations
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import Case
+from schemathesis.checks import not_a_server_error
+from schemathesis.core.result import Ok
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from replicast.page import security
+from replicast.page.settings import Settings
+from replicast.testing.runs import MemoryRun
+from tests.page.conftest import BEARER, TOKEN
+from tests.page.live import served
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+EXAMPLES = 12
+ENDLESS = "/api/runs/{run}/events"
+
+
+def fuzz(address: str, headers: dict[str, str]) -> int:
+    """Sends requests to every endpoint that the description names; returns how many endpoints."""
+    schema = schemathesis.openapi.from_url(f"{address}/openapi.json")
+    operations = [one.ok() for one in schema.get_all_operations() if isinstance(one, Ok)]
+    operations = [one for one in operations if one.path != ENDLESS]
+    for operation in operations:
+
+        @settings(
+            max_examples=EXAMPLES,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy())
+        def check(case: Case) -> None:
+            if "run" in case.path_parameters:
+                case.path_parameters["run"] = "first"
+            answer = case.call(headers={"Host": "127.0.0.1", **headers})
+            assert answer.status_code != 500, answer.text
+            case.validate_response(answer, checks=CHECKS)
+
+        check()
+    return len(operations)
+
+
+def test_nothing_changes_without_the_token_and_nothing_breaks(run: MemoryRun) -> None:
+    found = {"first": run}
+    with served(lambda: found, Settings(port=0, token=TOKEN)) as address:
+        assert fuzz(address, {}) == 20
+    assert run.done == []
+
+
+def test_with_the_token_nothing_breaks(run: MemoryRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(security, "ACTIONS_PER_MINUTE", 10**6)
+    found = {"first": run}
+    with served(lambda: found, Settings(port=0, token=TOKEN)) as address:
+        assert fuzz(address, BEARER) == 20
+    assert "audit" in run.done

@@ -1,0 +1,80 @@
+"""The page beside a real job of two workers."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from playwright.sync_api import expect
+
+from replicast.client import connect
+from tests.page.browser import Watched, chromium
+
+TOKEN = "0123456789abcdef-the-token"
+SECS = 60_000
+TRAIN = """
+import time
+import keras, numpy as np, replicast
+
+strategy = replicast.Strategy()
+with strategy.scope():
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3)])
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+replicas = replicast.Replicas(model)
+x, y = np.ones((64, 4), "float32"), np.ones((64, 3), "float32")
+paced = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.02))
+model.fit(x, y, batch_size=16, epochs=100_000, verbose=0, callbacks=[replicas.callback(), paced])
+"""
+
+
+def test_a_real_job_is_followed_and_takes_what_the_page_pushes(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    command = [sys.executable, "-m", "replicast", "run", "-n", "2", "--run-dir", "first", "--serve", "0"]
+    environ = {**os.environ, "REPLICAST_TOKEN": TOKEN}
+    with subprocess.Popen(
+        [*command, "train.py"], cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stderr is not None
+            found = re.search(r"http://127\.0\.0\.1:\d+/", process.stderr.readline())
+            assert found is not None
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            _steer(found[0], process)
+        finally:
+            process.kill()
+    (view,) = connect(tmp_path / "first").log()
+    assert (view.author, view.note, len(view.receipts[0].digests)) == ("ana", "slower", 2)
+
+
+def _steer(address: str, process: subprocess.Popen[str]) -> None:
+    expect.set_options(timeout=SECS)
+    with chromium() as browser:
+        page = browser.new_page()
+        page.set_default_timeout(SECS)
+        watched = Watched(page)
+        page.goto(address)
+        expect(page.locator("#workers tbody tr").nth(1)).to_contain_text("training")
+        expect(page.locator("#workers")).to_contain_text(re.compile(r"\d ms"))
+        expect(page.locator("#workers")).to_contain_text("MB")
+        expect(page.locator(".facts")).to_contain_text("of 100000")
+        expect(page.locator(".chart .main-svg").first).to_be_visible()
+        page.get_by_role("button", name="Enter the token …").click()
+        page.get_by_role("textbox", name="Token").fill(TOKEN)
+        page.get_by_role("button", name="Use it").click()
+        page.get_by_role("button", name="Learning rate …").click()
+        page.get_by_label("New learning rate").fill("0.0005")
+        page.get_by_label("Why").fill("slower")
+        page.get_by_label("Your name").fill("ana")
+        page.get_by_role("button", name="Check", exact=True).click()
+        page.get_by_role("button", name="Push to all workers").click()
+        expect(page.locator("#receipt")).to_contain_text("the same on 2 workers")
+        page.get_by_role("button", name="Close").click()
+        assert watched.complaints == []
+        process.send_signal(signal.SIGTERM)
+        expect(page.locator("#banner")).to_contain_text("The server does not answer")
+        assert process.wait(60) == 128 + signal.SIGTERM

@@ -1,0 +1,83 @@
+"""`replicast run --serve`: the page beside the launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from replicast.errors import LaunchRefused
+from replicast.supervisor.page import PageAddress
+from replicast.testing.job import eventually
+from tests.page.live import Serving
+
+ASKS = """
+import os, pathlib, sys, time
+deadline = time.monotonic() + 30
+while not pathlib.Path("asked").exists() and time.monotonic() < deadline:
+    time.sleep(0.05)
+"""
+
+
+def launched(directory: Path, *options: str) -> subprocess.Popen[str]:
+    (directory / "script.py").write_text(ASKS)
+    command = [sys.executable, "-m", "replicast", "run", "--run-dir", "run", *options, "script.py"]
+    return subprocess.Popen(
+        command, cwd=directory, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    return process.stderr.readline()
+
+
+def is_served(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/healthz", timeout=5) as answer:
+            return bool(answer.read() == b"ok\n")
+    except OSError:
+        return False
+
+
+def test_the_page_is_served_as_long_as_the_job_runs(tmp_path: Path) -> None:
+    with launched(tmp_path, "--serve", "0") as process:
+        found = re.search(r"(http://127\.0\.0\.1:\d+)/", first_line(process))
+        assert found is not None
+        assert is_served(found[1])
+        (tmp_path / "asked").touch()
+        assert process.wait(30) == 0
+    assert not is_served(found[1])
+
+
+def test_the_page_dies_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    with launched(tmp_path, "--serve", "0") as process:
+        found = re.search(r"(http://127\.0\.0\.1:\d+)/", first_line(process))
+        assert found is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(30)
+    eventually(lambda: not is_served(found[1]))
+
+
+def test_a_page_that_cannot_be_served_does_the_job_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "asked").touch()
+    with Serving(tmp_path) as other:
+        port = other.address.rpartition(":")[2]
+        with launched(tmp_path, "--serve", port) as process:
+            assert "the page is not served: " in first_line(process)
+            assert process.wait(30) == 0
+
+
+def test_an_address_without_a_host_is_on_this_machine() -> None:
+    assert PageAddress.parse("8080") == PageAddress("127.0.0.1", 8080)
+    assert PageAddress.parse("[::1]:80") == PageAddress("::1", 80)
+    assert PageAddress.parse("0.0.0.0:80") == PageAddress("0.0.0.0", 80)
+    for wrong in ("", "http", "host:", "1:99999"):
+        with pytest.raises(LaunchRefused, match="--serve expects"):
+            PageAddress.parse(wrong)

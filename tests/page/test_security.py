@@ -1,0 +1,193 @@
+"""Who may do what."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from replicast.errors import ServeRefused
+from replicast.page import security
+from replicast.page.endpoints import ENDPOINTS
+from replicast.page.settings import Settings, read_token
+from replicast.testing.runs import MemoryRun
+from tests.page.conftest import BEARER, TOKEN, Client, Serve
+
+FIRST = "/api/runs/first"
+ACTIONS = [one.path.format(run="first", update="x") for one in ENDPOINTS if one.method == "POST"]
+READS = [
+    one.path.format(run="first", update="x", worker=0, variable="dense/bias")
+    for one in ENDPOINTS
+    if one.method == "GET"
+]
+
+
+async def pieces() -> AsyncIterator[bytes]:
+    """A body without a length."""
+    for _ in range(20):
+        yield b"x" * 100
+
+
+@pytest.mark.parametrize("path", ACTIONS)
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}])
+def test_no_action_without_the_token(
+    client: Client, run: MemoryRun, path: str, headers: dict[str, str]
+) -> None:
+    answer = client.post(path, headers=headers)
+    assert (answer.status_code, run.done) == (401, [])
+    assert "Bearer" in answer.headers["www-authenticate"]
+
+
+@pytest.mark.parametrize("path", ACTIONS)
+def test_actions_are_off_on_a_server_without_a_token(serve: Serve, run: MemoryRun, path: str) -> None:
+    answer = serve(token=None).post(path)
+    assert (answer.status_code, run.done) == (403, [])
+    assert "--token-file" in answer.json()["error"]["remedy"]
+
+
+@pytest.mark.parametrize("path", [*READS, f"{FIRST}/events", "/metrics"])
+def test_reading_from_elsewhere_needs_the_token(serve: Serve, path: str) -> None:
+    assert serve(host="10.1.2.3:8080", peer="10.9.9.9").get(path).status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/", "/first", "/healthz", "/openapi.json", "/static/main.js"])
+def test_the_page_itself_holds_no_data_and_is_free(serve: Serve, path: str) -> None:
+    answer = serve(host="10.1.2.3:8080", peer="10.9.9.9").get(path)
+    assert answer.status_code == 200
+    assert "training" not in answer.text.partition("<body>")[2]
+
+
+def test_the_token_opens_reading_from_elsewhere(serve: Serve) -> None:
+    client = serve(host="10.1.2.3:8080", peer="10.9.9.9")
+    assert client.get("/api/runs", headers=BEARER).status_code == 200
+
+
+@pytest.mark.parametrize("header", ["Forwarded", "Via", "X-Forwarded-For", "X-Real-IP"])
+def test_a_proxy_on_this_machine_speaks_for_others(client: Client, header: str) -> None:
+    assert client.get("/api/runs", headers={header: "for=10.9.9.9"}).status_code == 401
+    assert client.get("/api/runs", headers={header: "for=10.9.9.9", **BEARER}).status_code == 200
+
+
+def test_a_private_server_asks_everybody(serve: Serve) -> None:
+    client = serve(private=True)
+    assert client.get("/api/runs").status_code == 401
+    assert client.get("/api/runs", headers=BEARER).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "", "a b"])
+def test_a_browser_that_was_lured_here_under_another_name_is_refused(client: Client, host: str) -> None:
+    assert client.get("/api/runs", headers={"Host": host}).status_code == 421
+
+
+@pytest.mark.parametrize("host", ["localhost:9", "127.0.0.1", "[::1]:8080", "10.0.0.7:80", "jobs.example"])
+def test_its_own_names_and_addresses_are_known(serve: Serve, host: str) -> None:
+    client = serve(allowed_hosts=("jobs.example",))
+    assert client.get("/api/runs", headers={"Host": host, **BEARER}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "http://127.0.0.1:9999", "http://127.0.0.1"]
+)
+def test_a_page_of_another_site_cannot_act_even_with_the_token(
+    client: Client, run: MemoryRun, origin: str
+) -> None:
+    answer = client.post(f"{FIRST}/audit", headers={"Origin": origin, **BEARER})
+    assert (answer.status_code, run.done) == (403, [])
+
+
+def test_values_of_a_running_job_need_the_token_since_all_workers_stop_for_them(
+    client: Client, run: MemoryRun
+) -> None:
+    assert client.get(f"{FIRST}/variables/dense/bias").status_code == 401
+    assert run.done == []
+    assert client.get(f"{FIRST}/variables/dense/bias", headers=BEARER).status_code == 200
+
+
+def test_the_page_itself_can_act(client: Client, run: MemoryRun) -> None:
+    origin = {"Origin": "http://127.0.0.1:8080", "Sec-Fetch-Site": "same-origin"}
+    assert client.post(f"{FIRST}/audit", headers={**origin, **BEARER}).status_code == 200
+
+
+def test_another_site_gets_no_answer_that_it_could_read(client: Client) -> None:
+    answer = client.request("OPTIONS", f"{FIRST}/audit", headers={"Origin": "http://evil.example"})
+    assert answer.status_code == 403
+    assert not any(name.startswith("access-control") for name in answer.headers)
+
+
+def test_wrong_tokens_are_slowed_down_for_who_sends_them(serve: Serve) -> None:
+    client, wrong = serve(), {"Authorization": "Bearer wrong-wrong-wrong-wrong"}
+    answers = [client.get("/api/runs", headers=wrong).status_code for _ in range(12)]
+    assert answers == [401] * 10 + [429] * 2
+    refused = client.get("/api/runs", headers=BEARER)
+    assert (refused.status_code, int(refused.headers["retry-after"]) > 0) == (429, True)
+    assert client.get("/api/runs").status_code == 200
+
+
+def test_actions_are_limited(client: Client, run: MemoryRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(security.time, "monotonic", lambda: 1.0)
+    answers = [client.post(f"{FIRST}/audit", headers=BEARER).status_code for _ in range(62)]
+    assert answers[-1] == 429
+    assert len(run.done) <= security.ACTIONS_PER_MINUTE
+
+
+@pytest.mark.parametrize("path", ["/", "/api/runs", "/static/main.js", "/nothing/here", f"{FIRST}/updates/x"])
+def test_every_answer_has_the_security_headers(client: Client, path: str) -> None:
+    headers = client.get(path).headers
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "frame-ancestors 'none'" in policy
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert "set-cookie" not in headers
+    assert "server" not in headers
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(serve: Serve, run: MemoryRun) -> None:
+    client = serve(max_upload_bytes=1000)
+    answer = client.post(f"{FIRST}/updates?operation=add", content=b"x" * 1001, headers=BEARER)
+    assert answer.status_code == 413
+    answer = client.post(f"{FIRST}/updates?operation=add", content=pieces(), headers=BEARER)
+    assert answer.status_code == 413
+    assert list((Path(run.where) / "inbox").iterdir()) == []
+    answer = client.post(f"{FIRST}/learning-rate", content=b" " * 70_000, headers=BEARER)
+    assert answer.status_code == 413
+
+
+def test_another_address_than_loopback_needs_a_token() -> None:
+    with pytest.raises(ServeRefused, match="can be reached from other machines"):
+        Settings(host="0.0.0.0")
+    assert Settings(host="0.0.0.0", token=TOKEN).host == "0.0.0.0"
+    assert Settings(host="::1").token is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"token": "short"}, "has 5 characters"),
+        ({"token": "ünd so weiter und so fort"}, "a header cannot carry"),
+        ({"private": True}, "--private needs a token"),
+        ({"certfile": Path("cert.pem")}, "a certificate and its key"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, object], problem: str) -> None:
+    with pytest.raises(ServeRefused, match=problem):
+        Settings(**settings)  # type: ignore[arg-type]
+
+
+def test_a_token_file_is_made_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    made = read_token(path, {})
+    assert made is not None
+    assert (len(made) >= 32, path.stat().st_mode & 0o777) == (True, 0o600)
+    assert read_token(path, {"REPLICAST_TOKEN": "another"}) == made
+    path.chmod(0o644)
+    with pytest.raises(ServeRefused, match="Other users may read"):
+        read_token(path, {})
+
+
+def test_a_token_may_come_from_the_environment() -> None:
+    assert read_token(None, {"REPLICAST_TOKEN": f" {TOKEN}\n"}) == TOKEN
+    assert read_token(None, os.environ) is None

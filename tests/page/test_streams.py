@@ -1,0 +1,176 @@
+"""Server-sent events: what changes reaches everybody, and a hundred browsers cost what one costs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPResponse
+from typing import Any
+
+import pytest
+
+from replicast.errors import FileDamaged
+from replicast.page import watch as watching
+from replicast.page.events import Streams
+from replicast.page.problems import HttpError
+from replicast.page.settings import Settings
+from replicast.page.threads import Threads
+from replicast.page.watch import Watch
+from replicast.testing.runs import MemoryRun
+from tests.page.live import served
+
+EVENTS = "/api/runs/first/events"
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "POLL_SECS", 0.02)
+
+
+def events(response: HTTPResponse) -> Iterator[tuple[str, dict[str, Any]]]:
+    name = ""
+    for line in response:
+        field, _, value = line.decode().strip().partition(": ")
+        if field == "event":
+            name = value
+        elif field == "data":
+            yield name, json.loads(value)
+
+
+def opened(address: str) -> tuple[HTTPConnection, HTTPResponse]:
+    connection = HTTPConnection(address.removeprefix("http://"), timeout=20)
+    connection.request("GET", EVENTS)
+    return connection, connection.getresponse()
+
+
+def test_the_first_event_is_the_whole_status_and_later_ones_what_changed(run: MemoryRun) -> None:
+    found = {"first": run}
+    with served(lambda: found, Settings(port=0)) as address:
+        connection, response = opened(address)
+        assert response.getheader("Content-Type") == "text/event-stream; charset=utf-8"
+        stream = events(response)
+        name, whole = next(stream)
+        assert (name, whole["state"], whole["size"]) == ("status", "training", 2)
+        run.step = 101
+        changed = next(data for name, data in stream if data.get("sentence") == "training, step 101")
+        assert "size" not in changed
+        run.steps += 3
+        points = next(data for name, data in stream if name == "metrics")
+        assert points["series"]["loss"]["steps"] == [50, 51, 52]
+        connection.close()
+
+
+def test_a_hundred_streams_read_as_often_as_one(run: MemoryRun) -> None:
+    async def follow(streams: int) -> int:
+        """Reads twenty events with so many streams; returns how often the run was read."""
+        run.reads, watch = 0, Watch("first", run, Threads(8))
+
+        async def one() -> None:
+            async with watch.stream() as queue:
+                for _ in range(20):
+                    assert await asyncio.wait_for(queue.get(), 20) is not None
+                    run.step += 1
+
+        await asyncio.gather(*(one() for _ in range(streams)))
+        watch.stop()
+        return run.reads
+
+    assert asyncio.run(follow(100)) <= asyncio.run(follow(1)) + 5
+
+
+def test_nobody_reads_a_run_that_nobody_looks_at(run: MemoryRun) -> None:
+    async def look_away() -> tuple[int, int]:
+        watch = Watch("first", run, Threads(8))
+        async with watch.stream() as queue:
+            await queue.get()
+        await asyncio.sleep(5 * watching.POLL_SECS)
+        before = run.reads
+        await asyncio.sleep(10 * watching.POLL_SECS)
+        return before, run.reads
+
+    before, after = asyncio.run(look_away())
+    assert before == after
+
+
+def test_who_is_too_slow_begins_again(run: MemoryRun) -> None:
+    async def sleep() -> list[bytes | None]:
+        watch = Watch("first", run, Threads(8))
+        async with watch.stream() as slow, watch.stream() as quick:
+            for _ in range(40):
+                assert await asyncio.wait_for(quick.get(), 20) is not None
+                run.step += 1
+            watch.stop()
+            return [slow.get_nowait() for _ in range(slow.qsize())]
+
+    assert asyncio.run(sleep())[-1] is None
+
+
+def test_a_run_that_cannot_be_read_is_told_and_comes_back(
+    run: MemoryRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def damage() -> tuple[Any, Any]:
+        watch, status = Watch("first", run, Threads(8)), run.status
+
+        def damaged() -> Any:
+            raise FileDamaged("run.json", "it is gone")
+
+        async with watch.stream() as queue:
+            await queue.get()
+            monkeypatch.setattr(run, "status", damaged)
+            told = await asyncio.wait_for(queue.get(), 20)
+            monkeypatch.setattr(run, "status", status)
+            again = await asyncio.wait_for(queue.get(), 20)
+        watch.stop()
+        return told, again
+
+    told, again = asyncio.run(damage())
+    assert b'"problem":"run.json is damaged: it is gone."' in told
+    assert b'"unreadable":null' in again
+
+
+def test_metrics_that_cannot_be_read_hide_no_later_status(
+    run: MemoryRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def damage() -> Any:
+        watch, metrics = Watch("first", run, Threads(8)), run.metrics
+
+        def damaged(*_: Any, **__: Any) -> Any:
+            raise OSError(5, "Input/output error")
+
+        async with watch.stream() as queue:
+            await queue.get()
+            monkeypatch.setattr(run, "metrics", damaged)
+            run.step = 101
+            assert b"Input/output error" in (await asyncio.wait_for(queue.get(), 20) or b"")
+            monkeypatch.setattr(run, "metrics", metrics)
+            again = await asyncio.wait_for(queue.get(), 20)
+        watch.stop()
+        return again
+
+    assert b"training, step 101" in asyncio.run(damage())
+
+
+def test_the_server_ends_its_streams_before_it_ends(run: MemoryRun) -> None:
+    found, ended = {"first": run}, threading.Event()
+    with served(lambda: found, Settings(port=0)) as address:
+        connection, response = opened(address)
+        stream = events(response)
+        next(stream)
+
+        def read_to_the_end() -> None:
+            for _ in stream:
+                pass
+            ended.set()
+
+        thread = threading.Thread(target=read_to_the_end)
+        thread.start()
+    assert ended.wait(10)
+    thread.join(10)
+    connection.close()
+
+
+def test_streams_are_limited(run: MemoryRun) -> None:
+    with pytest.raises(HttpError, match="Too many browsers"):
+        Streams(most=0).follow(Watch("first", run, Threads(1)))
