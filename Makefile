@@ -50,13 +50,13 @@ $(NEWEST_STAMP): pyproject.toml
 demo: $(STAMP) ## Two local workers train; the screen shows what happens when one of them writes
 	$(VENV)/bin/replicast demo
 
-# Debian's Chromium, for the tests of the page in a real browser.
+# Debian's Chromium, for the tests of the page in a real browser. Package lists may be missing or old: then they are read first.
+APT := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n) apt-get --yes --quiet
 .PHONY: chromium
 chromium:
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { \
 	  echo "Installing chromium, for the tests of the page"; \
-	  if [ "$$(id -u)" = 0 ]; then apt-get install --yes --quiet chromium >/dev/null; \
-	  else sudo -n apt-get install --yes --quiet chromium >/dev/null; fi; } || { \
+	  $(APT) install chromium >/dev/null 2>&1 || { $(APT) update >/dev/null && $(APT) install chromium >/dev/null; }; } || { \
 	  echo "The tests of the page need Chromium, which cannot be installed from here: apt-get install chromium"; exit 1; }
 
 test: $(STAMP) chromium ## All tests: unit, real workers, the page in a browser, faults, golden files

@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,17 @@ def play(directory: Path, console: Console, train: Path = TRAIN) -> None:
         story.a_worker_is_killed(undisturbed)
     took = f"{time.monotonic() - began:.0f} s"
     console.print(f"\nAll of this happened, in {took}. train.py and its runs: {directory}", soft_wrap=True)
+    console.print(
+        f"To see them in a browser: {page_command(directory)}",
+        soft_wrap=True,
+    )
+
+
+def page_command(directory: Path) -> str:
+    """How to open the page of the runs in a directory."""
+    needed = "" if find_spec("starlette") else "pip install 'replicast[page]', then "
+    program = sys.argv[0] if Path(sys.argv[0]).name == "replicast" else "replicast"
+    return f"{needed}{program} serve {directory}"
 
 
 class Story:
