@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from replicast.supervisor.chatter import is_chatter
 from replicast.supervisor.lines import without_colours
 
 _READ_BYTES = 256 * 1024
@@ -15,14 +16,19 @@ _TRACEBACK = "Traceback (most recent call last):"
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*|$)")
 
 
-def traceback_in(log: Path) -> list[str]:
-    """The last traceback in a log with its exception, shortened in its middle; empty if there is none."""
-    lines = [without_colours(line) for line in _end_of(log)]
+def traceback_in(log: Path, before: int = 0) -> list[str]:
+    """The last traceback in a log with its exception, shortened in its middle; empty if there is none.
+
+    Args:
+        log: The log of a worker.
+        before: How many lines before it to include, without TensorFlow's informational ones.
+    """
+    lines = [line for line in map(without_colours, _end_of(log)) if not is_chatter(line)]
     starts = [number for number, line in enumerate(lines) if line.strip() == _TRACEBACK]
     for start in reversed(starts):
         end = _end_of_traceback(lines, start)
         if end is not None:
-            return _shortened(lines[start : end + 1])
+            return lines[max(0, start - before) : start] + _shortened(lines[start : end + 1])
     return []
 
 

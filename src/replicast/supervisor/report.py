@@ -17,6 +17,7 @@ from replicast.supervisor.lines import cropped, without_colours
 from replicast.supervisor.worker import WorkerExit
 
 _SAID_COLUMNS = 300
+_BEFORE_LINES = 5
 _BOX_COLUMNS = 1000
 """The maximum length of a line in the box; a line without an end is as long as the log."""
 
@@ -118,7 +119,7 @@ def tail_box(failure: WorkerExit, stream: TextIO) -> str:
     from rich.text import Text
 
     console = Console(file=stream)
-    traceback = traceback_in(failure.log) if failure.code > 0 else []
+    traceback = traceback_in(failure.log, _BEFORE_LINES) if failure.code > 0 else []
     lines = [cropped(line, _BOX_COLUMNS) for line in traceback or failure.tail]
     text = Text.from_ansi("\n".join(lines)) if lines else Text("(no output)", style="dim")
     title = f"worker {failure.rank}" + _what_is_shown(len(lines), is_traceback=bool(traceback))
