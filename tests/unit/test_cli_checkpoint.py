@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,12 +14,13 @@ import numpy as np
 import pytest
 
 from replicast.storage.checkpoint import CheckpointStore, open_checkpoint
+from replicast.storage.runfiles import ENDED
 from replicast.update.digest import digest_state
 from replicast.update.state import MemoryState
 from replicast.update.update import Update
 from replicast.update.validate import planned
 from tests.unit.checkpoint.samples import Arrays, draft_of, flip
-from tests.unit.played_job import BIAS, SCHEMA, invoke, made_run, tensors
+from tests.unit.played_job import BIAS, SCHEMA, heard_of, invoke, made_run, tensors
 
 
 def state_of(step: int) -> Arrays:
@@ -293,3 +296,126 @@ def test_a_place_that_cannot_be_written_is_named(run: Path) -> None:
 def test_a_path_that_cannot_be_looked_at_is_no_traceback(command: list[str]) -> None:
     result = invoke(*command, "x" * 300)
     assert (result.exit_code, "File name too long" in result.output) == (2, True)
+
+
+@pytest.fixture
+def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run with the checkpoints of steps 100 and 200, whose job has ended."""
+    monkeypatch.chdir(tmp_path)
+    path = made_run()
+    heard_of(path, waiting_for=ENDED)
+    for step in (100, 200):
+        arrays = state_of(step)
+        CheckpointStore(path).write(draft_of(arrays, step, schema=SCHEMA, sequence=0), arrays.items())
+    return path
+
+
+def files_in(run: Path) -> set[Path]:
+    return {path for path in run.rglob("*") if path.is_file()}
+
+
+SCALE = ("--scale", "dense/kernel=0.5")
+
+
+def test_a_patch_in_place_is_in_the_journal_and_in_every_list(ended: Path) -> None:
+    words = ("--in-place", *SCALE, "--set", "learning_rate=0.25", "--note", "too fast", "--author", "ada")
+    result = invoke("checkpoint", "patch", ended, *words)
+    assert result.exit_code == 0, result.output
+    assert "2 of 6 variables changed" in result.output
+    assert "update 1 of the journal" in result.output
+    update = Update().scale("dense/kernel", 0.5).assign("learning_rate", 0.25)
+    job = MemoryState(state_of(200), SCHEMA)
+    job.apply(planned(update, SCHEMA).edits)
+    store = CheckpointStore(ended)
+    assert store.open(200, verify=True).manifest.state_digest == digest_state(job.values)
+    (logged,) = [json.loads(line) for line in invoke("log", ended, "--json").output.splitlines()]
+    assert (logged["sequence"], logged["step"], logged["stage"]) == (1, 200, "verified")
+    assert (logged["author"], logged["note"]) == ("ada", "too fast")
+    assert logged["receipts"][0]["checkpoint"] == store.path(200).name
+    assert "applied to the checkpoint, by no worker" in " ".join(invoke("log", ended).output.split())
+    assert f"to the checkpoint {store.path(200).name} of step 200" in invoke("show", ended, 1).output
+    assert f"patched by {logged['id']}" in " ".join(invoke("checkpoint", "list", ended).output.split())
+    assert invoke("report", ended, "-o", "report.html").exit_code == 0
+    report = Path("report.html").read_text()
+    assert f"applied to the checkpoint {store.path(200).name}, by no worker" in report
+    assert f"<td>{logged['id']}</td>" in report
+    assert invoke("status", ended).exit_code == 0
+
+
+def test_the_next_start_goes_on_from_the_step_that_was_patched_in_place(ended: Path) -> None:
+    result = invoke("checkpoint", "patch", ended, 100, "--in-place", *SCALE)
+    assert result.exit_code == 0, result.output
+    last = CheckpointStore(ended).last()
+    assert last is not None
+    assert (last.step, last.sequence) == (100, 1)
+
+
+def test_nothing_is_patched_in_place_while_a_job_runs(ended: Path) -> None:
+    heard_of(ended)
+    before = files_in(ended)
+    for more in ((), ("--dry-run",)):
+        result = invoke("checkpoint", "patch", ended, "--in-place", *SCALE, *more)
+        assert result.exit_code == 1
+        assert "A job is running in this directory" in result.stderr
+        assert "replicast stop" in result.stderr
+    assert files_in(ended) == before
+
+
+def test_a_live_process_with_a_claim_is_a_running_job(ended: Path) -> None:
+    words = ("checkpoint", "patch", str(ended), "--in-place", *SCALE)
+    command = [sys.executable, "-m", "replicast", *words]  # this process has claimed the run
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert f"process {os.getpid()}" in result.stderr
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "state.safetensors"])
+def test_a_damaged_checkpoint_is_not_patched_in_place(ended: Path, file: str) -> None:
+    damaged = at(ended, 200)
+    if file == "manifest.json":
+        flip(damaged / file, 5)
+    else:
+        damage(ended, 200)
+    result = invoke("checkpoint", "patch", ended, "--in-place", *SCALE)
+    assert result.exit_code == 1
+    assert "damaged" in result.stderr
+    assert at(ended, 200) == damaged
+    assert invoke("log", ended, "--json").output == ""
+
+
+def test_a_dry_run_of_a_patch_in_place_writes_nothing(ended: Path) -> None:
+    before = files_in(ended)
+    result = invoke("checkpoint", "patch", ended, "--in-place", *SCALE, "--dry-run")
+    assert (result.exit_code, "Nothing is wrong with it" in result.output) == (0, True)
+    result = invoke("checkpoint", "patch", ended, "--in-place", "--scale", "dense/kernl=2", "--dry-run")
+    assert result.exit_code == 1
+    assert files_in(ended) == before
+
+
+def test_a_patch_in_place_needs_a_run_and_no_output(ended: Path) -> None:
+    assert invoke("checkpoint", "patch", ended, "--in-place", *SCALE, "-o", "out").exit_code == 2
+    assert invoke("checkpoint", "patch", at(ended, 100), "--in-place", *SCALE).exit_code == 2
+
+
+def test_a_patch_in_place_that_cannot_be_written_says_that_nothing_has_changed(
+    ended: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("replicast.storage.checkpoint.store.write_contents", full)
+    result = invoke("checkpoint", "patch", ended, "--in-place", *SCALE)
+    assert result.exit_code == 1
+    assert "No space left on device. Nothing has changed." in " ".join(result.stderr.split())
+
+
+def test_a_patch_in_place_that_is_only_in_the_journal_says_so(
+    ended: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("replicast.storage.checkpoint.store.put_in_place", full)
+    result = invoke("checkpoint", "patch", ended, "--in-place", *SCALE)
+    assert result.exit_code == 1
+    assert "The journal has the update: the next start applies it" in " ".join(result.stderr.split())

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import replicast
+from replicast.client.patching import patch_in_place
 from replicast.core.entries import Payload, Scheduled
 from replicast.errors import CheckpointError, PayloadRemoved
 from replicast.storage import inbox
@@ -696,6 +697,47 @@ def patched_and_live(strategy: Any, directory: Path) -> dict[str, Any]:
         restored = replicas.restore()
         found = replicas.digests()
     return {"live": live, "patched": found, "step": restored.step}
+
+
+def patched_in_place(strategy: Any, directory: Path, how: str) -> dict[str, Any]:
+    model = perceptron(strategy, adam)
+    x, y = arrays(48)
+    with replicas_of(model, run_dir=directory, durability="disk") as replicas:
+        model.fit(x, y, batch_size=16, verbose=0, callbacks=[replicas.callback(save_every=3)])
+        if how == "live" and strategy.rank == strategy.size - 1:
+            replicas.propose(correction())
+        replicas.sync()
+        live = replicas.digests()
+    if how == "live":
+        return {"digests": live}
+    if strategy.rank == 0 and how == "patched":
+        patch_in_place(directory, 3, correction())
+    elif strategy.rank == 0:
+        failing = mock.patch("replicast.storage.checkpoint.store.put_in_place", side_effect=OSError("torn"))
+        with failing, pytest.raises(OSError, match="torn"):
+            patch_in_place(directory, 3, correction())
+    Meeting(strategy).all_say()
+    scramble(replicas.model, strategy.rank)
+    with replicas_of(model, run_dir=directory, durability="disk") as replicas:
+        replicas.restore()
+        replicas.sync()
+        return {"digests": replicas.digests()}
+
+
+def test_a_checkpoint_patched_in_place_gives_the_bits_of_the_live_update_at_its_step(
+    pool2: Pool, tmp_path: Path
+) -> None:
+    ways = ("live", "patched", "record only")
+    results = {how: pool2.run(patched_in_place, tmp_path / how, how) for how in ways}
+    receipts = {}
+    for how, result in results.items():
+        assert_equal_on_all(result)
+        assert result[0]["digests"] == results["live"][0]["digests"], how
+        (record,) = committed_updates(tmp_path / how)
+        assert (record.id, record.step) == ("correction", 3)
+        (receipts[how],) = record.receipts
+    assert [bool(receipts[how].checkpoint) for how in ways] == [False, True, False]
+    assert len({digest for one in receipts.values() for digest in one.digests.values()}) == 1
 
 
 def test_a_patched_checkpoint_gives_the_bits_of_the_live_update_at_its_step(

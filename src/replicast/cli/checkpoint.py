@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.table import Table
@@ -14,22 +12,22 @@ from rich.text import Text
 
 from replicast.cli import Failed, texts
 from replicast.cli.arguments import directory_of, run_argument, timeout_option
-from replicast.cli.edit_options import EditCommand, check_usage, edit_options, update_of
+from replicast.cli.checkpoint_argument import (
+    PATH,
+    is_checkpoint,
+    path_argument,
+    step_argument,
+    the_checkpoint,
+)
+from replicast.cli.patch import patch
 from replicast.cli.tables import facts_table, make_console, make_table, progress_bar
-from replicast.cli.update_tables import print_examination, print_problems
 from replicast.client import Run
-from replicast.client.examination import examine
-from replicast.errors import CheckpointError, FileDamaged, NoAnswer
+from replicast.errors import FileDamaged, NoAnswer
 from replicast.storage.checkpoint import CheckpointStore, Comparison, Manifest, Verdict, open_checkpoint
 from replicast.storage.checkpoint import diff as compare
-from replicast.storage.checkpoint import patch as patch_checkpoint
-from replicast.storage.checkpoint.writing import COMMITTED, MANIFEST, STATE
 
-_PATH = click.Path(path_type=Path)
 _NO_ANSWER = 3
 _NONE_YET = "The run has no checkpoints yet."
-path_argument = click.argument("path", type=_PATH, metavar="PATH|RUN")
-step_argument = click.argument("step", type=click.IntRange(min=0), required=False)
 
 
 @click.group()
@@ -43,12 +41,12 @@ def checkpoint() -> None:
       replicast checkpoint list runs/first
       replicast checkpoint now runs/first
       replicast checkpoint verify runs/first
-      replicast checkpoint patch runs/first/checkpoints/00001200-1 --add delta.safetensors -o patched
+      replicast checkpoint patch runs/first --in-place --add delta.safetensors
     """  # noqa: D301 - click wants a real backspace
 
 
 @checkpoint.command("list")
-@click.argument("run", type=_PATH)
+@click.argument("run", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="One object per line, without the list of variables.")
 def list_(run: Path, as_json: bool) -> None:
     """List the committed checkpoints of a run.
@@ -117,7 +115,7 @@ def show(path: Path, step: int | None, as_json: bool) -> None:
 
     Exit code: 0; 1 when there is no such checkpoint or it is damaged; 2 when the command is wrong.
     """  # noqa: D301 - click wants a real backspace
-    path = _the_checkpoint(path, step)
+    path = the_checkpoint(path, step)
     with open_checkpoint(path) as reader:
         manifest = reader.manifest
     if as_json:
@@ -148,8 +146,8 @@ def verify(path: Path, step: int | None) -> None:
     Exit code: 0 when all is what was written; 1 when something is damaged, which is named; 2 when the command
     is wrong.
     """  # noqa: D301 - click wants a real backspace
-    if step is not None or _is_checkpoint(path):
-        sys.exit(0 if _verified(_the_checkpoint(path, step)) else 1)
+    if step is not None or is_checkpoint(path):
+        sys.exit(0 if _verified(the_checkpoint(path, step)) else 1)
     store = CheckpointStore(directory_of(path))
     manifests, problems = store.list(), store.problems()
     verified = [_verified(store.find(manifest.step)) for manifest in manifests]
@@ -160,8 +158,8 @@ def verify(path: Path, step: int | None) -> None:
 
 
 @checkpoint.command()
-@click.argument("first", type=_PATH, metavar="A")
-@click.argument("second", type=_PATH, metavar="B")
+@click.argument("first", type=PATH, metavar="A")
+@click.argument("second", type=PATH, metavar="B")
 @click.option("--digests-only", is_flag=True, help="Only say which differ, without reading their values.")
 @click.option("--all", "also_equal", is_flag=True, help="List equal variables too.")
 @click.option("--json", "as_json", is_flag=True, help="One object per line: a variable.")
@@ -177,7 +175,7 @@ def diff(first: Path, second: Path, digests_only: bool, also_equal: bool, as_jso
 
     Exit code: 0 when every bit is equal; 1 when not, or when one is damaged; 2 when the command is wrong.
     """  # noqa: D301 - click wants a real backspace
-    paths = _the_checkpoint(first, None), _the_checkpoint(second, None)
+    paths = the_checkpoint(first, None), the_checkpoint(second, None)
     with progress_bar("comparing") as progress:
         comparisons = compare(*paths, values=not digests_only, progress=progress)
     unequal = [each for each in comparisons if each.verdict is not Verdict.EQUAL]
@@ -192,87 +190,7 @@ def diff(first: Path, second: Path, digests_only: bool, also_equal: bool, as_jso
     sys.exit(1 if unequal else 0)
 
 
-@checkpoint.command(cls=EditCommand)
-@click.argument("path", type=_PATH)
-@edit_options
-@click.option("-o", "--output", type=_PATH, metavar="OUT", help="The new checkpoint; must not exist yet.")
-@click.pass_context
-def patch(context: click.Context, /, path: Path, output: Path | None, **options: Any) -> None:
-    """Apply an update to a checkpoint, into a new one.
-
-    The new checkpoint has the bits that every replica would have had if the update had been applied at that
-    step; it names the one it was made from. Operations and files are those of `replicast push`, in the order
-    in which they are given. Memory is needed for the update, not for the checkpoint.
-
-    \b
-    Examples:
-      replicast checkpoint patch runs/first/checkpoints/00001200-1 --add delta.safetensors -o patched
-      replicast checkpoint patch runs/first/checkpoints/00001200-1 --set learning_rate=1e-4 -o patched
-      replicast checkpoint patch old/00001200-1 --update fix.safetensors -o runs/second/checkpoints/00001200
-
-    Exit code: 0; 1 when the update is refused, the checkpoint is damaged, or OUT exists; 2 when the command
-    is wrong.
-    """  # noqa: D301 - click wants a real backspace
-    check_usage(options)
-    if output is None and not options["dry_run"]:
-        raise click.UsageError("Missing option '-o' / '--output': where to write the new checkpoint.")
-    source = _the_checkpoint(path, None)
-    with open_checkpoint(source) as reader:
-        before = reader.manifest
-    update = update_of(context, options)
-    found = examine(update, before.schema)
-    if output is None or options["dry_run"]:
-        print_examination(found)
-        sys.exit(1 if found.problems else 0)
-    print_problems(found)
-    if found.problems:
-        sys.exit(1)
-    try:
-        with progress_bar(f"patching {source.name}") as progress:
-            after = patch_checkpoint(source, update, output, progress=progress)
-    except OSError as error:
-        raise Failed(
-            f"{texts.printable(output)} cannot be written ({error.strerror}): nothing is left there."
-        ) from error
-    except KeyboardInterrupt:
-        click.echo("Stopped. Nothing is left at the destination.", err=True)
-        sys.exit(128 + signal.SIGINT)
-    changed = sum(after.digests[name] != digest for name, digest in before.digests.items())
-    of = f"{changed} of {texts.counted(len(after.digests), 'variable')} changed"
-    click.echo(f"patched {texts.printable(output)}: {of}, {texts.size(after.nbytes)}, step {after.step}")
-    click.echo(f"  state {after.state_digest}")
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Whether a directory looks like a checkpoint, complete or not."""
-    return any((path / name).exists() for name in (COMMITTED, MANIFEST, STATE))
-
-
-def _the_checkpoint(path: Path, step: int | None) -> Path:
-    """The directory of the checkpoint that is meant: of a run, that of the step, or the last.
-
-    Raises:
-        click.UsageError: Neither a checkpoint nor a run, or a step of a single checkpoint.
-        CheckpointError: The run has none.
-    """
-    if _is_checkpoint(path):
-        if step is not None:
-            raise click.UsageError(f"{texts.printable(path)} is a checkpoint itself: leave the step out.")
-        return path
-    store = CheckpointStore(directory_of(path))
-    if step is not None:
-        return store.find(step)
-    last, skipped = store.last_and_skipped()
-    for problem in skipped:
-        click.echo(f"Skipped: {texts.printable(problem)}", err=True)
-    if last is None:
-        raise CheckpointError(
-            "The run has no checkpoint that can be used",
-            path=path / "checkpoints",
-            received="none",
-            remedy=f"See: replicast checkpoint list {path}",
-        )
-    return store.find(last.step)
+checkpoint.add_command(patch)
 
 
 def _verified(path: Path) -> bool:

@@ -84,6 +84,12 @@ def _facts(view: UpdateView) -> list[tuple[str, str | Text]]:
 
 
 def _receipt_facts(receipt: Receipt) -> list[tuple[str, str | Text]]:
+    if receipt.checkpoint:
+        where = f"the checkpoint {texts.printable(receipt.checkpoint)} of step {receipt.step}"
+        return [
+            ("applied", f"to {where}, while no job ran: by no worker"),
+            ("digest", ", ".join(map(texts.printable, receipt.digests.values()))),
+        ]
     equal = "equal" if len(set(receipt.digests.values())) == 1 else "NOT EQUAL"
     digests = sorted(receipt.digests.items())
     took = texts.seconds(receipt.propose_to_applied_secs)

@@ -14,6 +14,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 from replicast.client.directory import DirectoryRun
 from replicast.client.metrics import Metrics, Series
 from replicast.client.updates import UpdateView
+from replicast.core.entries import Receipt
 from replicast.storage.chain import Chain, read_chain
 from replicast.storage.states import Change, changes
 
@@ -76,8 +77,8 @@ def report(run: DirectoryRun) -> str:
                 receipt.attempt,
                 receipt.step,
                 receipt.stage,
-                ", ".join(f"{rank}: {digest}" for rank, digest in sorted(receipt.digests.items())),
-                f"{receipt.stall_secs * 1000:.1f} ms",
+                _digests(receipt),
+                "" if receipt.checkpoint else f"{receipt.stall_secs * 1000:.1f} ms",
                 _when(receipt.verified_at),
             )
             for one in updates
@@ -203,6 +204,13 @@ def _add(parent: Element, tag: str, text: str, kind: str = "") -> Element:
 def _edits(view: UpdateView) -> str:
     edits = ((edit.get("operation"), edit.get("variable"), edit.get("shape")) for edit in view.edits)
     return ", ".join(f"{operation} {variable} {json.dumps(shape)}" for operation, variable, shape in edits)
+
+
+def _digests(receipt: Receipt) -> str:
+    if receipt.checkpoint:
+        digest = ", ".join(receipt.digests.values())
+        return f"applied to the checkpoint {receipt.checkpoint}, by no worker: {digest}"
+    return ", ".join(f"{rank}: {digest}" for rank, digest in sorted(receipt.digests.items()))
 
 
 def _change(change: Change) -> tuple[object, ...]:

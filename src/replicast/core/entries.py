@@ -130,6 +130,8 @@ class Receipt:
         trial: How its trial ended, if it had one.
         attempt: The attempt that applied it.
         trained: How far each worker had trained, by rank, if they report it; they must agree.
+        checkpoint: The name of the checkpoint that it was applied to while no job ran; empty if the workers
+            applied it. Its digest then stands under 0.
     """
 
     sequence: int
@@ -143,6 +145,7 @@ class Receipt:
     trial: TrialOutcome | None = None
     attempt: int = 0
     trained: tuple[int, ...] = ()
+    checkpoint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
+from replicast.client.patching import patch_in_place
 from replicast.storage.checkpoint import CheckpointStore, patch
 from replicast.update.update import Update
 from tests.unit.checkpoint.operations import Operations
@@ -22,6 +23,8 @@ from tests.unit.checkpoint.samples import draft_of, state_of
 def write(what: str, run: Path) -> None:
     if what == "patch":
         patch(run / "checkpoints" / "00000005", Update(id="u").scale("half", 2.0), run / "patched")
+    elif what == "patch in place":
+        patch_in_place(run, 5, Update(id="u").scale("half", 2.0))
     elif what == "remove":
         CheckpointStore(run).remove(5)
     else:

@@ -49,12 +49,9 @@ def patch(
     with open_checkpoint(source) as reader:
         _check_destination(destination, reader.manifest)
         plan = planned(update, reader.manifest.schema)
-        by_variable: dict[str, list[Edit]] = {}
-        for edit in plan.edits:
-            by_variable.setdefault(edit.variable, []).append(edit)
         with temporary_directory(destination.absolute().parent) as temporary:
-            variables = _variables(reader, by_variable, progress)
-            manifest = write_contents(temporary, _draft(reader, update), variables)
+            variables = patched_variables(reader, plan, progress)
+            manifest = write_contents(temporary, patched_draft(reader, update), variables)
             _check_destination(destination, manifest)  # It may exist by now.
             put_in_place(temporary, destination.absolute())
     return manifest
@@ -85,16 +82,25 @@ def _check_destination(destination: Path, manifest: Manifest) -> None:
         )
 
 
-def _draft(reader: CheckpointReader, update: Update) -> Draft:
+def patched_draft(reader: CheckpointReader, update: Update) -> Draft:
+    """The draft of the checkpoint that an update makes of another one, whose place it has in the journal."""
     manifest = reader.manifest
     known = {each.name: getattr(manifest, each.name) for each in fields(Draft)}
     parent = {"step": manifest.step, "path": str(reader.path.resolve()), "update_id": update.id}
     return Draft(**known | {"parent": parent, "created_at": time.time(), "metrics": {}})
 
 
-def _variables(
-    reader: CheckpointReader, by_variable: dict[str, list[Edit]], progress: Progress | None
+def patched_variables(
+    reader: CheckpointReader, plan: Update, progress: Progress | None
 ) -> Iterator[tuple[str, Pieces]]:
+    """The name and bytes of each variable after a planned update, in a stream.
+
+    Raises:
+        FileDamaged: The bytes before are not those that were written.
+    """
+    by_variable: dict[str, list[Edit]] = {}
+    for edit in plan.edits:
+        by_variable.setdefault(edit.variable, []).append(edit)
     done, total = 0, reader.layout.nbytes - len(reader.layout.header)
 
     def counted(pieces: Iterator[memoryview]) -> Pieces:

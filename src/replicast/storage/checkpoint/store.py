@@ -9,30 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-import numpy as np
-
 from replicast.errors import CheckpointError, FileDamaged
 from replicast.files import sync_directory
-from replicast.storage.checkpoint.layout import dtype_of
 from replicast.storage.checkpoint.manifest import Draft, Manifest
 from replicast.storage.checkpoint.ordering import Best, best_of, latest_first, line_of_next, with_unreadable
 from replicast.storage.checkpoint.places import Places
 from replicast.storage.checkpoint.reading import CheckpointReader, advice, open_checkpoint
 from replicast.storage.checkpoint.writing import (
-    PIECE_BYTES,
     Pieces,
+    in_pieces,
     put_in_place,
     temporary_directory,
     write_contents,
 )
 from replicast.storage.fence import Fence
 from replicast.update.edits import Array
-from replicast.update.schema import Variable
 
 logger = logging.getLogger("replicast")
 
@@ -179,21 +175,35 @@ class CheckpointStore:
         """
         if draft.step < 0:
             raise ValueError(f"A step is counted from 0. Received: {draft.step}")
-        draft = replace(draft, line=line_of_next(self.list(), draft.step), run=self._places.run())
         variables = {variable.name: variable for variable in draft.schema}
         with temporary_directory(self.directory) as temporary:
-            manifest = write_contents(temporary, draft, _in_pieces(arrays, variables))
+            manifest = write_contents(temporary, self._placed(draft), in_pieces(arrays, variables))
             _check_digests(manifest, digests)
             existing = self._same(manifest)
             if existing is not None:
                 return existing
-            replaced = self._places.counting().get(draft.step, [])
-            put_in_place(temporary, self._places.new(draft.step))
-        if self._fence is not None:
-            self._fence.check()
-        # Only now: the new name is durable, and counts for a group that takes over the run.
-        with contextlib.suppress(OSError):  # A leftover only uses disk space: no one reads it any more.
-            self._places.remove(replaced)
+            self._put_in_place(temporary, draft.step)
+        return manifest
+
+    def replace(
+        self, draft: Draft, variables: Iterable[tuple[str, Pieces]], commit: Callable[[], None]
+    ) -> Manifest:
+        """Writes a checkpoint that replaces the one of its step once `commit` has returned.
+
+        Args:
+            draft: What is known about the checkpoint before it is written.
+            variables: Each variable's name and bytes.
+            commit: Called when all bytes are durable, before the checkpoint gets its name. If it raises,
+                nothing has changed.
+
+        Raises:
+            JobFailed: Another group has taken over the run. The checkpoint may or may not count.
+            OSError: It cannot be written, or cannot get its name; nothing partial is left.
+        """
+        with temporary_directory(self.directory) as temporary:
+            manifest = write_contents(temporary, self._placed(draft), variables)
+            commit()
+            self._put_in_place(temporary, draft.step)
         return manifest
 
     def prune(self, keep: int, best: Best | None = None, named: int | None = None) -> _Steps:
@@ -251,6 +261,20 @@ class CheckpointStore:
         """Removes leftovers of a writer that died. Only while no one is writing."""
         self._places.clean()
 
+    def _placed(self, draft: Draft) -> Draft:
+        """The draft of a checkpoint that is the last one of this run once it is written."""
+        return replace(draft, line=line_of_next(self.list(), draft.step), run=self._places.run())
+
+    def _put_in_place(self, temporary: Path, step: int) -> None:
+        """Gives a written checkpoint its name, and removes those of the same step."""
+        replaced = self._places.counting().get(step, [])
+        put_in_place(temporary, self._places.new(step))
+        if self._fence is not None:
+            self._fence.check()
+        # Only now: the new name is durable, and counts for a group that takes over the run.
+        with contextlib.suppress(OSError):  # A leftover only uses disk space: no one reads it any more.
+            self._places.remove(replaced)
+
     def _same(self, manifest: Manifest) -> Manifest | None:
         """The existing checkpoint of that step, if it is equivalent and its bytes are intact."""
         with contextlib.suppress(CheckpointError, FileDamaged), self.open(manifest.step) as reader:
@@ -300,31 +324,3 @@ def _check_digests(manifest: Manifest, known: Mapping[str, str] | None) -> None:
                 expected=f"digest {known.get(name)}",
                 received=digest,
             )
-
-
-def _in_pieces(
-    arrays: Iterable[tuple[str, Array]], variables: Mapping[str, Variable]
-) -> Iterator[tuple[str, Pieces]]:
-    for name, array in arrays:
-        pieces = _pieces(array, variables.get(name), name)
-        del array  # Free it before the next one is made.
-        yield name, pieces
-        del pieces
-
-
-def _pieces(array: Array, variable: Variable | None, name: str) -> Pieces:
-    """The bytes of an array, after a check of its dtype and shape."""
-    if variable is None:
-        return ()  # The writer raises: it does not know the name.
-    array = np.asarray(array)
-    if (array.dtype.name, array.shape) != (variable.dtype, variable.shape):
-        raise CheckpointError(
-            "A variable does not match the schema",
-            variable=name,
-            expected=f"{variable.dtype} of shape {variable.shape}",
-            received=f"{array.dtype.name} of shape {array.shape}",
-        )
-    if not array.nbytes:
-        return ()
-    native = np.ascontiguousarray(array, dtype_of(variable)).reshape(-1).view(np.uint8).data
-    return (native[start : start + PIECE_BYTES] for start in range(0, len(native), PIECE_BYTES))

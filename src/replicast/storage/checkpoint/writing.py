@@ -11,15 +11,19 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+
+import numpy as np
 
 from replicast import faults
 from replicast.errors import CheckpointError
 from replicast.files import TEMPORARY, json_bytes, make_durably, start_writing, sync_directory
 from replicast.storage.checkpoint.digests import PassingDigest, digest_of_digests
-from replicast.storage.checkpoint.layout import Layout, layout_of
+from replicast.storage.checkpoint.layout import Layout, dtype_of, layout_of
 from replicast.storage.checkpoint.manifest import Draft, Manifest
+from replicast.update.edits import Array
+from replicast.update.schema import Variable
 
 STATE, MANIFEST, COMMITTED = "state.safetensors", "manifest.json", "COMMITTED"
 PIECE_BYTES = 4 * 2**20  # Written and digested while it is in the processor's cache.
@@ -70,6 +74,39 @@ def put_in_place(temporary: Path, path: Path) -> None:
     faults.point("rename")
     temporary.rename(path)
     sync_directory(path.parent)
+
+
+def in_pieces(
+    arrays: Iterable[tuple[str, Array]], variables: Mapping[str, Variable]
+) -> Iterator[tuple[str, Pieces]]:
+    """The bytes of arrays, after a check of their dtypes and shapes.
+
+    Raises:
+        CheckpointError: One does not match its variable.
+    """
+    for name, array in arrays:
+        pieces = _pieces(array, variables.get(name), name)
+        del array  # Free it before the next one is made.
+        yield name, pieces
+        del pieces
+
+
+def _pieces(array: Array, variable: Variable | None, name: str) -> Pieces:
+    """The bytes of an array, after a check of its dtype and shape."""
+    if variable is None:
+        return ()  # The writer raises: it does not know the name.
+    array = np.asarray(array)
+    if (array.dtype.name, array.shape) != (variable.dtype, variable.shape):
+        raise CheckpointError(
+            "A variable does not match the schema",
+            variable=name,
+            expected=f"{variable.dtype} of shape {variable.shape}",
+            received=f"{array.dtype.name} of shape {array.shape}",
+        )
+    if not array.nbytes:
+        return ()
+    native = np.ascontiguousarray(array, dtype_of(variable)).reshape(-1).view(np.uint8).data
+    return (native[start : start + PIECE_BYTES] for start in range(0, len(native), PIECE_BYTES))
 
 
 def _write_state(path: Path, draft: Draft, variables: Iterable[tuple[str, Pieces]]) -> Manifest:

@@ -1,0 +1,241 @@
+"""Applies an update to a checkpoint of a run whose job is not running, as an update of the run's journal.
+
+    claim the run                 as a start does: what an earlier group writes from now on does not count
+    write the new checkpoint      under a temporary name; every byte of the old one is checked
+    write the record              the commit: whatever happens from here on, the next start has the update
+    name the new checkpoint       it contains the update, so that a start does not apply it again
+    write the receipt             and end the claim
+
+Between the record and the name, a start from the old checkpoint applies the update from the journal, at the
+same step and with the same bits. A checkpoint that contains an update without a record never exists.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from replicast.client.notes import is_heard_of
+from replicast.core.entries import Before, Committed, Payload, Receipt
+from replicast.core.history import History
+from replicast.core.stage import Stage
+from replicast.errors import CheckpointError, ClusterError, UpdateRefused
+from replicast.storage.checkpoint import CheckpointReader, CheckpointStore, Manifest, Progress, saved_of
+from replicast.storage.checkpoint.digests import digest_of_digests
+from replicast.storage.checkpoint.patching import patched_draft, patched_variables
+from replicast.storage.fence import Fence
+from replicast.storage.groups import last_claim
+from replicast.storage.journal import FileJournal
+from replicast.storage.runfiles import read_run_info, read_worker_notes
+from replicast.storage.states import State, read_state
+from replicast.storage.updates import Updates
+from replicast.update.digest import digest_array
+from replicast.update.edits import Array
+from replicast.update.inverse import bytes_to_keep, parts_to_keep, update_before
+from replicast.update.state import touched_parts
+from replicast.update.update import Update
+from replicast.update.validate import Limits, planned
+
+_ELSEWHERE = "-o OUT writes a patched checkpoint elsewhere"
+
+
+@dataclass(frozen=True, slots=True)
+class Patched:
+    """A checkpoint that was patched in place.
+
+    Attributes:
+        sequence: The number of the update in the journal.
+        path: The new checkpoint.
+        before: The manifest of the checkpoint that it replaces.
+        after: Its own.
+    """
+
+    sequence: int
+    path: Path
+    before: Manifest
+    after: Manifest
+
+
+def checkpoint_to_patch(run: Path, step: int | None) -> Manifest:
+    """The checkpoint of a step, or the one that the next start goes on from.
+
+    Raises:
+        CheckpointError: There is none.
+        FileDamaged: It is damaged; without a step, no earlier one is taken instead.
+    """
+    store = CheckpointStore(run)
+    if step is not None:
+        return store.manifest(step)
+    last, skipped = store.last_and_skipped()
+    if skipped:
+        raise skipped[0]
+    if last is None:
+        raise CheckpointError("The run has no checkpoint yet", path=store.directory, received="none")
+    return last
+
+
+def check_patch(run: Path, step: int, update: Update) -> None:
+    """Checks whether a checkpoint of a run can be patched in place now. Changes nothing.
+
+    Raises:
+        UpdateRefused: A job is running, or the update or the checkpoint cannot be used; the error says why.
+        CheckpointError: There is no checkpoint of that step.
+        FileDamaged: Something is damaged.
+    """
+    state = read_state(run, read_worker_notes(run))
+    if state.state.is_running or (state.state is State.LOST and is_heard_of(run)):
+        raise _job_is_running(state.sentence)
+    if not read_run_info(run).journaled:
+        raise UpdateRefused('The run has no journal: its job has durability="memory"', remedy=_ELSEWHERE)
+    manifest = CheckpointStore(run).manifest(step)
+    _check_history(Updates(run).history, manifest, planned(update, manifest.schema))
+
+
+def patch_in_place(run: Path, step: int, update: Update, *, progress: Progress | None = None) -> Patched:
+    """Applies an update to a checkpoint of a run, as the next update of its journal.
+
+    The patched checkpoint replaces the one of its step, and is the one that the next start goes on from, even
+    if there are checkpoints of later steps. Updates that were committed at later steps are applied again.
+
+    Args:
+        run: The run directory. No job may be running there.
+        step: The step of the checkpoint.
+        update: What to change.
+        progress: Called with the number of bytes done, and the total.
+
+    Raises:
+        UpdateRefused, CheckpointError, FileDamaged: As `check_patch`; nothing has changed.
+        NotWritten: The journal cannot be written; nothing has changed.
+        PerhapsWritten: It is not known whether the update is in the journal.
+        JobFailed: Another group has taken over the run.
+        OSError: The new checkpoint cannot be written. If the journal has the update by now, the next start
+            applies it.
+    """
+    check_patch(run, step, update)
+    with _claimed(run) as fence:
+        journal, store = FileJournal(run, fence), CheckpointStore(run, fence)
+        with store.open(step) as reader:
+            before, history = reader.manifest, journal.history()
+            plan = planned(update, before.schema)
+            _check_history(history, before, plan)
+            attempt, sequence = _attempt(run), history.next_sequence
+            saved = saved_of(before)
+            draft = patched_draft(reader, update).with_updates(replace(saved, holds=saved.holds | {sequence}))
+            record = Committed(sequence, plan.id, plan.content_digest(), step, attempt)
+            after = store.replace(
+                draft,
+                patched_variables(reader, plan, progress),
+                lambda: _commit(journal, reader, record, plan),
+            )
+        path = store.find(step)
+        with store.open(step) as reader:
+            digest = _digest_of_touched(reader, plan)
+        times = 0.0, 0.0, time.time()
+        journal.write(
+            Receipt(
+                sequence,
+                plan.id,
+                step,
+                {0: digest},
+                *times,
+                Stage.VERIFIED,
+                attempt=attempt,
+                checkpoint=path.name,
+            )
+        )
+    return Patched(sequence, path, before, after)
+
+
+@contextmanager
+def _claimed(run: Path) -> Iterator[Fence]:
+    """Claims the run as its next group, and ends the claim."""
+    try:
+        fence = Fence(run, _attempt(run))
+    except ClusterError as error:
+        raise _job_is_running(str(error)) from error
+    try:
+        yield fence
+    finally:
+        fence.release()
+
+
+def _attempt(run: Path) -> int:
+    claim = last_claim(run)
+    return 0 if claim is None else claim.attempt
+
+
+def _job_is_running(sentence: str) -> UpdateRefused:
+    return UpdateRefused(
+        f"A job is running in this directory: {sentence}",
+        remedy="Push the update to it (replicast push), or stop it first (replicast stop)",
+    )
+
+
+def _check_history(history: History, manifest: Manifest, plan: Update) -> None:
+    """Checks that the journal has room for this update at the end of what the checkpoint contains."""
+    known = history.by_id.get(plan.id)
+    if known is not None:
+        raise UpdateRefused(
+            f"An update with this id is in the journal, as number {known.sequence}, at step {known.step}",
+            expected="a new id",
+            received=plan.id,
+        )
+    if plan.id in history.withdrawn or plan.id in history.scheduled:
+        what = "was withdrawn" if plan.id in history.withdrawn else "is scheduled for a later step"
+        raise UpdateRefused(f"An update with this id {what}", expected="a new id", received=plan.id)
+    holds = saved_of(manifest).holds
+    if not holds <= history.committed.keys():
+        raise UpdateRefused(
+            f"The checkpoint of step {manifest.step} contains update {max(holds)}, and the journal does not",
+            remedy=_ELSEWHERE,
+        )
+    for record in history.after(holds):
+        if record.step <= manifest.step:
+            raise UpdateRefused(
+                f"The checkpoint of step {manifest.step} does not contain update {record.sequence}, which "
+                f"was committed at step {record.step} and has to be applied first",
+                remedy=f"Start the job and make a checkpoint (replicast checkpoint now), or {_ELSEWHERE}",
+            )
+
+
+def _commit(journal: FileJournal, reader: CheckpointReader, record: Committed, plan: Update) -> None:
+    """Writes the update to the journal, with the values that a revert needs."""
+    before = _values_before(journal, reader, record, plan)
+    journal.write(Payload(plan.id, record.digest, None, plan.author, plan.note), plan)
+    journal.write(record)
+    if before is not None:
+        journal.write(before)
+
+
+def _values_before(
+    journal: FileJournal, reader: CheckpointReader, record: Committed, plan: Update
+) -> Before | None:
+    """Makes the values durable that the update overwrites; None if a revert does not need them."""
+    schema, most = reader.manifest.schema, Limits().max_before_bytes
+    whole, rows = parts_to_keep(plan.edits, schema)
+    if not whole and not rows:
+        return None
+    nbytes = bytes_to_keep(whole, rows, schema)
+    if nbytes > most:
+        problem = f"it has overwritten {nbytes / 2**20:,.1f} MiB, and only up to {most / 2**20:,.1f} are kept"
+        problem = f"Update {record.sequence} cannot be reverted: {problem}"
+        return Before(record.sequence, plan.id, None, problem)
+    parts = {name: (indices, _rows(reader, name, indices)) for name, indices in rows.items()}
+    values = update_before(plan.id, {name: reader.read(name) for name in whole}, parts)
+    return Before(record.sequence, plan.id, journal.stage_before(values))
+
+
+def _digest_of_touched(reader: CheckpointReader, plan: Update) -> str:
+    """The digest that a worker reports that has applied the update: of what it touches."""
+    whole, rows = touched_parts(plan.edits)
+    digests = {name: reader.manifest.digests[name] for name in whole}
+    for name, indices in rows.items():
+        digests[f"{name}[rows]"] = digest_array(_rows(reader, name, indices))
+    return digest_of_digests(digests)
+
+
+def _rows(reader: CheckpointReader, name: str, indices: Array) -> Array:
+    return reader.read_rows(name, [(int(index), int(index) + 1) for index in indices])
