@@ -12,12 +12,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import audit, checkpoint, checkpoint_restart, fit, hosts, idle, rows, stall, update
+from benchmarks import audit, checkpoint, checkpoint_restart, fit, hosts, idle, page, rows, stall, update
 from benchmarks.report import Result, machine_facts, show, write_json
 from replicast.config import shared_memory_directory
 from replicast.transport.files import remove_leftovers
 
-TABLES = ("fit", "update", "stall", "idle", "rows", "hosts", "checkpoint", "audit")
+TABLES = ("fit", "update", "stall", "idle", "rows", "hosts", "checkpoint", "audit", "page")
 
 
 def main() -> int:
@@ -49,7 +49,10 @@ def tables(name: str, options: argparse.Namespace, say: Callable[[str], None]) -
         yield checkpoint.measure(options.rounds, say)
         yield checkpoint_restart.measure(options.rounds, say)
         return
-    measures = {"fit": fit, "stall": stall, "idle": idle, "rows": rows, "hosts": hosts, "audit": audit}
+    measures = {
+        **{"fit": fit, "stall": stall, "idle": idle, "rows": rows, "hosts": hosts},
+        **{"audit": audit, "page": page},
+    }
     yield measures[name].measure(options.rounds, say)
 
 
