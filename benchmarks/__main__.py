@@ -50,8 +50,13 @@ def tables(name: str, options: argparse.Namespace, say: Callable[[str], None]) -
         yield checkpoint_restart.measure(options.rounds, say)
         return
     measures = {
-        **{"fit": fit, "stall": stall, "idle": idle, "rows": rows, "hosts": hosts},
-        **{"audit": audit, "page": page},
+        "fit": fit,
+        "stall": stall,
+        "idle": idle,
+        "rows": rows,
+        "hosts": hosts,
+        "audit": audit,
+        "page": page,
     }
     yield measures[name].measure(options.rounds, say)
 
