@@ -47,7 +47,7 @@ class App(Starlette):
             routes=self._routes(),
             middleware=[Middleware(SecurityMiddleware, access=Access(settings))],
             exception_handlers={HTTPException: _unknown_address, Exception: _failed},
-            lifespan=self._lifespan,
+            lifespan=self.lifespan_of,
         )
         self.router.redirect_slashes = False
 
@@ -56,7 +56,7 @@ class App(Starlette):
         self._runs.stop()
 
     @asynccontextmanager
-    async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
+    async def lifespan_of(self, _app: Starlette) -> AsyncIterator[None]:
         yield
         self.stop()
 
