@@ -57,6 +57,7 @@ class App(Starlette):
 
     @asynccontextmanager
     async def lifespan_of(self, _app: Starlette) -> AsyncIterator[None]:
+        """Starlette enters it when the server starts, and leaves it when the server stops."""
         yield
         self.stop()
 
