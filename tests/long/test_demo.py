@@ -1,7 +1,8 @@
-"""`replicast demo` that is stopped, or whose workers fail."""
+"""`replicast demo` that is stopped, whose workers fail, or whose claims do not hold."""
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -9,7 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from replicast.demo.job import DemoFailed
+from replicast.demo.story import TRAIN, play
 from tests.workers.test_demo import COMMAND, DEADLINE_SECS, environment
 
 
@@ -53,3 +57,16 @@ def test_when_the_workers_fail_the_demo_shows_why_and_fails(tmp_path: Path) -> N
     assert "Failed: The job should end with exit code 0. Received: exit code 1." in demo.stderr
     assert "RuntimeError: broken on purpose" in demo.stderr
     assert "equal?" not in demo.stdout
+
+
+def test_the_demo_fails_when_its_first_claim_does_not_hold(tmp_path: Path) -> None:
+    tampered = tmp_path / "tampered.py"
+    source = TRAIN.read_text()
+    assert source.count("replicas.rank == 1") == 1
+    tampered.write_text(source.replace("replicas.rank == 1", "True"))  # All workers assign: nothing differs.
+    (tmp_path / "demo").mkdir()
+    screen = io.StringIO()
+    with pytest.raises(DemoFailed, match="The replicas should differ at step 100"):
+        play(tmp_path / "demo", Console(file=screen, width=80, markup=False), tampered)
+    assert "NO" not in screen.getvalue()
+    assert "Part 2" not in screen.getvalue()
