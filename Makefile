@@ -60,7 +60,7 @@ chromium:
 	  echo "The tests of the page need Chromium, which cannot be installed from here: apt-get install chromium"; exit 1; }
 
 test: $(STAMP) chromium ## All tests: unit, real workers, the page in a browser, faults, golden files
-	$(VENV)/bin/python -m pytest --numprocesses 3 --dist loadgroup
+	$(VENV)/bin/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: screenshots
 screenshots: $(STAMP) chromium ## The pictures of the page in docs/images

@@ -64,16 +64,32 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Runs the tests of one pool one after the other, those without a pool first.
+    """Runs the tests of one pool one after the other, and what takes longest first.
 
     `make test` has several processes for the tests, and none can use another's pools: so the tests of a pool
-    go to one of them, and all others file by file.
+    go to one of them, and all others file by file. Pools and jobs of real workers come first: at the end,
+    many short files fill the time until the last process is done.
     """
-    items.sort(key=lambda item: [f"pool{size}" in getattr(item, "fixturenames", ()) for size in (3, 2, 1)])
     for item in items:
-        pools = [name for name in getattr(item, "fixturenames", ()) if name in POOLS]
-        group = str(item.path) if not pools else "pool3" if pools == ["pool3"] else "pools"
-        item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    items.sort(key=_place)
+
+
+def _pools(item: pytest.Item) -> list[str]:
+    return [name for name in getattr(item, "fixturenames", ()) if name in POOLS]
+
+
+def _group(item: pytest.Item) -> str:
+    pools = _pools(item)
+    return str(item.path) if not pools else "pool3" if pools == ["pool3"] else "pools"
+
+
+def _place(item: pytest.Item) -> tuple[int, ...]:
+    """That of its group; in a group, larger pools come later, so that each starts when it is first needed."""
+    groups = {"pools": 0, "pool3": 1}
+    folders = {"faults": 2, "workers": 3, "page": 3, "simulation": 4}
+    place = groups.get(_group(item), folders.get(item.path.parent.name, 5))
+    return place, *(name in _pools(item) for name in ("pool3", "pool2", "pool1"))
 
 
 def pytest_unconfigure() -> None:

@@ -106,14 +106,6 @@ def test_a_worker_that_leaves_in_the_middle_ends_the_others_with_the_reason(tmp_
     assert "worker 0 reached the end of its script while worker 1 is still training" in logs[1]
 
 
-def test_a_worker_that_leaves_before_the_model_is_made_is_named_with_its_exit_code(tmp_path: Path) -> None:
-    leaves = HEAD.replace("rank = strategy.rank", "rank = strategy.rank\nif rank == 1: sys.exit(3)")
-    done, logs = run(tmp_path, "", head=leaves)
-    assert done.returncode == 3
-    assert "worker 1 failed first: exit code 3" in done.stderr
-    assert "worker 1 reached the end of its script while worker 0 is still training" in logs[0]
-
-
 @pytest.mark.parametrize("fewer", [0])  # tests/long: worker 1
 def test_workers_with_different_numbers_of_batches_end_with_the_reason(tmp_path: Path, fewer: int) -> None:
     done, logs = run(

@@ -12,8 +12,6 @@ import termios
 import time
 from pathlib import Path
 
-import pytest
-
 from replicast.supervisor.checks import Verdict, check_two_workers
 from replicast.supervisor.lines import without_colours
 
@@ -102,22 +100,6 @@ def test_at_80_columns_the_bar_shows_the_loss_below_the_log_lines_that_come_mean
     )
     assert last.startswith("replicast: finished: 1 worker, ")
     assert end == ""
-
-
-def test_what_tensorflow_says_for_information_is_in_the_log_only_unless_the_user_asks_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "train.py").write_text("import tensorflow as tf; tf.constant(1); print('done')")
-    command = [sys.executable, "-m", "replicast.cli", "run", "--run-dir", "run", "train.py"]
-    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
-    quiet = on_a_terminal(command, tmp_path, columns=80)
-    log = (tmp_path / "run" / "logs" / "attempt-0" / "worker-0.log").read_text()
-    assert "done" in quiet
-    assert "cpu_feature_guard" in log
-    assert "cpu_feature_guard" not in quiet
-    assert "InitializeLog" not in quiet
-    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
-    assert "cpu_feature_guard" in on_a_terminal(command, tmp_path, columns=80)
 
 
 def test_two_real_workers_reduce_over_ports_that_the_launcher_holds() -> None:

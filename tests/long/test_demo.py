@@ -1,16 +1,58 @@
-"""`replicast demo` that is stopped, or whose workers fail."""
+"""`replicast demo` as users start it: with real workers, and a check of each claim; and how it fails."""
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from tests.workers.test_demo import COMMAND, DEADLINE_SECS, environment
+from replicast.demo.job import DemoFailed
+from replicast.demo.story import TRAIN, play
+
+DEADLINE_SECS = 240.0
+COMMAND = [sys.executable, "-m", "replicast.cli", "demo", "--run-dir"]
+ROW = re.compile(r"^ (\S.*?) +([0-9a-f]{8}) +([0-9a-f]{8}) +(yes|NO) *$", re.MULTILINE)
+
+
+def environment() -> dict[str, str]:
+    unwanted = ("TF_CONFIG", "FORCE_COLOR", "COLUMNS", "NO_COLOR")
+    return {name: value for name, value in os.environ.items() if name not in unwanted}
+
+
+def test_the_demo_shows_replicas_that_differ_that_follow_and_that_survive_a_kill(tmp_path: Path) -> None:
+    demo = subprocess.run(
+        [*COMMAND, str(tmp_path)], env=environment(), capture_output=True, text=True, timeout=DEADLINE_SECS
+    )
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    assert demo.stderr == ""
+    rows = [row.groups() for row in ROW.finditer(demo.stdout)]
+    assert [(moment, equal) for moment, _, _, equal in rows] == [
+        *[("step 0", "yes"), ("step 50", "yes"), ("step 100", "NO"), ("step 150", "NO"), ("step 200", "NO")],
+        *[("step 50", "yes"), ("step 100", "yes"), ("step 300", "yes"), ("step 600", "yes")],
+        *[("restored, step 225", "yes"), ("recovered, step 600", "yes"), ("part 2, step 600", "yes")],
+    ]
+    for _, digest_0, digest_1, equal in rows:
+        assert (digest_0 == digest_1) == (equal == "yes")
+    assigned, proposed, recovered, undisturbed = rows[2], rows[6], rows[10], rows[11]
+    assert proposed[1] == assigned[2] != assigned[1]
+    assert recovered[1] == undisturbed[1] == rows[8][1]
+
+    words = " ".join(demo.stdout.split())
+    assert "classifier/hidden/kernel of worker 1 differs in 2048 of 2048 elements, by up to 0.05" in words
+    receipts = re.findall(r"step (\d+), by \S.*?: (\w+) on worker 0, (\w+) on worker 1; verified", words)
+    assert [step for step, _, _ in receipts] == ["100", "300"]
+    assert all(digest_0 == digest_1 for _, digest_0, digest_1 in receipts)
+    assert re.search(r"\$ kill -9 \d+ ", words)
+    assert "the journal applied the updates after it again, each at its step (300)" in words
+    assert "All of this happened" in words
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -53,3 +95,16 @@ def test_when_the_workers_fail_the_demo_shows_why_and_fails(tmp_path: Path) -> N
     assert "Failed: The job should end with exit code 0. Received: exit code 1." in demo.stderr
     assert "RuntimeError: broken on purpose" in demo.stderr
     assert "equal?" not in demo.stdout
+
+
+def test_the_demo_fails_when_its_first_claim_does_not_hold(tmp_path: Path) -> None:
+    tampered = tmp_path / "tampered.py"
+    source = TRAIN.read_text()
+    assert source.count("replicas.rank == 1") == 1
+    tampered.write_text(source.replace("replicas.rank == 1", "True"))  # All workers assign: nothing differs.
+    (tmp_path / "demo").mkdir()
+    screen = io.StringIO()
+    with pytest.raises(DemoFailed, match="The replicas should differ at step 100"):
+        play(tmp_path / "demo", Console(file=screen, width=80, markup=False), tampered)
+    assert "NO" not in screen.getvalue()
+    assert "Part 2" not in screen.getvalue()

@@ -42,6 +42,14 @@ def test_a_model_that_was_made_outside_the_scope_does_not_end_as_if_all_was_well
     assert all("Build and compile the model inside 'with strategy.scope():'" in log for log in logs)
 
 
+def test_a_worker_that_leaves_before_the_model_is_made_is_named_with_its_exit_code(tmp_path: Path) -> None:
+    leaves = HEAD.replace("rank = strategy.rank", "rank = strategy.rank\nif rank == 1: sys.exit(3)")
+    done, logs = run(tmp_path, "", head=leaves)
+    assert done.returncode == 3
+    assert "worker 1 failed first: exit code 3" in done.stderr
+    assert "worker 1 reached the end of its script while worker 0 is still training" in logs[0]
+
+
 def test_a_callback_that_stops_one_worker_only_ends_with_the_reason(tmp_path: Path) -> None:
     done, logs = run(
         tmp_path,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 
 import pytest
 
 from replicast.testing.simulation import World, random_plan
+from replicast.testing.simulation.many import worlds
 from tests.simulation.mutations import CAUGHT_BY, MUTATIONS, is_caught
 from tests.simulation.stories import STORIES, TRANSCRIPTS, transcript
 
@@ -16,14 +16,11 @@ SEEDS = int(os.environ.get("REPLICAST_TEST_SEEDS", "10000"))
 
 
 def test_whatever_happens_all_workers_end_where_the_sequential_model_does() -> None:
-    gc.disable()  # a story is small; collecting everything else of the test run meanwhile is slow
-    try:
-        for seed in range(SEEDS):
-            World(random_plan(seed)).run()
-    except Exception as error:
-        pytest.fail(f"python -m replicast.testing.simulation --seed {seed} shows how: {error!r}")
-    finally:
-        gc.enable()
+    for seed, world in enumerate(worlds(range(SEEDS))):
+        try:
+            world.run()
+        except Exception as error:
+            pytest.fail(f"python -m replicast.testing.simulation --seed {seed} shows how: {error!r}")
 
 
 def test_a_seed_replays_exactly() -> None:

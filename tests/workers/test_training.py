@@ -20,9 +20,6 @@ ON_TWO = (
     "py_dataset",
     "dict_inputs_and_several_outputs",
     "sample_weights",
-    "validation_data",
-    "embedding",
-    "lstm",
     "several_steps_per_execution",
     "gradient_accumulation",
     "exponential_moving_average",
@@ -39,9 +36,7 @@ ON_THREE = (
     "adam_on_arrays",
     "batches_that_do_not_divide",
     "a_last_batch_smaller_than_the_job",
-    "tf_data",
     "embedding",
-    "several_steps_per_execution",
 )
 NOISY_ON_THREE = ("mixed_float16_that_overflows_on_one_worker_only",)
 

@@ -193,19 +193,23 @@ class Boundaries:
         """Gives the turn to the next operation; returns whether there was one."""
         if self.speaker is not None:
             return False
-        while self._turn and self._here is not None:
+        if self._here is not None:
+            if self._next_turn(self._here[1]) or self._share(self._here[1]):
+                return True
+            self._end_here()
+        return (bool(self._waiting) or self._next is not None) and self._find_turn()
+
+    def _next_turn(self, step: int) -> bool:
+        while self._turn:
             operation = self._turn.pop(0)
             if self._deferred(operation) is not None:  # a trial has begun just now
                 self._wait(operation)
                 continue
             self.speaker, operation.meeting = operation, None
             operation.waits_for, operation.waits_until = "", 0
-            self._resume(operation, self._here[1])
+            self._resume(operation, step)
             return True
-        if self._here is not None and self._share(self._here[1]):
-            return True
-        self._end_here()
-        return self._find_turn()
+        return False
 
     def _end_here(self) -> None:
         """Called when no operation needs the workers to be stopped here any more."""
@@ -229,8 +233,6 @@ class Boundaries:
         return self._deferred(operation) is None and self._is_next(operation, step)
 
     def _find_turn(self) -> bool:
-        if not self._waiting and self._next is None:
-            return False
         resting, wanted = self.resting_step(), False
         for operation in self._waiting:
             deferred = self._deferred(operation)

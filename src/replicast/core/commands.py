@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from replicast.core.entries import Entry
 from replicast.core.messages import Tell, ToCoordinator, ToWorkers
 from replicast.core.order import Order
+from replicast.core.record import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Broadcast:
     """Coordinator: append to the log that every worker reads."""
 
     message: ToWorkers
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Write:
     """Coordinator: write an entry durably, then check for a later claim; `Written` has the result."""
 
@@ -25,7 +25,7 @@ class Write:
     entry: Entry
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CloseInbox:
     """Coordinator: a proposal from the inbox has its outcome: record it, and remove the file."""
 
@@ -33,7 +33,7 @@ class CloseInbox:
     tell: Tell
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Ended:
     """Coordinator: an operation without a ticket has ended.
 
@@ -51,7 +51,7 @@ class Ended:
     asked_by: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SetTimer:
     """Either: send `TimerFired` after this time. Timers are never cancelled: obsolete ones are ignored."""
 
@@ -59,21 +59,21 @@ class SetTimer:
     secs: float
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EndJob:
     """Either: the job cannot continue; the process exits, and with it the group."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Send:
     """Worker: send to the coordinator."""
 
     message: ToCoordinator
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Perform:
     """Worker: carry out an order, in the background or in the training thread; `Performed` is the result."""
 
@@ -81,21 +81,21 @@ class Perform:
     order: Order
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Pass:
     """Worker: the training thread may start the next step."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Continue:
     """Worker: the training thread returns from its wait, with a result or a `Refusal`."""
 
     outcome: Any
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Settle:
     """Worker: one of its tickets has reached a new stage."""
 
@@ -103,7 +103,7 @@ class Settle:
     tell: Tell
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Discard:
     """Worker: the update prepared under this id is not needed any more."""
 

@@ -117,7 +117,9 @@ class Engine(ABC):
         else:
             self._timers.pop(event.number, lambda: None)()
         while not self._over and (
-            self._resume_rests() or self.boundaries.schedule() or (self._settling and self._settle_next())
+            (self._resuming is not None and self._resume_rests())
+            or self.boundaries.schedule()
+            or (self._settling and self._settle_next())
         ):
             pass
         return commands
@@ -229,10 +231,11 @@ class Engine(ABC):
         for place, (operation, limit, is_enough) in enumerate(self._settling):
             if self._writes and is_enough == self._waits_for_later:
                 continue  # what is being written may be told when it is durable
-            earlier = (
-                one for number, one in self.operations.items() if number < limit and one is not operation
-            )
-            if all(is_enough(one) for one in earlier):
+            if all(
+                is_enough(one)
+                for number, one in self.operations.items()
+                if number < limit and one is not operation
+            ):
                 del self._settling[place]
                 self._run(operation, None)
                 return True

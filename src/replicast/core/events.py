@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
 
 from replicast.core.messages import ToCoordinator, ToWorkers
 from replicast.core.proposal import Proposal
+from replicast.core.record import record
 from replicast.core.reports import ReportId
 
 
@@ -20,7 +20,7 @@ class WriteOutcome(Enum):
     FENCED = "fenced"  # a later group has claimed the run directory
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FromWorker:
     """To the coordinator: a message has arrived; `rank` is OUTSIDE for those from the run directory."""
 
@@ -28,7 +28,7 @@ class FromWorker:
     message: ToCoordinator
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Written:
     """To the coordinator: a write has finished.
 
@@ -41,35 +41,35 @@ class Written:
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TimerFired:
     """To either: the time that `SetTimer` asked for has passed."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FromCoordinator:
     """To a worker: the next message of the log."""
 
     message: ToWorkers
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Arrived:
     """To a worker: the training thread has finished `step` steps and waits for `Pass`."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Rested:
     """To a worker: the training thread waits until all others rest for the same reason."""
 
     intent: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Awaited:
     """To a worker: the training thread waits for one of its tickets.
 
@@ -82,7 +82,7 @@ class Awaited:
     secs: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Performed:
     """To a worker: an order was carried out; `value` is its result, or a `Refusal`."""
 
@@ -90,7 +90,7 @@ class Performed:
     value: Any
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Reported:
     """To a worker: the training thread carried out a planned save or audit, as all do at this boundary.
 
@@ -103,7 +103,7 @@ class Reported:
     value: Any
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Proposed:
     """To a worker: its process proposes something."""
 

@@ -33,11 +33,12 @@ class Gather:
 
     def refusal(self) -> Refusal | None:
         """The first refusal among the answers, if there is one."""
-        for rank in sorted(self.answers):
-            if isinstance(self.answers[rank], Refusal):
-                refusal: Refusal = self.answers[rank]
-                return Refusal(refusal.problem, refusal.workers or (rank,), refusal.details)
-        return None
+        refusals = {rank: one for rank, one in self.answers.items() if isinstance(one, Refusal)}
+        if not refusals:
+            return None
+        first = min(refusals)
+        refusal = refusals[first]
+        return Refusal(refusal.problem, refusal.workers or (first,), refusal.details)
 
     def timed_out(self, secs: float) -> Refusal:
         """A refusal that names the workers that did not answer."""

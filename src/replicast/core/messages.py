@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 from replicast.core.order import Order
 from replicast.core.proposal import Proposal
+from replicast.core.record import record
 from replicast.core.reports import ReportId
 from replicast.core.stage import Stage
 
@@ -41,7 +42,7 @@ class Propose:
     proposal: Proposal
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Withdraw:
     """Withdraws an update that is not committed yet."""
 
@@ -49,7 +50,7 @@ class Withdraw:
     id: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Request:
     """Requests an operation of all workers at one of the next boundaries: "leave", "save", "audit", "pull".
 
@@ -63,7 +64,7 @@ class Request:
     arguments: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class At:
     """The position of a training thread.
 
@@ -77,7 +78,7 @@ class At:
     standing: bool
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Answer:
     """The result of an order.
 
@@ -90,7 +91,7 @@ class Answer:
     value: Any
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Rest:
     """A training thread waits at its boundary until all others wait there for the same reason.
 
@@ -104,7 +105,7 @@ class Rest:
     intent: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Stop:
     """Answer with the first boundary that you have not passed, and do not pass it.
 
@@ -116,7 +117,7 @@ class Stop:
     at_step: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Meet:
     """Continue to this boundary, and wait there."""
 
@@ -124,7 +125,7 @@ class Meet:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Do:
     """Carry out an order, and answer.
 
@@ -137,14 +138,14 @@ class Do:
     of: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Release:
     """The meeting is over: pass the boundary once all orders are carried out."""
 
     meeting: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Resume:
     """A rest is over.
 

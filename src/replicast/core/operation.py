@@ -16,12 +16,13 @@ from replicast.core.history import History
 from replicast.core.meeting import Meeting
 from replicast.core.order import Order
 from replicast.core.proposal import Pending, Proposal
+from replicast.core.record import record
 from replicast.core.refusal import Refusal
 from replicast.core.reports import ReportId
 from replicast.core.stage import Stage
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Ask:
     """Have workers carry out an order; resumed with their answers by rank.
 
@@ -37,7 +38,7 @@ class Ask:
     what: str = "answer"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Go:
     """The last order at a boundary: the workers carry it out and continue; resumed with their answers.
 
@@ -49,14 +50,14 @@ class Go:
     resume: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Reserve:
     """Have all workers agree to stop at a step; resumed when they have. Refused if the step has passed."""
 
     at_step: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Boundary:
     """Have all workers stop at one boundary; resumed with its step when they have.
 
@@ -67,19 +68,19 @@ class Boundary:
     at_step: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Record:
     """Write an entry; resumed when it is durable. Refused if the disk is full."""
 
     entry: Entry
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EarlierSettled:
     """Resumed when every earlier proposal has its outcome, or waits for a later step."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EarlierStored:
     """Resumed when what the next start needs of all operations so far is durable, or they have ended.
 
@@ -87,7 +88,7 @@ class EarlierStored:
     """
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Collect:
     """Collect a planned report of every worker; resumed with the reports by rank. One missing refuses it."""
 
@@ -97,7 +98,7 @@ class Collect:
 AnyRequest: TypeAlias = Ask | Go | Reserve | Boundary | Record | EarlierSettled | EarlierStored | Collect
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Outcome:
     """How an operation ended.
 

@@ -44,8 +44,11 @@ class Tickets(Engine):
 
     def _run(self, operation: Operation, value: object) -> None:
         super()._run(operation, value)
-        is_known = operation.told == (operation.stage, operation.waits_until)
-        if operation.waits_until and operation.outcome is None and not is_known:
+        if (
+            operation.waits_until
+            and operation.outcome is None
+            and operation.told != (operation.stage, operation.waits_until)
+        ):
             self._tell_progress(operation, tuple(operation.tickets))
 
     def _note_deferred(self, operation: Operation) -> None:

@@ -137,10 +137,13 @@ class Worker:
 
         The training thread may call this first, and create an `Arrived` only if it returns false.
         """
-        if self._stops and min(self._stops.values()) <= step:
+        if self._stops_at(step):
             return False
         self.step = step
         return True
+
+    def _stops_at(self, step: int) -> bool:
+        return bool(self._stops) and min(self._stops.values()) <= step
 
     # The training thread.
 
@@ -201,7 +204,7 @@ class Worker:
             self._performing = True
             self._commands.append(Perform(number, order))
             return
-        if any(target <= self.step for target in self._stops.values()):
+        if self._stops_at(self.step):
             if not self._why and not self._is_timed:  # at a boundary: the coordinator must decide in time
                 self._is_timed = True
                 self._stands += 1

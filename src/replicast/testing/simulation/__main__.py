@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 import time
 from collections import Counter
 
+from replicast.testing.simulation.many import worlds
 from replicast.testing.simulation.plan import random_plan
 from replicast.testing.simulation.replica import StoryFailed
 from replicast.testing.simulation.world import World
@@ -45,9 +45,7 @@ def play(seeds: range) -> int:
     """Runs many schedules and prints what happened, and what was lost."""
     counts, faults, failed = Counter[str](), Counter[str](), list[int]()
     began, used = time.perf_counter(), time.process_time()
-    gc.disable()  # a schedule needs little memory, which is freed when it ends
-    for seed in seeds:
-        world = World(random_plan(seed))
+    for seed, world in zip(seeds, worlds(seeds), strict=True):
         try:
             world.run()
         except StoryFailed as error:
@@ -55,8 +53,6 @@ def play(seeds: range) -> int:
             print(f"seed {seed}: {error}\n  python -m replicast.testing.simulation --seed {seed}", flush=True)
         counts.update(world.notes.counts)
         faults.update(world.notes.faults)
-        if seed % 200 == 0:
-            gc.collect()
     wall, cpu = time.perf_counter() - began, time.process_time() - used
     print(f"{len(seeds)} schedules in {wall:.0f} s ({len(seeds) / cpu:.0f} per second of one core)")
     for title, numbers in (("what happened", counts), ("faults fired", faults)):

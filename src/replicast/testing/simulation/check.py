@@ -95,8 +95,10 @@ class Checks:
                 raise StoryFailed(
                     f"the checkpoint of step {entry.step} needs {proposal.id}, which is not durable"
                 )
+        if not entry.holds or self._notes.faults["full disk"]:
+            return
         history = self._disk.history()
-        for sequence in () if self._notes.faults["full disk"] else entry.holds:
+        for sequence in entry.holds:
             record = history.committed.get(sequence)
             if record is not None and needs_before(history, record) and sequence not in history.before:
                 raise StoryFailed(
@@ -222,7 +224,7 @@ class Checks:
         forced = {one.id for one in self._proposals.values() if one.forced}
         self._notes.count("reverts", check_reverts(entries, forced))
         if not self._notes.faults["drift"]:
-            check_before(entries, self._plan.steps)
+            check_before(entries, history, self._plan.steps)
         self._check_requests()
 
     def _check_order(self, replicas: Sequence[SimulatedReplica]) -> None:

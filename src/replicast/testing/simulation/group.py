@@ -127,14 +127,17 @@ class SimulatedGroup:
                 edits: Any = message.proposal.content
                 proposal = replace(message.proposal, content=InMemory(self.number, edits))
                 message = replace(message, proposal=proposal)
-            self._clock.after(0.05 * self._random(), self._deliver, OUTSIDE, message)
+            first = self.processes[0]
+            event = e.FromWorker(OUTSIDE, message)
+            self._clock.after(0.05 * self._random(), first.feed, first.coordinator, event)
 
     def send(self, rank: int, message: Any) -> None:
         """Sends a message from a worker to the coordinator: in order, with a delay."""
         if self._notes.recording:
             self._notes.say(self.number, f"worker {rank} →", message)
         self._last_sent[rank] = arrives = max(self._arrival(rank), self._last_sent[rank])
-        self._clock.at(arrives, self._deliver, rank, message)
+        first = self.processes[0]
+        self._clock.at(arrives, first.feed, first.coordinator, e.FromWorker(rank, message))
 
     def append(self, message: Any) -> None:
         """Appends a message of the coordinator to the log that all workers read."""
@@ -146,7 +149,8 @@ class SimulatedGroup:
         for rank, polling in enumerate(self._polling):
             if not polling:
                 self._polling[rank] = True
-                self._clock.at(self._arrival(rank), self._poll, rank)
+                process = self.processes[rank]
+                self._clock.at(self._arrival(rank), process.run, self._read_log, process)
 
     def slow(self, rank: int, until: float) -> None:
         """Delays the messages from and to this worker."""
@@ -159,17 +163,8 @@ class SimulatedGroup:
             return late
         return now + 0.001 + self._random() * 0.01
 
-    def _deliver(self, rank: int, message: Any) -> None:
-        process = self.processes[0]
-        if process.alive and process.coordinator is not None:
-            process.feed(process.coordinator, e.FromWorker(rank, message))
-
-    def _poll(self, rank: int) -> None:
-        """A worker reads new messages of the log."""
-        process = self.processes[rank]
-        process.run(self._read_log, process)
-
     def _read_log(self, process: Process) -> None:
+        """A worker reads new messages of the log."""
         rank = process.rank
         self._polling[rank] = False
         start, end = self._read[rank], len(self.log)

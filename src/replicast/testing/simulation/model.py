@@ -52,9 +52,9 @@ def needs_before(history: History, record: Committed) -> bool:
     return overwrites(content.edits)
 
 
-def check_before(entries: list[Entry], steps: int) -> None:
+def check_before(entries: list[Entry], history: History, steps: int) -> None:
     """What is kept of each update are the values before it."""
-    for sequence, kept in History(entries).before.items():
+    for sequence, kept in history.before.items():
         content: Any = kept.content
         values = model(entries, steps, before=sequence)
         if any(values[name] != value for name, value in content):
@@ -72,6 +72,8 @@ def check_reverts(entries: list[Entry], forced: Collection[str]) -> int:
         How many reverts there are.
     """
     history, reverts = History(), 0
+    if not any(isinstance(one, Committed) and one.reverts is not None for one in entries):
+        return reverts
     for entry in entries:
         if isinstance(entry, Committed) and entry.reverts is not None:
             reverts += 1

@@ -58,22 +58,19 @@ class Process(TrainingThread):
         if self.frozen_until > self.clock.now:
             self.clock.at(self.frozen_until, self.feed, machine, event)
             return
+        self._events.append((machine, event))
         if self._driving:  # events that a command causes are handled after the other commands
-            self._events.append((machine, event))
             return
         self._driving = True
-        self._drive(machine, event)
         while self._events and self.alive:
-            self._drive(*self._events.popleft())
+            machine, event = self._events.popleft()
+            for command in machine.handle(event):
+                if self.commands_left is not None:
+                    self._count_down(command)
+                if not self.alive:
+                    break
+                _CARRIED_OUT_BY[type(command)](self, machine, command)
         self._driving = False
-
-    def _drive(self, machine: Worker | Coordinator, event: Any) -> None:
-        for command in machine.handle(event):
-            if self.commands_left is not None:
-                self._count_down(command)
-            if not self.alive:
-                return
-            _CARRIED_OUT_BY[type(command)](self, machine, command)
 
     def _count_down(self, command: Any) -> None:
         """Kills the process before one of its commands, if the plan says so."""

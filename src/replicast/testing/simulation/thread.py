@@ -12,7 +12,7 @@ from replicast.core import events as e
 from replicast.core.coordinator import Coordinator
 from replicast.core.operations.save import TakeSnapshot
 from replicast.core.proposal import Proposal
-from replicast.core.reports import ReportId
+from replicast.core.reports import ReportId, Snapshot
 from replicast.core.worker import Worker
 from replicast.testing.simulation.replica import InMemory, SimulatedReplica, StoryFailed
 from replicast.testing.simulation.story import Story
@@ -142,7 +142,7 @@ class TrainingThread(ABC):
             id_, snapshot = self._snapshots.popleft()
             if snapshot is not None:
                 values, _ = snapshot.details
-                snapshot = replace(snapshot, details=(values, place))
+                snapshot = Snapshot(snapshot.step, snapshot.digest, snapshot.holds, (values, place))
             self._report(id_, snapshot)
 
     def _report(self, id_: ReportId, value: Any) -> None:
