@@ -66,7 +66,7 @@ test: $(STAMP) chromium ## All tests: unit, real workers, the page in a browser,
 screenshots: $(STAMP) chromium ## The pictures of the page in docs/images
 	$(VENV)/bin/python -m tests.page.screenshots
 
-test-long: $(STAMP) ## More of the same: restarts, examples, every training on three workers; half an hour
+test-long: $(STAMP) ## More of the same: restarts, examples, every training on three workers; takes much longer
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup tests/long
 
 test-oldest: $(OLDEST_STAMP) ## The worker tests on the oldest supported TensorFlow and Keras
