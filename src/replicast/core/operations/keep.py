@@ -36,6 +36,10 @@ class Keep(Operation):
         self.record = record
         self.in_trial = True
 
+    def is_applying(self, id_: str) -> bool:
+        """As in `Operation`."""
+        return self.record.id == id_
+
     def script(self, job: Job) -> Script:
         """The coordinator's side."""
         order = WriteBefore(self.record.sequence)
