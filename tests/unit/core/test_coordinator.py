@@ -224,6 +224,15 @@ def test_a_revert_of_an_update_that_is_just_being_applied_waits_for_the_values_b
     assert order(job, Invert)
 
 
+def test_a_revert_with_the_id_of_the_revert_of_another_update_is_refused() -> None:
+    job = Job()
+    committed(job)
+    job.hear(0, Propose("first", Proposal("undo", "", reverts=1)))
+    job.hear(0, Propose("second", Proposal("undo", "", reverts=2)))
+    assert (job.told().tickets, job.told().stage) == (("second",), Stage.REFUSED)
+    assert "other content was already proposed" in job.told().outcome.problem
+
+
 @pytest.mark.parametrize("outcome", [WriteOutcome.FENCED, WriteOutcome.UNKNOWN])
 def test_a_group_that_is_fenced_or_cannot_know_ends_without_an_acknowledgement(outcome: WriteOutcome) -> None:
     job = Job()
