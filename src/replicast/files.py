@@ -51,6 +51,7 @@ __all__ = [
     "start_writing",
     "sync_directory",
     "tensor_chunks",
+    "write_all",
     "write_durably",
     "write_quickly",
 ]
@@ -74,7 +75,7 @@ def write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """
     with _temporary(path) as (descriptor, temporary):
         for chunk in chunks:
-            _write_all(descriptor, chunk)
+            write_all(descriptor, chunk)
         faults.point("write")
         os.fsync(descriptor)
         faults.point("rename")
@@ -85,7 +86,7 @@ def write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
 def write_quickly(path: Path, text: str) -> None:
     """Writes a small file completely, without waiting for the disk: it may be lost in a power failure."""
     with _temporary(path) as (descriptor, temporary):
-        _write_all(descriptor, text.encode())
+        write_all(descriptor, text.encode())
         temporary.rename(path)
 
 
@@ -308,7 +309,8 @@ def _temporary(path: Path) -> Iterator[tuple[int, Path]]:
         os.close(descriptor)
 
 
-def _write_all(descriptor: int, chunk: bytes | memoryview) -> None:
+def write_all(descriptor: int, chunk: bytes | memoryview) -> None:
+    """Writes all of it: a disk that is nearly full takes the beginning without an error."""
     rest = memoryview(chunk).cast("B")
     while rest:
         rest = rest[os.write(descriptor, rest) :]

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import select
+import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from replicast.config import START_TIMEOUT, Cluster
@@ -89,6 +89,7 @@ class _Line:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
+        self.opened = time.monotonic()
         self._buffer = b""
 
     def send(self, message: dict[str, Any]) -> None:
@@ -107,7 +108,10 @@ class _Line:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         if len(self._buffer) > _MAX_LINE:
             raise ValueError("a line without an end")
-        messages = [json.loads(line) for line in lines]
+        try:
+            messages = [json.loads(line) for line in lines]
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error
         if not all(isinstance(message, dict) for message in messages):
             raise ValueError("not a JSON object")
         return messages
@@ -123,14 +127,14 @@ def _host(cluster: Cluster, wait: _Wait) -> None:
             missing = [worker for worker in range(1, cluster.size) if worker not in workers]
             wait.check(missing, "has not started" if len(missing) == 1 else "have not started")
             everyone = {line.connection: line for line in (*strangers, *workers.values())}
-            ready, _, _ = select.select([listener, *everyone], [], [], _LOOK_SECS)
-            for connection in ready:
+            for connection in _readable([listener, *everyone], _LOOK_SECS):
                 if connection is listener:
                     accepted = connections.enter_context(listener.accept()[0])
                     accepted.settimeout(_TELL_SECS)
                     strangers.append(_Line(accepted))
                 else:
                     _hear(cluster, everyone[connection], strangers, workers)
+            _drop_silent(strangers)
             if time.monotonic() - told >= _TELL_SECS:
                 told = time.monotonic()
                 _tell(workers, {"missing": missing})
@@ -160,6 +164,21 @@ def _hear(cluster: Cluster, line: _Line, strangers: list[_Line], workers: dict[i
             workers[int(message["worker"])] = line
 
 
+def _drop_silent(strangers: list[_Line]) -> None:
+    """Closes connections over which nobody introduces himself. A worker that was stopped reconnects."""
+    for line in [line for line in strangers if time.monotonic() - line.opened >= _ANSWER_SECS]:
+        line.connection.close()
+        strangers.remove(line)
+
+
+def _readable(sockets: Iterable[socket.socket], secs: float) -> list[socket.socket]:
+    """Those that can be read from, in at most this time. `select.select` takes no descriptor above 1023."""
+    with selectors.DefaultSelector() as selector:
+        for one in sockets:
+            selector.register(one, selectors.EVENT_READ, one)
+        return [key.data for key, _ in selector.select(secs)]
+
+
 def _tell(workers: dict[int, _Line], message: dict[str, Any]) -> None:
     for line in workers.values():
         with contextlib.suppress(OSError):  # `_hear` notices
@@ -178,7 +197,7 @@ def _join(cluster: Cluster, wait: _Wait) -> bool:
             heard = time.monotonic()
             while time.monotonic() - heard < _ANSWER_SECS:
                 wait.check(missing, why)
-                if not select.select([connection], [], [], _LOOK_SECS)[0]:
+                if not _readable([connection], _LOOK_SECS):
                     continue
                 heard = time.monotonic()
                 for message in line.receive():

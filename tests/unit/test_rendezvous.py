@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -102,7 +103,16 @@ def test_a_worker_of_another_job_is_refused_and_told_why() -> None:
     assert host.has_met()
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"worker": true}\n', b""])
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"[]\n",
+        b'{"worker": true}\n',
+        b"",
+        pytest.param(b"[" * 100_000 + b"\n", id="nested"),
+    ],
+)
 def test_whoever_does_not_speak_the_protocol_disturbs_nothing(said: bytes) -> None:
     addresses = free_addresses(2)
     host = Meeting(addresses, 0)
@@ -115,6 +125,36 @@ def test_whoever_does_not_speak_the_protocol_disturbs_nothing(said: bytes) -> No
         visitor.sendall(said)
         assert Meeting(addresses, 1).has_met()
     assert host.has_met()
+
+
+def test_whoever_connects_and_says_nothing_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicast.rendezvous._ANSWER_SECS", 1.5)
+    addresses = free_addresses(3)
+    host, worker = Meeting(addresses, 0), Meeting(addresses, 1)
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            visitor = socket.create_connection(
+                ("127.0.0.1", int(addresses[0].rpartition(":")[2])), DEADLINE_SECS
+            )
+            break
+    with visitor:
+        assert visitor.recv(1) == b"", "worker 0 has closed the connection"
+    assert all(one.has_met() for one in (Meeting(addresses, 2), worker, host))
+
+
+def test_workers_with_many_open_files_meet_too() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    opened = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while opened[-1] < 1100:  # select.select() takes none above 1023
+            opened.append(os.dup(opened[0]))
+        addresses = free_addresses(2)
+        assert all(worker.has_met() for worker in (Meeting(addresses, 0), Meeting(addresses, 1)))
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_worker_that_died_while_it_waited_is_missing_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import numpy as np
 import pytest
 
 from replicast.core.commands import Ended
+from replicast.core.operation import Outcome
+from replicast.core.refusal import Refusal
+from replicast.core.stage import Stage
 from replicast.errors import UpdateRefused
 from replicast.replicas.requests import RETRY_SECS, Requests
 from replicast.storage import inbox, requests
@@ -110,6 +114,34 @@ def test_two_pulls_are_answered_one_after_the_other(asked: Asked) -> None:
     asked.answer(min(first, second))
     asked.answer(max(first, second))
     assert requests.read_values(asked.run_dir, second).shape == (8, 2)
+
+
+def test_a_request_that_is_answered_while_another_one_is_taken_disturbs_nothing(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = asked.ask("save")
+    read = requests.read
+
+    class AnsweredMeanwhile(str):
+        """The kind of a request that has its answer, in another thread, just when somebody looks at it."""
+
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            if other == "pull":
+                outcome = Outcome(Stage.REFUSED, Refusal("no"))
+                asked.of_job.ended(asked.run_dir, Ended("save", "save-1", outcome, 1, (save,)))
+            return str.__eq__(self, other)
+
+    def reading(path: Path) -> Any:
+        found = read(path)
+        return replace(found, kind=AnsweredMeanwhile("save")) if requests.id_of(path) == save else found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(requests, "read", reading)
+        asked.look()
+    pull = asked.ask("pull", name=BIAS)
+    assert asked.answer(pull).done
 
 
 def test_a_request_waits_while_no_training_runs_until_its_deadline_has_passed(asked: Asked) -> None:

@@ -1,5 +1,6 @@
 import json
 import math
+import resource
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,19 @@ def test_a_file_without_a_whole_line_has_no_metrics(tmp_path: Path) -> None:
     for content in (b"", b"x", b"\n", b"3\n", b"{}\n", b"x" * 200_000):
         (tmp_path / "metrics.jsonl").write_bytes(content)
         assert last_metrics(tmp_path) is None
+
+
+def test_a_line_that_the_disk_takes_only_in_part_is_an_error_and_spoils_no_other(tmp_path: Path) -> None:
+    append_metrics(tmp_path, 1, {"loss": 0.5})
+    nbytes = (tmp_path / "metrics.jsonl").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes + 10, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            append_metrics(tmp_path, 2, {"loss": 0.25})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    append_metrics(tmp_path, 3, {"loss": 0.125})
+    found = last_metrics(tmp_path)
+    assert found is not None
+    assert found["step"] == 3

@@ -43,6 +43,15 @@ def test_a_job_that_is_stopped_as_a_whole_is_paused() -> None:
     assert workers.for_at_least(0.0, now=300.0) == set(), "a job of one worker"
 
 
+def test_time_in_which_the_launcher_was_stopped_too_does_not_count() -> None:
+    workers = FrozenWorkers()
+    workers.update([0], 2, now=100.0)  # the whole job is being suspended: worker 0, worker 1, the launcher
+    workers.update([0], 2, now=3700.0)  # it is being continued: the launcher, worker 1, worker 0
+    assert workers.for_at_least(5.0, now=3704.0) == set()
+    workers.update([0], 2, now=3704.0)
+    assert workers.for_at_least(5.0, now=3706.0) == {0}, "it stays frozen"
+
+
 def run_group(directory: Path, *programs: str, frozen_secs: float) -> GroupEnd:
     plans = [
         WorkerPlan(rank, (sys.executable, "-c", program), {}, directory / f"{rank}.log")

@@ -261,11 +261,13 @@ class KeepsOneCopy:
 
     def __init__(self, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copy: dict[str, np.ndarray[Any, Any]] = {}
+        self.times = 0
 
         def snapshot(buffers: dict[str, np.ndarray[Any, Any]]) -> None:
             for name, value in worker.state.values.items():
                 np.copyto(buffers.setdefault(name, np.array(value)), value)
             self.copy = buffers
+            self.times += 1
 
         monkeypatch.setattr(worker.state, "snapshot", snapshot)
 
@@ -290,6 +292,31 @@ def test_a_copy_that_is_being_written_is_not_written_over_when_the_job_ends(
         assert first.result(DEADLINE_SECS) is not None
     with CheckpointStore(tmp_path).open(1, verify=True) as reader:
         assert not reader.read("dense/bias").any()
+
+
+def test_a_copy_that_was_written_over_before_it_was_compared_is_not_taken_for_a_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Worker 0 is still publishing an update, and then has to compare its copy of step 10, when all leave."""
+    with Job(2) as job:
+        made = savers(job, tmp_path, SavePlan(every=10, when_busy="skip"))
+        keeps, transport = KeepsOneCopy(job.workers[0], monkeypatch), job.workers[0].transport
+        publish = transport.publish
+
+        def slowly(*what: Any, **how: Any) -> Any:
+            eventually(lambda: keeps.times == 2)
+            return publish(*what, **how)
+
+        def at_each(worker: Worker, step: int) -> None:
+            if worker.rank == 0 and step == 10:
+                monkeypatch.setattr(transport, "publish", slowly)
+                worker.session.propose(Update().add("dense/bias", np.ones(3, np.float32)))
+            worker.state.values["dense/bias"][...] = step  # it trains
+
+        said = left(job, made, caplog, at_each)
+    assert keeps.times == 2
+    assert [line for line in said if "the state is saved" in line] == said
+    assert not [line for line in caplog.messages if "differs" in line]
 
 
 def test_what_is_written_is_what_was_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

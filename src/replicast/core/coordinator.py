@@ -25,7 +25,7 @@ from replicast.core.proposal import Pending, Proposal
 from replicast.core.refusal import Refusal
 from replicast.core.reports import ReportId
 from replicast.core.stage import Stage
-from replicast.core.tickets import Tickets, digest_of
+from replicast.core.tickets import Tickets, has_other_content
 
 AHEAD = 4
 """How many replayed updates are prepared in advance."""
@@ -105,7 +105,7 @@ class Coordinator(Tickets):
             operation.tickets.append(ticket)
             self.open(operation)
             self._note_proposer(operation, rank)
-        elif proposal.content is not None and proposal.digest != digest_of(known, record):
+        elif has_other_content(proposal, known, record):
             problem = (
                 f"An update with the id {proposal.id} and other content was already proposed. Give this one "
                 "an id of its own"

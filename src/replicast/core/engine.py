@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from replicast.core.boundaries import Boundaries
@@ -27,6 +28,7 @@ from replicast.core.messages import Do, Resume, ToCoordinator, ToWorkers
 from replicast.core.operation import (
     AnyRequest,
     Ask,
+    BeforeWritten,
     Boundary,
     Collect,
     EarlierSettled,
@@ -71,7 +73,7 @@ class Engine(ABC):
         self._gathers: dict[int, tuple[Gather, Operation]] = {}
         self._writes: dict[int, tuple[Entry, Callable[[Refusal | None], None]]] = {}
         self._timers: dict[int, Callable[[], None]] = {}
-        self._settling: list[tuple[Operation, int, Callable[[Operation], bool]]] = []
+        self._settling: list[tuple[Operation, float, Callable[[Operation], bool]]] = []
         self._resuming: Resume | None = None
         self._over = False
         self._commands: list[CoordinatorCommand] = []
@@ -83,6 +85,9 @@ class Engine(ABC):
             Reserve: lambda operation, wanted: self.boundaries.reserve(operation, wanted.at_step),
             EarlierSettled: lambda operation, _: self._settle(operation, self._waits_for_later),
             EarlierStored: lambda operation, _: self._settle(operation, self._is_stored),
+            BeforeWritten: lambda operation, wanted: self._settle(
+                operation, lambda one: not one.is_applying(wanted.id), also_later=True
+            ),
             Collect: lambda operation, wanted: self._reports.collect(operation, wanted.id),
         }
         self._reports = PlannedReports(
@@ -212,6 +217,7 @@ class Engine(ABC):
 
     def _go(self, operation: Operation, go: Go) -> None:
         number = self._gather(operation, Gather("apply", range(self.size)), None)
+        operation.applying = True
         self._say(Do(number, go.order))
         self.boundaries.leave(operation)
         self._has_left_turn(operation)
@@ -222,9 +228,15 @@ class Engine(ABC):
     def _record(self, operation: Operation, record: Record) -> None:
         self._write(record.entry, lambda refusal: self._run(operation, refusal))
 
-    def _settle(self, operation: Operation, is_enough: Callable[[Operation], bool]) -> None:
-        """Resumes the script once all operations that are now in the list satisfy a condition."""
-        self._settling.append((operation, next(self._numbers), is_enough))
+    def _settle(
+        self, operation: Operation, is_enough: Callable[[Operation], bool], *, also_later: bool = False
+    ) -> None:
+        """Resumes the script once all operations that are now in the list satisfy a condition.
+
+        With `also_later`, those that are added meanwhile must satisfy it too.
+        """
+        limit = inf if also_later else next(self._numbers)
+        self._settling.append((operation, limit, is_enough))
 
     def _settle_next(self) -> bool:
         """Resumes a script that waits for all earlier operations, if they satisfy its condition."""
@@ -286,6 +298,7 @@ class Engine(ABC):
         if gather is None or operation is None or not gather.add(rank, value):
             return
         del self._gathers[number]
+        operation.applying = False
         self._run(operation, gather.refusal() or gather.answers)
 
     # What goes out.

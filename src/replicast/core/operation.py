@@ -89,13 +89,26 @@ class EarlierStored:
 
 
 @record
+class BeforeWritten:
+    """Resumed when a committed update is applied, and the values that it has overwritten are durable or lost.
+
+    Attributes:
+        id: The update's.
+    """
+
+    id: str
+
+
+@record
 class Collect:
     """Collect a planned report of every worker; resumed with the reports by rank. One missing refuses it."""
 
     id: ReportId
 
 
-AnyRequest: TypeAlias = Ask | Go | Reserve | Boundary | Record | EarlierSettled | EarlierStored | Collect
+AnyRequest: TypeAlias = (
+    Ask | Go | Reserve | Boundary | Record | EarlierSettled | EarlierStored | BeforeWritten | Collect
+)
 
 
 @record
@@ -272,6 +285,7 @@ class Operation:
         # Written by the coordinator.
         self.running: Script | None = None
         self.meeting: Meeting | None = None
+        self.applying = False  # its last order at a boundary is not answered by all
         self.withdrawing = False
         self.held: tuple[Any, ...] = ()
         self.told: tuple[Stage, int] = Stage.PROPOSED, 0
@@ -279,6 +293,10 @@ class Operation:
     def script(self, job: Job) -> Script:
         """The coordinator's part of the operation."""
         raise NotImplementedError
+
+    def is_applying(self, id_: str) -> bool:
+        """Whether this update is being applied, or the values that it has overwritten are being written."""
+        return self.applying and self.id == id_
 
     def __repr__(self) -> str:
         return f"<{self.kind} {self.id} {self.stage}>"

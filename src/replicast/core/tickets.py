@@ -19,6 +19,7 @@ from replicast.core.history import History
 from replicast.core.messages import Tell
 from replicast.core.operation import Operation, Outcome, Timeouts
 from replicast.core.operations.function import Function
+from replicast.core.proposal import Proposal
 from replicast.core.refusal import Refusal
 from replicast.core.stage import Stage
 
@@ -148,8 +149,10 @@ class Tickets(Engine):
         super()._write(entry, then)
 
 
-def digest_of(known: Operation | None, record: Committed | None) -> str:
-    """The digest of the known content of an id."""
-    if record is not None:
-        return record.digest
-    return known.proposal.digest if known is not None and known.proposal is not None else ""
+def has_other_content(proposal: Proposal, known: Operation | None, record: Committed | None) -> bool:
+    """Whether a proposal is not what is known under its id. What is made later has no digest yet."""
+    first = record if record is not None else None if known is None else known.proposal
+    if first is None:
+        return False
+    is_made = proposal.content is not None
+    return proposal.reverts != first.reverts or (is_made and proposal.digest != first.digest)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -62,6 +63,7 @@ class Checkpoints:
         self._attempt = attempt
         self._plan = SavePlan()
         self._buffers: Arrays = {}
+        self._copying = threading.Lock()  # held while the buffers are written over, or digested
         self._unreported: tuple[ReportId, Callable[[], Snapshot | None]] | None = None
         self._current: Saving | None = None  # worker 0: whose copy the buffers hold
         self._requested = Saving("")  # the last one for which all workers were stopped
@@ -258,12 +260,16 @@ class Checkpoints:
             details = {"values": packed(self._state, averaged), "measured": json.dumps(measured)}
             snapshot = Snapshot(step, joined(self._strict(digests)), holds, details)
             return lambda: snapshot
-        self._state.snapshot(self._buffers)
+        with self._copying:
+            self._state.snapshot(self._buffers)
         draft = self._draft(step)
         self._current = saving
 
         def finish() -> Snapshot:
-            digests = {name: digest_array(value) for name, value in self._buffers.items()}
+            with self._copying:
+                if saving.done():  # another checkpoint has replaced it: the buffers may hold that one's copy
+                    return Snapshot(step, "", holds, None)
+                digests = {name: digest_array(value) for name, value in self._buffers.items()}
             copy = StateCopy(draft, self._buffers, digests, measured, saving)
             return Snapshot(step, joined(self._strict(digests)), holds, copy)
 

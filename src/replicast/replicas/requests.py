@@ -138,7 +138,7 @@ class Requests:
         if request.kind == "pull":
             self._taken[id_] = request  # a refusal names its author
             arguments = self._resolved(request)
-            if any(one.kind == "pull" and other != id_ for other, one in self._taken.items()):
+            if any(one.kind == "pull" and other != id_ for other, one in list(self._taken.items())):
                 del self._taken[id_]  # one copy in memory at a time
                 return
         self._taken[id_] = request

@@ -20,6 +20,7 @@ from replicast.files import (
     read_json,
     read_sealed,
     remove_leftovers,
+    write_all,
     write_durably,
     write_quickly,
 )
@@ -232,7 +233,7 @@ def append_line(path: Path, line: str) -> None:
             raise OSError(errno.EINVAL, "Not a regular file", str(path))
         if status.st_size and os.pread(descriptor, 1, status.st_size - 1) != b"\n":
             content = b"\n" + content  # A writer that died left half a line: it must not corrupt this one.
-        os.write(descriptor, content)
+        write_all(descriptor, content)
     finally:
         os.close(descriptor)
 

@@ -57,6 +57,7 @@ CAUGHT_BY: dict[str, int] = {
     "revert what is reverted": 423,
     "save before the overwritten values are durable": 0,
     "keep overwritten values only once": 1540,
+    "revert what is just being applied": 2585,
     "revert what is still to be replayed": 933,
     "hold the overwritten values of a reverted trial": 17,
     "forget who asked": 1,

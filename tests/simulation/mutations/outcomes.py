@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 from replicast.core import coordinator as coordinator_module
 from replicast.core.commands import CloseInbox, Write
@@ -74,7 +73,7 @@ def refuse_what_is_committed() -> Any:
 
 @mutation
 def accept_other_content_under_the_same_id() -> Any:
-    return broken(coordinator_module, "digest_of", lambda known, record: mock.ANY)
+    return broken(coordinator_module, "has_other_content", lambda proposal, known, record: False)
 
 
 @mutation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from replicast.core.coordinator import Coordinator
-from replicast.core.operation import Ask, Boundary, Outcome
+from replicast.core.operation import Ask, Boundary, Operation, Outcome
 from replicast.core.operations import revert
 from replicast.core.operations.keep import Keep
 from replicast.core.operations.pull import Pull, Pulled, TakeRows
@@ -32,6 +32,11 @@ def keep_overwritten_values_only_once() -> Any:
             ORIGINAL[Coordinator, "keep_before"](self, record)
 
     return broken(Coordinator, "keep_before", keep_before)
+
+
+@mutation
+def revert_what_is_just_being_applied() -> Any:
+    return broken(Operation, "is_applying", lambda self, id_: False)
 
 
 @mutation

@@ -25,10 +25,12 @@ from replicast.core.messages import (
     Tell,
     Withdraw,
 )
-from replicast.core.operations.update import Load, Update
+from replicast.core.operations.keep import WriteBefore
+from replicast.core.operations.revert import Invert
+from replicast.core.operations.update import Apply, Load, Update
 from replicast.core.proposal import Pending, Proposal
 from replicast.core.refusal import Refusal
-from replicast.core.reports import ReportId, Seen, Snapshot
+from replicast.core.reports import Applied, ReportId, Seen, Snapshot
 from replicast.core.stage import Stage
 
 ADD = Proposal("add", "digest", (("add", "d", 5),))
@@ -187,6 +189,48 @@ def test_nothing_is_applied_before_the_record_is_durable() -> None:
     assert [type(one) for one in commands if not isinstance(one, SetTimer)] == [Write]
     assert isinstance(commands[-1].entry, Committed)
     assert [type(one.message) for one in job.written()] == [Do, Release]
+
+
+def committed(job: Job) -> None:
+    """Update 1 is committed, and all workers are about to apply it."""
+    job.hear(0, Propose("t", ADD))
+    job.all_answer()
+    job.written()
+    meeting = job.said[-1].meeting
+    for rank in (0, 1):
+        job.hear(rank, At(meeting, 4, True))
+    job.written()
+
+
+def order(job: Job, kind: type) -> int:
+    """The number of the last order of this kind; 0 if there is none."""
+    given = (one.number for one in reversed(job.said) if isinstance(one, Do) and isinstance(one.order, kind))
+    return next(given, 0)
+
+
+def test_a_revert_of_an_update_that_is_just_being_applied_waits_for_the_values_before_it() -> None:
+    job = Job()
+    committed(job)
+    job.hear(1, Propose("r", Proposal("undo", "", reverts=1)))
+    apply = order(job, Apply)
+    for rank in (0, 1):
+        assert not order(job, Invert)
+        job.hear(rank, Answer(apply, Applied("digest", keeps=rank == 0)))
+    write = order(job, WriteBefore)
+    job.written()  # the receipt
+    job.hear(0, Answer(write, ("place", "")))
+    assert not order(job, Invert)
+    job.written()  # where the values are
+    assert order(job, Invert)
+
+
+def test_a_revert_with_the_id_of_the_revert_of_another_update_is_refused() -> None:
+    job = Job()
+    committed(job)
+    job.hear(0, Propose("first", Proposal("undo", "", reverts=1)))
+    job.hear(0, Propose("second", Proposal("undo", "", reverts=2)))
+    assert (job.told().tickets, job.told().stage) == (("second",), Stage.REFUSED)
+    assert "other content was already proposed" in job.told().outcome.problem
 
 
 @pytest.mark.parametrize("outcome", [WriteOutcome.FENCED, WriteOutcome.UNKNOWN])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,24 @@ def test_an_attempt_that_applies_an_update_again_keeps_the_values_before_it_agai
         again.train(6)
         revert(again, number)
         assert again.values() == before
+
+
+def test_values_that_an_attempt_cannot_write_are_not_taken_from_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with file_job(tmp_path) as job:
+        number = propose(job, overwriting())
+        eventually(lambda: list(tmp_path.glob("groups/*/*.before.json")))
+    other = {name: value + 1 for name, value in start_values().items()}  # another training led to these
+    with file_job(tmp_path, attempt=1, values=other) as again:
+
+        def is_full(before: Update) -> Any:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(again.journal, "stage_before", is_full)
+        again.train(6)
+        with pytest.raises(UpdateRefused, match="cannot be written"):
+            revert(again, number)
 
 
 def test_values_that_are_not_kept_any_more_are_named_with_what_to_do(

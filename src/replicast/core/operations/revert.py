@@ -2,7 +2,7 @@
 
     coordinator                               workers
     can it be reverted?
-    wait until the values before it are durable
+    wait until it is applied, and the values before it are durable
     Invert ─────────────────────────────────► worker 0 makes the update from the journal
     Prepare, stop all                         as for every update
     is it reverted meanwhile?
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from replicast.core.history import History
-from replicast.core.operation import Ask, Boundary, EarlierStored, Go, Job, Script
+from replicast.core.operation import Ask, BeforeWritten, Boundary, Go, Job, Script
 from replicast.core.operations.update import Apply, Update, committed, prepared, verified
 from replicast.core.order import Replica
 from replicast.core.proposal import Proposal, Published
@@ -35,7 +35,7 @@ class Revert(Update):
         sequence = self.update.reverts or 0
         check_revert(job, self.update)
         if self.update.content is None:
-            yield EarlierStored()
+            yield BeforeWritten(job.history.committed[sequence].id)
             order = Invert(self.id, sequence)
             made = (yield Ask(order, (0,), job.timeouts.prepare_secs, "find what to undo"))[0]
             note = self.update.note or made.note

@@ -182,17 +182,14 @@ class Checks:
             self._notes.say(None, "author", f"is told: {proposal.id} is {stage}{waits}  [ticket {ticket}]")
         if stage is Stage.SCHEDULED and not self._is_durable(proposal):
             raise StoryFailed(f"{ticket} is told that {proposal.id} is scheduled, which is not durable")
-        if stage in (Stage.VERIFIED, Stage.REVERTED, Stage.APPLIED, Stage.COMMITTED):
-            record = self._disk.find(Committed, proposal.id)
-            if not isinstance(record, Committed) or proposal.digest not in ("", record.digest):
-                raise StoryFailed(
-                    f"{ticket} is told that {proposal.id} is {stage}, which is not in the journal"
-                )
+        is_applied = stage in (Stage.VERIFIED, Stage.REVERTED, Stage.APPLIED, Stage.COMMITTED)
+        if is_applied and not self._is_committed(proposal):
+            raise StoryFailed(f"{ticket} is told that {proposal.id} is {stage}, which is not in the journal")
         if stage is Stage.FAILED and not self._notes.faults["drift"]:
             raise StoryFailed(f"{ticket}: {proposal.id} has failed: {tell.outcome}")
         if stage is Stage.REFUSED:
             self._notes.count("refused")
-            if proposal.digest in ("", self._digest(proposal.id)):
+            if self._is_committed(proposal):
                 for replica in replicas:
                     if any(id_ == proposal.id for _, _, id_ in replica.applied):
                         raise StoryFailed(
@@ -203,9 +200,12 @@ class Checks:
         disk = self._disk
         return bool(disk.find(Scheduled, proposal.id) or disk.find(Committed, proposal.id))
 
-    def _digest(self, id_: str) -> str:
-        record = self._disk.find(Committed, id_)
-        return record.digest if isinstance(record, Committed) else "-"
+    def _is_committed(self, proposal: Proposal) -> bool:
+        """Whether the journal has it, and not another proposal with its id."""
+        record = self._disk.find(Committed, proposal.id)
+        if record is None or record.reverts != proposal.reverts:
+            return False
+        return proposal.digest in ("", record.digest)
 
     # At the end.
 

@@ -10,9 +10,10 @@ from replicast.core import events as e
 from replicast.core.entries import Payload
 from replicast.core.messages import OUTSIDE, Propose, Tell
 from replicast.core.refusal import Refuse
+from replicast.testing.simulation.model import needs_before
 from replicast.testing.simulation.plan import TOGETHER, Action
 from replicast.testing.simulation.process import Process
-from replicast.testing.simulation.replica import START, Edit, InMemory, SimulatedReplica
+from replicast.testing.simulation.replica import START, Edit, InMemory, SimulatedReplica, StoryFailed
 from replicast.testing.simulation.story import Story
 from replicast.testing.simulation.thread import TrainingThread
 
@@ -113,8 +114,13 @@ class SimulatedGroup:
         return None if content is None else content.edits
 
     def _undo(self, sequence: int) -> tuple[Edit, ...]:
-        edits = self.story.disk.undo(sequence)
+        disk = self.story.disk
+        edits, history = disk.undo(sequence), disk.history()
+        record = history.committed.get(sequence)
         if edits is None:
+            is_kept = record is not None and needs_before(history, record)
+            if is_kept and not self._notes.faults["full disk"]:
+                raise StoryFailed(f"update {sequence} is reverted before the values before it are written")
             raise Refuse(f"The values before update {sequence} are not kept")
         return edits
 
