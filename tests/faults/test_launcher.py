@@ -131,7 +131,7 @@ def test_all_workers_end_well(launch: Launcher) -> None:
     assert code == 0
     assert out == "[worker 0] I am 0 ['--run-dir', 'mine', '--', '-n', '7']\n[worker 0] on stderr\n"
     begins, ends = err.splitlines()
-    assert begins == "replicast: 2 workers, attempt 0, logs in run/logs/attempt-0"
+    assert begins.startswith("replicast: 2 workers, attempt 0, logs in run/logs/attempt-0; starting")
     assert re.fullmatch(r"replicast: finished: 2 workers, \d+\.\d s, logs in run/logs/attempt-0", ends)
     log = launched.directory / "run" / "logs" / "attempt-0" / "worker-1.log"
     assert log.read_text() == "I am 1 ['--run-dir', 'mine', '--', '-n', '7']\non stderr\n"
@@ -339,7 +339,8 @@ for step, of_attempt in ((900, attempt - 1), (1200, attempt)):
 def test_a_job_that_is_not_shown_ends_without_a_closing_line(launch: Launcher) -> None:
     code, out, err = launch("print('hello')", "--tee", "none", "--run-dir", "run").finish()
     assert (code, out) == (0, "")
-    assert err == "replicast: 2 workers, attempt 0, logs in run/logs/attempt-0\n"
+    assert err.startswith("replicast: 2 workers, attempt 0, logs in run/logs/attempt-0; starting")
+    assert err.count("\n") == 1
 
 
 def test_when_no_restart_is_left_the_exit_code_is_the_last_failure_s(launch: Launcher) -> None:

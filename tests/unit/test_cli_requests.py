@@ -112,7 +112,7 @@ def test_a_revert_of_a_job_that_does_not_run_is_refused(run: Path) -> None:
     heard_of(run, secs_ago=60, waiting_for="ended")
     result = invoke("revert", run, 1)
     assert result.exit_code == 1
-    assert "not running" in result.output
+    assert "Not running" in result.output
     with pytest.raises(UpdateRefused):
         replicast.connect(run).revert(1)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from replicast.processes import this_process
+from replicast.replicas.run_state import RunStates
 from replicast.storage.runfiles import ENDED, WorkerNote
 from replicast.storage.states import Change, State, changes, read_state, write_change
 
@@ -67,8 +68,8 @@ def test_a_start_whose_process_is_gone_is_lost(tmp_path: Path, state: State) -> 
     assert read_state(tmp_path, []).state is State.LOST
 
 
-def test_a_job_that_is_silent_has_been_lost(tmp_path: Path) -> None:
-    write_change(tmp_path, Change(State.STARTING, 0, time=time.time() - 100, process=this_process()))
+def test_a_job_that_is_silent_and_has_no_launcher_any_more_was_lost(tmp_path: Path) -> None:
+    write_change(tmp_path, Change(State.STARTING, 0, time=time.time() - 100, process=dead_process()))
     lost = read_state(tmp_path, [note(age=60)])
     assert lost.state is State.LOST
     assert "last heard of 60 s ago" in lost.sentence
@@ -86,3 +87,28 @@ def test_damaged_lines_hide_no_good_one(tmp_path: Path) -> None:
 def test_long_texts_are_cut(tmp_path: Path) -> None:
     write_change(tmp_path, Change(State.FAILED, 0, reason="x" * 10**6, last_lines=("y" * 10**6,) * 1000))
     assert (tmp_path / "states.jsonl").stat().st_size < 100_000
+
+
+def test_while_the_launcher_lives_the_end_of_the_workers_is_no_loss(tmp_path: Path) -> None:
+    write_change(tmp_path, Change(State.STARTING, 0, time=time.time() - 100, process=this_process()))
+    assert read_state(tmp_path, [note(100, age=3.0, waits=ENDED)]).sentence.startswith("Ending at step 100")
+    silent = read_state(tmp_path, [note(age=20)])
+    assert (silent.state, silent.sentence) == (
+        State.WAITING,
+        "Running at step 7: no worker has been heard of for 20 s",
+    )
+
+
+def test_a_script_of_one_worker_that_raises_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = RunStates(tmp_path, 0, 1, 0)
+    states.starting()
+    monkeypatch.setattr(sys, "last_value", ValueError("bad"), raising=False)
+    states.ended(20, told_to=False, at_exit=True)
+    assert "ValueError: bad" in read_state(tmp_path, []).sentence
+    monkeypatch.setattr(sys, "last_value", KeyboardInterrupt(), raising=False)
+    states.ended(20, told_to=False, at_exit=True)
+    assert read_state(tmp_path, []).sentence.startswith("Stopped at step 20 by Ctrl-C")
+    states.ended(20, told_to=False, at_exit=False)
+    assert read_state(tmp_path, []).state is State.FINISHED, "an error of an earlier cell of a notebook"

@@ -34,6 +34,7 @@ _STATE_STYLES = {
     State.STARTING: "yellow",
     State.RESTARTING: "yellow",
     State.STOPPED: "yellow",
+    State.ENDING: "yellow",
 }
 _AUDIT_STYLES = {"equal": "green", "healed": "yellow"}
 
@@ -51,9 +52,9 @@ def status(run: Run, as_json: bool, watch: bool) -> None:
       replicast status runs/first --watch
       replicast status runs/first --json | jq .workers[].step
 
-    Exit code: 0 while the job starts, trains or restarts, and when it has finished or was stopped; 1 when it
-    has failed, was lost without a word, or a file of the run is damaged, which is named after everything else
-    is shown; 2 when RUN is not a run directory.
+    Exit code: 0 while the job starts, trains, restarts or ends, and when it has finished or was stopped; 1
+    when it has failed, was lost without a word, or a file of the run is damaged, which is named after
+    everything else is shown; 2 when RUN is not a run directory.
     """  # noqa: D301 - click wants a real backspace
     with contextlib.suppress(KeyboardInterrupt):  # The way to end --watch.
         if watch and not as_json and is_live(make_console()):

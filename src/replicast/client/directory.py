@@ -12,7 +12,7 @@ from typing import Any
 from replicast.audits.report import AuditReport
 from replicast.client.examination import Examination, examine, views_of
 from replicast.client.metrics import Metrics, MetricsFile
-from replicast.client.notes import POLL_SECS, is_described, is_running, running_beside
+from replicast.client.notes import POLL_SECS, is_described, running_beside
 from replicast.client.requests import ask, audit, pull
 from replicast.client.restarts import Restarts
 from replicast.client.reverting import examine_revert, submit_revert
@@ -94,7 +94,7 @@ class DirectoryRun(Run):
             run=self.where,
             state=now.state,
             sentence=f"{now.sentence}. {beside}".rstrip(" ."),
-            running=is_running(notes),
+            running=now.state.is_running,
             step=max((note.step for note in notes), default=None),
             workers=_size(info, now),
             heard_at=max((note.time for note in notes), default=None),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from replicast.client.author import this_user
-from replicast.client.notes import is_heard_of, is_running, not_running_text, running_beside
+from replicast.client.notes import is_heard_of, is_running, running_beside
 from replicast.client.updates import damage_text
 from replicast.errors import UpdateRefused
 from replicast.storage import inbox
 from replicast.storage.runfiles import WorkerNote, read_run_info, read_worker_notes
+from replicast.storage.states import State, read_state
 from replicast.storage.updates import Updates
 from replicast.update.trial import Trial
 from replicast.update.update import Update
@@ -80,12 +81,13 @@ def check_running(run: Path, update: Update, notes: list[WorkerNote], *, next_st
     Returns:
         What the author of an accepted update should know.
     """
-    if is_running(notes):
+    now = read_state(run, notes)
+    if now.state.is_running:
         return ""
-    said, beside = not_running_text(notes), running_beside(run)
+    said, beside = now.sentence, running_beside(run)
     if next_start or any(one.id == update.id for one in inbox.waiting(run)):
-        return f"{said}: it will take the update when it is started again. {beside}".rstrip()
-    if not beside and is_heard_of(run):
+        return f"{said}. It will take the update when it is started again. {beside}".rstrip()
+    if now.state is State.LOST and not beside and is_heard_of(run):
         return ""
     raise UpdateRefused(
         said,

@@ -46,6 +46,7 @@ class ReplicasLifecycle(ReplicasView):
         self._settings = settings
         self._trained = False
         self._closed = False
+        self._at_exit = False
         self._warned = False
         self._parts: Parts | None = None
         strategy.on_fit.append(self._fit_begins)
@@ -80,7 +81,8 @@ class ReplicasLifecycle(ReplicasView):
         parts.training.warn_of_what_was_left()
         parts.session.stop()
         parts.run_files.finish()
-        self._states.ended(parts.session.step, told_to=parts.training.leaving.left)
+        told_to = parts.training.leaving.left
+        self._states.ended(parts.session.step, told_to=told_to, at_exit=self._at_exit)
         self._closed = True
         self._strategy.on_fit.remove(self._fit_begins)
         if not parts.training.leaving.ends:  # at the end of the script it stays: SIGTERM need not exit then
@@ -145,6 +147,7 @@ class ReplicasLifecycle(ReplicasView):
             leavings.append(self.training.leaving)
         for leaving in leavings:
             leaving.ends = True
+        self._at_exit = True
         self.close()
 
     def _abandon(self) -> None:

@@ -34,9 +34,16 @@ class RunStates:
         """The workers have met."""
         self._write(State.STARTING)
 
-    def ended(self, step: int, *, told_to: bool) -> None:
-        """The script has come to its end, or all workers were told to save and exit."""
-        self._write(State.STOPPED if told_to else State.FINISHED, step, "SIGTERM" if told_to else "")
+    def ended(self, step: int, *, told_to: bool, at_exit: bool) -> None:
+        """The script has come to its end, or all workers were told to save and exit.
+
+        At the exit of the process it may have raised: a job of one worker is closed all the same. An exit by
+        `sys.exit` cannot be told from the end of the script.
+        """
+        if at_exit and not told_to and getattr(sys, "last_value", None) is not None:
+            self.abandoned(step)
+        else:
+            self._write(State.STOPPED if told_to else State.FINISHED, step, "SIGTERM" if told_to else "")
 
     def abandoned(self, step: int) -> None:
         """The process exits without having come to the end."""

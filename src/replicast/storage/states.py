@@ -34,7 +34,7 @@ _MOST_CHANGES = 10_000
 
 
 class State(StrEnum):
-    """How a run is. Training, waiting, lost and never started are found out by readers, not written."""
+    """How a run is. Training, waiting, ending, lost and never started are found out, not written."""
 
     STARTING = "starting"
     TRAINING = "training"
@@ -43,6 +43,7 @@ class State(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
     STOPPED = "stopped"
+    ENDING = "ending"
     LOST = "lost"
     NEVER_STARTED = "never started"
 
@@ -158,10 +159,13 @@ def _state(change: Change | None, heard: Sequence[WorkerNote]) -> State:
         if not heard:
             return State.NEVER_STARTED
         return State.FINISHED if all(note.waiting_for == ENDED for note in heard) else State.LOST
-    is_heard = any(note.attempt == change.attempt and note.time > change.time for note in heard)
-    if change.state in (State.STARTING, State.RESTARTING) and not is_heard and _may_live(change):
+    said = [note for note in heard if note.attempt == change.attempt and note.time > change.time]
+    if change.state.is_over or not _may_live(change):
+        return State.LOST
+    if not said:
         return change.state
-    return State.LOST
+    ended = [note for note in said if note.waiting_for == ENDED]
+    return State.ENDING if len(ended) == len(said) else State.WAITING  # a silent worker; its launcher decides
 
 
 def _may_live(change: Change) -> bool:
@@ -189,7 +193,12 @@ def _sentence(state: State, change: Change | None, heard: Sequence[WorkerNote], 
         case State.TRAINING:
             return f"Training{at}{tries}"
         case State.WAITING:
+            silent = min((_secs_since(note.time) for note in heard), default=0.0)
+            if silent > ABSENT_SECS:
+                return f"Running{at}{tries}: no worker has been heard of for {age(silent)}"
             return f"Running{at}{tries}, not inside a training loop"
+        case State.ENDING:
+            return f"Ending{at}{tries}: the workers have exited, or are about to"
         case State.FINISHED:
             return f"Finished{at}{ago}"
         case State.FAILED:

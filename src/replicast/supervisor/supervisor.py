@@ -145,7 +145,10 @@ def _run_attempt(
             machine=this_machine(environ),
             environ=environ,
         )
-        screen.tell(f"replicast: {_who(job)}, attempt {attempt}, logs in {short_path(attempt_dir)}")
+        screen.tell(
+            f"replicast: {_who(job)}, attempt {attempt}, logs in {short_path(attempt_dir)}; starting, which "
+            "takes some seconds"
+        )
         group = Group(
             plans,
             screen=screen,

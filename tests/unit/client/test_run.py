@@ -110,11 +110,11 @@ def test_a_push_to_a_job_that_is_not_running_is_refused_unless_it_is_for_the_nex
 ) -> None:
     meanwhile(monkeypatch, lambda _secs: None)
     heard_of(directory, secs_ago=35)
-    with pytest.raises(UpdateRefused, match=r"The job is not running .*next_start=True"):
+    with pytest.raises(UpdateRefused, match=r"(?s)Not running: .*next_start=True"):
         run.push(slower())
     assert inbox.waiting(directory) == []
     pushed = run.push(slower(), next_start=True)
-    assert "it will take the update when it is started again" in pushed.warning
+    assert "It will take the update when it is started again" in pushed.warning
     with pytest.raises(UpdatePending, match=r"it is proposed\. Not running: last heard of") as caught:
         pushed.result(timeout=1)
     assert (caught.value.stage, caught.value.update_id) == (Stage.PROPOSED, "slower")
