@@ -12,6 +12,7 @@ import replicast
 from benchmarks.checkpoint_task import Keeping
 from benchmarks.runner import Array, lasted
 from benchmarks.update_replicast import Weights
+from replicast.replicas.saving import SavePlan
 from replicast.storage.checkpoint import CheckpointStore
 
 RESULT_SECS = 40.0
@@ -32,7 +33,7 @@ class _Replicast(Keeping):
 
 
 class Stall(_Replicast):
-    """A save as with `save_every`: how long it stops the slowest training thread.
+    """A call of `save()`, for which all workers stop: how long the slowest training thread was in it.
 
     Worker 0 copies its state, the others digest theirs; the file is written afterwards.
     """
@@ -57,6 +58,30 @@ class Stall(_Replicast):
         saving = self.replicas.save()
         stalled = time.monotonic_ns() - start
         saving.result(RESULT_SECS)
+        return lasted(stalled)
+
+
+class Planned(Stall):
+    """A checkpoint that is due, as `save_every` makes it: each worker takes its part and trains on."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.replicas.training.plan_saves(SavePlan(every=1))
+
+    def arrange(self, index: int) -> None:
+        self.assign(self.state(index))
+
+    def round(self, index: int) -> tuple[int | None, int]:
+        start = time.monotonic_ns()
+        self.replicas.boundary()
+        stalled = time.monotonic_ns() - start
+        self.replicas.training.goes_on()
+        ends = time.monotonic() + RESULT_SECS
+        store = CheckpointStore(self.run_dir)
+        while self.is_source and self.replicas.step not in [one.step for one in store.list()]:
+            if time.monotonic() > ends:
+                raise RuntimeError(f"No checkpoint of step {self.replicas.step} within {RESULT_SECS:g} s")
+            time.sleep(0.01)
         return lasted(stalled)
 
 
