@@ -154,6 +154,15 @@ def test_audit_checkpoint_and_stop_answer_with_what_the_job_did(client: Client, 
     assert run.done == ["audit", "checkpoint", "stop"]
 
 
+@pytest.mark.parametrize("action", ["updates/now/revert", "audit", "checkpoint", "stop"])
+def test_an_action_is_recorded_as_done_by_its_caller(client: Client, run: MemoryRun, action: str) -> None:
+    client.post(f"{FIRST}/updates", content=saved(Update(id="now").add("dense/bias", DELTA)), headers=BEARER)
+    client.post(f"{FIRST}/{action}", json={"author": "ann"}, headers=BEARER)
+    client.post(f"{FIRST}/{action}", headers=BEARER)
+    _, named, unnamed = run.authors
+    assert (named, unnamed.partition("@")[0]) == ("ann", "page")
+
+
 def test_a_job_that_is_not_running_is_a_504(client: Client, run: MemoryRun) -> None:
     run.running = False
     answer = client.post(f"{FIRST}/audit", headers=BEARER)

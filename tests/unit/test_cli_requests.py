@@ -36,14 +36,20 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made_run()
 
 
-def committed(run: Path, *updates: Update, before: dict[str, Any] | None = None) -> FileJournal:
+def committed(
+    run: Path, *updates: Update, reverts: dict[int, int] | None = None, before: dict[str, Any] | None = None
+) -> FileJournal:
     """The journal of a job that has applied these updates."""
     journal = FileJournal(run, Fence(run, attempt=0))
     for sequence, update in enumerate(updates, 1):
         one = planned(update, SCHEMA)
         digest = one.content_digest()
         journal.write(Payload(one.id, digest, None, one.author, one.note), one)
-        journal.write(Committed(sequence, one.id, digest, 10 * sequence, 0, workers=2))
+        journal.write(
+            Committed(
+                sequence, one.id, digest, 10 * sequence, 0, workers=2, reverts=(reverts or {}).get(sequence)
+            )
+        )
         if before is not None:
             staged = journal.stage_before(update_before(one.id, before, {}))
             journal.write(Before(sequence, one.id, staged))
@@ -104,7 +110,56 @@ def test_what_cannot_be_reverted_is_refused_with_the_reason(run: Path) -> None:
     journal.write(Committed(2, "undo", digest, 20, 0, workers=2, reverts=1))
     twice = invoke("revert", run, 1)
     assert twice.exit_code == 1
-    assert "is reverted already, by update 2" in twice.output
+    said = " ".join(twice.output.split())
+    assert "is reverted already, by update 2. To revert it once more: --force" in said
+    assert "received" not in said
+
+
+ADD, ASSIGN = Update(id="add").add("dense/bias", BIAS), Update(id="assign").assign("dense/bias", BIAS)
+
+
+@pytest.mark.parametrize(
+    ("later", "said"),
+    [
+        (ASSIGN, f"update 2 has assigned {NAME} since then"),
+        (Update().blend("dense/bias", BIAS, 0.5), f"update 2 has blended {NAME} since then"),
+        (Update().scale("dense/bias", 0.0), f"update 2 has scaled {NAME} since then"),
+        (Update().add("dense/bias", BIAS), ""),
+        (Update().assign("learning_rate", 0.5), ""),
+    ],
+)
+def test_what_was_added_is_not_subtracted_from_what_was_assigned_since_unless_forced(
+    run: Path, later: Update, said: str
+) -> None:
+    committed(run, ADD, later)
+    tried = " ".join(invoke("revert", run, 1, "--dry-run").output.split())
+    assert (said in tried, "--force" in tried) == (True, bool(said)), tried
+    result = invoke("revert", run, 1)
+    assert (result.exit_code, bool(inbox.waiting(run))) == ((1, False) if said else (0, True)), result.output
+    if said:
+        told = " ".join(result.output.split())
+        assert said in told
+        assert "--force" in told
+        assert invoke("revert", run, 1, "--force").exit_code == 0
+        assert len(inbox.waiting(run)) == 1
+
+
+def test_values_before_are_not_brought_back_over_any_later_update_unless_forced(run: Path) -> None:
+    committed(run, ASSIGN, ADD, before={NAME: np.zeros(3, np.float32)})
+    with pytest.raises(UpdateRefused, match=f"update 2 has added to {NAME} since then"):
+        replicast.connect(run).revert(1)
+    replicast.connect(run).revert(1, force=True)
+
+
+def test_a_later_update_that_was_reverted_does_not_count(run: Path) -> None:
+    committed(run, ADD, ASSIGN, Update(id="undo").assign("dense/bias", BIAS), reverts={3: 2})
+    assert invoke("revert", run, 1).exit_code == 0
+
+
+def test_a_revert_that_overwrites_an_update_counts(run: Path) -> None:
+    committed(run, ASSIGN, ADD, Update(id="undo").assign("dense/bias", BIAS), reverts={3: 1})
+    result = invoke("revert", run, 2)
+    assert (result.exit_code, f"update 3 has assigned {NAME}" in " ".join(result.output.split())) == (1, True)
 
 
 def test_a_revert_of_a_job_that_does_not_run_is_refused(run: Path) -> None:
@@ -115,6 +170,10 @@ def test_a_revert_of_a_job_that_does_not_run_is_refused(run: Path) -> None:
     assert "Not running" in result.output
     with pytest.raises(UpdateRefused):
         replicast.connect(run).revert(1)
+    assert "--next-start" in result.output
+    later = invoke("revert", run, 1, "--next-start")
+    assert (later.exit_code, len(inbox.waiting(run))) == (0, 1), later.output
+    assert "when it is started again" in " ".join(later.output.split())
 
 
 def test_log_and_show_say_what_reverts_what(run: Path) -> None:

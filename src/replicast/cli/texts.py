@@ -10,7 +10,11 @@ from collections.abc import Mapping
 from replicast.errors import CheckpointError, FileDamaged, UpdateRefused
 from replicast.update.trial import Trial, TrialOutcome
 
-_OPTIONS = {"allow_nonfinite=True": "--allow-nonfinite", "next_start=True": "--next-start"}
+_OPTIONS = {
+    "allow_nonfinite=True": "--allow-nonfinite",
+    "next_start=True": "--next-start",
+    "force=True": "--force",
+}
 _RANDOM_ID = re.compile(r"[0-9a-f]{32}")
 _LABELS = {
     "path": "checkpoint",

@@ -182,9 +182,9 @@ class DirectoryRun(Run):
         """As `Run.audits`."""
         return last_audits(self.path, last)
 
-    def audit(self, timeout: float = 300.0) -> AuditReport:
+    def audit(self, timeout: float = 300.0, author: str = "") -> AuditReport:
         """As `Run.audit`."""
-        return audit(self.path, timeout)
+        return audit(self.path, timeout, author)
 
     def examine(self, update: Update) -> Examination:
         """As `Run.examine`."""
@@ -206,24 +206,31 @@ class DirectoryRun(Run):
         return withdraw(self.path, update_id)
 
     def revert(
-        self, which: str | int, note: str = "", dry_run: bool = False, force: bool = False
+        self,
+        which: str | int,
+        note: str = "",
+        dry_run: bool = False,
+        force: bool = False,
+        next_start: bool = False,
+        author: str = "",
     ) -> Pushed | Examination:
         """As `Run.revert`."""
         if dry_run:
             return examine_revert(self.path, which, force=force)
-        return Pushed(self, submit_revert(self.path, which, note, force=force))
+        id_, warning = submit_revert(self.path, which, note, author, force=force, next_start=next_start)
+        return Pushed(self, id_, warning=warning)
 
     def pull(self, name: str, rows: Sequence[int] | None = None, timeout: float = 300.0) -> Pulled:
         """As `Run.pull`."""
         return pull(self.path, name, rows, timeout)
 
-    def checkpoint(self, timeout: float = 300.0) -> int:
+    def checkpoint(self, timeout: float = 300.0, author: str = "") -> int:
         """As `Run.checkpoint`."""
-        return ask(self.path, "save", timeout)[0].step
+        return ask(self.path, "save", timeout, author)[0].step
 
-    def stop(self, timeout: float = 300.0) -> int:
+    def stop(self, timeout: float = 300.0, author: str = "") -> int:
         """As `Run.stop`."""
-        answer, _ = ask(self.path, "leave", timeout)
+        answer, _ = ask(self.path, "leave", timeout, author)
         if answer.problem:
             raise RequestRefused(
                 f"The job has stopped at step {answer.step}, without a checkpoint: {answer.problem}"

@@ -25,7 +25,7 @@ _WHAT = {"audit": "an audit", "save": "a checkpoint", "leave": "stopping", "pull
 
 
 def ask(
-    run: Path, kind: Kind, timeout_secs: float, *, name: str = "", rows: Rows = ()
+    run: Path, kind: Kind, timeout_secs: float, author: str = "", *, name: str = "", rows: Rows = ()
 ) -> tuple[Answer, Array | None]:
     """Asks the job for something and waits for its answer, at most `timeout_secs`.
 
@@ -42,7 +42,7 @@ def ask(
         raise NoAnswer(f"{not_running_text(notes)}: only a running job can be asked for {_WHAT[kind]}.")
     try:
         asked = requests.submit(
-            run, kind, author=this_user(), timeout_secs=timeout_secs, name=name, rows=rows
+            run, kind, author=author or this_user(), timeout_secs=timeout_secs, name=name, rows=rows
         )
     except OSError as error:
         raise RequestFailed(
@@ -65,9 +65,9 @@ def ask(
             requests.forget(run, asked.id)
 
 
-def audit(run: Path, timeout_secs: float) -> AuditReport:
+def audit(run: Path, timeout_secs: float, author: str = "") -> AuditReport:
     """Asks the job for an audit; raises as `ask` does."""
-    return AuditReport.from_json(ask(run, "audit", timeout_secs)[0].details)
+    return AuditReport.from_json(ask(run, "audit", timeout_secs, author)[0].details)
 
 
 def pull(run: Path, name: str, rows: Sequence[int] | None, timeout_secs: float) -> Pulled:

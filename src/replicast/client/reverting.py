@@ -23,19 +23,24 @@ def examine_revert(run: Path, which: str | int, *, force: bool) -> Examination:
     plan = _undo(run, which, force=force)
     found = examine(plan.update, read_run_info(run).schema)
     meanings = dict.fromkeys(f"{edit.variable}: {meaning(edit)}" for edit in plan.update.edits)
-    return replace(found, notes=tuple(meanings))
+    unless = "" if force else ": it is refused unless it is forced (--force, force=True)"
+    return replace(found, notes=(*meanings, *(f"{one}{unless}" for one in plan.since)))
 
 
-def submit_revert(run: Path, which: str | int, note: str, *, force: bool) -> str:
-    """Asks the running job to undo an update, as `Run.revert` says.
+def submit_revert(
+    run: Path, which: str | int, note: str, author: str, *, force: bool, next_start: bool
+) -> tuple[str, str]:
+    """Asks the job to undo an update, as `Run.revert` says.
 
     Returns:
-        The id of the update that will undo it.
+        The id of the update that will undo it; and what its author should know, in a sentence.
     """
     plan = _undo(run, which, force=force)
+    if not force:
+        plan.check()
     sequence = plan.record.sequence
-    revert = Update(note=note or plan.update.note, author=this_user())
-    check_running(run, revert, read_worker_notes(run), next_start=False)
+    revert = Update(note=note or plan.update.note, author=author or this_user())
+    warning = check_running(run, revert, read_worker_notes(run), next_start=next_start)
     try:
         inbox.submit(run, revert, reverts=sequence, forced=force)
     except OSError as error:
@@ -43,7 +48,7 @@ def submit_revert(run: Path, which: str | int, note: str, *, force: bool) -> str
             f"The request cannot be written to {run / 'inbox'} ({error.strerror})",
             remedy="Free some space there, or let this user write there, and revert it again",
         ) from error
-    return revert.id
+    return revert.id, warning
 
 
 def _undo(run: Path, which: str | int, *, force: bool) -> Undo:

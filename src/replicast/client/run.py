@@ -81,8 +81,12 @@ class Run(ABC):
         """The last audits, oldest first."""
 
     @abstractmethod
-    def audit(self, timeout: float = 300.0) -> AuditReport:
+    def audit(self, timeout: float = 300.0, author: str = "") -> AuditReport:
         """Asks the job for an audit at its next step; blocks at most `timeout` seconds.
+
+        Args:
+            timeout: How many seconds to wait at most.
+            author: Who asks. Default: the user of this process.
 
         Raises:
             NoAnswer: The job is not running, has ended, or has not made one in time.
@@ -130,19 +134,28 @@ class Run(ABC):
 
     @abstractmethod
     def revert(
-        self, which: str | int, note: str = "", dry_run: bool = False, force: bool = False
+        self,
+        which: str | int,
+        note: str = "",
+        dry_run: bool = False,
+        force: bool = False,
+        next_start: bool = False,
+        author: str = "",
     ) -> Pushed | Examination:
-        """Asks the running job for a new update that undoes one that was applied.
+        """Asks the job for a new update that undoes one that was applied.
 
         Args:
             which: As in `show`.
             note: Why.
             dry_run: Only say what it would do.
-            force: Also when it is reverted already.
+            force: Also when it is reverted already, or when later updates have changed the same variables.
+            next_start: Also when the job is not running: it takes the revert when it is started again.
+            author: Who. Default: the user of this process.
 
         Raises:
             NotFound: There is no such update.
-            UpdateRefused: It was not applied, or cannot be undone, or the job is not running.
+            UpdateRefused: It was not applied, or cannot be undone, later updates have changed the same
+                variables, or the job is not running.
         """
 
     @abstractmethod
@@ -161,8 +174,12 @@ class Run(ABC):
         """
 
     @abstractmethod
-    def checkpoint(self, timeout: float = 300.0) -> int:
+    def checkpoint(self, timeout: float = 300.0, author: str = "") -> int:
         """Asks the job to save a checkpoint now; returns its step.
+
+        Args:
+            timeout: How many seconds to wait at most.
+            author: Who asks. Default: the user of this process.
 
         Raises:
             NoAnswer: The job is not running, or has not saved one in time.
@@ -170,10 +187,14 @@ class Run(ABC):
         """
 
     @abstractmethod
-    def stop(self, timeout: float = 300.0) -> int:
+    def stop(self, timeout: float = 300.0, author: str = "") -> int:
         """Asks the job to save a checkpoint and to end, as SIGTERM does; returns the step at which it did.
 
         Its launcher does not start it again.
+
+        Args:
+            timeout: How many seconds to wait at most.
+            author: Who asks. Default: the user of this process.
 
         Raises:
             NoAnswer: The job is not running, or has not ended in time.

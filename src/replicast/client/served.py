@@ -98,10 +98,12 @@ class ServedRun(Run):
         """As `Run.audits`."""
         return self._got(_list_of(AuditReport.from_json, "audits"), "/audits", last=last)
 
-    def audit(self, timeout: float = 300.0) -> AuditReport:
+    def audit(self, timeout: float = 300.0, author: str = "") -> AuditReport:
         """As `Run.audit`."""
         secs = min(timeout, _MAX_WAIT_SECS)
-        return self._posted(AuditReport.from_json, "/audit", secs, timeout_secs=secs)
+        return self._posted(
+            AuditReport.from_json, "/audit", secs, timeout_secs=secs, author=author or this_user()
+        )
 
     def examine(self, update: Update) -> Examination:
         """As `Run.examine`: here, with the variables that the server tells."""
@@ -132,13 +134,20 @@ class ServedRun(Run):
         return self._posted(UpdateView.from_json, f"/updates/{_part(update_id)}/withdraw", 60.0)
 
     def revert(
-        self, which: str | int, note: str = "", dry_run: bool = False, force: bool = False
+        self,
+        which: str | int,
+        note: str = "",
+        dry_run: bool = False,
+        force: bool = False,
+        next_start: bool = False,
+        author: str = "",
     ) -> Pushed | Examination:
         """As `Run.revert`."""
         path = f"/updates/{_part(which)}/revert"
         if dry_run:
             return self._posted(Examination.from_json, path, note=note, dry_run=True, force=force)
-        return self._posted(self._pushed, path, note=note, force=force)
+        author = author or this_user()
+        return self._posted(self._pushed, path, note=note, force=force, next_start=next_start, author=author)
 
     def pull(self, name: str, rows: Sequence[int] | None = None, timeout: float = 300.0) -> Pulled:
         """As `Run.pull`."""
@@ -148,15 +157,15 @@ class ServedRun(Run):
         answer = self._server.get(path, secs + _ANSWER_SECS, rows=named, timeout=secs)
         return _made(_pulled, answer)
 
-    def checkpoint(self, timeout: float = 300.0) -> int:
+    def checkpoint(self, timeout: float = 300.0, author: str = "") -> int:
         """As `Run.checkpoint`."""
         secs = min(timeout, _MAX_WAIT_SECS)
-        return self._posted(_step, "/checkpoint", secs, timeout_secs=secs)
+        return self._posted(_step, "/checkpoint", secs, timeout_secs=secs, author=author or this_user())
 
-    def stop(self, timeout: float = 300.0) -> int:
+    def stop(self, timeout: float = 300.0, author: str = "") -> int:
         """As `Run.stop`."""
         secs = min(timeout, _MAX_WAIT_SECS)
-        return self._posted(_step, "/stop", secs, timeout_secs=secs)
+        return self._posted(_step, "/stop", secs, timeout_secs=secs, author=author or this_user())
 
     def metrics(self, since: int | None = None, points: int = 2000) -> Metrics:
         """As `Run.metrics`."""

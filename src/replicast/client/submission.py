@@ -92,7 +92,5 @@ def check_running(run: Path, update: Update, notes: list[WorkerNote], *, next_st
     raise UpdateRefused(
         said,
         expected="a running job",
-        remedy=beside
-        if beside
-        else "Push it again when the job runs, or for its next start: next_start=True",
+        remedy=beside if beside else "Do it again when the job runs, or for its next start: next_start=True",
     )

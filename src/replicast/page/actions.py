@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from replicast.client import Examination
+from replicast.client import Examination, Run
 from replicast.client.uploads import new_upload, update_in
 from replicast.page.context import Context
 from replicast.page.requests import PushQuery, RateBody, RevertBody, WaitBody
@@ -53,7 +53,10 @@ async def withdraw(context: Context) -> dict[str, Any]:
 async def revert(context: Context) -> dict[str, Any]:
     """Pushes a new update that undoes one that was applied; with `dry_run` only says what it would do."""
     run, which, body = context.watch.run, context.path["update"], context.body_as(RevertBody)
-    found = await context.act(lambda: run.revert(which, body.note, body.dry_run, body.force))
+    author = _author(context, body.author)
+    found = await context.act(
+        lambda: run.revert(which, body.note, body.dry_run, body.force, body.next_start, author)
+    )
     if isinstance(found, Examination):
         return found.to_json()
     return {"id": found.id, "number": found.number, "warning": found.warning}
@@ -61,20 +64,20 @@ async def revert(context: Context) -> dict[str, Any]:
 
 async def audit(context: Context) -> dict[str, Any]:
     """Asks the job for an audit at its next step, and waits for the report."""
-    run, secs = context.watch.run, context.body_as(WaitBody).timeout_secs
-    return await context.act(lambda: run.audit(secs).to_json())
+    run, secs, author = _asked(context)
+    return await context.act(lambda: run.audit(secs, author).to_json())
 
 
 async def checkpoint(context: Context) -> dict[str, Any]:
     """Asks the job for a checkpoint, and waits until it is complete."""
-    run, secs = context.watch.run, context.body_as(WaitBody).timeout_secs
-    return {"step": await context.act(lambda: run.checkpoint(secs))}
+    run, secs, author = _asked(context)
+    return {"step": await context.act(lambda: run.checkpoint(secs, author))}
 
 
 async def stop(context: Context) -> dict[str, Any]:
     """Asks the job to save a checkpoint and to end, and waits until it has."""
-    run, secs = context.watch.run, context.body_as(WaitBody).timeout_secs
-    return {"step": await context.act(lambda: run.stop(secs))}
+    run, secs, author = _asked(context)
+    return {"step": await context.act(lambda: run.stop(secs, author))}
 
 
 def _pushed(context: Context, update: Update, asked: PushQuery | RateBody) -> dict[str, Any]:
@@ -83,6 +86,12 @@ def _pushed(context: Context, update: Update, asked: PushQuery | RateBody) -> di
         return run.examine(update).to_json()
     pushed = run.push(update, asked.at_step, trial, asked.next_start)
     return {"id": pushed.id, "number": pushed.number, "warning": pushed.warning}
+
+
+def _asked(context: Context) -> tuple[Run, float, str]:
+    """The run, how long to wait for its job, and who asks."""
+    body = context.body_as(WaitBody)
+    return context.watch.run, body.timeout_secs, _author(context, body.author)
 
 
 def _author(context: Context, given: str | None) -> str:

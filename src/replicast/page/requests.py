@@ -105,17 +105,20 @@ class RateBody(_Proposal, forbid_unknown_fields=True, kw_only=True):
 
 
 class RevertBody(Struct, forbid_unknown_fields=True):
-    """Why an update is undone; `force` also when it is undone already."""
+    """Why an update is undone; `force` also when it is undone already, or overwritten since."""
 
     note: Text = ""
     dry_run: bool = False
     force: bool = False
+    next_start: bool = False
+    author: Text | None = None
 
 
 class WaitBody(Struct, forbid_unknown_fields=True):
-    """How long to wait for the job."""
+    """How long to wait for the job, and who asks it."""
 
     timeout_secs: Secs = 60.0
+    author: Text | None = None
 
 
 def converted(given: Any, kind: type[_T]) -> _T:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from replicast.core.entries import Committed
+from replicast.core.history import History
 from replicast.core.operations.revert import why_not
 from replicast.errors import PayloadRemoved, UpdateRefused
 from replicast.storage.entry_files import HELD_BY_ALL, read_before, read_payload
 from replicast.storage.updates import Updates
-from replicast.update.inverse import NOT_KEPT, inverse
+from replicast.update.edits import Operation
+from replicast.update.inverse import NOT_KEPT, disturbs, inverse
 from replicast.update.update import Update
 
 
@@ -22,10 +24,20 @@ class Undo:
     Attributes:
         record: The update's.
         update: The update that undoes it.
+        since: What later updates have done to the same variables, so that it is not simply undone; in words.
     """
 
     record: Committed
     update: Update
+    since: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raises `UpdateRefused` if later updates have changed what it would change."""
+        if self.since:
+            raise UpdateRefused(
+                f"Update {self.record.sequence} is not the last one: {'; '.join(self.since)}",
+                remedy="Revert those first, or revert it all the same: force=True",
+            )
 
 
 def undo(run_dir: Path, which: int | str, *, note: str = "", author: str = "", forced: bool = False) -> Undo:
@@ -47,7 +59,7 @@ def undo(run_dir: Path, which: int | str, *, note: str = "", author: str = "", f
     sequence = by_id.sequence if by_id is not None else number_of(which)
     problem = why_not(run.history, sequence, forced=forced)
     if problem:
-        raise UpdateRefused(problem, received=str(which))
+        raise UpdateRefused(problem)
     record = run.history.committed[sequence]
 
     def load() -> Update:
@@ -58,7 +70,47 @@ def undo(run_dir: Path, which: int | str, *, note: str = "", author: str = "", f
         kept = run.before.get(sequence)
         return None if kept is None else read_before(kept[0].payload_path(run_dir), kept[1])
 
-    return Undo(record, inverse_of(record, load, load_before, note=note, author=author))
+    update = inverse_of(record, load, load_before, note=note, author=author)
+    return Undo(record, update, tuple(_changes_since(run, record, update)))
+
+
+def _changes_since(run: Updates, first: Committed, back: Update) -> Iterator[str]:
+    """What later updates have done that the undoing of one would discard or be wrong for."""
+    undoes = {edit.variable: edit.operation for edit in back.edits}
+    for record, written_at in sorted(run.committed.values(), key=lambda one: (one[0].step, one[0].sequence)):
+        if _counts_after(run.history, record, first):
+            done: dict[str, None] = {}
+            for edit in run.committed_update(record, written_at).edits:
+                name, operation = edit["variable"], Operation(edit["operation"])
+                if name in undoes and disturbs(operation, undoes[name], heals=record.heals):
+                    done[f"{_DONE[operation]} {name}"] = None
+            if done:
+                yield f"update {record.sequence} has {', '.join(done)} since then"
+
+
+def _counts_after(history: History, record: Committed, first: Committed) -> bool:
+    """Whether an update was applied after another one and still has an effect."""
+    if (record.step, record.sequence) <= (first.step, first.sequence):
+        return False
+    decided = history.decided.get(record.sequence)
+    if history.reverted_by(record.sequence) is not None or (decided is not None and not decided.kept):
+        return False
+    undone = None if record.reverts is None else history.committed.get(record.reverts)
+    # What undoes a later update leaves nothing of it.
+    return undone is None or (undone.step, undone.sequence) <= (first.step, first.sequence)
+
+
+_DONE = {
+    Operation.ADD: "added to",
+    Operation.ADD_ROWS: "added to rows of",
+    Operation.ADD_LOW_RANK: "added to",
+    Operation.SCALE: "scaled",
+    Operation.BLEND: "blended",
+    Operation.ASSIGN: "assigned",
+    Operation.ASSIGN_ROWS: "assigned rows of",
+    Operation.RESET: "reset",
+    Operation.RESET_ROWS: "reset rows of",
+}
 
 
 def inverse_of(

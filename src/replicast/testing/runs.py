@@ -51,6 +51,7 @@ class MemoryRun(Run):
 
     Attributes:
         done: What was asked of the job, in order; reading leaves nothing here.
+        authors: Who has asked for each of them; empty if nobody was named.
         step: Where the job is.
         running: Whether the job answers.
         steps: Of the points of its loss.
@@ -62,6 +63,7 @@ class MemoryRun(Run):
     def __init__(self, schema: Schema, directory: Path) -> None:
         self.where = str(directory)
         self.done: list[str] = []
+        self.authors: list[str] = []
         self.step = 100
         self.running = True
         self.lines = {0: ["a line"], 1: ["another line"]}
@@ -128,9 +130,9 @@ class MemoryRun(Run):
         """As `Run.audits`."""
         return self._audits[-last:]
 
-    def audit(self, timeout: float = 300.0) -> AuditReport:
+    def audit(self, timeout: float = 300.0, author: str = "") -> AuditReport:
         """As `Run.audit`."""
-        self._ask("audit")
+        self._ask("audit", author)
         report = AuditReport(
             number=len(self._audits) + 1,
             step=self.step,
@@ -171,6 +173,7 @@ class MemoryRun(Run):
         if not self.running and not next_start:
             raise UpdateRefused("The job is not running")
         self.done.append("push")
+        self.authors.append(update.author)
         number, step = next(self._numbers), self.step if at_step is None else at_step
         receipt = Receipt(
             number, update.id, step, {0: "a" * 32, 1: "a" * 32}, 0.1, 0.001, time.time(), Stage.VERIFIED
@@ -202,15 +205,21 @@ class MemoryRun(Run):
         return self._views[view.id]
 
     def revert(
-        self, which: str | int, note: str = "", dry_run: bool = False, force: bool = False
+        self,
+        which: str | int,
+        note: str = "",
+        dry_run: bool = False,
+        force: bool = False,
+        next_start: bool = False,
+        author: str = "",
     ) -> Pushed | Examination:
         """As `Run.revert`; for updates that add."""
         view = self.show(which)
         edits = self._updates[view.id].edits
-        inverse = Update(note=note)
+        inverse = Update(note=note, author=author)
         for edit in edits:
             inverse = inverse.add(edit.variable, -edit.arrays["value"])
-        return self.examine(inverse) if dry_run else self.push(inverse)
+        return self.examine(inverse) if dry_run else self.push(inverse, next_start=next_start)
 
     def pull(self, name: str, rows: Sequence[int] | None = None, timeout: float = 300.0) -> Pulled:
         """As `Run.pull`."""
@@ -224,14 +233,14 @@ class MemoryRun(Run):
             variable.name, self.step, "d" * 32, "job", chosen, None if rows is None else tuple(rows)
         )
 
-    def checkpoint(self, timeout: float = 300.0) -> int:
+    def checkpoint(self, timeout: float = 300.0, author: str = "") -> int:
         """As `Run.checkpoint`."""
-        self._ask("checkpoint")
+        self._ask("checkpoint", author)
         return self.step
 
-    def stop(self, timeout: float = 300.0) -> int:
+    def stop(self, timeout: float = 300.0, author: str = "") -> int:
         """As `Run.stop`."""
-        self._ask("stop")
+        self._ask("stop", author)
         return self.step
 
     def metrics(self, since: int | None = None, points: int = 2000) -> Metrics:
@@ -251,7 +260,8 @@ class MemoryRun(Run):
             raise NotFound(f"There is no log of worker {worker}")
         return self.lines[worker][-lines:]
 
-    def _ask(self, what: str) -> None:
+    def _ask(self, what: str, author: str = "") -> None:
         if not self.running:
             raise NoAnswer("The job is not running")
         self.done.append(what)
+        self.authors.append(author)

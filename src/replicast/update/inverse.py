@@ -111,6 +111,21 @@ def meaning(edit: Edit) -> str:
     return "goes back to exactly the values before: training of these values since then is discarded"
 
 
+def disturbs(later: Operation, undoes: Operation, *, heals: bool = False) -> bool:
+    """Whether a later edit of the same variable makes the undoing of an edit wrong, or is discarded by it.
+
+    Args:
+        later: What the later edit does.
+        undoes: What the edit of an inverse does.
+        heals: Whether the later edit has made replicas equal: it has kept what was added before.
+    """
+    if undoes not in SUBTRACTED and undoes is not Operation.SCALE:
+        return True
+    if heals or later in SUBTRACTED:
+        return False
+    return later is not Operation.SCALE or undoes in SUBTRACTED
+
+
 def _has_inverse(edit: Edit, schema: Schema) -> bool:
     if edit.operation in SUBTRACTED:
         return True

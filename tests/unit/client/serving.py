@@ -149,13 +149,18 @@ def act(run: Run, path: str, query: Query, content: bytes, work: Path) -> Any:
         return {"id": pushed.id, "number": pushed.number, "warning": pushed.warning}
     body = json.loads(content)
     if path == "/audit":
-        return run.audit(body["timeout_secs"]).to_json()
+        return run.audit(body["timeout_secs"], body["author"]).to_json()
     if path in ("/checkpoint", "/stop"):
-        return {"step": getattr(run, path[1:])(body["timeout_secs"])}
+        return {"step": getattr(run, path[1:])(body["timeout_secs"], body["author"])}
     _, _, which, action = path.split("/")
     if action == "withdraw":
         return run.withdraw(which).to_json()
-    found = run.revert(which, body["note"], body.get("dry_run", False), body["force"])
+    dry_run, next_start, author = (
+        body.get("dry_run", False),
+        body.get("next_start", False),
+        body.get("author", ""),
+    )
+    found = run.revert(which, body["note"], dry_run, body["force"], next_start, author)
     return found.to_json() if isinstance(found, Examination) else {"id": found.id, "number": found.number}
 
 

@@ -77,7 +77,7 @@ def why_not(history: History, sequence: int, *, forced: bool = False) -> str:
         return f"Update {sequence} failed its trial: all replicas went back to the state before it then"
     by = history.reverted_by(sequence)
     if by is not None and not forced:
-        return f"Update {sequence} is reverted already, by update {by}. To revert it once more, force it"
+        return f"Update {sequence} is reverted already, by update {by}. To revert it once more: force=True"
     return ""
 
 
