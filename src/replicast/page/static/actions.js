@@ -49,6 +49,10 @@ export class Actions {
     return field("note", "Why", el("input", { id: "note", name: "note", maxLength: 1000 }), text ?? "For whoever reads the journal.");
   }
 
+  force() {
+    return el("label", { class: "check", for: "force" }, el("input", { type: "checkbox", id: "force", name: "force" }), "Also if later updates have changed the same variables");
+  }
+
   trial(checked) {
     const names = [...new Set(["loss", ...this.context.metrics()])];
     const box = el("input", { type: "checkbox", id: "trial", name: "trial", checked });
@@ -91,7 +95,6 @@ export class Actions {
   /** Dry run, question, push, stages, receipt. */
   propose(dialog, id, examine, push) {
     dialog.ask("Check", async (data) => {
-      sessionStorage.setItem(NAME, data.get("author") ?? "");
       dialog.busy("Checking what it would do …");
       const examined = await examine(data);
       dialog.show(examinationView(examined, data.get("trial")));
@@ -140,14 +143,15 @@ export class Actions {
   }
 
   revert(view) {
-    const dialog = new Dialog(`Revert update ${view.sequence}?`, "A new update undoes it, on every worker at the same step. What was trained since then stays.", [this.note()]);
+    const dialog = new Dialog(`Revert update ${view.sequence}?`, "A new update undoes it, on every worker at the same step. What that means for each variable is shown first.", [this.note(), this.author(), this.force()]);
     const path = `${this.base}/updates/${encodeURIComponent(view.id)}/revert`;
+    const body = (data) => ({ note: data.get("note"), force: Boolean(data.get("force")), ...author(data) });
     dialog.ask("Check", async (data) => {
       dialog.busy("Checking what it would do …");
-      const examined = await post(path, { note: data.get("note"), dry_run: true });
+      const examined = await post(path, { ...body(data), dry_run: true });
       dialog.show(examinationView(examined));
       if (examined.problems.length) dialog.back("Change it", "Close");
-      else dialog.confirm("Revert on all workers", async () => this.pushed(dialog, await post(path, { note: data.get("note") })));
+      else dialog.confirm("Revert on all workers", async () => this.pushed(dialog, await post(path, body(data))));
     });
   }
 
@@ -167,18 +171,25 @@ export class Actions {
   }
 
   waitFor(title, text, label, path, receipt, tone = "main") {
-    const dialog = new Dialog(title, text, []);
-    dialog.ask(label, async () => {
+    const dialog = new Dialog(title, text, [this.author()]);
+    dialog.ask(label, async (data) => {
       dialog.busy("The job was asked. It answers at its next step …");
-      const answer = await post(`${this.base}/${path}`, { timeout_secs: 120 });
+      const answer = await post(`${this.base}/${path}`, { timeout_secs: 120, ...author(data) });
       dialog.done(receipt(answer), true);
       this.context.changed();
     }, tone);
   }
 }
 
+/** The name that was given, which the next dialog offers again. */
+function author(data) {
+  const name = data.get("author") ?? "";
+  sessionStorage.setItem(NAME, name);
+  return name ? { author: name } : {};
+}
+
 function proposal(data) {
   const chosen = data.get("trial") ? { trial_steps: Number(data.get("trial_steps")), trial_metric: data.get("trial_metric"), trial_max_increase: Number(data.get("trial_worse")) / 100, trial_mode: data.get("trial_mode") } : {};
-  return { ...(data.get("note") ? { note: data.get("note") } : {}), ...(data.get("author") ? { author: data.get("author") } : {}), ...chosen };
+  return { ...(data.get("note") ? { note: data.get("note") } : {}), ...author(data), ...chosen };
 }
 

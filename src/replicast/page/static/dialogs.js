@@ -132,6 +132,7 @@ export function problemView(error) {
 export function examinationView(examined, trial = false) {
   const parts = examined.problems.map((problem) => problemView(problem));
   parts.push(...(examined.warnings ?? []).map((text) => el("div", { class: "note careful" }, text)));
+  parts.push(...(examined.notes ?? []).map((text) => el("p", { class: "small" }, text)));
   const rows = examined.edits.slice(0, 50).map((edit) => el("tr", {},
     el("td", {}, edit.variable), el("td", {}, `${edit.operation.replaceAll("_", " ")}${edit.factor === null ? "" : ` ${number(edit.factor)}`}`),
     el("td", { class: "keep" }, shape(edit.shape)), el("td", { class: "right keep" }, edit.nbytes ? size(edit.nbytes) : ""),

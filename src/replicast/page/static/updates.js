@@ -48,6 +48,8 @@ export class Updates {
       el("span", { class: "what" }, what), el("span", {}, stageChip(view.stage)),
       el("span", { class: "meta" }, meta.filter(Boolean).join(" · ")),
       view.outcome ? el("span", { class: "meta" }, `trial ${view.outcome.outcome} at step ${count(view.outcome.step)}: ${view.outcome.reason}`) : null,
+      view.reverts ? el("span", { class: "meta" }, `reverts update ${view.reverts}`) : null,
+      view.reverted_by ? el("span", { class: "meta reason" }, `reverted by update ${view.reverted_by}`) : null,
       view.waits_for ? el("span", { class: "meta" }, `waits for ${view.waits_for}`) : null,
       view.refusal && what !== view.refusal.problem ? el("span", { class: "meta reason" }, view.refusal.problem) : null,
       view.reason ? el("span", { class: "meta reason" }, view.reason) : null);
@@ -79,7 +81,7 @@ export class Updates {
   buttons(view) {
     if (!view.allowed) return null;
     const withdrawable = ["proposed", "prepared", "scheduled"].includes(view.stage);
-    const revertable = view.sequence && view.stage === "verified";
+    const revertable = view.sequence && view.stage === "verified" && !view.reverted_by && !view.heals;
     if (!withdrawable && !revertable) return null;
     const act = withdrawable ? ["Withdraw …", () => this.actions.withdraw(view)] : ["Revert …", () => this.actions.revert(view)];
     return el("div", { class: "buttons" }, el("button", { type: "button", class: "tiny", "data-focus": `act-${view.id}`, onclick: act[1], "aria-label": `${act[0]} ${view.sequence ? `update ${view.sequence}` : view.id}` }, act[0]));
