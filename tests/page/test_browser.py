@@ -111,6 +111,25 @@ def test_who_is_slow_is_marked(page: Page, run: PlayedRun) -> None:
     expect(page.locator("#workers tbody tr").nth(1)).to_contain_text("7 steps behind")
 
 
+def test_a_revert_says_what_it_means_and_is_shown_at_what_it_reverts(page: Page, run: PlayedRun) -> None:
+    connect(run.path).push(Update(id="fix").add("dense/bias", np.ones(3, np.float32))).result(20)
+    unlock(page)
+    entry = page.locator("#updates details").first
+    expect(entry.locator("[data-focus=act-fix]")).to_have_count(1)
+    entry.locator("summary").click()
+    entry.get_by_role("button", name="Revert").click()
+    page.get_by_label("Your name").fill("ana")
+    page.get_by_role("button", name="Check", exact=True).click()
+    expect(page.locator("dialog")).to_contain_text("model/dense/bias: subtracts what was added")
+    page.get_by_role("button", name="Revert on all workers").click()
+    expect(page.locator("#receipt")).to_contain_text("Verified at step")
+    assert connect(run.path).log()[-1].author == "ana"
+    page.get_by_role("button", name="Close").click()
+    reverted = page.locator("#updates details").last
+    expect(reverted).to_contain_text("reverted by update 2")
+    expect(reverted.locator("[data-focus=act-fix]")).to_have_count(0)
+
+
 def test_a_push_by_mouse_ends_with_its_receipt(page: Page, run: PlayedRun, tmp_path: Path) -> None:
     unlock(page)
     choose(page, tensors(tmp_path / "delta.safetensors", dense__bias=np.ones(3, np.float32)))

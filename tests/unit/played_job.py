@@ -20,6 +20,7 @@ from replicast.storage import inbox
 from replicast.storage.entry_files import fields_of
 from replicast.storage.fence import Fence
 from replicast.storage.journal import FileJournal
+from replicast.storage.reverting import undo
 from replicast.storage.runfiles import FORMAT, RunInfo, WorkerNote, write_run_info, write_worker_note
 from replicast.update.schema import Schema, Variable
 from replicast.update.trial import TrialOutcome
@@ -96,10 +97,10 @@ class PlayedJob:
                 error = UpdateRefused("Worker 1 has no room", worker=1, received="28 bytes free")
                 inbox.refuse(self.run, waiting.path, error)
                 return
-            update, step = (
-                planned(taken.update, SCHEMA),
-                self.step if taken.at_step is None else taken.at_step,
-            )
+            given, step = taken.update, self.step if taken.at_step is None else taken.at_step
+            if taken.reverts is not None:
+                given = given.replaced(undo(self.run, taken.reverts, forced=True).update.edits)
+            update = planned(given, SCHEMA)
             id_, digest, sequence = update.id, update.content_digest(), 0
             self._journal.write(Payload(id_, digest, None, update.author, update.note), update)
             for stage in (Stage.PREPARED, Stage.SCHEDULED, Stage.COMMITTED, Stage.APPLIED):
@@ -111,7 +112,17 @@ class PlayedJob:
                     sequence, before = self._journal.history().next_sequence, 0.5 if taken.trial else None
                     trial = taken.trial
                     self._journal.write(
-                        Committed(sequence, id_, digest, step, self.attempt, trial, before, workers=2)
+                        Committed(
+                            sequence,
+                            id_,
+                            digest,
+                            step,
+                            self.attempt,
+                            trial,
+                            before,
+                            workers=2,
+                            reverts=taken.reverts,
+                        )
                     )
                 known_step = None if stage is Stage.PREPARED else step
                 ends = step + taken.trial.steps if taken.trial and stage is Stage.APPLIED else None
