@@ -61,11 +61,12 @@ class Replica(Protocol):
     def drop_before(self, sequence: int) -> None:
         """Forgets what `apply` has kept. No-op if it has kept nothing."""
 
-    def invert(self, id_: str, sequence: int) -> Published:
+    def invert(self, id_: str, sequence: int, *, forced: bool) -> Published:
         """Background, on worker 0. An update that undoes an update of the journal.
 
         Raises:
-            Refuse: What it needs is not kept any more.
+            Refuse: What it needs is not kept any more; or later updates have changed the same variables, and
+                it is not forced.
         """
 
     def pull(self, id_: str, name: str, rows: tuple[tuple[int, int], ...]) -> str:

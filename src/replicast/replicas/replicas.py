@@ -204,12 +204,12 @@ class Replicas(ReplicasLifecycle):
         Args:
             number: The update's sequence number: `receipt.sequence`, or from `replicast log`.
             note: Why.
-            force: Revert it even if it is reverted already.
+            force: Revert it even if it is reverted already, or later updates have changed the same variables.
 
         Returns:
             A ticket, whose `result(timeout)` returns the receipt or raises the reason for the refusal: there
-            is no such update, it is reverted already, it failed its trial, or the values before it are not
-            kept any more.
+            is no such update, it is reverted already, it failed its trial, later updates have changed the
+            same variables, or the values before it are not kept any more.
 
         Raises:
             UpdateRefused: The number is not valid.

@@ -26,7 +26,7 @@ from replicast.runtime.parcels import NO_LIMITS, Parcels
 from replicast.runtime.threads import Lane
 from replicast.runtime.ticket import refusal_of
 from replicast.storage.journal import Journal
-from replicast.storage.reverting import inverse_of
+from replicast.storage.reverting import Undo, changes_since, inverse_of
 from replicast.transport import Parcel
 from replicast.update.digest import digest_array
 from replicast.update.edits import Edit
@@ -137,12 +137,13 @@ class StateReplica:
         """As in `Replica`."""
         self.before.drop(sequence)
 
-    def invert(self, id_: str, sequence: int) -> Published:
+    def invert(self, id_: str, sequence: int, *, forced: bool) -> Published:
         """As in `Replica`."""
         journal = self.journal
         if journal is None:
             raise Refuse("Only worker 0 reads the journal")
-        record = journal.history().committed[sequence]
+        history = journal.history()
+        record = history.committed[sequence]
         try:
             update = inverse_of(
                 record,
@@ -150,6 +151,9 @@ class StateReplica:
                 lambda: journal.load_before(sequence),
                 id_=id_,
             )
+            if not forced:
+                since = changes_since(history, record, update, lambda one: journal.edits(one.id, one.digest))
+                Undo(record, update, since).check()
             update = planned(update, self.state.schema, self._limits)
             self.check_by_guard(update)
             return self._published(update)

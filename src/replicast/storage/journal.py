@@ -13,8 +13,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from replicast import faults
 from replicast.core.entries import Before, Committed, Entry, Payload, Saved
@@ -32,6 +33,7 @@ from replicast.storage.entry_files import (
     fields_of,
     kind_of,
     read_before,
+    read_entry,
     read_payload,
     summary,
 )
@@ -84,6 +86,13 @@ class Journal(ABC):
         Raises:
             PayloadRemoved: It is not kept any more.
             FileDamaged: It is missing or damaged.
+        """
+
+    @abstractmethod
+    def edits(self, id_: str, digest: str) -> tuple[Mapping[str, Any], ...]:
+        """A summary of each edit of a payload, also when its values are not kept; empty if it is not known.
+
+        Any thread may call it.
         """
 
     @abstractmethod
@@ -203,6 +212,17 @@ class FileJournal(Journal):
         except FileDamaged as error:
             raise stopped(self._run_dir, error, f"it has the values of update {id_}") from error
 
+    def edits(self, id_: str, digest: str) -> tuple[Mapping[str, Any], ...]:
+        """As in `Journal`. They are read from the entry's file."""
+        file = self._payloads.get((id_, digest))
+        if file is None:
+            return ()
+        try:
+            stored = read_entry(self._run_dir, file.group, file.number, file.kind).stored
+        except FileDamaged:
+            return ()
+        return (stored.edits or ()) if isinstance(stored, StoredPayload) else ()
+
     def check_start(self, saved: Saved | None) -> None:
         """As in `Journal`."""
         check_start(self._run_dir, self._files, self._damaged, self._payloads, saved)
@@ -290,6 +310,11 @@ class MemoryJournal(Journal):
         if update is None:
             raise PayloadRemoved(id_, "the journal is in memory", remedy="Propose the update again")
         return update
+
+    def edits(self, id_: str, digest: str) -> tuple[Mapping[str, Any], ...]:
+        """As in `Journal`."""
+        update = self._updates.get((id_, digest))
+        return () if update is None else tuple(summary(edit) for edit in update.edits)
 
     def check_start(self, saved: Saved | None) -> None:
         """As in `Journal`. What is not in memory is refused when it is loaded."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from replicast.core.entries import Committed
 from replicast.core.history import History
@@ -70,22 +71,40 @@ def undo(run_dir: Path, which: int | str, *, note: str = "", author: str = "", f
         kept = run.before.get(sequence)
         return None if kept is None else read_before(kept[0].payload_path(run_dir), kept[1])
 
+    def edits_of(one: Committed) -> tuple[Mapping[str, Any], ...]:
+        return run.committed_update(*run.committed[one.sequence]).edits
+
     update = inverse_of(record, load, load_before, note=note, author=author)
-    return Undo(record, update, tuple(_changes_since(run, record, update)))
+    return Undo(record, update, changes_since(run.history, record, update, edits_of))
 
 
-def _changes_since(run: Updates, first: Committed, back: Update) -> Iterator[str]:
-    """What later updates have done that the undoing of one would discard or be wrong for."""
+def changes_since(
+    history: History,
+    first: Committed,
+    back: Update,
+    edits_of: Callable[[Committed], Iterable[Mapping[str, Any]]],
+) -> tuple[str, ...]:
+    """What later updates have done that the undoing of one would discard or be wrong for, in words.
+
+    Args:
+        history: The journal.
+        first: The update to undo.
+        back: The update that undoes it.
+        edits_of: Gives a summary of each edit of an update.
+    """
     undoes = {edit.variable: edit.operation for edit in back.edits}
-    for record, written_at in sorted(run.committed.values(), key=lambda one: (one[0].step, one[0].sequence)):
-        if _counts_after(run.history, record, first):
-            done: dict[str, None] = {}
-            for edit in run.committed_update(record, written_at).edits:
-                name, operation = edit["variable"], Operation(edit["operation"])
-                if name in undoes and disturbs(operation, undoes[name], heals=record.heals):
-                    done[f"{_DONE[operation]} {name}"] = None
-            if done:
-                yield f"update {record.sequence} has {', '.join(done)} since then"
+    found = []
+    for record in history.after(frozenset()):
+        if not _counts_after(history, record, first):
+            continue
+        done: dict[str, None] = {}
+        for edit in edits_of(record):
+            name, operation = edit["variable"], Operation(edit["operation"])
+            if name in undoes and disturbs(operation, undoes[name], heals=record.heals):
+                done[f"{_DONE[operation]} {name}"] = None
+        if done:
+            found.append(f"update {record.sequence} has {', '.join(done)} since then")
+    return tuple(found)
 
 
 def _counts_after(history: History, record: Committed, first: Committed) -> bool:

@@ -81,6 +81,16 @@ def test_what_was_added_is_subtracted_and_training_since_then_stays() -> None:
             np.testing.assert_array_equal(after[name], before[name])
 
 
+def test_the_job_refuses_a_revert_that_later_updates_make_wrong_unless_forced() -> None:
+    with Job(2) as job:
+        number = propose(job, Update().add(BIAS, DELTA))
+        later = propose(job, Update().assign(BIAS, DELTA))
+        with pytest.raises(UpdateRefused, match=f"update {later} has assigned {BIAS} since then"):
+            revert(job, number)
+        revert(job, number, forced=True)
+        np.testing.assert_array_equal(job.workers[1].state.values[BIAS], DELTA - DELTA)
+
+
 def test_slots_that_an_update_has_reset_go_back_too() -> None:
     schema = Schema(
         [

@@ -36,7 +36,7 @@ class Revert(Update):
         check_revert(job, self.update)
         if self.update.content is None:
             yield BeforeWritten(job.history.committed[sequence].id)
-            order = Invert(self.id, sequence)
+            order = Invert(self.id, sequence, self.update.forced)
             made = (yield Ask(order, (0,), job.timeouts.prepare_secs, "find what to undo"))[0]
             note = self.update.note or made.note
             self.update = replace(self.update, digest=made.digest, content=made.content, note=note)
@@ -87,8 +87,9 @@ class Invert:
 
     id: str
     sequence: int
+    forced: bool = False
     in_background: ClassVar[bool] = True
 
     def perform(self, replica: Replica) -> Published:
         """Nothing is changed."""
-        return replica.invert(self.id, self.sequence)
+        return replica.invert(self.id, self.sequence, forced=self.forced)

@@ -187,7 +187,7 @@ class SimulatedReplica:
         """As in `Replica`."""
         self._before.pop(sequence, None)
 
-    def invert(self, id_: str, sequence: int) -> Published:
+    def invert(self, id_: str, sequence: int, *, forced: bool) -> Published:
         """As in `Replica`."""
         return self._published(self._undo(sequence))
 
