@@ -10,7 +10,7 @@ import pytest
 
 from replicast.errors import UpdateRefused
 from replicast.update.edits import Edit, Operation, apply_edit
-from replicast.update.inverse import bytes_to_keep, inverse, meaning, parts_to_keep, update_before
+from replicast.update.inverse import bytes_to_keep, disturbs, inverse, meaning, parts_to_keep, update_before
 from replicast.update.schema import Schema, Variable
 from replicast.update.state import MemoryState
 from replicast.update.update import Update
@@ -122,3 +122,15 @@ def test_an_edit_and_its_inverse_may_differ_in_the_last_bits_in_floating_point()
     state = MemoryState({"w": np.array([1.0], np.float32)})
     back = undone(Update().add("w", np.array([1e8], np.float32)), state)
     assert apply_edit(back.edits[0], state.values["w"]).tolist() == [0.0], "1 + 1e8 - 1e8"
+
+
+def test_a_heal_keeps_what_was_added_before_it_and_is_lost_when_values_before_come_back() -> None:
+    assert disturbs(Operation.ASSIGN, Operation.ADD)
+    assert not disturbs(Operation.ASSIGN, Operation.ADD, heals=True)
+    assert disturbs(Operation.ASSIGN, Operation.ASSIGN, heals=True)
+
+
+def test_two_factors_can_be_undone_in_any_order() -> None:
+    assert not disturbs(Operation.SCALE, Operation.SCALE)
+    assert disturbs(Operation.SCALE, Operation.ADD)
+    assert disturbs(Operation.RESET_ROWS, Operation.SCALE)
