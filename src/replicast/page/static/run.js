@@ -148,7 +148,7 @@ class RunPage {
     const who = (view) => [view.author, view.note].filter(Boolean).join(": ");
     return [
       ...this.applied.map((view) => ({ kind: view.trial ? "trial" : "update", step: view.step, text: `update ${view.sequence}${who(view) ? `, ${who(view)}` : ""}${view.outcome ? `, ${view.outcome.outcome}` : ""}` })),
-      ...this.status.restarts.map((one) => ({ kind: "restart", step: this.chart.stepAfter(one.at), text: restartText(this.status, one) })),
+      ...this.status.restarts.map((one) => ({ ...restartMark(this.status, one), step: this.chart.stepAfter(one.at) })),
       ...this.checkpoints.map((one) => ({ kind: "checkpoint", step: one.step, text: `checkpoint of step ${count(one.step)}` })),
     ];
   }
@@ -175,9 +175,12 @@ function equality(status) {
   return `differ since step ${count(audit.found_at)}`;
 }
 
-function restartText(status, restart) {
-  const change = (status.changes ?? []).find((one) => one.state === "restarting" && one.attempt === restart.attempt);
-  return `restarted: attempt ${restart.attempt}${change?.reason || change?.error ? `, ${change.reason || change.error}` : ""}`;
+/** An attempt after the first: the launcher has restarted the job, or somebody has started it again. */
+function restartMark(status, restart) {
+  const changes = (status.changes ?? []).filter((one) => one.attempt === restart.attempt);
+  const change = changes.find((one) => one.state === "restarting");
+  if (!change && changes.some((one) => one.state === "starting")) return { kind: "start", text: `started again by hand: attempt ${restart.attempt}` };
+  return { kind: "restart", text: `restarted: attempt ${restart.attempt}${change?.reason ? `, ${change.reason}` : ""}` };
 }
 
 /** What to say at the top when the job is gone. */
