@@ -132,6 +132,7 @@ def report(run: DirectoryRun) -> str:
 
 def _chain(body: Element, chain: Chain) -> None:
     _add(body, "h2", "The journal")
+    _add(body, "p", "The chain has the updates and their receipts. Everything else here is not part of it.")
     if chain.problems:
         _add(body, "p", f"{len(chain.problems)} of {chain.length} records are not what was written:", "bad")
         listed = SubElement(body, "ul")
@@ -147,7 +148,6 @@ def _chain(body: Element, chain: Chain) -> None:
     )
     _add(_add(body, "p", ""), "code", chain.last or "(there is none yet)")
     _add(body, "p", "Whoever keeps this hash elsewhere can tell later whether an old record was changed.")
-    _add(body, "p", "The chain has the updates and their receipts. Everything else here is not part of it.")
 
 
 def _curves(body: Element, metrics: Metrics, updates: Sequence[UpdateView]) -> None:

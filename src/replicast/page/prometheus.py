@@ -20,7 +20,7 @@ _HELP = {
         "gauge",
         "The attempt of the job, from 0: each start and each restart begins another",
     ),
-    "replicast_restarts_total": ("counter", "Restarts by the launcher, of the last 50 changes of its state"),
+    "replicast_restarts_total": ("counter", "How often the launcher has restarted the job"),
     "replicast_step": ("gauge", "The last step that each worker has finished"),
     "replicast_seconds_since_note": ("gauge", "Seconds since each worker was last heard of"),
     "replicast_seconds_since_step": ("gauge", "Seconds since each worker finished a step"),
@@ -67,8 +67,7 @@ def _of_status(status: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str],
     yield "replicast_running", {}, float(status["running"])
     for state in State:
         yield "replicast_state", {"state": str(state)}, float(status["state"] == state)
-    restarts = [one for one in status["changes"] if one.get("state") == State.RESTARTING]
-    yield "replicast_restarts_total", {}, float(len(restarts))
+    yield "replicast_restarts_total", {}, float(status["restarted"])
     yield "replicast_workers", {}, float(status["size"])
     yield "replicast_attempt", {}, float(status["attempt"])
     yield "replicast_updates_waiting", {}, float(len(status["waiting"]) + len(status["scheduled"]))
