@@ -102,7 +102,9 @@ def header_bytes(first: bytes) -> int:
     return 8 + min(int.from_bytes(first[:8], "little"), MAX_HEADER_BYTES)
 
 
-def check_header(begin: bytes, nbytes: int, source: str, *, max_tensors: int) -> None:
+def check_header(
+    begin: bytes, nbytes: int, source: str, *, max_tensors: int
+) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
     """Checks the header of a safetensors file before the rest is read.
 
     Args:
@@ -111,11 +113,15 @@ def check_header(begin: bytes, nbytes: int, source: str, *, max_tensors: int) ->
         source: The name of the file in errors.
         max_tensors: The maximum number of tensors.
 
+    Returns:
+        The metadata, and the shape of each tensor.
+
     Raises:
         FileDamaged: It is not a safetensors file, or the header and the size do not match.
     """
     header, first = _header_of(memoryview(begin), nbytes, source, max_tensors)
-    _layout_of(header, nbytes - first, source)
+    metadata, _ = _layout_of(header, nbytes - first, source)
+    return metadata, {name: tuple(entry["shape"]) for name, entry in header.items()}
 
 
 def loads_strictly(text: str | bytes, source: str, what: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import safetensors.numpy
 
 from replicast.page.endpoints import ENDPOINTS
 from replicast.page.openapi import description
+from replicast.storage.states import State
 from replicast.testing.runs import MemoryRun
 from replicast.update.update import Update
 from tests.page.conftest import BEARER, Client
@@ -217,6 +219,18 @@ def test_prometheus_can_read_it(client: Client, run: MemoryRun) -> None:
     assert 'replicast_updates{run="first",stage="verified"} 1.0' in lines
     assert 'replicast_metric{run="first",name="loss"} NaN' in lines
     assert 'replicast_last_audit_equal{run="first"} 1.0' in lines
+    assert 'replicast_state{run="first",state="training"} 1.0' in lines
+
+
+def test_prometheus_can_tell_a_failed_run_and_count_its_restarts(
+    client: Client, run: MemoryRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = replace(run.status(), state=State.FAILED, restarted=1)
+    monkeypatch.setattr(run, "status", lambda: status)
+    lines = client.get("/metrics").text.splitlines()
+    assert 'replicast_state{run="first",state="failed"} 1.0' in lines
+    assert 'replicast_state{run="first",state="training"} 0.0' in lines
+    assert 'replicast_restarts_total{run="first"} 1.0' in lines
 
 
 def test_the_health_of_the_server_needs_no_run(client: Client) -> None:

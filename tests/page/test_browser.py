@@ -12,6 +12,7 @@ import safetensors.numpy
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
 
 from replicast.client import connect
+from replicast.storage.states import Change, State, write_change
 from replicast.update.update import Update
 from tests.page.browser import Watched, chromium
 from tests.page.live import Serving
@@ -215,6 +216,41 @@ def test_a_killed_job_is_told_and_the_page_goes_on_when_it_is_back(page: Page, r
     expect(page.locator("#metrics .key")).to_contain_text("restart")
 
 
+def test_a_failed_job_is_told_once_with_the_last_lines_of_its_worker(page: Page, run: PlayedRun) -> None:
+    run.kill()
+    lines = ("Traceback (most recent call last):", "ValueError: \x1b[31mno data\x1b[0m")
+    write_change(run.path, Change(State.FAILED, 0, worker=1, reason="ValueError: no data", last_lines=lines))
+    expect(page.locator("#failure")).to_have_text(f"{lines[0]}\nValueError: no data")
+    expect(page.get_by_role("alert")).to_have_text("The job has failed.")
+    expect(page.locator("#sentence")).to_contain_text("ValueError: no data")
+
+
+def test_a_start_by_hand_is_not_marked_as_a_restart(page: Page, run: PlayedRun) -> None:
+    run.kill()
+    write_change(run.path, Change(State.STARTING, 1))
+    run.start()
+    key = page.locator("#metrics .key")
+    expect(key.get_by_text("start", exact=True)).to_be_visible()
+    expect(key).not_to_contain_text("restart")
+
+
+def test_on_a_phone_numbers_are_whole_and_names_break_at_a_slash(
+    page: Page, run: PlayedRun, serving: Serving, tmp_path: Path
+) -> None:
+    page.set_viewport_size({"width": 390, "height": 800})
+    unlock(page)
+    choose(page, tensors(tmp_path / "delta.safetensors", dense__bias=np.ones(3, np.float32)))
+    page.get_by_role("button", name="Check", exact=True).click()
+    name = page.locator("dialog td").first
+    expect(name).to_have_text("model/dense/bias")
+    assert name.locator("wbr").count() == 2
+    assert name.evaluate("(one) => getComputedStyle(one).overflowWrap") == "normal"
+    page.goto(serving.address)
+    step = page.locator("tbody tr", has_text=run.path.name).locator("td").nth(2)
+    assert step.evaluate("(one) => getComputedStyle(one).whiteSpace") == "nowrap"
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
 def test_a_killed_server_is_told_and_the_page_goes_on_when_it_is_back(
     page: Page, run: PlayedRun, serving: Serving
 ) -> None:
@@ -232,7 +268,9 @@ def test_what_a_job_says_is_text_and_never_markup(page: Page, run: PlayedRun) ->
     log = run.path / "logs" / "attempt-0" / "worker-0.log"
     log.parent.mkdir(parents=True)
     log.write_text(f"{HOSTILE}\n\x1b[31mred\x1b[0m\x1b]0;title\x07 end\n")
-    update = Update(author=HOSTILE, note=HOSTILE).add("dense/bias", np.ones(3, np.float32))
+    update = Update(author=HOSTILE, note=f"\x1b[31m{HOSTILE}\x1b]0;title\x07\x08").add(
+        "dense/bias", np.ones(3, np.float32)
+    )
     connect(run.path).push(update).result(20)
     page.locator("#logs summary").click()
     expect(page.locator(".log")).to_contain_text(f"{HOSTILE}\nred end")

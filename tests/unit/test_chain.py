@@ -9,7 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from replicast.cli import main
+from replicast.client.directory import DirectoryRun
+from replicast.client.report import report
+from replicast.client.updates import UpdateView
 from replicast.core.entries import Refused, Started
+from replicast.core.stage import Stage
 from replicast.storage.chain import read_chain
 from replicast.storage.fence import Fence
 from replicast.storage.journal import FileJournal
@@ -51,7 +55,9 @@ def test_an_old_record_that_is_rewritten_with_a_valid_seal_shows(run: Path) -> N
 def test_a_removed_or_damaged_record_shows(run: Path) -> None:
     (run / "groups" / "000001" / "000001.started.json").unlink()
     (run / "groups" / "000002" / "000001.started.json").write_bytes(b"{")
-    assert len(read_chain(run).problems) == 2
+    missing, damaged = read_chain(run).problems
+    assert missing == "entry 1 of groups/000001 is missing"
+    assert "groups/000002/000001.started.json" in damaged
 
 
 def test_what_a_group_writes_after_it_was_taken_over_is_not_in_the_chain(run: Path) -> None:
@@ -80,3 +86,42 @@ def test_the_report_says_which_record_was_changed(run: Path, tmp_path: Path) -> 
     result = CliRunner().invoke(main, ["report", str(run), "-o", str(output)])
     assert result.exit_code == 1
     assert "does not follow the record before it" in output.read_text()
+
+
+def test_the_report_says_which_tables_are_part_of_the_chain(run: Path) -> None:
+    html = report(DirectoryRun(run))
+    said = {
+        title.partition("</h2>")[0].partition(" (")[0].partition(":")[0]: title.partition("<p>")[2]
+        for title in html.split("<h2>")[1:]
+    }
+    chained = {title for title, text in said.items() if text.startswith("Part of the chain")}
+    written = {
+        title
+        for title, text in said.items()
+        if text.startswith("As the job wrote them; not part of the chain")
+    }
+    assert chained == {"Updates", "Receipts"}
+    assert written == {"Loss and metrics", "Checkpoints", "Starts, restarts and ends", "Audits"}
+
+
+def test_the_report_says_in_words_what_an_update_does(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    views = [
+        UpdateView(
+            id="a", stage=Stage.VERIFIED, sequence=3, step=1, reverted_by=4, sha256="f" * 64,
+            edits=(
+                {"operation": "scale", "variable": "out/kernel", "shape": None},
+                {"operation": "low_rank_add", "variable": "my_dense/kernel", "shape": [3, 4]},
+                {"operation": "assign", "variable": "optimizer/learning_rate", "shape": []},
+            ),
+        ),
+        UpdateView(id="b", stage=Stage.VERIFIED, sequence=4, step=2, reverts=3),
+    ]  # fmt: skip
+    directory = DirectoryRun(run)
+    monkeypatch.setattr(directory, "log", lambda: views)
+    html = report(directory)
+    words = "scale out/kernel, low rank add my_dense/kernel (3×4), assign optimizer/learning_rate (scalar)"
+    assert f"<td>{words}\nreverted by update 4</td>" in html
+    assert "reverts update 3" in html
+    assert '<td class="short">verified</td>' in html
+    assert f"sha256 {'f' * 64}</code></td>" in html
+    assert html.count("<table>") == html.count('<div class="scroll"><table>') > 0

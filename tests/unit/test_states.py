@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from replicast.client.directory import DirectoryRun
 from replicast.processes import this_process
 from replicast.replicas.run_state import RunStates
 from replicast.storage.runfiles import ENDED, WorkerNote
@@ -112,3 +113,10 @@ def test_a_script_of_one_worker_that_raises_has_failed(
     assert read_state(tmp_path, []).sentence.startswith("Stopped at step 20 by Ctrl-C")
     states.ended(20, told_to=False, at_exit=False)
     assert read_state(tmp_path, []).state is State.FINISHED, "an error of an earlier cell of a notebook"
+
+
+def test_restarts_are_counted_also_when_their_changes_are_no_longer_told(tmp_path: Path) -> None:
+    for attempt in range(80):
+        write_change(tmp_path, Change(State.RESTARTING if attempt else State.STARTING, attempt))
+    seen = DirectoryRun(tmp_path).status()
+    assert (seen.restarted, len(seen.changes)) == (79, 50)

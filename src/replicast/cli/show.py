@@ -68,7 +68,7 @@ def _facts(view: UpdateView) -> list[tuple[str, str | Text]]:
         ("reverted", "" if view.reverted_by is None else f"by update {view.reverted_by}"),
         ("edits", texts.one_line(edits)),
         ("trial", "" if view.trial is None else texts.trial(view.trial)),
-        ("since", "" if view.edits else texts.date(view.at)),
+        ("since", texts.date(view.at) if view.at and view.sequence is None else ""),
         ("committed", committed),
         ("payload", payload),
         ("waits for", texts.one_line(view.waits_for)),

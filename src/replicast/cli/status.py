@@ -163,6 +163,7 @@ def _pending_table(views: Sequence[UpdateView], now: float) -> Table:
             since = f"{age(now - view.at)} ago"
         what = what_cell(view)
         if view.waits_for:
+            what.append("\n" if what else "")
             what.append(f"waits for {texts.one_line(view.waits_for)}", style="yellow")
         cells = stage_cell(view.stage), step, what, texts.size(view.nbytes or 0), since
         table.add_row(texts.short_id(view.id), *cells)

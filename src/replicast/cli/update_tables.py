@@ -55,7 +55,8 @@ def what_cell(view: UpdateView) -> Text:
     if view.sequence is not None and not view.nbytes:
         cell = Text("not known: its entry is damaged", style="red")
     if view.reverts is not None:
-        cell.append(f"\nreverts update {view.reverts}", style="yellow")
+        cell.append("\n" if cell else "")  # One that waits has no edits yet: the job makes them.
+        cell.append(f"reverts update {view.reverts}", style="yellow")
     if view.reverted_by is not None:
         cell.append(f"\nreverted by update {view.reverted_by}", style="yellow")
     if view.receipt is not None and view.receipt.checkpoint:

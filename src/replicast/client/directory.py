@@ -43,7 +43,7 @@ from replicast.storage.runfiles import (
     read_run_info,
     read_worker_notes,
 )
-from replicast.storage.states import RunState, changes, read_state
+from replicast.storage.states import RunState, State, changes, read_state
 from replicast.storage.updates import Updates, load_update
 from replicast.update.schema import Schema
 from replicast.update.trial import Trial
@@ -108,7 +108,7 @@ class DirectoryRun(Run):
         info = self._info(now)
         # A former, larger job may have left notes of workers that this one does not have.
         notes = [note for note in notes if note.rank < _size(info, now)]
-        brief = self._brief(info, notes, now)
+        brief, told = self._brief(info, notes, now), changes(self.path)
         return Overview(
             run=self.where,
             time=time.time(),
@@ -122,8 +122,9 @@ class DirectoryRun(Run):
             metrics=last_metrics(self.path),
             audit=next(iter(last_audits(self.path, 1)), None),
             operations=tuple(read_operations(self.path)) if brief.running else (),
-            changes=tuple(asdict(one) for one in changes(self.path, _LAST_CHANGES)),
+            changes=tuple(asdict(one) for one in told[-_LAST_CHANGES:]),
             restarts=self._restarts.read(),
+            restarted=sum(one.state is State.RESTARTING for one in told),
             **self._updates(),
         )
 

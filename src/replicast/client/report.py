@@ -5,10 +5,10 @@ Everything that came from a job is text: the tree is built by the standard libra
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from typing import Any
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from replicast.client.directory import DirectoryRun
@@ -21,15 +21,27 @@ from replicast.storage.states import Change, changes
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+.scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .6rem .3rem 0; }
 tr { border-bottom: 1px solid #8884; }
-td { overflow-wrap: anywhere; }
-code { font-size: 12px; }
+th, td.short { white-space: nowrap; }
+td { white-space: pre-line; min-width: 12rem; overflow-wrap: anywhere; }
+td.short { min-width: 0; overflow-wrap: normal; }
+code { font-size: 12px; overflow-wrap: anywhere; }
+h1, li, p { overflow-wrap: anywhere; }
 .good { color: #1a7f37; } .bad { color: #c62828; font-weight: bold; }
 svg { width: 100%; height: auto; } path { fill: none; stroke: #3b6ea5; stroke-width: 1.5; }
 line { stroke: #b26a00; stroke-dasharray: 3 3; } text { font-size: 12px; fill: currentColor; }
 """
+_SHORT = frozenset((
+    "#", "step", "stage", "who", "committed", "attempt", "outcome", "stall", "verified", "epoch", "made",
+    "bytes", "time", "state", "worker",
+))  # fmt: skip
+"""Columns whose cells are not broken into lines."""
+_DIGESTS = frozenset(("content", "digests by worker", "digest of the state"))
+_CHAINED = "Part of the chain: from the records of the journal."
+_NOT_CHAINED = "As the job wrote them; not part of the chain: a change to them does not show here."
 _UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
 _WIDTH, _HEIGHT, _LEFT, _POINTS = 1000, 260, 70, 1000
 
@@ -50,6 +62,7 @@ def report(run: DirectoryRun) -> str:
     updates, metrics = run.log(), run.metrics(points=_POINTS)
     _curves(body, metrics, updates)
     _add(body, "h2", f"Updates ({len(updates)})")
+    _add(body, "p", f"{_CHAINED} Only the stage of an update without a receipt is as the job last noted it.")
     _table(
         body,
         ("#", "step", "stage", "what", "who", "why", "committed", "content"),
@@ -58,16 +71,17 @@ def report(run: DirectoryRun) -> str:
                 one.sequence,
                 one.step,
                 one.stage,
-                _edits(one),
+                _what(one),
                 one.author,
                 one.note,
                 _when(one.committed_at),
-                f"{one.content_digest} sha256 {one.sha256}",
+                f"{one.content_digest}\nsha256 {one.sha256}",
             )
             for one in updates
         ],
     )
     _add(body, "h2", "Receipts: what each worker reported, in each attempt that applied the update")
+    _add(body, "p", _CHAINED)
     _table(
         body,
         ("#", "attempt", "step", "outcome", "digests by worker", "stall", "verified"),
@@ -86,6 +100,7 @@ def report(run: DirectoryRun) -> str:
         ],
     )
     _add(body, "h2", "Checkpoints")
+    _add(body, "p", _NOT_CHAINED)
     _table(
         body,
         ("step", "epoch", "attempt", "made", "bytes", "digest of the state", "patched by"),
@@ -103,8 +118,10 @@ def report(run: DirectoryRun) -> str:
         ],
     )
     _add(body, "h2", "Starts, restarts and ends")
+    _add(body, "p", _NOT_CHAINED)
     _table(body, ("time", "state", "attempt", "worker", "step", "reason"), map(_change, changes(run.path)))
     _add(body, "h2", "Audits")
+    _add(body, "p", _NOT_CHAINED)
     _table(
         body,
         ("time", "what was found"),
@@ -115,6 +132,7 @@ def report(run: DirectoryRun) -> str:
 
 def _chain(body: Element, chain: Chain) -> None:
     _add(body, "h2", "The journal")
+    _add(body, "p", "The chain has the updates and their receipts. Everything else here is not part of it.")
     if chain.problems:
         _add(body, "p", f"{len(chain.problems)} of {chain.length} records are not what was written:", "bad")
         listed = SubElement(body, "ul")
@@ -134,6 +152,7 @@ def _chain(body: Element, chain: Chain) -> None:
 
 def _curves(body: Element, metrics: Metrics, updates: Sequence[UpdateView]) -> None:
     _add(body, "h2", "Loss and metrics")
+    _add(body, "p", _NOT_CHAINED)
     if not metrics.series:
         _add(body, "p", "No metrics were recorded.")
     for name, series in sorted(metrics.series.items(), key=lambda one: (one[0] != "loss", one[0])):
@@ -184,15 +203,19 @@ def _table(body: Element, heads: Sequence[str], rows: Iterable[Sequence[object]]
     if not listed:
         _add(body, "p", "None.")
         return
-    table = SubElement(body, "table")
+    table = SubElement(SubElement(body, "div", {"class": "scroll"}), "table")
     row = SubElement(SubElement(table, "thead"), "tr")
     for head in heads:
         _add(row, "th", head).set("scope", "col")
     lines = SubElement(table, "tbody")
     for cells in listed:
         row = SubElement(lines, "tr")
-        for cell in cells:
-            _add(row, "td", "" if cell is None else str(cell))
+        for head, cell in zip(heads, cells, strict=True):
+            text = "" if cell is None else str(cell)
+            if head in _DIGESTS:
+                _add(_add(row, "td", ""), "code", text)
+            else:
+                _add(row, "td", text, "short" if head in _SHORT else "")
 
 
 def _add(parent: Element, tag: str, text: str, kind: str = "") -> Element:
@@ -201,16 +224,26 @@ def _add(parent: Element, tag: str, text: str, kind: str = "") -> Element:
     return element
 
 
-def _edits(view: UpdateView) -> str:
-    edits = ((edit.get("operation"), edit.get("variable"), edit.get("shape")) for edit in view.edits)
-    return ", ".join(f"{operation} {variable} {json.dumps(shape)}" for operation, variable, shape in edits)
+def _what(view: UpdateView) -> str:
+    lines = [", ".join(map(_edit, view.edits))]
+    if view.reverts is not None:
+        lines.append(f"reverts update {view.reverts}")
+    if view.reverted_by is not None:
+        lines.append(f"reverted by update {view.reverted_by}")
+    return "\n".join(lines)
+
+
+def _edit(edit: Mapping[str, Any]) -> str:
+    words = f"{str(edit.get('operation')).replace('_', ' ')} {edit.get('variable')}"
+    shape = edit.get("shape")
+    return words if shape is None else f"{words} ({'×'.join(map(str, shape)) or 'scalar'})"
 
 
 def _digests(receipt: Receipt) -> str:
     if receipt.checkpoint:
         digest = ", ".join(receipt.digests.values())
         return f"applied to the checkpoint {receipt.checkpoint}, by no worker: {digest}"
-    return ", ".join(f"{rank}: {digest}" for rank, digest in sorted(receipt.digests.items()))
+    return "\n".join(f"{rank}: {digest}" for rank, digest in sorted(receipt.digests.items()))
 
 
 def _change(change: Change) -> tuple[object, ...]:

@@ -17,12 +17,15 @@ from replicast.core.entries import Receipt
 from replicast.core.stage import Stage
 from replicast.errors import NotFound, UpdateRefused
 from replicast.storage import inbox
+from replicast.storage.descriptions import describe
 from replicast.storage.runfiles import read_worker_notes
 from replicast.storage.updates import CommittedUpdate, Updates
 from replicast.strictjson import described, reading
 from replicast.update.trial import Trial, TrialOutcome
 
 _MOST_DAMAGED = 5
+_MOST_DESCRIBED = 50
+"""So many of the waiting updates are described: a status reads their files each time."""
 _FROM_RECEIPT = ("digests", "propose_to_applied_secs", "stall_secs", "verified_at")
 
 
@@ -35,7 +38,7 @@ class UpdateView:
         step: Where it was applied, or will be, once that is known.
         nbytes: The size of its file.
         sequence: Its number in the journal, once it is committed.
-        author: Who proposed it, as far as the journal knows it; so are the following.
+        author: Who proposed it, as far as the journal or its file tells; so are the following.
         note: Why.
         edits: A summary of each edit: operation, variable, shape of what is written.
         scheduled: Whether its author chose the step.
@@ -158,12 +161,30 @@ def scheduled_views(journal: Updates) -> list[UpdateView]:
 
 def waiting_views(run: Path, known: Collection[str]) -> list[UpdateView]:
     """What waits in the inbox, the oldest first, without the ids that are known from elsewhere."""
-    found = []
+    found = list[UpdateView]()
     for entry in inbox.waiting(run):
         if entry.id not in known:
             view = noted_view(run, entry.id) or UpdateView(id=entry.id, stage=Stage.PROPOSED)
+            view = _described(view, entry.path) if len(found) < _MOST_DESCRIBED else view
             found.append(replace(view, at=entry.submitted_at, path=entry.path, nbytes=entry.nbytes))
     return found
+
+
+def _described(view: UpdateView, path: Path) -> UpdateView:
+    """A waiting update with what its file says of it."""
+    told = describe(path)
+    if told is None:
+        return view
+    return replace(
+        view,
+        author=told.author,
+        note=told.note,
+        edits=told.edits,
+        step=told.at_step if view.step is None else view.step,
+        scheduled=told.at_step is not None,
+        trial=told.trial,
+        reverts=told.reverts,
+    )
 
 
 def refused_views(run: Path, journal: Updates, known: Collection[str]) -> list[UpdateView]:

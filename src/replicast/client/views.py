@@ -15,7 +15,18 @@ from replicast.strictjson import described, reading
 from replicast.update.edits import Array
 from replicast.update.parts import factor_to_json
 
-_PLAIN = ("run", "time", "state", "sentence", "running", "size", "attempt", "journaled", "problem")
+_PLAIN = (
+    "run",
+    "time",
+    "state",
+    "sentence",
+    "running",
+    "size",
+    "attempt",
+    "journaled",
+    "restarted",
+    "problem",
+)
 _UPDATES = ("updates", "scheduled", "waiting", "refused")
 
 
@@ -93,6 +104,7 @@ class Overview:
         refused: The last ones that were refused.
         changes: What became of the job: the last lines of states.jsonl, as `storage.states.Change` has them.
         restarts: When the job was started again; the last ones, oldest first.
+        restarted: How often the launcher has restarted the job.
         problem: What is wrong with the journal: what its damaged files said is missing above.
     """
 
@@ -114,6 +126,7 @@ class Overview:
     refused: tuple[UpdateView, ...] = ()
     changes: tuple[Mapping[str, Any], ...] = ()
     restarts: tuple[Restart, ...] = ()
+    restarted: int = 0
     problem: str = ""
 
     def to_json(self) -> dict[str, Any]:

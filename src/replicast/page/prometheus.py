@@ -8,13 +8,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from replicast.page.watch import Watch
+from replicast.storage.states import State
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _COUNT_SECS = 10.0
 _HELP = {
     "replicast_running": ("gauge", "Whether a worker of the run was heard of lately"),
+    "replicast_state": ("gauge", "Whether the run is in this state: 1 for one state, 0 for all others"),
     "replicast_workers": ("gauge", "The number of workers of the job"),
-    "replicast_attempt": ("gauge", "The attempt of the job: how often it was restarted"),
+    "replicast_attempt": (
+        "gauge",
+        "The attempt of the job, from 0: each start and each restart begins another",
+    ),
+    "replicast_restarts_total": ("counter", "How often the launcher has restarted the job"),
     "replicast_step": ("gauge", "The last step that each worker has finished"),
     "replicast_seconds_since_note": ("gauge", "Seconds since each worker was last heard of"),
     "replicast_seconds_since_step": ("gauge", "Seconds since each worker finished a step"),
@@ -59,6 +65,9 @@ async def _samples(watch: Watch) -> list[tuple[str, dict[str, str], float]]:
 
 def _of_status(status: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str], float]]:
     yield "replicast_running", {}, float(status["running"])
+    for state in State:
+        yield "replicast_state", {"state": str(state)}, float(status["state"] == state)
+    yield "replicast_restarts_total", {}, float(status["restarted"])
     yield "replicast_workers", {}, float(status["size"])
     yield "replicast_attempt", {}, float(status["attempt"])
     yield "replicast_updates_waiting", {}, float(len(status["waiting"]) + len(status["scheduled"]))

@@ -45,8 +45,12 @@ def read_chain(run_dir: Path) -> Chain:
     except FileDamaged as error:
         return Chain(0, "", (str(error),))
     length, before, problems = 0, "", list[str]()
-    for path in [] if claim is None else _records(run_dir, claim):
+    for path, missing in [] if claim is None else _records(run_dir, claim):
         length += 1
+        if missing:
+            problems.append(missing)
+            before = ""
+            continue
         try:
             content = read_bytes(path, max_bytes=_MAX_BYTES, follow=False)
             previous = parse_object(bytes(content)).get("previous")
@@ -78,14 +82,20 @@ def last_digest(run_dir: Path, counted: Sequence[tuple[int, int]]) -> str:
         return ""
 
 
-def _records(run_dir: Path, claim: Claim) -> Iterator[Path]:
-    """The claims and entries that count, in order. A group without entries counts only if it is the last."""
+def _records(run_dir: Path, claim: Claim) -> Iterator[tuple[Path, str]]:
+    """The claims and entries that count, in order, each with what to say if it is missing, else nothing.
+
+    A group without entries counts only if it is the last.
+    """
     for group, most in [*claim.counted, (claim.group, sys.maxsize)]:
         directory = group_directory(run_dir, group)
-        yield directory / CLAIM
+        yield directory / CLAIM, ""
         kinds = entry_kinds(directory)
         for number in range(1, min(most, max(kinds, default=0)) + 1):
-            yield entry_path(directory, number, kinds.get(number, "missing"))
+            if number in kinds:
+                yield entry_path(directory, number, kinds[number]), ""
+            else:
+                yield directory, f"entry {number} of {directory.relative_to(run_dir)} is missing"
 
 
 def digest(content: bytes | memoryview) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from replicast.config import TOLD_TO_END
 from replicast.supervisor.failure import exception_in, traceback_in
@@ -11,6 +12,9 @@ from replicast.supervisor.group import GroupEnd
 from replicast.supervisor.report import short_path
 from replicast.supervisor.screen import Screen
 from replicast.supervisor.worker import WorkerExit
+
+if TYPE_CHECKING:
+    from replicast.storage.descriptions import Description
 
 
 class States:
@@ -98,6 +102,7 @@ def what_is_taken_over(run_dir: Path) -> str:
     from replicast.errors import FileDamaged
     from replicast.storage import inbox  # These import numpy: not for a new run.
     from replicast.storage.checkpoint import CheckpointStore
+    from replicast.storage.descriptions import describe
     from replicast.storage.updates import Updates
 
     found = []
@@ -110,10 +115,18 @@ def what_is_taken_over(run_dir: Path) -> str:
         found += _counted(len(journal.scheduled), "scheduled")
     except FileDamaged as error:
         found.append(f"a damaged file ({error})")
-    waiting = [one.id for one in inbox.waiting(run_dir)]
-    shown = ", ".join(waiting[:3]) + (", …" if len(waiting) > 3 else "")
+    waiting = inbox.waiting(run_dir)
+    shown = ", ".join(_waiting(one.id, describe(one.path)) for one in waiting[:3]) + (
+        ", …" if len(waiting) > 3 else ""
+    )
     found += [f"{one}: {shown}" for one in _counted(len(waiting), "waiting in the inbox, to be applied now")]
     return f"replicast: {short_path(run_dir)} was used before; it has {'; '.join(found)}" if found else ""
+
+
+def _waiting(update_id: str, told: Description | None) -> str:
+    """An update by the beginning of its id, and what it does."""
+    text = update_id[:8] + ("" if told is None else f" ({told.words})")
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
 
 
 def _counted(count: int, where: str) -> list[str]:

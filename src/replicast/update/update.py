@@ -385,6 +385,20 @@ def _from_description(description: Any, array_of: Callable[[str, Any], Array]) -
     return Update(**head)._copy(edits_from_json(description.get("edits"), array_of))
 
 
+def description_in(
+    metadata: Mapping[str, str], source: str, array_of: Callable[[str, Any], Array]
+) -> tuple[dict[str, Any], tuple[Edit, ...], dict[str, Any]]:
+    """What the metadata of an update's file says: labels and flags, the edits, and the whole description.
+
+    Raises:
+        FileDamaged: It is not that of an update.
+        UpdateRefused: Something in it is not valid.
+    """
+    description = loads_strictly(metadata.get(_METADATA, ""), source, "description")
+    head = head_from_json(description, FORMAT)
+    return head, edits_from_json(description.get("edits"), array_of), description
+
+
 def _unpickled(content: bytes, id_was_given: bool) -> Update:
     update, _ = Update.parse(memoryview(content), "The pickled update")
     update._id_was_given = id_was_given

@@ -10,6 +10,7 @@ const KINDS = {
   update: { label: "update", symbol: "triangle-up", color: "--series-2", path: "M5 0 10 10H0Z" },
   trial: { label: "on trial", symbol: "diamond", color: "--series-3", path: "M5 0 10 5 5 10 0 5Z" },
   restart: { label: "restart", symbol: "x", color: "--bad", path: "M1 0 5 4 9 0 10 1 6 5 10 9 9 10 5 6 1 10 0 9 4 5 0 1Z" },
+  start: { label: "start", symbol: "circle", color: "--series-4", path: "M5 0A5 5 0 0 1 5 10A5 5 0 0 1 5 0Z" },
   checkpoint: { label: "checkpoint", symbol: "square", color: "--series-6", path: "M1 1H9V9H1Z" },
 };
 

@@ -1,6 +1,6 @@
 // A dialog that asks, shows where something stands, and ends with a receipt or the reason.
 
-import { el, pairs, say } from "./dom.js";
+import { breakable, el, pairs, say } from "./dom.js";
 import { count, counted, editsText, number, seconds, shape, size } from "./format.js";
 
 export function field(id, label, input, hint = "") {
@@ -134,7 +134,7 @@ export function examinationView(examined, trial = false) {
   parts.push(...(examined.warnings ?? []).map((text) => el("div", { class: "note careful" }, text)));
   parts.push(...(examined.notes ?? []).map((text) => el("p", { class: "small" }, text)));
   const rows = examined.edits.slice(0, 50).map((edit) => el("tr", {},
-    el("td", {}, edit.variable), el("td", {}, `${edit.operation.replaceAll("_", " ")}${edit.factor === null ? "" : ` ${number(edit.factor)}`}`),
+    el("td", { class: "name" }, breakable(edit.variable)), el("td", { class: "keep" }, `${edit.operation.replaceAll("_", " ")}${edit.factor === null ? "" : ` ${number(edit.factor)}`}`),
     el("td", { class: "keep" }, shape(edit.shape)), el("td", { class: "right keep" }, edit.nbytes ? size(edit.nbytes) : ""),
     el("td", { class: "right keep" }, edit.values ? number(edit.values.size === 1 && edit.values.nonfinite === 0 ? edit.values.minimum : edit.values.norm) : "")));
   const head = ["variable", "operation", "shape", "size", "norm or value"].map((name, at) => el("th", { scope: "col", class: at > 2 ? "right" : "" }, name));

@@ -1,5 +1,7 @@
 // Builds and changes the page. Whatever comes from a job goes in as text: there is no HTML from data anywhere.
 
+import { plain } from "./format.js";
+
 /** An element with properties, attributes (`aria-…`, `data-…`), listeners (`onclick`) and children. */
 export function el(tag, props = {}, ...children) {
   const node = document.createElement(tag);
@@ -10,7 +12,8 @@ export function el(tag, props = {}, ...children) {
     else if (name in node && !name.includes("-") && name !== "list" && name !== "form") node[name] = value;
     else node.setAttribute(name, value === true ? "" : String(value));
   }
-  node.append(...children.flat(3).filter((child) => child !== null && child !== undefined && child !== false));
+  node.append(...children.flat(3).filter((child) => child !== null && child !== undefined && child !== false)
+    .map((child) => (child instanceof Node ? child : plain(String(child)))));
   return node;
 }
 
@@ -18,7 +21,7 @@ export const byId = (id) => document.getElementById(id);
 
 /** Sets a text, and touches the page only if it has changed: a screen reader hears nothing twice. */
 export function setText(node, text) {
-  const value = String(text ?? "");
+  const value = plain(String(text ?? ""));
   if (node.textContent !== value) node.textContent = value;
 }
 
@@ -44,6 +47,11 @@ export function showList(parent, items, keyOf, make) {
   if (same) return;
   parent.replaceChildren(...nodes);
   if (focused !== undefined) [...parent.querySelectorAll("[data-focus]")].find((one) => one.dataset.focus === focused)?.focus();
+}
+
+/** A name that may be broken into lines after each "/", and nowhere else. */
+export function breakable(name) {
+  return String(name).split(/(?<=\/)/).flatMap((part, at) => (at ? [el("wbr"), part] : [part]));
 }
 
 /** Tells a screen reader something. */

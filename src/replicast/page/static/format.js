@@ -42,13 +42,15 @@ export const serverTime = () => Date.now() / 1000 + offset;
 export const ago = (secs) => (secs ? `${duration(Math.max(0, serverTime() - secs))} ago` : "");
 export const moment = (secs) => (secs ? new Date(secs * 1000).toLocaleString() : "");
 
-/** A line that a process has printed, without what is meant for a terminal. */
-export function plainLine(line) {
-  return line
+/** Text without what is meant for a terminal: escape sequences and control characters. */
+export function plain(text) {
+  return text
     .replace(/\u001b\[[0-9;?]*[ -\/]*[@-~]|\u001b\][^\u0007\u001b]*(\u0007|\u001b\\)?|\u001b./g, "")
-    .replace(/^.*\r(?=.)/, "")
     .replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069]/g, "");
 }
+
+/** A line that a process has printed: of what it has overwritten, only the last is left. */
+export const plainLine = (line) => plain(line.replace(/\r$/, "").replace(/^.*\r(?=.)/, ""));
 
 export const shortId = (id) => (/^[0-9a-f]{32}$/.test(id) ? id.slice(0, 8) : id);
 

@@ -4,7 +4,7 @@ import { Actions } from "./actions.js";
 import { follow, get } from "./api.js";
 import { Chart } from "./chart.js";
 import { byId, card, el, setText } from "./dom.js";
-import { count, duration, number, setServerTime } from "./format.js";
+import { count, duration, number, plain, plainLine, setServerTime } from "./format.js";
 import { Audits, Checkpoints } from "./history.js";
 import { banner, link } from "./link.js";
 import { Logs } from "./logs.js";
@@ -63,11 +63,12 @@ class RunPage {
     });
     this.chip = el("span");
     this.sentence = el("h1", { id: "sentence", "aria-live": "polite" }, this.run.sentence);
+    this.failure = el("pre", { class: "failure", id: "failure", tabIndex: 0, hidden: true, "aria-label": "Last lines of the worker that failed" });
     this.facts = Object.fromEntries(["step", "epoch", "time left", "loss", "replicas"].map((name) => [name, el("dd", {}, "–")]));
     const facts = el("dl", { class: "facts" }, Object.entries(this.facts).map(([name, node]) => el("div", {}, el("dt", {}, name), node)));
     const metrics = card("metrics", "Metrics", el("div", { class: "body" }, this.chart.plot), this.chart.key);
     byId("main").replaceChildren(
-      el("div", { class: "hero" }, el("div", { class: "hero-line" }, this.chip, this.sentence), facts),
+      el("div", { class: "hero" }, el("div", { class: "hero-line" }, this.chip, this.sentence), this.failure, facts),
       el("div", { class: "columns" },
         el("div", { class: "stack" }, metrics, this.updates.node, this.logs.node),
         el("div", { class: "stack" }, this.workers.node, this.actions.node, this.auditList.node, this.checkpointList.node)));
@@ -125,6 +126,9 @@ class RunPage {
   head(status) {
     if (this.chip.textContent !== status.state) this.chip.replaceChildren(stateChip(status.state, true));
     setText(this.sentence, capital(status.sentence));
+    const lines = status.state === "failed" ? (status.changes ?? []).at(-1)?.last_lines ?? [] : [];
+    this.failure.hidden = lines.length === 0;
+    setText(this.failure, lines.map(plainLine).join("\n"));
     const steps = status.workers.map((note) => note.step);
     const step = steps.length ? Math.max(...steps) : null;
     setText(this.facts.step, count(step));
@@ -146,11 +150,12 @@ class RunPage {
 
   marks() {
     const who = (view) => [view.author, view.note].filter(Boolean).join(": ");
-    return [
+    const marks = [
       ...this.applied.map((view) => ({ kind: view.trial ? "trial" : "update", step: view.step, text: `update ${view.sequence}${who(view) ? `, ${who(view)}` : ""}${view.outcome ? `, ${view.outcome.outcome}` : ""}` })),
-      ...this.status.restarts.map((one) => ({ kind: "restart", step: this.chart.stepAfter(one.at), text: restartText(this.status, one) })),
+      ...this.status.restarts.map((one) => ({ ...restartMark(this.status, one), step: this.chart.stepAfter(one.at) })),
       ...this.checkpoints.map((one) => ({ kind: "checkpoint", step: one.step, text: `checkpoint of step ${count(one.step)}` })),
     ];
+    return marks.map((mark) => ({ ...mark, text: plain(mark.text) }));
   }
 
   around(step) {
@@ -175,14 +180,17 @@ function equality(status) {
   return `differ since step ${count(audit.found_at)}`;
 }
 
-function restartText(status, restart) {
-  const change = (status.changes ?? []).find((one) => one.state === "restarting" && one.attempt === restart.attempt);
-  return `restarted: attempt ${restart.attempt}${change?.reason || change?.error ? `, ${change.reason || change.error}` : ""}`;
+/** An attempt after the first: the launcher has restarted the job, or somebody has started it again. */
+function restartMark(status, restart) {
+  const changes = (status.changes ?? []).filter((one) => one.attempt === restart.attempt);
+  const change = changes.find((one) => one.state === "restarting");
+  if (!change && changes.some((one) => one.state === "starting")) return { kind: "start", text: `started again by hand: attempt ${restart.attempt}` };
+  return { kind: "restart", text: `restarted: attempt ${restart.attempt}${change?.reason ? `, ${change.reason}` : ""}` };
 }
 
 /** What to say at the top when the job is gone. */
 function jobBanner(status) {
-  if (status.state === "failed") return `The job has failed. ${capital(status.sentence)}`;
+  if (status.state === "failed") return "The job has failed.";
   if (status.state === "lost") return "The job is lost: no worker has been heard of. This page goes on by itself when it is started again.";
   return "";
 }

@@ -33,9 +33,9 @@ export async function showRuns(first) {
 
 function row(run) {
   return el("tr", {},
-    el("td", {}, el("a", { href: encodeURIComponent(run.name), "data-focus": run.name }, run.name), el("div", { class: "dim small" }, run.sentence)),
+    el("td", { class: "first" }, el("a", { href: encodeURIComponent(run.name), "data-focus": run.name }, run.name), el("div", { class: "dim small" }, run.sentence)),
     el("td", {}, stateChip(run.state)),
-    el("td", { class: "right" }, count(run.step)),
-    el("td", { class: "wide-only" }, count(run.workers)),
-    el("td", { class: "dim" }, run.heard));
+    el("td", { class: "right keep" }, count(run.step)),
+    el("td", { class: "wide-only keep" }, count(run.workers)),
+    el("td", { class: "dim keep" }, run.heard));
 }

@@ -41,7 +41,7 @@ export class Updates {
   }
 
   entry(view) {
-    const what = editsText(view.edits) || (view.refusal ? view.refusal.problem : `update ${shortId(view.id)}`);
+    const what = editsText(view.edits) || (Number.isInteger(view.reverts) ? `revert update ${view.reverts}` : view.refusal ? view.refusal.problem : `update ${shortId(view.id)}`);
     const meta = [view.step !== null && view.step !== undefined ? `step ${count(view.step)}` : "", view.nbytes ? size(view.nbytes) : "", view.ago ?? "", view.author, view.note ? `“${view.note}”` : ""];
     const summary = el("summary", { "data-focus": `entry-${view.id}` },
       el("span", { class: "number" }, view.sequence ? `#${view.sequence}` : ""),

@@ -1,0 +1,70 @@
+"""An update that waits in the inbox is described by the header of its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from replicast.cli.update_tables import what_cell
+from replicast.client.updates import waiting_views
+from replicast.storage import inbox
+from replicast.storage.descriptions import describe
+from replicast.supervisor.states import what_is_taken_over
+from replicast.update.trial import Trial
+from replicast.update.update import Update
+
+ONES = np.ones((2, 3), np.float32)
+UPDATE_ID = "0123456789abcdef0123456789abcdef"
+
+
+def update_of(name: str = UPDATE_ID) -> Update:
+    return Update(id=name, author="ana", note="why").add("x", ONES).scale("my_y", 0.5)
+
+
+def test_a_waiting_update_is_shown_with_what_it_does_who_proposed_it_and_why(tmp_path: Path) -> None:
+    inbox.submit(tmp_path, update_of(), at_step=7, trial=Trial(50, "loss", 0.05))
+    (view,) = waiting_views(tmp_path, ())
+    assert (view.author, view.note, view.step, view.trial) == ("ana", "why", 7, Trial(50, "loss", 0.05))
+    assert view.edits == (
+        {"operation": "add", "variable": "x", "shape": [2, 3]},
+        {"operation": "scale", "variable": "my_y", "shape": None},
+    )
+    inbox.submit(tmp_path, Update(id="undo"), reverts=3)
+    assert {one.id: one.reverts for one in waiting_views(tmp_path, ())} == {UPDATE_ID: None, "undo": 3}
+
+
+def test_what_a_waiting_update_does_and_waits_for_is_on_lines_of_its_own(tmp_path: Path) -> None:
+    inbox.submit(tmp_path, Update(id="undo", author="ana"), reverts=3)
+    (view,) = waiting_views(tmp_path, ())
+    assert what_cell(view).plain == "reverts update 3\nana"
+
+
+def test_the_values_of_a_waiting_update_are_not_read(tmp_path: Path) -> None:
+    path = inbox.submit(tmp_path, update_of())
+    content = bytearray(path.read_bytes())
+    content[-4:] = b"\xff\xff\xff\xff"
+    path.write_bytes(content)
+    told = describe(path)
+    assert told is not None
+    assert told.words == "add x (+1)"
+
+
+def test_a_file_that_is_no_update_is_listed_without_a_description(tmp_path: Path) -> None:
+    path = inbox.submit(tmp_path, update_of())
+    content = path.read_bytes()
+    for wrong in (b"", b"x" * 9, content[:-1], b"\xff" * 8 + content[8:], content.replace(b"add", b"axd")):
+        path.write_bytes(wrong)
+        (view,) = waiting_views(tmp_path, ())
+        assert (view.id, view.edits) == (UPDATE_ID, ())
+    path.unlink()
+    assert describe(path) is None
+    path.symlink_to(tmp_path / "elsewhere")
+    assert describe(path) is None
+
+
+def test_the_launcher_names_a_waiting_update_by_what_it_does(tmp_path: Path) -> None:
+    (tmp_path / "groups").mkdir()
+    inbox.submit(tmp_path, update_of())
+    line = what_is_taken_over(tmp_path)
+    assert line.endswith("1 update waiting in the inbox, to be applied now: 01234567 (add x (+1))")
