@@ -23,6 +23,11 @@ def test_whatever_happens_all_workers_end_where_the_sequential_model_does() -> N
             pytest.fail(f"python -m replicast.testing.simulation --seed {seed} shows how: {error!r}")
 
 
+@pytest.mark.parametrize("seed", [77052])
+def test_schedules_that_have_found_a_defect_break_nothing(seed: int) -> None:
+    World(random_plan(seed)).run()
+
+
 def test_a_seed_replays_exactly() -> None:
     stories = [World(random_plan(7), recording=True) for _ in range(2)]
     for story in stories:

@@ -36,6 +36,7 @@ class Revert(Update):
         check_revert(job, self.update)
         if self.update.content is None:
             yield BeforeWritten(job.history.committed[sequence].id)
+            check_revert(job, self.update)  # its trial, which is played again, may have begun meanwhile
             order = Invert(self.id, sequence, self.update.forced)
             made = (yield Ask(order, (0,), job.timeouts.prepare_secs, "find what to undo"))[0]
             note = self.update.note or made.note
