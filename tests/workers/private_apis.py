@@ -414,7 +414,7 @@ def _defined(tree: ast.AST) -> set[str]:
     """The names that a file gives to something of its own."""
     names = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             names |= {node.attr} if getattr(node.value, "id", "") == "self" else set()
