@@ -51,7 +51,7 @@ demo: $(STAMP) ## Two local workers train; the screen shows what happens when on
 	$(VENV)/bin/replicast demo
 
 # Debian's Chromium, for the tests of the page in a real browser. Package lists may be missing or old: then they are read first.
-APT := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n) apt-get --yes --quiet
+APT := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n) env DEBIAN_FRONTEND=noninteractive apt-get --yes --quiet
 .PHONY: chromium
 chromium:
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { \
