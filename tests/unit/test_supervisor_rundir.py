@@ -24,6 +24,7 @@ from replicast.supervisor.report import (
     sigterm_line,
 )
 from replicast.supervisor.rundir import locked, make_attempt_dir, make_run_dir, next_attempt
+from replicast.supervisor.states import what_is_taken_over
 from replicast.supervisor.supervisor import exit_code
 from replicast.supervisor.worker import WorkerExit
 
@@ -235,3 +236,14 @@ def test_a_fault_for_a_missing_worker_is_reported() -> None:
 )
 def test_durations_are_readable(secs: float, expected: str) -> None:
     assert duration(secs) == expected
+
+
+def test_a_used_run_directory_that_cannot_be_read_does_not_stop_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(run_dir: Path) -> list[str]:
+        raise OSError(errno.EIO, "Input/output error", str(run_dir))
+
+    (tmp_path / "groups").mkdir()
+    monkeypatch.setattr("replicast.storage.inbox.waiting", broken)
+    assert "a file that cannot be read ([Errno 5] Input/output error" in what_is_taken_over(tmp_path)

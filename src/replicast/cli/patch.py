@@ -37,7 +37,7 @@ from replicast.update.update import Update
 @edit_options
 @click.option("-o", "--output", type=PATH, metavar="OUT", help="The new checkpoint; must not exist yet.")
 @click.option("--in-place", is_flag=True, help="Replace the checkpoint of RUN, as an update of its journal.")
-@click.option("--note", metavar="TEXT", help="Why, for whoever reads the journal.")
+@click.option("--note", metavar="TEXT", help="Why. Readers of the journal see it.")
 @click.option("--author", metavar="TEXT", help="Who. [default: user@host]")
 @click.pass_context
 def patch(

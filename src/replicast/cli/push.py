@@ -35,7 +35,7 @@ _TRIAL_OPTIONS = ("trial_metric", "max_increase", "trial_mode")
 @click.command(cls=EditCommand, context_settings={"show_default": True})
 @run_argument
 @edit_options
-@click.option("--note", metavar="TEXT", help="Why, for whoever reads the journal.")
+@click.option("--note", metavar="TEXT", help="Why. Readers of the journal see it.")
 @click.option("--author", metavar="TEXT", help="Who. [default: user@host]")
 @click.option("--id", metavar="ID", help="Makes pushing it twice a no-op. [default: random]")
 @click.option("--at-step", type=_FROM_0, metavar="N", help="When. [default: as soon as possible]")

@@ -1,4 +1,4 @@
-"""`replicast report`: a run in one HTML file, for whoever audits it."""
+"""`replicast report`: a run in one HTML file, for auditors."""
 
 from __future__ import annotations
 

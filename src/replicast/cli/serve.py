@@ -24,7 +24,7 @@ _MIB = 2**20
     "--token-file",
     type=_FILE,
     metavar="FILE",
-    help="Allows actions to whoever has its text. Made if missing.",
+    help="Allows actions for clients that send its text. Created if missing.",
 )
 @click.option("--private", is_flag=True, help="Reading needs the token too, also from this machine.")
 @click.option(
@@ -87,7 +87,7 @@ def serve(
     with listen(settings) as listener:
         click.echo(f"Serving {path} at {address_of(settings, listener)}")
         if token_file is not None:
-            click.echo(f"The token is in {token_file}: whoever has it may act.")
+            click.echo(f"The token is in {token_file}: clients that send it may act.")
         elif settings.token is None:
             click.echo("Actions are off: give --token-file FILE to allow them.")
         run(App(runs_in(path), settings), settings, listener)

@@ -94,7 +94,7 @@ class Server:
     token: str | None = field(default=None, repr=False)
 
     def first(self, path: str) -> Any:
-        """What is at a path. Asks once: whoever has mistyped an address should know it soon."""
+        """What is at a path. Asks once, so that a mistyped address fails quickly."""
         return self._answered(_Call("GET", self._target(path, {}), _CALL_SECS), 0.0)
 
     def get(self, path: str, wait_secs: float = _CALL_SECS, /, **query: object) -> Any:
@@ -102,7 +102,7 @@ class Server:
         return self._answered(_Call("GET", self._target(path, query), wait_secs), _RETRY_SECS)
 
     def post(self, path: str, content: Mapping[str, Any], wait_secs: float = _CALL_SECS) -> Any:
-        """Asks for an action. Never twice: whoever asks must know whether it was done."""
+        """Asks for an action. Never twice: the caller must know whether it was done."""
         body = (json.dumps(content).encode(),)
         return self._answered(_Call("POST", self._target(path, {}), wait_secs, body), 0.0)
 

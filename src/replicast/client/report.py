@@ -1,4 +1,4 @@
-"""A report on a run in one HTML file, for whoever audits it: no script, no request to anything outside.
+"""A report on a run in one HTML file, for auditors: no script, no request to anything outside.
 
 Everything that came from a job is text: the tree is built by the standard library, which escapes it.
 """
@@ -14,6 +14,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 from replicast.client.directory import DirectoryRun
 from replicast.client.metrics import Metrics, Series
 from replicast.client.updates import UpdateView
+from replicast.client.views import CheckpointView
 from replicast.core.entries import Receipt
 from replicast.storage.chain import Chain, read_chain
 from replicast.storage.states import Change, changes
@@ -48,7 +49,7 @@ _WIDTH, _HEIGHT, _LEFT, _POINTS = 1000, 260, 70, 1000
 
 def report(run: DirectoryRun) -> str:
     """The report as a whole HTML document."""
-    status, chain = run.status(), read_chain(run.path)
+    status, updates = run.status(), run.log()
     html = Element("html", lang="en")
     head = SubElement(html, "head")
     SubElement(head, "meta", charset="utf-8")
@@ -58,11 +59,27 @@ def report(run: DirectoryRun) -> str:
     body = SubElement(html, "body")
     _add(body, "h1", run.path.name)
     _add(body, "p", f"{status.sentence}. Written on {_when(status.time)}.")
-    _chain(body, chain)
-    updates, metrics = run.log(), run.metrics(points=_POINTS)
-    _curves(body, metrics, updates)
-    _add(body, "h2", f"Updates ({len(updates)})")
-    _add(body, "p", f"{_CHAINED} Only the stage of an update without a receipt is as the job last noted it.")
+    _chain(body, read_chain(run.path))
+    _curves(body, run.metrics(points=_POINTS), updates)
+    _updates(body, updates)
+    _receipts(body, updates)
+    _checkpoints(body, run.checkpoints())
+    _section(body, "Starts, restarts and ends", _NOT_CHAINED)
+    _table(body, ("time", "state", "attempt", "worker", "step", "reason"), map(_change, changes(run.path)))
+    _section(body, "Audits", _NOT_CHAINED)
+    audits = [(_when(one.time), "\n".join(one.lines())) for one in run.audits(last=1000)]
+    _table(body, ("time", "what was found"), audits)
+    return "<!doctype html>\n" + tostring(html, encoding="unicode", method="html") + "\n"
+
+
+def _section(body: Element, title: str, about: str) -> None:
+    _add(body, "h2", title)
+    _add(body, "p", about)
+
+
+def _updates(body: Element, updates: Sequence[UpdateView]) -> None:
+    about = f"{_CHAINED} Only the stage of an update without a receipt is as the job last noted it."
+    _section(body, f"Updates ({len(updates)})", about)
     _table(
         body,
         ("#", "step", "stage", "what", "who", "why", "committed", "content"),
@@ -80,8 +97,10 @@ def report(run: DirectoryRun) -> str:
             for one in updates
         ],
     )
-    _add(body, "h2", "Receipts: what each worker reported, in each attempt that applied the update")
-    _add(body, "p", _CHAINED)
+
+
+def _receipts(body: Element, updates: Sequence[UpdateView]) -> None:
+    _section(body, "Receipts: what each worker reported, in each attempt that applied the update", _CHAINED)
     _table(
         body,
         ("#", "attempt", "step", "outcome", "digests by worker", "stall", "verified"),
@@ -99,8 +118,10 @@ def report(run: DirectoryRun) -> str:
             for receipt in one.receipts
         ],
     )
-    _add(body, "h2", "Checkpoints")
-    _add(body, "p", _NOT_CHAINED)
+
+
+def _checkpoints(body: Element, checkpoints: Sequence[CheckpointView]) -> None:
+    _section(body, "Checkpoints", _NOT_CHAINED)
     _table(
         body,
         ("step", "epoch", "attempt", "made", "bytes", "digest of the state", "patched by"),
@@ -114,20 +135,9 @@ def report(run: DirectoryRun) -> str:
                 one.state_digest,
                 one.patched_by,
             )
-            for one in run.checkpoints()
+            for one in checkpoints
         ],
     )
-    _add(body, "h2", "Starts, restarts and ends")
-    _add(body, "p", _NOT_CHAINED)
-    _table(body, ("time", "state", "attempt", "worker", "step", "reason"), map(_change, changes(run.path)))
-    _add(body, "h2", "Audits")
-    _add(body, "p", _NOT_CHAINED)
-    _table(
-        body,
-        ("time", "what was found"),
-        [(_when(one.time), "\n".join(one.lines())) for one in run.audits(last=1000)],
-    )
-    return "<!doctype html>\n" + tostring(html, encoding="unicode", method="html") + "\n"
 
 
 def _chain(body: Element, chain: Chain) -> None:

@@ -103,7 +103,7 @@ class Requests:
                 self._done(run_dir, id_, self._session.step, details, problem=problem, at_once=True)
 
     def finish(self, run_dir: Path) -> None:
-        """The job has ended: whoever still waits is told so."""
+        """The job has ended: requests that still wait are refused."""
         self._retry(at_once=True)
         for path in requests.waiting(run_dir):
             id_ = requests.id_of(path)

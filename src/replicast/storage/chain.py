@@ -2,9 +2,9 @@
 
     claim of group 1 ◄── entry 1 ◄── entry 2 ◄── claim of group 2 ◄── entry 1 ◄── …
 
-A claim contains the hash of the last entry before it that counts, the first entry of a group that of its
-claim.
-The seal of an entry shows damage; the chain shows that somebody has replaced an entry together with its seal.
+A claim contains the hash of the last entry before it that counts; the first entry of a group contains the
+hash of its claim. The seal of an entry shows damage; the chain shows that an entry was replaced together
+with its seal.
 """
 
 from __future__ import annotations

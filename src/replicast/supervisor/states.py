@@ -1,4 +1,4 @@
-"""The launcher writes down what becomes of the job: whoever looks later can tell success from a crash."""
+"""The launcher records what becomes of the job, so that a crash can be told from success later."""
 
 from __future__ import annotations
 
@@ -99,6 +99,14 @@ def what_is_taken_over(run_dir: Path) -> str:
     """One line: what a start finds in a run directory that was used before; empty if nothing."""
     if not (run_dir / "groups").is_dir():
         return ""
+    try:
+        found = _contents(run_dir)
+    except OSError as error:  # This line is a courtesy: the workers say what they cannot read.
+        found = [f"a file that cannot be read ({error})"]
+    return f"replicast: {short_path(run_dir)} was used before; it has {'; '.join(found)}" if found else ""
+
+
+def _contents(run_dir: Path) -> list[str]:
     from replicast.errors import FileDamaged
     from replicast.storage import inbox  # These import numpy: not for a new run.
     from replicast.storage.checkpoint import CheckpointStore
@@ -120,7 +128,7 @@ def what_is_taken_over(run_dir: Path) -> str:
         ", …" if len(waiting) > 3 else ""
     )
     found += [f"{one}: {shown}" for one in _counted(len(waiting), "waiting in the inbox, to be applied now")]
-    return f"replicast: {short_path(run_dir)} was used before; it has {'; '.join(found)}" if found else ""
+    return found
 
 
 def _waiting(update_id: str, told: Description | None) -> str:

@@ -46,7 +46,7 @@ export class Actions {
   }
 
   note(text) {
-    return field("note", "Why", el("input", { id: "note", name: "note", maxLength: 1000 }), text ?? "For whoever reads the journal.");
+    return field("note", "Why", el("input", { id: "note", name: "note", maxLength: 1000 }), text ?? "Readers of the journal see it.");
   }
 
   force() {
