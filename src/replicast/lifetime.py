@@ -83,6 +83,7 @@ class Lifetime:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="replicast-lifetime", daemon=True)
         self._only_once = threading.Lock()
+        self._one_failure = threading.Lock()
         self._has_left = False
         self._interrupted = False
         self._before_leaving: list[Callable[[], None]] = []
@@ -162,11 +163,18 @@ class Lifetime:
         if isinstance(error, KeyboardInterrupt) and self.failure is None:
             self._interrupted = True
             return
-        if self.failure is None:
-            blamed, message = self._cause(error)
-            first = within(CALL_SECS, lambda: self._publish_failure(blamed, message))
-            self.failure = self.failure or first or _first(blamed, message)
+        blamed, message = self._cause(error)
+        own = _first(blamed, message)
+        # Before the others are told: worker 0 then exits, and the service that this worker loses is no cause.
+        if self._set_failure(own) is own:
+            self.failure = within(CALL_SECS, lambda: self._publish_failure(blamed, message)) or own
         self._report()
+
+    def _set_failure(self, failure: JobFailed) -> JobFailed:
+        """Sets why the job failed, unless it is known; returns what is known now."""
+        with self._one_failure:
+            self.failure = self.failure or failure
+            return self.failure
 
     def _report(self) -> None:
         """Writes because of whom this worker exits, once."""
@@ -266,9 +274,8 @@ class Lifetime:
         Worker 0 exits, and ends the service, when all workers have left.
         """
         if self._rank == 0:
-            self.failure = self.failure or JobFailed(
-                f"worker {worker} was lost while worker 0 waited for it to finish: {error}", worker=worker
-            )
+            lost = f"worker {worker} was lost while worker 0 waited for it to finish: {error}"
+            self._set_failure(JobFailed(lost, worker=worker))
 
     def _watch(self) -> None:
         try:
@@ -320,9 +327,9 @@ class Lifetime:
         """
         if not self._only_once.acquire(blocking=False):
             return
-        self.failure = self.failure or failure
+        first = self._set_failure(failure)
         threading.Thread(
-            target=self._end_after_grace, args=(self.failure,), name="replicast-end", daemon=True
+            target=self._end_after_grace, args=(first,), name="replicast-end", daemon=True
         ).start()
         self._coordination.abort(str(failure))
         blamed = self._rank if failure.worker is None else failure.worker

@@ -72,6 +72,44 @@ def test_a_worker_that_is_ready_waits_for_the_other(workers: list[Worker], early
     assert not first.is_alive()
 
 
+class GoneOnceToldOf(MemoryCoordination):
+    """A service that goes away, with worker 0, as soon as it was told of a failure."""
+
+    def __init__(self, store: MemoryCoordination.Store) -> None:
+        super().__init__(store)
+        self._gone = threading.Event()
+        self.noticed = threading.Event()
+
+    def put(self, key: str, value: str) -> bool:
+        written = super().put(key, value)
+        if key.endswith("/failed"):
+            self._gone.set()
+            self.noticed.wait(DEADLINE_SECS)  # by the watching thread, before the caller knows of its success
+        return written
+
+    def get(self, key: str, timeout_secs: float) -> str | None:
+        if self._gone.is_set():
+            raise JobFailed("The coordination service does not answer", worker=0)
+        return super().get(key, timeout_secs)
+
+    def abort(self, message: str) -> None:
+        super().abort(message)
+        self.noticed.set()
+
+
+def test_a_worker_that_raised_is_the_cause_though_the_service_goes_before_it_has_said_so() -> None:
+    service = GoneOnceToldOf(MemoryCoordination.Store())
+    exit_codes: list[int] = []
+    lifetime = Lifetime(service, 1, 2, lambda: 0, exit_codes.append)
+    lifetime.watch()
+    lifetime.failed(ValueError("no such column"))
+    assert service.noticed.is_set()
+    assert lifetime.failure is not None
+    assert lifetime.failure.worker == 1
+    lifetime.leave()
+    assert exit_codes == []  # the process exits with the code of its own exception
+
+
 def test_a_failure_reaches_the_others_with_its_first_line(workers: list[Worker]) -> None:
     workers[1].lifetime.failed(ValueError("no such column"))
     eventually(lambda: workers[0].coordination.aborted)
