@@ -187,6 +187,17 @@ def test_the_learning_rate_is_changed_with_the_keyboard_alone(page: Page, run: P
     expect(page.get_by_role("button", name="Learning rate …")).to_be_focused()
 
 
+def test_a_learning_rate_below_0_is_refused_before_it_is_sent(page: Page, run: PlayedRun) -> None:
+    unlock(page)
+    page.get_by_role("button", name="Learning rate …").click()
+    rate = page.get_by_label("New learning rate")
+    rate.fill("-3")
+    page.get_by_role("button", name="Check", exact=True).click()
+    assert rate.evaluate("input => input.validationMessage") == "A learning rate is a number above 0."
+    expect(page.get_by_role("button", name="Push to all workers")).to_have_count(0)
+    page.get_by_role("button", name="Cancel").click()
+
+
 def test_an_audit_is_asked_for_and_answered(page: Page, run: PlayedRun) -> None:
     unlock(page)
     page.get_by_role("button", name="Audit now …").click()

@@ -67,6 +67,7 @@ def _steer(address: str, process: subprocess.Popen[str]) -> None:
         page.get_by_role("textbox", name="Token").fill(TOKEN)
         page.get_by_role("button", name="Use it").click()
         page.get_by_role("button", name="Learning rate …").click()
+        expect(page.locator("#value-hint")).to_contain_text(re.compile(r"Now 0\.01, at step \d"))
         page.get_by_label("New learning rate").fill("0.0005")
         page.get_by_label("Why").fill("slower")
         page.get_by_label("Your name").fill("ana")

@@ -69,10 +69,22 @@ export class Actions {
 
   learningRate() {
     const id = newId();
-    const value = el("input", { id: "value", name: "value", type: "number", step: "any", min: Number.MIN_VALUE, required: true, inputMode: "decimal" });
-    const dialog = new Dialog("Change the learning rate", "Every worker uses it from the same step on.", [field("value", "New learning rate", value), this.note(), this.author(), this.trial(false)]);
+    const value = el("input", { id: "value", name: "value", type: "number", step: "any", required: true, inputMode: "decimal" });
+    value.addEventListener("input", () => value.setCustomValidity(Number(value.value) > 0 || !value.value ? "" : "A learning rate is a number above 0."));
+    const rate = field("value", "New learning rate", value, "Asking for the current one …");
+    const dialog = new Dialog("Change the learning rate", "Every worker uses it from the same step on.", [rate, this.note(), this.author(), this.trial(false)]);
     const body = (data) => ({ ...proposal(data), id, value: Number(data.get("value")) });
+    this.showCurrent(rate.querySelector(".hint"), "learning_rate");
     this.propose(dialog, id, (data) => post(`${this.base}/learning-rate`, { ...body(data), dry_run: true }), (data) => post(`${this.base}/learning-rate`, body(data)));
+  }
+
+  async showCurrent(hint, variable) {
+    try {
+      const pulled = await get(`${this.base}/variables/${variable}`);
+      hint.textContent = `Now ${Number(Number(pulled.values).toPrecision(6))}, at step ${count(pulled.step)}.`;
+    } catch (error) {
+      hint.textContent = `The current one is not known: ${error.message}`;
+    }
   }
 
   upload() {
