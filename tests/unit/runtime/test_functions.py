@@ -196,7 +196,7 @@ def test_ctrl_c_in_a_function_ends_the_worker_and_is_refused_for_the_others() ->
 
         tickets = propose_on_all(job, "f", interrupted, source=1)
         with pytest.raises(KeyboardInterrupt):
-            job.train(3)
+            job.train(10_000, closes=False)  # until it happens: worker 0 would wait for the other in `close`
         assert "It ended the worker (KeyboardInterrupt)" in str(refusal(tickets[0]))
         assert [worker.applied for worker in job.workers] == [[], []]
 

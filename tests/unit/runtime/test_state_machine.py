@@ -29,7 +29,7 @@ from replicast.update.validate import planned
 
 STEPS = 12
 EXAMPLES = int(os.environ.get("REPLICAST_TEST_EXAMPLES", "150"))
-TIMEOUTS = replace(QUICK, prepare_secs=10.0, answer_secs=10.0, meet_secs=15.0)
+TIMEOUTS = replace(QUICK, prepare_secs=10.0, answer_secs=10.0, meet_secs=15.0, wait_secs=0.1)
 SCHEMA = MemoryState(start_values()).schema
 GOOD: list[Callable[[Update], Update]] = [
     lambda u: u.add("dense/bias", np.full(3, 1.0, np.float32)),
