@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults import test_endings as endings
-from tests.faults import test_updates as updates
 from tests.faults.test_endings import HEAD, run
-from tests.faults.test_updates import DEADLINE_SECS, STAGED, finish, start, undisturbed
-
-__all__ = ["undisturbed"]  # the fixture
+from tests.faults.test_updates import DEADLINE_SECS, STAGED, finish, start
 
 
 def test_worker_0_that_raised_is_named_and_all_end(tmp_path: Path) -> None:
@@ -22,12 +19,6 @@ def test_worker_0_that_raised_is_named_and_all_end(tmp_path: Path) -> None:
 
 def test_worker_1_that_has_fewer_batches_ends_all_with_the_reason(tmp_path: Path) -> None:
     endings.test_workers_with_different_numbers_of_batches_end_with_the_reason(tmp_path, 1)
-
-
-def test_a_job_whose_worker_1_was_killed_ends_with_the_weights_of_an_undisturbed_one(
-    tmp_path: Path, undisturbed: Path
-) -> None:
-    updates.test_a_job_that_was_killed_ends_with_the_weights_of_an_undisturbed_one(tmp_path, 1, undisturbed)
 
 
 def test_a_script_that_ends_early_on_all_workers_ends_with_0(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A training with the same final bits in every job of the same size, however often it is killed.
 
-Updates come from the last worker, for the next step and for a later one, from a function, and from the inbox.
+Updates come from the last worker, for the next step and for a later one (with the learning rate and a reset
+of moments), from a function, and from the inbox.
 A `sync` makes updates without `at_step` land at the step at which they are proposed, in every attempt. There
 is no checkpoint at a step of a proposal: an attempt that starts from it would not run that line again.
 """
@@ -44,8 +45,9 @@ class Corrections(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         step = replicas.step
         if step % SAVE_EVERY == PROPOSE_AT[0] and replicas.rank == replicas.size - 1:
-            later = replicast.Update(note="for later").add("dense_1/bias", np.full(1, step, "float32"))
-            replicas.propose(later, at_step=step + 5)
+            later = replicast.Update(note="for later", reset_slots=True)
+            later = later.add("dense_1/bias", np.full(1, step, "float32"))
+            replicas.propose(later.scale("optimizer/learning_rate", 0.9), at_step=step + 5)
             replicas.propose(replicast.Update(note="for now").scale("dense/kernel", 0.9))
         if step % (2 * SAVE_EVERY) == PROPOSE_AT[1]:
             replicas.propose(halved, source=0)

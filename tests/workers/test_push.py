@@ -1,4 +1,4 @@
-"""A job of three workers that trains, and the command line: `push`, `status`, `log`, `show`."""
+"""A job that trains, and the command line: `push`, `status`, `log`, `show`, `pull`, `revert`, `stop`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from replicast.storage.runfiles import last_metrics
 from replicast.update.update import Update
 
 DEADLINE_SECS = 180.0
-WORKERS = 3
+WORKERS = 2
 TRAIN = """
 import time
 from pathlib import Path
@@ -36,7 +36,6 @@ import keras
 import numpy as np
 
 import replicast
-from replicast.update.digest import digest_state
 
 keras.utils.set_random_seed(1)
 strategy = replicast.Strategy()
@@ -51,22 +50,17 @@ with strategy.scope():
 replicas = replicast.Replicas(model)
 
 
-class UntilTold(keras.callbacks.Callback):
-    # All workers stop at the same step, since an update reaches all of them at one.
+class Held(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
-        time.sleep(0.01)  # Leaves the two cores of a small machine some room for the commands.
+        time.sleep(0.1)  # Leaves the cores of a small machine to the commands.
         while Path("hold").exists():  # Who has passed this already waits in the next step.
             if not Path("held").exists():
                 Path(f"held-{replicas.rank}").write_text(str(replicas.step))
                 Path(f"held-{replicas.rank}").rename("held")
             time.sleep(0.01)
-        if float(self.model.optimizer.learning_rate.numpy()) == 0.25:
-            self.model.stop_training = True
 
 
-model.fit(x, y, batch_size=12, epochs=10**6, verbose=0, callbacks=[UntilTold(), replicas.callback()])
-print("digest of the weights:", digest_state({weight.path: weight.numpy() for weight in model.weights}))
-print("digest of the optimizer:", digest_state({v.path: v.numpy() for v in model.optimizer.variables}))
+model.fit(x, y, batch_size=12, epochs=10**6, verbose=0, callbacks=[Held(), replicas.callback()])
 """
 
 
@@ -100,7 +94,7 @@ def process(*words: object) -> Ended:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
-    """Three workers that train in `tmp_path`, which is the current directory, until told to end."""
+    """Workers that train in `tmp_path`, which is the current directory, until told to end."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "train.py").write_text(TRAIN)
@@ -140,10 +134,13 @@ def stage_of(run: Path, update_id: str) -> object:
     return (inbox.stage_of(run, update_id) or {}).get("stage")
 
 
+SAME_ON_ALL = rf"^  digest [0-9a-f]{{32}}, the same on {WORKERS} workers$"
 DELTA = np.array([0.5, -0.25], np.float32)
 
 
-def test_a_training_job_is_changed_from_outside(job: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_training_job_is_changed_and_stopped_from_outside(
+    job: subprocess.Popen[str], tmp_path: Path
+) -> None:
     eventually(lambda: last_metrics(tmp_path / "run") is not None, job, "no step was trained")
     safetensors.numpy.save_file({"out/bias": DELTA}, tmp_path / "delta.safetensors")
     a_change_reaches_all_workers_at_one_step(tmp_path)
@@ -153,7 +150,8 @@ def test_a_training_job_is_changed_from_outside(job: subprocess.Popen[str], tmp_
     the_step_can_be_chosen(job, tmp_path)
     the_other_commands_tell_of_it(tmp_path)
     values_can_be_pulled_and_reverted_and_the_state_saved(tmp_path)
-    the_last_one_ends_the_training_and_all_weights_are_equal(job, tmp_path)
+    an_audit_can_be_asked_for(tmp_path)
+    it_can_be_stopped_and_has_saved_its_state(job, tmp_path)
 
 
 def a_change_reaches_all_workers_at_one_step(directory: Path) -> None:
@@ -161,20 +159,20 @@ def a_change_reaches_all_workers_at_one_step(directory: Path) -> None:
     added = process("push", "run", "--add", "delta.safetensors", *options)
     assert added.code == 0, added
     assert re.search(r"^verified: number 1, applied at step \d+$", added.said, re.MULTILINE), added
-    assert re.search(r"^  digest [0-9a-f]{32}, the same on 3 workers$", added.said, re.MULTILINE), added
+    assert re.search(SAME_ON_ALL, added.said, re.MULTILINE), added
 
 
 def an_audit_can_be_asked_for(directory: Path) -> None:
     asked = process("audit", "run", "--now")
     assert asked.code == 0, asked
-    assert re.fullmatch(r"\S+  audit \d+ at step \d+: \d+ variables are equal on 3 workers\n", asked.said), (
-        asked
-    )
+    assert re.fullmatch(
+        rf"\S+  audit \d+ at step \d+: \d+ variables are equal on {WORKERS} workers\n", asked.said
+    ), asked
     assert list((directory / "run" / "inbox").glob("*.request.json")) == []
     (number,) = re.findall(r"audit (\d+) ", asked.said)
     listed = command("audit", "run", "--json", "--last", 100_000)
     assert number in {str(json.loads(line)["number"]) for line in listed.said.splitlines()}
-    assert "variables are equal on 3 workers" in " ".join(command("status", "run").said.split())
+    assert f"variables are equal on {WORKERS} workers" in " ".join(command("status", "run").said.split())
 
 
 def bad_updates_are_refused_before_they_are_sent(directory: Path) -> None:
@@ -250,7 +248,7 @@ def the_other_commands_tell_of_it(directory: Path) -> None:
     assert "loss" in status["metrics"]["values"]
     assert {one["id"] for one in status["refused"]} == {"nan", "shape", "torn", "\x1b[31mevil"}
     seen = command("status", "run")
-    assert (seen.code, "run: 3 workers" in seen.said, "\x1b" in seen.said) == (0, True, False), seen
+    assert (seen.code, f"run: {WORKERS} workers" in seen.said, "\x1b" in seen.said) == (0, True, False), seen
 
 
 def values_can_be_pulled_and_reverted_and_the_state_saved(directory: Path) -> None:
@@ -262,7 +260,7 @@ def values_can_be_pulled_and_reverted_and_the_state_saved(directory: Path) -> No
     assert "goes back to exactly the values before" in planned.said
     reverted = command("revert", "run", "near", "--wait")
     assert reverted.code == 0, reverted
-    assert re.search(r"^  digest [0-9a-f]{32}, the same on 3 workers$", reverted.said, re.MULTILINE), reverted
+    assert re.search(SAME_ON_ALL, reverted.said, re.MULTILINE), reverted
     assert command("pull", "run", "learning_rate", "-o", "rate.npy").code == 0
     assert np.load(directory / "rate.npy") == np.float32(0.001)
     again = command("revert", "run", "near")
@@ -279,8 +277,7 @@ def values_can_be_pulled_and_reverted_and_the_state_saved(directory: Path) -> No
     ]
 
 
-def test_a_training_job_is_stopped_from_outside(job: subprocess.Popen[str], tmp_path: Path) -> None:
-    eventually(lambda: last_metrics(tmp_path / "run") is not None, job, "no step was trained")
+def it_can_be_stopped_and_has_saved_its_state(job: subprocess.Popen[str], directory: Path) -> None:
     stopped = command("stop", "run")
     assert stopped.code == 0, stopped
     step = int(re.findall(r"stopped at step (\d+)", stopped.said)[0])
@@ -291,18 +288,4 @@ def test_a_training_job_is_stopped_from_outside(job: subprocess.Popen[str], tmp_
     pulled = command("pull", "run", "out/bias", "-o", "bias.npy")
     assert pulled.code == 0, pulled
     assert f"from the checkpoint {step}" in pulled.said
-    assert np.load(tmp_path / "bias.npy").shape == (2,)
-
-
-def the_last_one_ends_the_training_and_all_weights_are_equal(
-    job: subprocess.Popen[str], directory: Path
-) -> None:
-    last = process("push", "run", "--set", "learning_rate=0.25", "--wait")
-    assert last.code == 0, last
-    said, _ = job.communicate(timeout=DEADLINE_SECS)
-    assert job.returncode == 0, said
-    logs = directory / "run" / "logs" / "attempt-0"
-    for line in (r"digest of the weights: \w{32}", r"digest of the optimizer: \w{32}"):
-        found = [re.findall(line, (logs / f"worker-{rank}.log").read_text()) for rank in range(WORKERS)]
-        assert [len(lines) for lines in found] == [1] * WORKERS
-        assert found == [found[0]] * WORKERS
+    assert np.load(directory / "bias.npy").shape == (2,)
