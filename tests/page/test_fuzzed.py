@@ -3,16 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, given, settings
-from schemathesis import Case
-from schemathesis.checks import not_a_server_error
-from schemathesis.core.result import Ok
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
 
 from replicast.page import security
 from replicast.page.settings import Settings
@@ -20,18 +11,23 @@ from replicast.testing.runs import MemoryRun
 from tests.page.conftest import BEARER, TOKEN
 from tests.page.live import served
 
-CHECKS = [
-    not_a_server_error,
-    status_code_conformance,
-    content_type_conformance,
-    response_schema_conformance,
-]
 EXAMPLES = 12
 ENDLESS = "/api/runs/{run}/events"
 
 
 def fuzz(address: str, headers: dict[str, str]) -> int:
     """Sends requests to every endpoint that the description names; returns how many endpoints."""
+    import schemathesis  # here: the import takes a second, and all processes of `make test` read this file
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.core.result import Ok
+    from schemathesis.specs.openapi import checks
+
+    expected = [
+        not_a_server_error,
+        checks.status_code_conformance,
+        checks.content_type_conformance,
+        checks.response_schema_conformance,
+    ]
     schema = schemathesis.openapi.from_url(f"{address}/openapi.json")
     operations = [one.ok() for one in schema.get_all_operations() if isinstance(one, Ok)]
     operations = [one for one in operations if one.path != ENDLESS]
@@ -45,12 +41,12 @@ def fuzz(address: str, headers: dict[str, str]) -> int:
             suppress_health_check=list(HealthCheck),
         )
         @given(case=operation.as_strategy())
-        def check(case: Case) -> None:
+        def check(case: schemathesis.Case) -> None:
             if "run" in case.path_parameters:
                 case.path_parameters["run"] = "first"
             answer = case.call(headers={"Host": "127.0.0.1", **headers})
             assert answer.status_code != 500, answer.text
-            case.validate_response(answer, checks=CHECKS)
+            case.validate_response(answer, checks=expected)
 
         check()
     return len(operations)
