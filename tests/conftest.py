@@ -97,7 +97,7 @@ def _pools(item: pytest.Item) -> list[str]:
 
 def _group(item: pytest.Item) -> str:
     pools = _pools(item)
-    return str(item.path) if not pools else "pool3" if pools == ["pool3"] else "pools"
+    return str(item.path) if not pools else "pool3" if "pool3" in pools else "pools"
 
 
 def _place(item: pytest.Item) -> tuple[int, ...]:

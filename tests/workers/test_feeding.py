@@ -30,7 +30,7 @@ class Taster(keras.Model):
     def train_step(self, data: Any) -> dict[str, Any]:
         # Rows are numbered from 1: a row of zeros stands in for a share without rows, and counts for nothing.
         self.seen += [int(row) for row in data[0].numpy()[:, 0] if row]
-        return super().train_step(data)
+        return {"loss": tf.zeros(())}
 
 
 def rows_seen(strategy: Any, kind: str, epochs: int = 2) -> list[int]:
