@@ -42,6 +42,11 @@ def ended_script(script: str, **environ: str) -> subprocess.CompletedProcess[str
     )
 
 
+def test_the_handler_is_made_without_tensorflow() -> None:
+    ended = ended_script("import sys\nprint('tensorflow' in sys.modules)")
+    assert ended.stdout == "False\n", "each test here would take seconds"
+
+
 def test_a_launched_worker_acts_on_the_first_signal_and_on_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPLICAST_LAUNCHED", "1")
     times = iter([0.0, 1.0, 3600.0])

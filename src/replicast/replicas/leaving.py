@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from replicast.config import TOLD_TO_END
 from replicast.errors import ClusterError, ReplicastError
+from replicast.replicas.signals import on_sigterm
 from replicast.runtime import Session
 
 logger = logging.getLogger("replicast")
@@ -39,6 +40,23 @@ def told_to_end(leavings: Sequence[Leaving]) -> None:
     if not training and not any(one.left or one.ends for one in leavings):
         logger.warning("this worker was told to exit outside of a training: nothing is saved")
         sys.exit(TOLD_TO_END)
+
+
+def leave_on_sigterm(leaving: Leaving, leavings: list[Leaving]) -> None:
+    """Makes this model and all others of the script leave on SIGTERM.
+
+    Args:
+        leaving: This model's part.
+        leavings: The parts of all open models; this one is added.
+    """
+    leavings.append(leaving)
+    leaving.companions = leavings
+    if not on_sigterm(lambda: told_to_end(leavings)):
+        logger.warning(
+            "On SIGTERM this worker saves nothing: only the main thread can set a signal handler, and this "
+            "Replicas was created in another thread. Call replicas.leave() when the machine is to be taken "
+            "away"
+        )
 
 
 class Leaving:

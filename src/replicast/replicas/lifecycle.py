@@ -10,8 +10,8 @@ import keras
 from replicast.errors import ReplicastError
 from replicast.replicas.callback import BoundaryCallback
 from replicast.replicas.joining import Parts, Settings, check_not_compiled_again, join
+from replicast.replicas.leaving import leave_on_sigterm
 from replicast.replicas.run_state import RunStates
-from replicast.replicas.signals import leave_on_sigterm
 from replicast.replicas.uncounted import holds_callback, warn_of_missing_callback
 from replicast.replicas.view import ReplicasView
 from replicast.strategy import Strategy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -11,9 +10,6 @@ from collections.abc import Callable
 from types import FrameType
 
 from replicast.config import read_launch
-from replicast.replicas.leaving import Leaving, told_to_end
-
-logger = logging.getLogger("replicast")
 
 REPEAT_SECS = 5.0
 
@@ -66,23 +62,6 @@ def on_sigterm(act: Callable[[], object], *, now: Callable[[], float] = time.mon
             return False
         signal.signal(signal.SIGTERM, Handler(act, now))
     return True
-
-
-def leave_on_sigterm(leaving: Leaving, leavings: list[Leaving]) -> None:
-    """Makes this model and all others of the script leave on SIGTERM.
-
-    Args:
-        leaving: This model's part.
-        leavings: The parts of all open models; this one is added.
-    """
-    leavings.append(leaving)
-    leaving.companions = leavings
-    if not on_sigterm(lambda: told_to_end(leavings)):
-        logger.warning(
-            "On SIGTERM this worker saves nothing: only the main thread can set a signal handler, and this "
-            "Replicas was created in another thread. Call replicas.leave() when the machine is to be taken "
-            "away"
-        )
 
 
 def _end() -> None:
