@@ -24,7 +24,9 @@ y = np.ones((64, 1), "float32")
 """
 
 
-def run(tmp_path: Path, body: str, *, head: str = HEAD) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+def run(
+    tmp_path: Path, body: str, *, head: str = HEAD, **environ: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """Runs a script under the launcher; what it said, and each worker's log."""
     script = tmp_path / "script.py"
     script.write_text(head + textwrap.dedent(body))
@@ -38,13 +40,12 @@ def run(tmp_path: Path, body: str, *, head: str = HEAD) -> tuple[subprocess.Comp
         "--run-dir",
         str(tmp_path / "run"),
     ]
-    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
     done = subprocess.run(
         [*command, str(script)],
         capture_output=True,
         text=True,
         timeout=DEADLINE_SECS,
-        env=environ,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", **environ},
         check=False,
     )
     logs = [(tmp_path / "run" / "logs" / "attempt-0" / f"worker-{rank}.log").read_text() for rank in range(2)]
@@ -61,6 +62,7 @@ def test_a_job_ends_with_0_everywhere_when_worker_0_is_the_first_to_finish(tmp_p
             time.sleep(2)  # worker 0 reaches its end first, and hosts what the others still need
             print("still here", flush=True)
         """,
+        REPLICAST_TEST_AS_USERS="1",  # all that Python does at the exit included
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "still here" in logs[1]

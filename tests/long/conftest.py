@@ -1,5 +1,5 @@
-"""The demo and the examples read their data from scikit-learn: no process that a test starts goes without."""
+"""Processes that these tests start do so as those of users: the demo and the examples need scikit-learn."""
 
 import os
 
-os.environ["REPLICAST_TEST_SKLEARN"] = "1"
+os.environ["REPLICAST_TEST_AS_USERS"] = "1"

@@ -105,4 +105,3 @@ if __name__ == "__main__":
     channel.send_bytes(pickle.dumps(Returned(None)))
     gc.freeze()  # collecting before each call need not look through TensorFlow's own objects again
     serve(channel, kept_until_exit)
-    gc.unfreeze()  # and this process leaves as any script does

@@ -3,7 +3,8 @@
 - Collecting garbage while TensorFlow is imported, and once more all of it at the exit, finds nothing.
 - Keras imports scikit-learn, and with it SciPy, only because the demo has it installed.
 
-`PYTHONPATH` leads here: `tests/conftest.py` sets it. `tests/long` has jobs that need scikit-learn.
+`PYTHONPATH` leads here: `tests/conftest.py` sets it. With REPLICAST_TEST_AS_USERS=1 a process starts and
+exits as those of users do: the jobs of `tests/long`, and one of `tests/faults/test_endings.py`.
 """
 
 import atexit
@@ -11,7 +12,7 @@ import gc
 import os
 import sys
 
-gc.set_threshold(100_000, 20, 20)
-atexit.register(gc.freeze)  # the first one registered is the last one called
-if "REPLICAST_TEST_SKLEARN" not in os.environ:
+if os.environ.get("REPLICAST_TEST_AS_USERS") != "1":
+    gc.set_threshold(100_000, 20, 20)
+    atexit.register(gc.freeze)  # the first one registered is the last one called
     sys.modules["sklearn"] = None  # type: ignore[assignment]
