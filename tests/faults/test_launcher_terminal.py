@@ -15,7 +15,7 @@ from pathlib import Path
 from replicast.supervisor.checks import Verdict, check_two_workers
 from replicast.supervisor.lines import without_colours
 
-DEADLINE_SECS = 60.0
+DEADLINE_SECS = 240.0
 
 SCRIPT = """
 import os, sys

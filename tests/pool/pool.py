@@ -16,7 +16,7 @@ from tests.pool.process import WorkerProcess, held_ports
 
 START_SECS = 120.0
 CALL_SECS = 120.0
-LEAVE_SECS = 30.0
+LEAVE_SECS = 120.0
 SETTLE_SECS = 1.0
 """After a death: for the others to follow, so that the report names all who did."""
 

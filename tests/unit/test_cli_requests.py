@@ -20,6 +20,7 @@ from replicast.storage.checkpoint.manifest import Draft
 from replicast.storage.fence import Fence
 from replicast.storage.journal import FileJournal
 from replicast.storage.requests import Answer
+from replicast.storage.runfiles import ENDED
 from replicast.update.digest import digest_array
 from replicast.update.inverse import update_before
 from replicast.update.update import Update
@@ -164,10 +165,10 @@ def test_a_revert_that_overwrites_an_update_counts(run: Path) -> None:
 
 def test_a_revert_of_a_job_that_does_not_run_is_refused(run: Path) -> None:
     committed(run, Update(id="fix").add("dense/bias", BIAS))
-    heard_of(run, secs_ago=60, waiting_for="ended")
+    heard_of(run, secs_ago=60, waiting_for=ENDED)
     result = invoke("revert", run, 1)
     assert result.exit_code == 1
-    assert "Not running" in result.output
+    assert "Finished" in result.output
     with pytest.raises(UpdateRefused):
         replicast.connect(run).revert(1)
     assert "--next-start" in result.output
