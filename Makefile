@@ -59,6 +59,7 @@ chromium:
 	  $(APT) install chromium >/dev/null 2>&1 || { $(APT) update >/dev/null && $(APT) install chromium >/dev/null; }; } || { \
 	  echo "The tests of the page need Chromium, which cannot be installed from here: apt-get install chromium"; exit 1; }
 
+test: export PYTHONDONTWRITEBYTECODE :=  # without .pyc files every process that a test starts compiles replicast again
 test: $(STAMP) chromium ## All tests: unit, real workers, the page in a browser, faults, golden files
 	$(VENV)/bin/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 
