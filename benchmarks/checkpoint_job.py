@@ -1,7 +1,8 @@
 """The job of the restart table: two workers with a state of 100 MB, one of which kills itself once with -9.
 
 Run by `replicast run -m`, with the path of its notes as the argument: lines with the name of an event and a
-time of `time.monotonic_ns`, which is the same clock in all processes of a machine.
+time of `time.monotonic_ns`, which is the same clock in all processes of a machine. It trains until a file of
+the same name with the suffix `.go` exists, and then kills a worker.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from benchmarks.checkpoint_restart import FIRST_STEP, KILLED
 UNITS = 2880
 """Weights and both moments of Adam: 3 x 2880 x 2880 float32."""
 BATCH = 32
-KILL_AT = 3
+SAVE_AT = 3
+MOST_STEPS = 10_000
 
 
 class Story(keras.callbacks.Callback):
-    """Notes the first step; kills a worker at a step after the checkpoint."""
+    """Notes the first step; kills a worker some steps after the checkpoint, when it is told to."""
 
     def __init__(self, replicas: replicast.Replicas, notes: Path, restarted: bool) -> None:
         super().__init__()
@@ -42,11 +44,11 @@ class Story(keras.callbacks.Callback):
         if self._restarted:
             self.model.stop_training = True
             return
-        if self._replicas.step == KILL_AT:
+        if self._replicas.step == SAVE_AT:
             self._replicas.save().result(60.0)  # durable on worker 0
-            if last:
-                self._note(KILLED)
-                os.kill(os.getpid(), signal.SIGKILL)
+        if last and self._replicas.step >= SAVE_AT and self._notes.with_suffix(".go").exists():
+            self._note(KILLED)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _note(self, word: str) -> None:
         with self._notes.open("a") as file:
@@ -63,7 +65,7 @@ def main() -> None:
     restarted = replicas.restore() is not None
     x = np.random.default_rng(0).standard_normal((BATCH, UNITS), dtype=np.float32)
     callbacks = [replicas.callback(), Story(replicas, Path(sys.argv[1]), restarted)]
-    model.fit(x, x, batch_size=BATCH, epochs=KILL_AT + 1, verbose=0, callbacks=callbacks)
+    model.fit(x, x, batch_size=BATCH, epochs=MOST_STEPS, verbose=0, callbacks=callbacks)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,13 @@ from benchmarks.report import Ratio, Result, Row
 from benchmarks.workers import REPOSITORY
 
 WORKERS = 2
-BUDGET_SECS = 75.0
+BUDGET_SECS = 150.0
 """After this time no further round starts."""
 TIMEOUT_SECS = 180.0
 FIRST_STEP, KILLED = "first-step", "killed"
 """The events in the job's notes."""
+TRAINS, READY = "replicast: 2 workers, attempt 0", "replicast: standby: 2 processes wait"
+"""The lines of the launcher after which a worker may be killed: without standby processes, and with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,71 +35,85 @@ class JobTimes:
 
 
 def measure(rounds: int, say: Say) -> Result:
-    """Starts jobs, one after the other. Each is killed once: it gives both figures.
+    """Starts jobs, one after the other, by turns without and with standby processes. Each is killed once.
 
     Args:
-        rounds: How many jobs, if time allows.
+        rounds: How many jobs of each kind, if time allows.
         say: Called with a progress message.
     """
     begun = time.monotonic()
-    jobs: list[JobTimes] = []
-    while len(jobs) < rounds and (not jobs or time.monotonic() - begun < BUDGET_SECS):
-        say(f"checkpoint: restart, job {len(jobs) + 1} of {rounds}")
-        jobs.append(_job())
-        if jobs[-1].problem is not None:
+    plain: list[JobTimes] = []
+    standby: list[JobTimes] = []
+    while len(plain) < rounds and (not plain or time.monotonic() - begun < BUDGET_SECS):
+        say(f"checkpoint: restart, round {len(plain) + 1} of {rounds}")
+        plain.append(_job())
+        standby.append(_job("--standby"))
+        if plain[-1].problem is not None or standby[-1].problem is not None:
             break
-    problem = jobs[-1].problem
-    restarted = Row("kill -9 to the next step", tuple(job.restarted for job in jobs), problem)
-    cold = Row("cold start: command to the first step", tuple(job.cold for job in jobs), problem)
+    return table(plain, standby)
+
+
+def table(plain: list[JobTimes], standby: list[JobTimes]) -> Result:
+    """The table of jobs without and with standby processes.
+
+    Args:
+        plain: The jobs without.
+        standby: The jobs with them, as many.
+    """
+    rows = {
+        name: Row(name, tuple(getattr(job, field) for job in jobs), jobs[-1].problem)
+        for name, jobs, field in (
+            ("kill -9 to the next step", plain, "restarted"),
+            ("cold start: command to the first step", plain, "cold"),
+            ("kill -9 to the next step, --standby", standby, "restarted"),
+            ("cold start: command to the first step, --standby", standby, "cold"),
+        )
+    }
+    restarted, cold, called, cold_too = rows.values()
     return Result(
         title=f"restart of a job of {WORKERS} workers with a state of 100 MB",
-        unit=f"ms, {len(jobs)} jobs",
-        rows=(restarted, cold),
-        ratios=(Ratio.of("kill to next step / cold start", restarted, cold, "at most", 1.5),),
+        unit=f"ms, {len(plain)} jobs of each kind, by turns",
+        rows=tuple(rows.values()),
+        ratios=(
+            Ratio.of("kill to next step / cold start", restarted, cold, "at most", 1.2),
+            Ratio.of("kill to next step / cold start, --standby", called, cold_too, "at most", 0.5),
+        ),
         notes=(
-            "Both are times of one job: the launcher detects the exit, stops the group and restarts it.",
+            "A ratio is of two times of one job: the launcher detects the exit, ends the group, restarts it.",
             "The next step is the first one of the new group, including compilation as in a cold start.",
+            "With --standby, the kill comes when the standby processes wait.",
         ),
     )
 
 
-def _job() -> JobTimes:
+def _job(*options: str) -> JobTimes:
     with tempfile.TemporaryDirectory(prefix="replicast-bench-") as directory:
         notes = Path(directory) / "notes"
-        arguments = [
-            "-n",
-            str(WORKERS),
-            "--max-restarts",
-            "1",
-            "--run-dir",
-            f"{directory}/run",
-            "--tee",
-            "none",
-        ]
+        arguments = ["-n", str(WORKERS), "--max-restarts", "1", "--run-dir", f"{directory}/run"]
         start = time.monotonic_ns()
-        try:
-            ended = subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "replicast.cli",
-                    "run",
-                    *arguments,
-                    "-m",
-                    "benchmarks.checkpoint_job",
-                    notes,
-                ],
-                cwd=REPOSITORY,
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_SECS,
-            )
-        except subprocess.TimeoutExpired:
-            return JobTimes(None, None, f"did not end within {TIMEOUT_SECS:.0f} s")
-        if ended.returncode != 0:
-            return JobTimes(None, None, f"exit code {ended.returncode}: {ended.stderr.strip()[-200:]}")
+        launcher = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "replicast.cli", "run", *arguments, "--tee", "none", *options),
+                *("-m", "benchmarks.checkpoint_job", notes),
+            ],
+            cwd=REPOSITORY,
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        timer = threading.Timer(TIMEOUT_SECS, launcher.terminate)
+        timer.start()
+        said = ""
+        with launcher:
+            for line in launcher.stderr or ():
+                said += line
+                if line.startswith(READY if options else TRAINS):
+                    notes.with_suffix(".go").touch()
+        timer.cancel()
+        if launcher.returncode != 0:
+            return JobTimes(None, None, f"exit code {launcher.returncode}: {said.strip()[-200:]}")
         return read_notes(notes.read_text(), start)
 
 

@@ -11,7 +11,18 @@ import pytest
 import replicast
 
 LAYERS = [
-    {"errors", "config", "faults", "processes", "silence", "strictjson", "mapping", "files", "tensorfiles"},
+    {
+        "errors",
+        "config",
+        "faults",
+        "processes",
+        "silence",
+        "strictjson",
+        "mapping",
+        "files",
+        "tensorfiles",
+        "import_environment",
+    },
     {"update", "audits"},
     {"core"},
     {"storage"},

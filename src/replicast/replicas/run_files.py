@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from replicast import import_environment
 from replicast.core.entries import Receipt
 from replicast.core.messages import Tell
 from replicast.core.stage import Stage
@@ -116,6 +117,7 @@ class RunFiles:
     def _run(self) -> None:
         if self._run_dir is None:
             return
+        self._with_files(self._run_dir, self._note_environment)
         noted = 0.0
         is_first = self._session.rank == 0
         if is_first:
@@ -166,6 +168,19 @@ class RunFiles:
         if path not in self._warned:
             self._warned.add(path)
             logger.warning("%s: %s", problem, error)
+
+    def _note_environment(self, run_dir: Path) -> None:
+        """Notes what the script has changed in its environment, before the first note says that it runs."""
+        late = import_environment.without_effect()
+        if late:
+            logger.warning(
+                "This worker was a standby and had imported TensorFlow before the script set %s: too late "
+                "for the imports. Set it in the environment of `replicast run`",
+                ", ".join(late),
+            )
+        path = import_environment.path_in(run_dir, self._session.rank)
+        path.parent.mkdir(exist_ok=True)
+        write_quickly(path, import_environment.to_text(self._attempt))
 
     def _write_note(self, run_dir: Path) -> None:
         now, step, training = time.time(), self._session.step, self.training

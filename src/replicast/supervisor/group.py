@@ -24,6 +24,7 @@ from replicast.supervisor.interruptions import STOP_SIGNALS, Interruptions
 from replicast.supervisor.output import Output
 from replicast.supervisor.plan import WorkerPlan
 from replicast.supervisor.screen import Screen
+from replicast.supervisor.standby import StandbySet
 from replicast.supervisor.worker import Worker, WorkerExit
 
 _POLL_SECS = 1.0
@@ -45,11 +46,13 @@ class Timeouts:
 
     Attributes:
         settle_secs: How long workers may continue after another one failed and told them so.
-        settle_killed_secs: The same after one was killed: it told nobody, and the others wait for it in vain.
+        settle_killed_secs: The same after one was killed by a signal: it told nobody, and the others wait for
+            it in vain. After SIGKILL, which no other worker can have caused, they get no time at all.
         settle_blamed_secs: The same after one exited because of another that has not exited yet: worker 0
             waits up to 10 s for the others before it exits, and is the one to report.
         stop_secs: How long workers may take to exit when asked to, and after one exited because of SIGTERM.
         stop_failed_secs: The same if the job has failed: there is nothing left to save.
+        stop_killed_secs: The same after SIGKILL of one: the others wait for it and come to no boundary.
         kill_secs: How long the kernel may take to end a killed process before the launcher gives up on it.
         frozen_secs: How long a worker may be stopped by a signal while others run. TensorFlow considers it
             dead after 10 s.
@@ -60,6 +63,7 @@ class Timeouts:
     settle_blamed_secs: float = 15.0
     stop_secs: float = 10.0
     stop_failed_secs: float = 2.0
+    stop_killed_secs: float = 0.25
     kill_secs: float = 10.0
     frozen_secs: float = 10.0
 
@@ -109,6 +113,7 @@ class Group:
         tee: The workers whose output goes to the screen.
         timeouts: The time limits of the stages.
         interruptions: The signals that end the group.
+        standbys: Processes that wait to become workers.
     """
 
     def __init__(
@@ -119,12 +124,14 @@ class Group:
         tee: frozenset[int],
         timeouts: Timeouts,
         interruptions: Interruptions,
+        standbys: StandbySet | None = None,
     ) -> None:
         self._plans = plans
         self._screen = screen
         self._tee = tee
         self._timeouts = timeouts
         self._interruptions = interruptions
+        self._standbys = standbys
         self._workers: list[Worker] = []
         self._exits: dict[int, WorkerExit] = {}
         self._frozen = FrozenWorkers()
@@ -152,7 +159,7 @@ class Group:
             chatter = wants_chatter(environ)
             output = Output(plan.rank, plan.log, screen=teed, columns=columns, chatter=chatter)
             try:
-                worker = Worker(plan, output, environ)
+                worker = Worker(plan, output, environ, self._standbys)
             except BaseException:
                 output.close()
                 raise
@@ -165,6 +172,8 @@ class Group:
         remaining = _POLL_SECS if self._deadline is None else min(_POLL_SECS, self._deadline - now)
         ready = [key for key, _ in selector.select(max(0.0, remaining))]
         self._take_frozen()
+        if self._standbys is not None and self._stage is Stage.RUNNING:
+            self._standbys.poll()
         for key in ready:
             source = key.data
             if isinstance(source, Output):
@@ -221,6 +230,8 @@ class Group:
             return timeouts.settle_blamed_secs
         if ended.code == TOLD_TO_END:  # The others are exiting too; one may still write the checkpoint.
             return max(timeouts.settle_secs, timeouts.stop_secs)
+        if ended.code == -signal.SIGKILL:
+            return 0.0
         return timeouts.settle_killed_secs if ended.code < 0 else timeouts.settle_secs
 
     def _take_signals(self) -> None:
@@ -237,9 +248,14 @@ class Group:
 
     def _next_stage(self) -> None:
         if self._stage is Stage.SETTLING:
-            self._stop(signal.SIGTERM, min(self._timeouts.stop_failed_secs, self._timeouts.stop_secs))
+            self._stop(signal.SIGTERM, min(self._stop_failed_secs(), self._timeouts.stop_secs))
         elif self._stage is Stage.STOPPING:
             self._kill()
+
+    def _stop_failed_secs(self) -> float:
+        first = next(ended for ended in self._exits.values() if ended.code != 0)
+        killed = first.code == -signal.SIGKILL
+        return self._timeouts.stop_killed_secs if killed else self._timeouts.stop_failed_secs
 
     def _stop(self, signum: signal.Signals, within_secs: float) -> None:
         self._enter(Stage.STOPPING, within_secs)

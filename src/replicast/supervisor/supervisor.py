@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,10 +32,12 @@ from replicast.supervisor.report import (
     restart_line,
     short_path,
     sigterm_line,
+    standby_words,
     tail_box,
 )
 from replicast.supervisor.rundir import locked, make_attempt_dir, next_attempt
 from replicast.supervisor.screen import Screen, make_screen
+from replicast.supervisor.standby import StandbySet
 from replicast.supervisor.states import States, what_is_taken_over
 
 _UNKILLABLE = 1
@@ -51,6 +53,7 @@ class Settings:
         tee: The workers whose output goes to the screen.
         max_restarts: How often a failed group is restarted.
         timeouts: The time limits of the stages in which a group is ended.
+        standby: Whether a second set of processes waits for a restart.
     """
 
     run_dir: Path
@@ -58,6 +61,7 @@ class Settings:
     tee: frozenset[int]
     max_restarts: int = 0
     timeouts: Timeouts = field(default_factory=Timeouts)
+    standby: bool = False
 
 
 def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
@@ -77,6 +81,7 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
         locked(settings.run_dir, job.ranks[0]),
         Interruptions() as interruptions,
         contextlib.closing(make_screen(sys.stdout, sys.stderr, tee=settings.tee, environ=environ)) as screen,
+        _standbys(job, settings, screen) as standbys,
     ):
         if faults:
             screen.tell(faults_line(faults))
@@ -91,7 +96,8 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
         states.starting(first_attempt)
         while True:
             attempt = first_attempt + restarts
-            end = _run_attempt(job, settings, attempt, screen, interruptions, environ)
+            is_last = restarts == settings.max_restarts
+            end = _run_attempt(job, settings, attempt, screen, interruptions, environ, standbys, is_last)
             _report(end, screen, settings.run_dir, attempt)
             if exit_code(end) == 0 and settings.tee:
                 finished = finished_line(
@@ -102,7 +108,7 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
                     logs=log_path(settings.log_dir, attempt, job.ranks[0]).parent,
                 )
                 screen.tell(finished)
-            if not _may_restart(end) or restarts == settings.max_restarts:
+            if not _may_restart(end) or is_last:
                 states.ended(attempt, end, exit_code(end), _last_step(settings.run_dir, attempt))
                 return exit_code(end)
             restarts += 1
@@ -133,6 +139,8 @@ def _run_attempt(
     screen: Screen,
     interruptions: Interruptions,
     environ: Mapping[str, str],
+    standbys: StandbySet | None,
+    is_last: bool,
 ) -> GroupEnd:
     attempt_dir = make_attempt_dir(settings.log_dir, attempt)
     with _hold_ports(job) as ports:
@@ -147,7 +155,7 @@ def _run_attempt(
         )
         screen.tell(
             f"replicast: {_who(job)}, attempt {attempt}, logs in {short_path(attempt_dir)}; starting, which "
-            "takes some seconds"
+            "takes some seconds" + standby_words(standbys is not None and not is_last, job.workers)
         )
         group = Group(
             plans,
@@ -155,8 +163,24 @@ def _run_attempt(
             tee=settings.tee,
             timeouts=settings.timeouts,
             interruptions=interruptions,
+            standbys=standbys,
         )
+        if standbys is not None:
+            standbys.begin(plans if not is_last else (), environ, attempt)
         return group.run(environ)
+
+
+@contextlib.contextmanager
+def _standbys(job: Job, settings: Settings, screen: Screen) -> Iterator[StandbySet | None]:
+    """The standby processes of a job, if it has any; they end with this context."""
+    if not settings.standby:
+        yield None
+        return
+    program = job.argv[1:]
+    with contextlib.closing(
+        StandbySet(program, settings.run_dir, screen, lambda attempt: _trains(settings.run_dir, attempt))
+    ) as standbys:
+        yield standbys
 
 
 def _hold_ports(job: Job) -> HeldPorts:
@@ -178,6 +202,14 @@ def _last_step(run_dir: Path, attempt: int) -> int | None:
     from replicast.storage.runfiles import read_worker_notes  # Imports numpy, which nothing else here needs.
 
     return max((note.step for note in read_worker_notes(run_dir) if note.attempt == attempt), default=None)
+
+
+def _trains(run_dir: Path, attempt: int) -> bool:
+    """Whether a worker notes that it has finished a step in this attempt."""
+    from replicast.storage.runfiles import read_worker_notes  # Imports numpy, which nothing else here needs.
+
+    notes = read_worker_notes(run_dir)
+    return any(note.attempt == attempt and note.stepped_at is not None for note in notes)
 
 
 def _told_by(run_dir: Path, attempt: int) -> str:

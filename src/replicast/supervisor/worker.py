@@ -15,6 +15,7 @@ from pathlib import Path
 from replicast.processes import is_frozen
 from replicast.supervisor.output import Output
 from replicast.supervisor.plan import WorkerPlan
+from replicast.supervisor.standby import StandbySet
 
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 _END_SECS = 10.0
@@ -70,18 +71,29 @@ class Worker:
         plan: What to start.
         output: Receives its output.
         environ: The environment that the plan extends.
+        standbys: May have a process that waits to become this worker.
     """
 
-    def __init__(self, plan: WorkerPlan, output: Output, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        plan: WorkerPlan,
+        output: Output,
+        environ: Mapping[str, str],
+        standbys: StandbySet | None = None,
+    ) -> None:
         self.plan = plan
         self.output = output
         self.stopped = False
         self.blamed_as_frozen = False
         """Whether the group ends because this worker was stopped by a signal."""
         self._started = time.monotonic()
-        self._process = subprocess.Popen(
+        env = {**environ, **plan.env}
+        called = None if standbys is None else standbys.call(plan, env, output.writing_end)
+        self.was_standby = called is not None
+        """Whether the process had waited for its place."""
+        self._process = called or subprocess.Popen(
             [sys.executable, "-I", "-S", str(_BOOTSTRAP), str(os.getpid()), *plan.argv],
-            env={**environ, **plan.env},
+            env=env,
             stdin=subprocess.DEVNULL,
             stdout=output.writing_end,
             stderr=subprocess.STDOUT,
