@@ -12,6 +12,7 @@ import replicast
 from benchmarks.checkpoint_task import Keeping
 from benchmarks.runner import Array, lasted
 from benchmarks.update_replicast import Weights
+from replicast.mapping import fresh_memory
 from replicast.replicas.saving import SavePlan
 from replicast.storage.checkpoint import CheckpointStore
 
@@ -137,3 +138,20 @@ class Copy(Keeping):
         for value, copy in zip(self.values, self.copies, strict=True):
             np.copyto(copy, value)
         return lasted(time.monotonic_ns() - start)
+
+
+class Fresh(Copy):
+    """The same copy into memory that was never touched: the floor of a restore."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.copies = self.values
+
+    def round(self, index: int) -> tuple[int | None, int]:
+        start = time.monotonic_ns()
+        memory = fresh_memory(self.values.nbytes).view(self.values.dtype).reshape(self.values.shape)
+        for value, copy in zip(self.values, memory, strict=True):
+            np.copyto(copy, value)
+        lasts = time.monotonic_ns() - start
+        self.copies = memory
+        return lasted(lasts)

@@ -41,7 +41,7 @@ _DIR, _COUNT, _SECS = click.Path(path_type=Path), click.IntRange(min=0), click.F
 @click.option(
     "--standby",
     is_flag=True,
-    help="Keep a second set of processes, TensorFlow imported, for restarts: about 0.4 GB of memory and once "
+    help="Keep a second set of processes, TensorFlow imported, for restarts: about 0.3 GB of memory and once "
     "5 s of one core per worker, no core while they wait.",
 )
 @click.option("--tee", metavar="WHO", help='Workers to show: "all", "none" or 0,2. [default: the first here]')

@@ -14,7 +14,7 @@ import enum
 import selectors
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from replicast.config import PEER_FAILED, TOLD_TO_END
@@ -139,11 +139,17 @@ class Group:
         self._deadline: float | None = None
         self._interrupted_by: signal.Signals | None = None
 
-    def run(self, environ: Mapping[str, str]) -> GroupEnd:
-        """Runs the workers until all have exited. Has a time limit only after a failure or a signal."""
+    def run(self, environ: Mapping[str, str], started: Callable[[], None] = lambda: None) -> GroupEnd:
+        """Runs the workers until all have exited. Has a time limit only after a failure or a signal.
+
+        Args:
+            environ: The environment that the plans extend.
+            started: Called once all have been started: what takes time and need not come before.
+        """
         with contextlib.closing(selectors.DefaultSelector()) as selector:
             try:
                 self._start(selector, environ)
+                started()
                 while len(self._exits) < len(self._plans) and not self._gave_up():
                     self._wait_once(selector)
             finally:

@@ -89,12 +89,10 @@ def restart_line(end: GroupEnd, restart: int, max_restarts: int) -> str:
     return f"replicast: restart {restart} of {max_restarts}{why}; {max_restarts - restart} left after it"
 
 
-def standby_words(standby: bool, workers: int) -> str:
-    """What standby processes will take; empty without them."""
-    if not standby:
-        return ""
+def standby_words(workers: int) -> str:
+    """What standby processes will take."""
     more = "1 more process" if workers == 1 else f"{workers} more processes"
-    return f"; --standby: {more} once it trains, about 0.4 GB each, no core while they wait"
+    return f"; --standby: {more} once it trains, about 0.3 GB each, no core while they wait"
 
 
 def finished_line(who: str, *, step: int | None, secs: float, restarts: int, logs: Path) -> str:

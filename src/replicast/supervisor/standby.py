@@ -138,15 +138,16 @@ class StandbySet:
         self._trains = trains
         self._imports = imports
         self._waiting: dict[int, Standby] = {}
-        self._wanted: list[tuple[int, dict[str, str]]] = []
+        self._environs: dict[int, dict[str, str]] = {}
+        self._wanted: list[int] = []
         self._imported_with: dict[int, dict[str, str]] = {}
         self._attempt = 0
         self._since = 0.0
         self._told = False
 
-    def begin(self, plans: Sequence[WorkerPlan], environ: Mapping[str, str], attempt: int) -> None:
-        """An attempt has started, after which the next set is to be made."""
-        self._wanted = [(plan.rank, {**environ, **plan.env}) for plan in plans]
+    def begin(self, attempt: int) -> None:
+        """The workers of an attempt were started, and there may be another one: makes the next set."""
+        self._wanted = [rank for rank in self._environs if rank not in self._waiting]
         self._attempt = attempt
         self._since = time.monotonic()
 
@@ -160,8 +161,7 @@ class StandbySet:
         if not all(standby.is_ready for standby in self._waiting.values()):
             return
         if self._wanted and self._may_start():
-            rank, environ = self._wanted.pop(0)
-            self._start(rank, environ)
+            self._start(self._wanted.pop(0))
         elif not self._wanted and self._waiting and not self._told:
             self._told = True
             self._screen.tell(self._ready_line())
@@ -176,6 +176,7 @@ class StandbySet:
             environ: Its environment.
             output: The descriptor of its output.
         """
+        self._environs[plan.rank] = dict(environ)
         standby = self._waiting.pop(plan.rank, None)
         if standby is None:
             return None
@@ -199,9 +200,9 @@ class StandbySet:
         waited_secs = time.monotonic() - self._since
         return bool(self._waiting) or waited_secs >= WITHOUT_NOTES_SECS or self._trains(self._attempt)
 
-    def _start(self, rank: int, environ: Mapping[str, str]) -> None:
-        self._imported_with[rank] = relevant(environ)
-        environ = with_changes(environ, read_changes(self._run_dir, rank))
+    def _start(self, rank: int) -> None:
+        self._imported_with[rank] = relevant(self._environs[rank])
+        environ = with_changes(self._environs[rank], read_changes(self._run_dir, rank))
         environ.pop("TF_CONFIG", None)
         try:
             self._waiting[rank] = Standby(self._program, environ, self._imports)

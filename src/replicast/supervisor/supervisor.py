@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,11 +93,17 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
         states = States(settings.run_dir, screen, job.world_size, writes=0 in job.ranks)
         first_attempt = next_attempt(settings.log_dir, job.ranks)
         restarts = 0
-        states.starting(first_attempt)
         while True:
             attempt = first_attempt + restarts
             is_last = restarts == settings.max_restarts
-            end = _run_attempt(job, settings, attempt, screen, interruptions, environ, standbys, is_last)
+
+            def started(attempt: int = attempt, is_last: bool = is_last) -> None:
+                if attempt == first_attempt:  # Loads numpy, for which the workers need not wait.
+                    states.starting(attempt)
+                if standbys is not None and not is_last:
+                    standbys.begin(attempt)
+
+            end = _run_attempt(job, settings, attempt, screen, interruptions, environ, standbys, started)
             _report(end, screen, settings.run_dir, attempt)
             if exit_code(end) == 0 and settings.tee:
                 finished = finished_line(
@@ -140,7 +146,7 @@ def _run_attempt(
     interruptions: Interruptions,
     environ: Mapping[str, str],
     standbys: StandbySet | None,
-    is_last: bool,
+    started: Callable[[], None],
 ) -> GroupEnd:
     attempt_dir = make_attempt_dir(settings.log_dir, attempt)
     with _hold_ports(job) as ports:
@@ -155,7 +161,7 @@ def _run_attempt(
         )
         screen.tell(
             f"replicast: {_who(job)}, attempt {attempt}, logs in {short_path(attempt_dir)}; starting, which "
-            "takes some seconds" + standby_words(standbys is not None and not is_last, job.workers)
+            "takes some seconds" + ("" if standbys is None else standby_words(job.workers))
         )
         group = Group(
             plans,
@@ -165,9 +171,7 @@ def _run_attempt(
             interruptions=interruptions,
             standbys=standbys,
         )
-        if standbys is not None:
-            standbys.begin(plans if not is_last else (), environ, attempt)
-        return group.run(environ)
+        return group.run(environ, started)
 
 
 @contextlib.contextmanager
