@@ -14,7 +14,7 @@ from replicast.client.directory import DirectoryRun
 from replicast.processes import this_process
 from replicast.replicas.run_state import RunStates
 from replicast.storage.runfiles import ENDED, WorkerNote
-from replicast.storage.states import Change, State, changes, read_state, write_change
+from replicast.storage.states import Change, State, changes, damage, read_state, write_change
 
 
 def note(
@@ -83,6 +83,16 @@ def test_damaged_lines_hide_no_good_one(tmp_path: Path) -> None:
     assert read_state(tmp_path, []).state is State.STARTING
     write_change(tmp_path, Change(State.STOPPED, 0, reason="Ctrl-C"))
     assert read_state(tmp_path, []).sentence.startswith("Stopped by Ctrl-C")
+
+
+def test_damaged_lines_are_counted_for_the_status(tmp_path: Path) -> None:
+    write_change(tmp_path, Change(State.STARTING, 0))
+    assert damage(tmp_path) == ""
+    with (tmp_path / "states.jsonl").open("ab") as file:
+        file.write(b'{"state": "flying"}\n')
+    assert damage(tmp_path) == "states.jsonl is damaged: 1 line is not readable and left out"
+    seen = DirectoryRun(tmp_path).status()
+    assert (seen.state, seen.problem) == (State.STARTING, damage(tmp_path))
 
 
 def test_long_texts_are_cut(tmp_path: Path) -> None:

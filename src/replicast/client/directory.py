@@ -43,7 +43,7 @@ from replicast.storage.runfiles import (
     read_run_info,
     read_worker_notes,
 )
-from replicast.storage.states import RunState, State, changes, read_state
+from replicast.storage.states import RunState, State, changes, damage, read_state
 from replicast.storage.updates import Updates, load_update
 from replicast.update.schema import Schema
 from replicast.update.trial import Trial
@@ -109,6 +109,8 @@ class DirectoryRun(Run):
         # A former, larger job may have left notes of workers that this one does not have.
         notes = [note for note in notes if note.rank < _size(info, now)]
         brief, told = self._brief(info, notes, now), changes(self.path)
+        updates = self._updates()
+        problems = [text for text in (updates.pop("problem"), damage(self.path)) if text]
         return Overview(
             run=self.where,
             time=time.time(),
@@ -125,7 +127,8 @@ class DirectoryRun(Run):
             changes=tuple(asdict(one) for one in told[-_LAST_CHANGES:]),
             restarts=self._restarts.read(),
             restarted=sum(one.state is State.RESTARTING for one in told),
-            **self._updates(),
+            problem="\n".join(problems),
+            **updates,
         )
 
     def _updates(self) -> dict[str, Any]:

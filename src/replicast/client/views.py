@@ -105,7 +105,7 @@ class Overview:
         changes: What became of the job: the last lines of states.jsonl, as `storage.states.Change` has them.
         restarts: When the job was started again; the last ones, oldest first.
         restarted: How often the launcher has restarted the job.
-        problem: What is wrong with the journal: what its damaged files said is missing above.
+        problem: What is wrong with the journal or states.jsonl: what damaged files said is missing above.
     """
 
     run: str

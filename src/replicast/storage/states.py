@@ -134,12 +134,28 @@ def read_state(run_dir: Path, notes: Sequence[WorkerNote]) -> RunState:
     return RunState(state, _sentence(state, change, heard, attempt), attempt, change)
 
 
+def damage(run_dir: Path) -> str:
+    """One line: how much of the file is damaged and skipped; empty if nothing is."""
+    lines = islice(lines_from_the_end(Path(run_dir) / FILE), _MOST_CHANGES)
+    count = sum(_change_in(line) is None for line in lines)
+    if not count:
+        return ""
+    lines_are = "1 line is" if count == 1 else f"{count} lines are"
+    return f"{FILE} is damaged: {lines_are} not readable and left out"
+
+
 def _from_the_end(run_dir: Path) -> Iterator[Change]:
-    for line in lines_from_the_end(Path(run_dir) / FILE):
-        with contextlib.suppress(ValueError):
-            fields = parse_json(line)
-            if isinstance(fields, dict):
-                yield described(Change, "change of a run's state", fields)
+    changes = map(_change_in, lines_from_the_end(Path(run_dir) / FILE))
+    return (change for change in changes if change is not None)
+
+
+def _change_in(line: bytes) -> Change | None:
+    """The change that a line describes; None if it is damaged."""
+    with contextlib.suppress(ValueError):
+        fields = parse_json(line)
+        if isinstance(fields, dict):
+            return described(Change, "change of a run's state", fields)
+    return None
 
 
 def _is_same(note: WorkerNote, change: Change) -> bool:

@@ -36,6 +36,6 @@ from replicast.strategy.variables import KerasState, optimizers_by_name
 
 __all__ = ["KerasState", "Strategy", "optimizers_by_name", "start_at_epoch"]
 
-# The objects of the imported modules live as long as the process. Without this, Python's last collection walks
-# through all that TensorFlow and Keras have made: 1 s of processor time at the end of each worker.
+# What the imports made lives as long as the process. Without this, Python's last collection walks through
+# all that TensorFlow and Keras have made: 1 s of processor time at the end of each worker.
 gc.freeze()

@@ -14,6 +14,7 @@ import sys
 if not sys.flags.safe_path:
     del sys.path[0]  # This file's neighbours must not hide modules of Python.
 
+import contextlib
 import gc
 import importlib
 import importlib.util
@@ -45,11 +46,12 @@ def wait_for_call(control: socket.socket) -> tuple[int, bytes]:
     Returns:
         The descriptor of the worker's output, and its environment.
     """
-    try:
+    with contextlib.suppress(OSError):  # Who has called already does not listen any more.
         control.sendall(_READY)
+    try:
         called, descriptors, _, _ = socket.recv_fds(control, 1, 2)
     except OSError:
-        os._exit(0)
+        called, descriptors = b"", []
     if not called or len(descriptors) != 2:  # The launcher has ended, or needs this process no longer.
         os._exit(0)
     output, environment = descriptors
