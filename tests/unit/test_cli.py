@@ -64,6 +64,25 @@ def test_help_does_not_load_what_is_heavy(commands: list[list[str]], heavy: tupl
     assert result.stdout.count("Usage: ") == len(commands)
 
 
+def test_the_launcher_starts_its_workers_before_it_loads_what_is_heavy() -> None:
+    code = (
+        "import subprocess, sys\nfrom replicast.cli import main\nstart = subprocess.Popen.__init__\n"
+        "def noted(self, *rest, **named):\n"
+        f"    print([name for name in {HEAVY!r} if name in sys.modules], flush=True)\n"
+        "    start(self, *rest, **named)\n"
+        "subprocess.Popen.__init__ = noted\n"
+        "main(['run', '--tee', 'none', '-m', 'package.train'])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "[]\n", result.stderr
+
+
+def test_standby_without_restarts_is_refused() -> None:
+    result = CliRunner().invoke(main, ["run", "--standby", "train.py"])
+    assert result.exit_code == 2
+    assert "Add --max-restarts K" in result.output
+
+
 @pytest.mark.parametrize("words", EVERY_COMMAND, ids=" ".join)
 def test_help_has_an_example_and_the_exit_codes(words: list[str]) -> None:
     output = invoke(*words, "--help").output

@@ -29,6 +29,7 @@ from replicast.supervisor.screen import Screen
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 _PREPARED = Path(__file__).with_name("prepared.py")
 _END_SECS = 10.0
+_LOOK_SECS = 0.2
 IMPORTS = ("numpy", "tensorflow", "keras", "replicast.strategy", "replicast.replicas")
 WITHOUT_NOTES_SECS = 60.0
 """After this time they are started even if no worker says that it trains: a job without `Replicas`."""
@@ -143,6 +144,7 @@ class StandbySet:
         self._imported_with: dict[int, dict[str, str]] = {}
         self._attempt = 0
         self._since = 0.0
+        self._looked = 0.0
         self._told = False
 
     def begin(self, attempt: int) -> None:
@@ -150,9 +152,14 @@ class StandbySet:
         self._wanted = [rank for rank in self._environs if rank not in self._waiting]
         self._attempt = attempt
         self._since = time.monotonic()
+        self._looked = 0.0
 
     def poll(self) -> None:
-        """Starts the next one that is missing. Called about once a second while the group runs."""
+        """Starts the next one that is missing. Call it at least once a second while the group runs."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK_SECS:
+            return
+        self._looked = now
         for rank, standby in list(self._waiting.items()):
             if not standby.look():
                 del self._waiting[rank]
