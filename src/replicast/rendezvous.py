@@ -15,6 +15,7 @@ per line:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import selectors
 import socket
@@ -30,6 +31,8 @@ REPORT_SECS = 10.0
 REPEAT_SECS = 30.0
 """How often it does so again."""
 _LOOK_SECS = 0.2
+_FIRST_PAUSES_SECS = (0.02, 0.04, 0.08)
+"""After a restart all workers come at once, and worker 0 may be a few milliseconds behind."""
 _TELL_SECS = 1.0
 _ANSWER_SECS = 5.0
 """Worker 0 sends something every second. Whoever is silent for this long is not worker 0, or hangs."""
@@ -52,8 +55,10 @@ def meet(cluster: Cluster, timeout_secs: float, report: Callable[[str], object])
     if cluster.rank == 0:
         _host(cluster, wait)
         return
-    while not _join(cluster, wait):
-        time.sleep(_LOOK_SECS)
+    for pause_secs in itertools.chain(_FIRST_PAUSES_SECS, itertools.repeat(_LOOK_SECS)):
+        if _join(cluster, wait):
+            break
+        time.sleep(pause_secs)
     _await_server(cluster.addresses[0])
 
 
