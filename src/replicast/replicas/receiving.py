@@ -31,6 +31,7 @@ from replicast.update.state import Arrays, State
 
 PARCEL_BYTES = 1 << 28
 """Variables are sent in parcels of about this size: shared memory must hold one of them."""
+_UNSEEN = "does not see the checkpoint"
 MOST_AT_ONCE = 1 << 31
 """A larger state is not read at once: it would need memory beside the state that it replaces."""
 
@@ -59,26 +60,45 @@ class Receiver:
         return self.session.timeouts.join_secs
 
 
-def read_all(worker: Receiver, reader: CheckpointReader, what: str, told: dict[str, Any]) -> str:
+def read_all(
+    worker: Receiver, reader: CheckpointReader | None, what: str, told: dict[str, Any]
+) -> str | None:
     """Every worker reads the checkpoint. No state changes before all have read and verified all of it.
 
+    Whether all see its directory is not asked first: that would cost every restore on one host a round of
+    messages, and spare the workers on worker 0's host only a reading in vain where there are several.
+
+    Args:
+        worker: This worker.
+        reader: The checkpoint, if this worker sees it.
+        what: The name of this restore.
+        told: The plan.
+
     Returns:
-        What is wrong with the bytes that any worker has read.
+        What is wrong with the bytes that any worker has read. None if one does not see it; then no state has
+        changed, and all must receive it.
     """
     names: list[str] = told["names"]
-    values = _memory_for(worker, names)
-    try:
-        wrong = [name for name in names if not reader.read_into(name, values[name])]
-        problem = f"the bytes of {', '.join(wrong[:5])} are not those that were written" if wrong else ""
-    except FileDamaged as error:
-        problem = error.problem.removesuffix(f". {advice(reader.path)}")
+    values, problem = ({}, _UNSEEN) if reader is None else _read(worker, reader, names)
     verdicts = worker.exchange.agree(f"{what}/read", problem, worker.secs)
+    if reader is None or _UNSEEN in verdicts.values():
+        return None
     found = [f"worker {rank} reads: {verdict}" for rank, verdict in verdicts.items() if verdict]
     if found:
         file = reader.path / "state.safetensors"
         return str(FileDamaged(file, f"{'; '.join(found[:3])[:500]}. {advice(reader.path)}"))
     worker.state.apply([Edit(Operation.ASSIGN, name, {"value": values[name]}) for name in names])
     return ""
+
+
+def _read(worker: Receiver, reader: CheckpointReader, names: Sequence[str]) -> tuple[Arrays, str]:
+    """All variables, in memory of their own, and what is wrong with them."""
+    values = _memory_for(worker, names)
+    try:
+        wrong = [name for name in names if not reader.read_into(name, values[name])]
+    except FileDamaged as error:
+        return values, error.problem.removesuffix(f". {advice(reader.path)}")
+    return values, f"the bytes of {', '.join(wrong[:5])} are not those that were written" if wrong else ""
 
 
 def _memory_for(worker: Receiver, names: Sequence[str]) -> Arrays:

@@ -186,15 +186,14 @@ def _take(
     Returns:
         What is wrong with its bytes, the same on all workers; if anything is, no state has changed.
     """
-    exchange = worker.exchange
     with contextlib.ExitStack() as closing:
         if reader is None:
             reader = _see(store, told)
         if reader is not None:
             closing.enter_context(reader)
-        seen = exchange.agree(f"{what}/sees", "" if reader is None else "yes", worker.secs)
-        if reader is not None and told["nbytes"] <= MOST_AT_ONCE and all(seen.values()):
-            return read_all(worker, reader, what, told)
+        problem = read_all(worker, reader, what, told) if told["nbytes"] <= MOST_AT_ONCE else None
+        if problem is not None:
+            return problem
         return receive_all(worker, reader if worker.rank == 0 else None, what, told)
 
 
