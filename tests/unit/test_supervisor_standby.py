@@ -86,6 +86,8 @@ class Place:
         return self.pid()
 
     def pid(self) -> int:
+        """The process id of the standby process; its command is empty for a moment while it execs."""
+        eventually(lambda: any(b"prepared.py" in command(entry) for entry in children()))
         (pid,) = (int(entry) for entry in children() if b"prepared.py" in command(entry))
         return pid
 
