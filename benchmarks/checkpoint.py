@@ -1,45 +1,36 @@
-"""The `checkpoint` table: the cost of saving and restoring a state of 100 MB."""
+"""The question about checkpoints: the cost of saving and restoring a state of 100 MB."""
 
 from __future__ import annotations
 
-from benchmarks.fit import Contestant, Say
-from benchmarks.race import TURNS, WORKERS, race_of_two
-from benchmarks.report import Ratio, Result
+from benchmarks.question import TURNS, Contestant, Question, Ratio
 from benchmarks.update_task import Task
 
-BUDGET_SECS = 90.0
 OURS, THEIRS = "benchmarks.checkpoint_replicast", "benchmarks.checkpoint_tensorflow"
-PLANNED = Contestant("save_every: stall of training", "replicast", f"{OURS}:Planned")
-STALL = Contestant("save(): stall of training", "replicast", f"{OURS}:Stall")
-COPY = Contestant("save: a copy of the state in memory", "replicast", f"{OURS}:Copy")
-DURABLE = Contestant("save: until durable, replicast", "replicast", f"{OURS}:Durable")
-WRITE = Contestant("save: tf.train.Checkpoint.write, fsync", "stock", f"{THEIRS}:Write")
-RESTORE = Contestant("restore: replicast", "replicast", f"{OURS}:Restore")
-READ = Contestant("restore: tf.train.Checkpoint.read", "stock", f"{THEIRS}:Read")
-CONTESTANTS = (PLANNED, STALL, COPY, DURABLE, WRITE, RESTORE, READ)
-
-
-def measure(rounds: int, say: Say) -> Result:
-    """Lets the contestants take turns.
-
-    Args:
-        rounds: How many turns each gets, if time allows.
-        say: Called with a progress message.
-    """
-    rows, done, task = race_of_two("checkpoint", CONTESTANTS, Task, rounds, BUDGET_SECS, say)
-    return Result(
-        title=f"checkpoint on {WORKERS} workers, {task}",
-        unit=f"ms, on the slowest worker, {done} rounds",
-        rows=tuple(rows.values()),
-        ratios=(
-            Ratio.of("stall by save_every / copy in memory", rows[PLANNED], rows[COPY], "at most", 3.0),
-            Ratio.of("stall by save() / copy in memory", rows[STALL], rows[COPY], "at most", 3.0),
-            Ratio.of("save until durable / TF write with fsync", rows[DURABLE], rows[WRITE], "at most", 1.0),
-            Ratio.of("TF read / restore", rows[READ], rows[RESTORE], "at least", 3.0),
-        ),
-        notes=(
-            TURNS,
-            "replicast compares the workers as it saves and verifies as it restores. No worker trains.",
-            "Every worker reads, from the page cache, in both.",
-        ),
-    )
+PLANNED = Contestant("save_every: stall of training", "replicast", f"{OURS}:Planned", topic="stall")
+STALL = Contestant("save(): stall of training", "replicast", f"{OURS}:Stall", topic="stall")
+COPY = Contestant(
+    "floor: a copy of the state in memory", "replicast", f"{OURS}:Copy", role="floor", topic="stall"
+)
+DURABLE = Contestant("save: until durable, replicast", "replicast", f"{OURS}:Durable", topic="save")
+WRITE = Contestant("save: tf.train.Checkpoint.write, fsync", "stock", f"{THEIRS}:Write", topic="save")
+RESTORE = Contestant("restore: replicast", "replicast", f"{OURS}:Restore", topic="restore")
+READ = Contestant("restore: tf.train.Checkpoint.read", "stock", f"{THEIRS}:Read", topic="restore")
+CHECKPOINT = Question(
+    name="checkpoint",
+    title=f"Saving and restoring {Task()} on 2 workers",
+    unit="ms on the slowest worker",
+    contestants=(PLANNED, STALL, COPY, DURABLE, WRITE, RESTORE, READ),
+    task=Task(),
+    ratios=(
+        Ratio("stall by save_every / copy in memory", PLANNED, COPY, "at most", 3.0),
+        Ratio("stall by save() / copy in memory", STALL, COPY, "at most", 3.0),
+        Ratio("save until durable / TF write with fsync", DURABLE, WRITE, "at most", 1.0),
+        Ratio("TF read / restore", READ, RESTORE, "at least", 3.0),
+    ),
+    notes=(
+        TURNS,
+        "replicast compares the workers as it saves and verifies as it restores. No worker trains.",
+        "Every worker reads, from the page cache, in both.",
+    ),
+    budget_secs=80.0,
+)

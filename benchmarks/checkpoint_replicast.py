@@ -10,7 +10,7 @@ import numpy as np
 
 import replicast
 from benchmarks.checkpoint_task import Keeping
-from benchmarks.runner import Array, lasted
+from benchmarks.runner import Array, Times, lasted
 from benchmarks.update_replicast import Weights
 from replicast.replicas.saving import SavePlan
 from replicast.storage.checkpoint import CheckpointStore
@@ -53,7 +53,7 @@ class Stall(_Replicast):
             names = {name.rpartition("/")[2]: name for name in reader.names()}
             return [reader.read(names[f"part_{number}"]) for number in range(self.task.variables)]
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         saving = self.replicas.save()
         stalled = time.monotonic_ns() - start
@@ -71,7 +71,7 @@ class Planned(Stall):
     def arrange(self, index: int) -> None:
         self.assign(self.state(index))
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         self.replicas.boundary()
         stalled = time.monotonic_ns() - start
@@ -88,7 +88,7 @@ class Planned(Stall):
 class Durable(Stall):
     """The same save until the checkpoint is compared with the other workers' digests, written and fsynced."""
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         self.replicas.save().result(RESULT_SECS)
         return start if self.is_source else None, time.monotonic_ns()
@@ -113,7 +113,7 @@ class Restore(_Replicast):
     def kept(self, rounds: int) -> int:
         return KEPT_ROUND
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         self.replicas.restore()
         return start, time.monotonic_ns()
@@ -132,7 +132,7 @@ class Copy(Keeping):
     def found(self, rounds: int) -> Iterable[Array] | None:
         return self.copies
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         for value, copy in zip(self.values, self.copies, strict=True):
             np.copyto(copy, value)

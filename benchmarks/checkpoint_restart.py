@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.fit import Say
-from benchmarks.report import Ratio, Result, Row
-from benchmarks.workers import REPOSITORY
+from benchmarks.groups import REPOSITORY
+from benchmarks.question import Say
+from benchmarks.results import Result, Row, divided
 
 WORKERS = 2
 BUDGET_SECS = 75.0
@@ -46,13 +46,14 @@ def measure(rounds: int, say: Say) -> Result:
         if jobs[-1].problem is not None:
             break
     problem = jobs[-1].problem
-    restarted = Row("kill -9 to the next step", tuple(job.restarted for job in jobs), problem)
+    restarted = Row("kill -9 to the next step", tuple(job.restarted for job in jobs), problem, "ours")
     cold = Row("cold start: command to the first step", tuple(job.cold for job in jobs), problem)
     return Result(
-        title=f"restart of a job of {WORKERS} workers with a state of 100 MB",
+        name="restart",
+        title=f"Restart of a job of {WORKERS} workers with a state of 100 MB",
         unit=f"ms, {len(jobs)} jobs",
         rows=(restarted, cold),
-        ratios=(Ratio.of("kill to next step / cold start", restarted, cold, "at most", 1.5),),
+        ratios=(divided("kill to next step / cold start", restarted, cold, "at most", 1.5),),
         notes=(
             "Both are times of one job: the launcher detects the exit, stops the group and restarts it.",
             "The next step is the first one of the new group, including compilation as in a cold start.",

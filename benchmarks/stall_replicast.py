@@ -8,7 +8,7 @@ from typing import Any
 
 import replicast
 from benchmarks.peers.mirrored import Floor
-from benchmarks.runner import Array, lasted
+from benchmarks.runner import Array, Times, lasted
 from benchmarks.training import Loop, Training
 from benchmarks.update_replicast import Weights, adding
 from benchmarks.update_task import Adding
@@ -41,7 +41,7 @@ class InMemory(Adding):
         if self.is_source:
             self.proposed = adding(self.task.change(index))
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         if not self.is_source:
             self.loop.run(self.replicas.boundary, lambda _: False)
             return lasted(0)  # the source has the receipt, which covers all workers
@@ -84,7 +84,7 @@ class BareFunction(Floor):
         super().arrange(index)
         self.loop.reset()
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         self.loop.run(lambda: None, lambda steps: steps >= LEAD_STEPS)
         start, end = super().round(index)
         assert start is not None

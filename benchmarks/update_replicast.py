@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 import replicast
-from benchmarks.runner import Array
+from benchmarks.runner import Array, Times
 from benchmarks.update_task import Adding
 
 
@@ -55,7 +55,7 @@ class Propose(Adding):
         if self.is_source:
             self.proposed = self.update(index)
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         ticket = self.replicas.propose(self.proposed) if self.is_source else None
         self.replicas.training_ends()
@@ -75,7 +75,7 @@ class MakeAndPropose(Propose):
         if self.is_source:
             self.change = self.task.change(index)
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         if self.is_source:
             self.proposed = adding(self.change)
