@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import checkpoint_restart, document, report, step, update
+from benchmarks import checkpoint_restart, document, growth, report, step, update
 from benchmarks.audit import AUDIT
 from benchmarks.checkpoint import CHECKPOINT
 from benchmarks.hosts import HOSTS
@@ -43,12 +43,12 @@ QUESTIONS = {
         AUDIT,
         IDLE,
         PAGE,
-        *update.GROWTH,
+        *growth.QUESTIONS,
     )
 }
 RESTART = "restart"
 NAMES = (*QUESTIONS, RESTART)
-QUICK = ("step-0.1M", "update-2", "checkpoint", "growth-bytes")
+QUICK = ("step-0.1M", "update-2", "checkpoint", "growth-bytes-2")
 """The questions of a quick run: a step, an update, a checkpoint, growth."""
 QUICK_SECS, QUICK_AT = 20.0, 100
 

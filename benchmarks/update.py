@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
-
 from benchmarks.question import TURNS, Contestant, Question, Ratio
 from benchmarks.update_task import Task
 
@@ -19,9 +16,16 @@ FROM_ARRAYS = Contestant(
     "benchmarks.update_replicast:MakeAndPropose",
     "replicast.replicas",
 )
+FIRST = Contestant(
+    "replicast, first update of a job, making it included",
+    "replicast",
+    "benchmarks.update_replicast:First",
+    "replicast.replicas",
+)
 FLOOR = Contestant("floor: assign_add alone, no transfer", "stock", f"{PEERS}.mirrored:Floor", role="floor")
 MPI_EACH = Contestant("mpi4py Bcast per variable + add", "mpi", f"{PEERS}.mpi:Each", "mpi4py")
 MPI_FUSED = Contestant("mpi4py Bcast fused + add", "mpi", f"{PEERS}.mpi:Fused", "mpi4py")
+MPI_TENSORS = Contestant("mpi4py Bcast + TensorFlow assign_add", "mpi", f"{PEERS}.mpi:Tensors", "mpi4py")
 GLOO_EACH = Contestant("torch gloo broadcast per variable + add", "torch", f"{PEERS}.gloo:Each", "torch")
 GLOO_FUSED = Contestant("torch gloo broadcast fused + add", "torch", f"{PEERS}.gloo:Fused", "torch")
 BROADCAST_EACH = Contestant("TF broadcast per variable + add", "stock", f"{PEERS}.mirrored:BroadcastEach")
@@ -34,6 +38,7 @@ CONTESTANTS = (
     FLOOR,
     MPI_EACH,
     MPI_FUSED,
+    MPI_TENSORS,
     GLOO_EACH,
     GLOO_FUSED,
     BROADCAST_EACH,
@@ -45,6 +50,8 @@ RATIOS = (
     Ratio("replicast / mpi4py per variable", REPLICAST, MPI_EACH, "at most", 2.0),
     Ratio("replicast / mpi4py fused", REPLICAST, MPI_FUSED, "at most", 2.0),
     Ratio("replicast, making included / mpi4py fused", FROM_ARRAYS, MPI_FUSED),
+    Ratio("replicast / mpi4py + TensorFlow", REPLICAST, MPI_TENSORS, "at most", 1.3),
+    Ratio("replicast, making included / mpi4py + TensorFlow", FROM_ARRAYS, MPI_TENSORS, "at most", 2.0),
     Ratio("all_reduce / replicast", ALL_REDUCE, REPLICAST, "at least", 8.0),
     Ratio("TF broadcast per variable / replicast", BROADCAST_EACH, REPLICAST, "at least", 4.0),
     Ratio("TF broadcast fused / replicast", BROADCAST_FUSED, REPLICAST, "at least", 4.0),
@@ -68,49 +75,4 @@ def update(workers: int, budget_secs: float) -> Question:
     )
 
 
-LINES = {"replicast propose": REPLICAST, "mpi4py Bcast fused + add": MPI_FUSED, "assign_add alone": FLOOR}
-"""The contestants whose growth is shown, one line each."""
-MEGABYTES = (1, 10, 100, 1000)
-COPIES = 20
-"""So many times the bytes of an update are in memory at once, over all contestants and workers."""
-WORKERS = (1, 2, 4, 8)
-
-
-def bytes_that_have_room() -> tuple[int, ...]:
-    """The sizes for which this machine has memory, in megabytes."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / 1e6
-    return tuple(size for size in MEGABYTES if size * COPIES < available)
-
-
-GROWTH_BYTES = Question(
-    name="growth-bytes",
-    title="How an update on 2 workers grows with its size, in 50 variables",
-    unit="ms until the last has applied",
-    contestants=tuple(
-        replace(one, name=f"{series}, {size:,} MB", series=series, at=size, task=Task(megabytes=size))
-        for series, one in LINES.items()
-        for size in bytes_that_have_room()
-    ),
-    task=Task(),
-    notes=(TURNS, "All sizes take turns. A slope of 1 is in proportion to the bytes; 0 does not grow."),
-    budget_secs=120.0,
-    axis="MB",
-)
-GROWTH_WORKERS = Question(
-    name="growth-workers",
-    title="How an update of 10 MB grows with the number of workers, which share the cores",
-    unit="ms until the last has applied",
-    contestants=tuple(
-        replace(one, name=f"{series}, {number} workers", series=series, at=number, workers=number)
-        for series, one in LINES.items()
-        for number in WORKERS
-    ),
-    task=Task(megabytes=10),
-    notes=(TURNS, "One number of workers after the other. All processes share this machine's cores."),
-    turns=2,
-    budget_secs=160.0,
-    axis="workers",
-    staged=True,
-)
-QUESTIONS = (update(2, 90.0), update(4, 100.0))
-GROWTH = (GROWTH_BYTES, GROWTH_WORKERS)
+QUESTIONS = (update(2, 90.0), update(4, 90.0))

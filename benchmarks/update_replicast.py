@@ -83,6 +83,17 @@ class MakeAndPropose(Propose):
         return None if proposed is None else start, applied
 
 
+class First(MakeAndPropose):
+    """The same with a new `Replicas` in every round: nothing is prepared by earlier updates."""
+
+    def arrange(self, index: int) -> None:
+        self.replicas.training_ends()
+        self.replicas.close()
+        self.replicas = replicast.Replicas(self.model, durability="memory")
+        self.replicas.training_begins()
+        super().arrange(index)
+
+
 def adding(changes: Iterable[Array]) -> replicast.Update:
     """The changes of all variables as an update."""
     update = replicast.Update()

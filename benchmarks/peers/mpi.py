@@ -1,4 +1,4 @@
-"""MPI with mpi4py: a broadcast and an addition in numpy."""
+"""MPI with mpi4py: a broadcast and an addition in numpy or TensorFlow."""
 
 from __future__ import annotations
 
@@ -42,3 +42,24 @@ class Each(Fused):
         for variable, delta in zip(self.variables, self.delta, strict=True):
             self.group.Bcast(delta, root=SOURCE)
             np.add(variable, delta, out=variable)
+
+
+class Tensors(Fused):
+    """One broadcast into an array, and `assign_add` on the variables of TensorFlow, as its users write it."""
+
+    def setup(self) -> None:
+        import tensorflow as tf
+
+        super().setup()
+        self.tensors = [
+            tf.Variable(tf.zeros(self.task.shape), trainable=False) for _ in range(self.task.variables)
+        ]
+        self.variables = np.zeros(0, np.float32)
+
+    def weights(self) -> Iterable[Array]:
+        return (variable.numpy() for variable in self.tensors)
+
+    def _transfer_and_add(self) -> None:
+        self.group.Bcast(self.delta, root=SOURCE)
+        for variable, change in zip(self.tensors, self.delta, strict=True):
+            variable.assign_add(change, read_value=False)
