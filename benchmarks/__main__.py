@@ -23,9 +23,10 @@ from benchmarks.idle import IDLE
 from benchmarks.page import PAGE
 from benchmarks.question import Say
 from benchmarks.race import ask
-from benchmarks.results import DIRECTORY, Result, Run, machine_facts, versions
+from benchmarks.results import DIRECTORY, Result, Run, versions
 from benchmarks.rows import ROWS
 from benchmarks.stall import STALL
+from replicast.bench.machine import machine_facts
 from replicast.config import shared_memory_directory
 from replicast.transport.files import remove_leftovers
 

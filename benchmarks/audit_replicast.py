@@ -9,7 +9,7 @@ import replicast
 from benchmarks.audit import EVERY
 from benchmarks.runner import Implementation, Times, lasted
 from benchmarks.training import Training
-from benchmarks.update_replicast import Weights
+from benchmarks.update_replicast import weights_of
 from replicast.strategy import KerasState
 from replicast.update.digest import digest_array
 
@@ -24,7 +24,7 @@ class Digests(Implementation):
 
     def setup(self) -> None:
         with self.group.scope():
-            self.model = Weights(self.task)
+            self.model = weights_of(self.task)
         for variable, value in zip(self.model.parts, self.task.change(1), strict=True):
             variable.assign(value)
         self.state = KerasState(self.model, {})
@@ -56,7 +56,7 @@ class Without(Implementation):
     def setup(self) -> None:
         self.training = Training(self.group)
         with self.group.scope():
-            self.model = Weights(self.task, self.training.model)
+            self.model = weights_of(self.task, self.training.model)
         self.replicas = replicast.Replicas(
             self.model,
             optimizer=self.training.optimizer,

@@ -11,7 +11,7 @@ import numpy as np
 import replicast
 from benchmarks.checkpoint_task import Keeping
 from benchmarks.runner import Array, Times, lasted
-from benchmarks.update_replicast import Weights
+from benchmarks.update_replicast import weights_of
 from replicast.replicas.saving import SavePlan
 from replicast.storage.checkpoint import CheckpointStore
 
@@ -23,7 +23,7 @@ KEPT_ROUND = 3
 class _Replicast(Keeping):
     def setup(self) -> None:
         with self.group.scope():
-            self.model = Weights(self.task)
+            self.model = weights_of(self.task)
         self.run_dir: Path = self.task.directory / f"run-{type(self).__name__}"
         self.replicas = replicast.Replicas(self.model, run_dir=self.run_dir)
 

@@ -74,9 +74,8 @@ def threads_of_a_worker(workers: int = 2) -> dict[str, str]:
 
 
 def mpiexec() -> str | None:
-    """The launcher of the mpi4py that is installed; else the one on the path, or None."""
-    beside = [Path(sys.executable).parent, *(Path(path).parents[2] / "bin" for path in sys.path if path)]
-    return shutil.which("mpiexec", path=":".join(map(str, beside))) or shutil.which("mpiexec")
+    """The launcher next to this Python, which matches its mpi4py; else the one on the path, or None."""
+    return shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 
 
 class Workers:

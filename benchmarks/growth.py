@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 from benchmarks.question import TURNS, Contestant, Question, Ratio
 from benchmarks.update import FIRST, FLOOR, FROM_ARRAYS, MPI_TENSORS, REPLICAST
 from benchmarks.update_task import Task
+from replicast.bench.machine import available_memory
 
 OURS, PEER, BARE = "replicast propose", "mpi4py Bcast + TensorFlow assign_add", "floor: assign_add alone"
 MADE, FIRST_ONE = "replicast, making included", "replicast, first of a job"
@@ -24,10 +23,8 @@ UNIT = "ms until the last has applied"
 
 def lines_with_room(megabytes: int, workers: int) -> tuple[str, ...]:
     """The lines for which this machine has memory: two copies for each line and worker, and some more."""
-    found = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
-    available = int(found[1]) / 1000 if found is not None else 0.0
     for lines in (tuple(LINES), FEW):
-        if megabytes * (2 * len(lines) * workers + 4) < available:
+        if megabytes * 1e6 * (2 * len(lines) * workers + 4) < available_memory():
             return lines
     return ()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -186,17 +184,6 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
     return float(linear_regression(across, up).slope)
 
 
-def machine_facts() -> dict[str, str]:
-    """The machine of these figures, for comparisons with others."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {
-        "cores": f"{len(os.sched_getaffinity(0))}, {_processor()}",
-        "memory": f"{memory:.0f} GiB",
-        "kernel": f"{platform.system()} {platform.release()}",
-        "load at the start": " ".join(f"{load:.1f}" for load in os.getloadavg()),
-    }
-
-
 def versions() -> dict[str, str]:
     """The versions of everything that is compared."""
     found = {"Python": ".".join(str(part) for part in sys.version_info[:3])}
@@ -211,13 +198,6 @@ _PACKAGES = {
     "mpi4py": ("mpi4py",),
     "mpich": ("mpich",),
 }
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [text.split(":", 1)[1].strip() for text in lines if text.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _version(*packages: str) -> str:

@@ -10,8 +10,9 @@ import replicast
 from benchmarks.peers.mirrored import Floor
 from benchmarks.runner import Array, Times, lasted
 from benchmarks.training import Loop, Training
-from benchmarks.update_replicast import Weights, adding
+from benchmarks.update_replicast import weights_of
 from benchmarks.update_task import Adding
+from replicast.bench.weights import adding
 
 LEAD_STEPS = 5
 """Steps before the measurement, so that it happens during training."""
@@ -28,7 +29,7 @@ class InMemory(Adding):
     def setup(self) -> None:
         training = Training(self.group)
         with self.group.scope():
-            self.model = Weights(self.task, training.model)
+            self.model = weights_of(self.task, training.model)
         self.replicas = replicast.Replicas(self.model, optimizer=training.optimizer, **self._keeping())
         self.loop = Loop(training, self.task.directory / f"last-step-{type(self).__name__}", self.is_source)
         self.proposed: Any = None
