@@ -63,9 +63,8 @@ def main() -> int:
     if options.document:
         document.write(options.document)
         return 0
-    run = Run(
-        datetime.now().astimezone().isoformat(timespec="seconds"), _command(), machine_facts(), versions()
-    )
+    started = datetime.now().astimezone().isoformat(timespec="seconds")
+    run = Run(started, command(options), machine_facts(), versions())
     broken = measure(run, options)
     remove_leftovers(shared_memory_directory(os.environ))  # of the workers, which were killed
     report.show(run, sys.stdout)
@@ -163,8 +162,13 @@ def _tell(say: Say, before: str, message: str) -> None:
     say(f"{before}{message}")
 
 
-def _command() -> str:
-    return " ".join(["python -m benchmarks", *sys.argv[1:]])
+def command(options: argparse.Namespace) -> str:
+    """What others run to measure the same."""
+    chosen = [word for name in options.only or () for word in ("--only", name)]
+    rounds = ["--rounds", str(options.rounds)] if options.rounds != ROUNDS else []
+    if chosen or (rounds and not options.quick):
+        return " ".join(["python -m benchmarks", *chosen, *rounds])
+    return "make bench-quick" if options.quick else "make bench"
 
 
 if __name__ == "__main__":

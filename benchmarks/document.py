@@ -76,15 +76,15 @@ def _table(result: Result) -> list[str]:
         "",
         f"![{result.title}](images/bench/{result.name}.svg)",
         "",
-        f"| {result.unit} | median | lowest to highest |",
-        "| --- | --- | --- |",
+        f"| {result.unit} | median | lowest to highest | / best peer | / floor |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for row in result.rows:
-        name, middle, lowest, highest, problem = cells(row)
-        figures = f"{middle} | {lowest} to {highest}" if middle else f"| {problem}"
+        name, middle, lowest, highest, by_peer, by_floor, problem = cells(result, row)
+        span = f"{lowest} to {highest}" if middle else problem
         strong = "**" if row.role == "ours" else ""
-        lines.append(f"| {strong}{name}{strong} | {figures} |")
-    sentences = [sentence(ratio) for ratio in (*result.ratios, *result.standing())]
+        lines.append(f"| {strong}{name}{strong} | {middle} | {span} | {by_peer} | {by_floor} |")
+    sentences = [sentence(ratio) for ratio in result.ratios]
     sentences += [f"{name}: slope {value:.2f}" for name, value in result.slopes().items() if result.axis]
-    lines += ["", *(f"- {text}" for text in dict.fromkeys(sentences)), "", " ".join(result.notes)]
+    lines += ["", *(f"- {text}" for text in sentences), "", " ".join(result.notes)]
     return lines

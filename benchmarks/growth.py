@@ -73,4 +73,4 @@ BY_WORKERS = Question(
     axis="workers",
     staged=True,
 )
-QUESTIONS = (by_bytes(2, 110.0), by_bytes(4, 110.0), BY_WORKERS)
+QUESTIONS = (by_bytes(2, 110.0), by_bytes(4, 90.0), BY_WORKERS)

@@ -32,7 +32,7 @@ PAGE = Question(
     task=BaseTask(),
     ratios=(Ratio(f"step with {STREAMS} streams / with none", FOLLOWED, ALONE, "at most", 1.03),),
     notes=(f"Turns of {TURN_SECS:g} s alternate in the life of one job, on the same two cores.",),
-    budget_secs=80.0,
+    budget_secs=60.0,
 )
 
 

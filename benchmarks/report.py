@@ -11,7 +11,7 @@ from rich.table import Table
 from benchmarks.results import Comparison, Result, Row, Run
 
 MOVED = 0.15
-_COLUMNS = ("contestant", "median", "lowest", "highest", "")
+COLUMNS = ("contestant", "median", "lowest", "highest", "/ best peer", "/ floor", "")
 
 
 def show(run: Run, out: TextIO) -> None:
@@ -23,7 +23,7 @@ def show(run: Run, out: TextIO) -> None:
 
 
 def show_result(result: Result, out: TextIO) -> None:
-    """Prints one table, its ratios with their targets, and how ours stand by the best peer and the floor."""
+    """Prints one table, its ratios with their targets, and how it grows."""
     out.write("\n")
     if out.isatty():
         _show_table(result, Console(file=out))
@@ -33,8 +33,6 @@ def show_result(result: Result, out: TextIO) -> None:
         out.write(f"{sentence(ratio)}\n")
     for name, exponent in result.slopes().items() if result.axis else ():
         out.write(f"{name}: grows with {result.axis} to the power of {exponent:.2f}\n")
-    for ratio in result.standing():
-        out.write(f"by the best: {sentence(ratio)}\n")
     for note in result.notes:
         out.write(f"{note}\n")
 
@@ -90,30 +88,32 @@ def _medians(result: Result) -> dict[str, float]:
     return {row.name: middle for row in result.rows if (middle := row.median()) is not None}
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    """A row of a table: its name, median, lowest and highest figure, and its problem."""
+def cells(result: Result, row: Row) -> tuple[str, ...]:
+    """A row of a table: name, median, lowest and highest figure, ratios to the best, and its problem."""
     figures = row.measured()
     if not figures:
-        return (row.name, "", "", "", row.problem or "not measured")
-    numbers = (median(figures), min(figures), max(figures))
-    return (row.name, *(short(number) for number in numbers), row.problem or "")
+        return (row.name, *[""] * (len(COLUMNS) - 2), row.problem or "not measured")
+    numbers = [short(number) for number in (median(figures), min(figures), max(figures))]
+    ratios = [result.ratio_to_best(row, role) for role in ("peer", "floor")]
+    known = ["" if ratio is None else short(ratio, 2) for ratio in ratios]
+    return (row.name, *numbers, *known, row.problem or "")
 
 
 def _show_table(result: Result, console: Console) -> None:
     table = Table(title=f"{result.title} ({result.unit})", title_justify="left")
-    for place, column in enumerate(_COLUMNS):
-        table.add_column(column, justify="right" if 1 <= place <= 3 else "left")
+    for place, column in enumerate(COLUMNS):
+        table.add_column(column, justify="right" if 1 <= place <= 5 else "left")
     for row in result.rows:
-        table.add_row(*cells(row))
+        table.add_row(*cells(result, row))
     console.print(table)
 
 
 def _show_plain(result: Result, out: TextIO) -> None:
     out.write(f"{result.title} ({result.unit})\n")
-    lines = [_COLUMNS, *(cells(row) for row in result.rows)]
+    lines = [COLUMNS, *(cells(result, row) for row in result.rows)]
     width = max(len(line[0]) for line in lines)
     for name, *numbers, note in lines:
-        out.write(f"{name:{width}}{''.join(f'{n:>10}' for n in numbers)}  {note}".rstrip() + "\n")
+        out.write(f"{name:{width}}{''.join(f'{n:>12}' for n in numbers)}  {note}".rstrip() + "\n")
 
 
 def sentence(ratio: Comparison) -> str:

@@ -96,29 +96,24 @@ class Result:
         measured = [(middle, row.name) for row in self.rows if (middle := row.median()) is not None]
         return tuple(name for _, name in sorted(measured))
 
-    def standing(self) -> tuple[Comparison, ...]:
-        """What is ours by the best peer, and by the floor."""
-        return tuple(
-            divided(f"{row.name} / {other.name}", row, other)
-            for row in self.rows
-            if row.role == "ours" and row.measured()
-            for other in (self._best("peer", row), self._best("floor", row))
-            if other is not None
-        )
+    def ratio_to_best(self, row: Row, role: Role) -> float | None:
+        """The median ratio of a row to the fastest peer, or to the floor; None for that one itself."""
+        best = self._best(role, row)
+        return divided("", row, best).median() if best is not None and best is not row else None
 
     def slopes(self) -> dict[str, float]:
         """The exponent by which each line grows: 1 is in proportion to the axis."""
         lines = {name: line(self.rows, name) for name in series_of(self.rows)}
         return {name: slope(points) for name, points in lines.items() if len(points) > 1}
 
-    def _best(self, role: Role, ours: Row) -> Row | None:
-        """The fastest of a role that is comparable with a row of ours."""
+    def _best(self, role: Role, row: Row) -> Row | None:
+        """The fastest of a role that is comparable with a row."""
         rivals = [
-            row
-            for row in self.rows
-            if row.role == role and (row.at, row.topic) == (ours.at, ours.topic) and row.measured()
+            one
+            for one in self.rows
+            if one.role == role and (one.at, one.topic) == (row.at, row.topic) and one.measured()
         ]
-        return min(rivals, key=lambda row: median(row.measured()), default=None)
+        return min(rivals, key=lambda one: median(one.measured()), default=None)
 
 
 @dataclass(frozen=True, slots=True)

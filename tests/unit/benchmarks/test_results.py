@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,14 @@ def test_the_figures_in_docs_performance_are_those_of_its_results_file() -> None
     page = document.PAGE.read_text()
     run = Run.read(document.source(page))
     assert document.generated(page) == document.section(run), "run: make bench, or --document FILE"
+
+
+def test_every_colour_of_a_picture_has_its_counterpart_for_a_dark_theme() -> None:
+    for path in document.PICTURES.glob("*.svg"):
+        drawing, style = path.read_text(), path.read_text().split("</style>")[0]
+        assert "@media (prefers-color-scheme: dark)" in style
+        for used in set(re.findall(r"(?:fill|stroke): #[0-9a-f]{6}", drawing)):
+            assert f'[style*="{used}"]' in style, f"{path.name}: {used}"
 
 
 def test_every_picture_of_docs_performance_is_there() -> None:
