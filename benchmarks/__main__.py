@@ -15,9 +15,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import checkpoint_restart, document, growth, report, step, update
+from benchmarks import checkpoint, checkpoint_restart, document, growth, report, step, update
 from benchmarks.audit import AUDIT
-from benchmarks.checkpoint import CHECKPOINT
 from benchmarks.hosts import HOSTS
 from benchmarks.idle import IDLE
 from benchmarks.page import PAGE
@@ -40,7 +39,7 @@ QUESTIONS = {
         STALL,
         ROWS,
         HOSTS,
-        CHECKPOINT,
+        checkpoint.CHECKPOINT,
         AUDIT,
         IDLE,
         PAGE,
@@ -49,9 +48,10 @@ QUESTIONS = {
 }
 RESTART = "restart"
 NAMES = (*QUESTIONS, RESTART)
-QUICK = ("step-0.1M", "update-2", "checkpoint", "growth-bytes-2")
-"""The questions of a quick run: a step, an update, a checkpoint, growth."""
-QUICK_SECS, QUICK_AT = 20.0, 100
+QUICK = {
+    question.name: question for question in (*step.QUICK, *update.QUICK, *checkpoint.QUICK, *growth.QUICK)
+}
+"""The questions of a quick run: fewer, with smaller sizes."""
 
 
 def main() -> int:
@@ -108,8 +108,7 @@ def measure(run: Run, options: argparse.Namespace) -> list[str]:
 def measure_of(name: str, quick: bool) -> Measure:
     if name == RESTART:
         return checkpoint_restart.measure
-    question = QUESTIONS[name]
-    return partial(ask, question.quick(QUICK_AT, QUICK_SECS) if quick else question)
+    return partial(ask, QUICK.get(name, QUESTIONS[name]) if quick else QUESTIONS[name])
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.question import TURNS, Contestant, Question, Ratio
+from dataclasses import replace
+
+from benchmarks.question import QUICK_SECS, TURNS, Contestant, Question, Ratio
 from benchmarks.update_task import Task
 
 OURS, THEIRS = "benchmarks.checkpoint_replicast", "benchmarks.checkpoint_tensorflow"
@@ -34,3 +36,4 @@ CHECKPOINT = Question(
     ),
     budget_secs=80.0,
 )
+QUICK = (replace(CHECKPOINT, budget_secs=QUICK_SECS),)

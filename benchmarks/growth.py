@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.question import TURNS, Contestant, Question, Ratio
+from benchmarks.question import QUICK_SECS, TURNS, Contestant, Question, Ratio
 from benchmarks.update import FIRST, FLOOR, FROM_ARRAYS, MPI_TENSORS, REPLICAST
 from benchmarks.update_task import Task
 from replicast.bench.machine import available_memory
@@ -29,11 +29,11 @@ def lines_with_room(megabytes: int, workers: int) -> tuple[str, ...]:
     return ()
 
 
-def by_bytes(workers: int, budget_secs: float) -> Question:
+def by_bytes(workers: int, budget_secs: float, most: int = MEGABYTES[-1]) -> Question:
     """An update by its size. All sizes take turns in one race."""
     found: dict[tuple[str, int], Contestant] = {}
     for size in MEGABYTES:
-        for series in lines_with_room(size, workers):
+        for series in lines_with_room(size, workers) if size <= most else ():
             name = f"{series}, {size:,} MB"
             task = Task(megabytes=size)
             found[series, size] = replace(LINES[series], name=name, series=series, at=size, task=task)
@@ -74,3 +74,4 @@ BY_WORKERS = Question(
     staged=True,
 )
 QUESTIONS = (by_bytes(2, 110.0), by_bytes(4, 90.0), BY_WORKERS)
+QUICK = (by_bytes(2, QUICK_SECS, most=100),)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from benchmarks.results import TORCH_PYTHON, Bound, Comparison, Result, Role, Row, divided
 from benchmarks.runner import BaseTask
 
 Say = Callable[[str], None]
 WORKERS = 2
+QUICK_SECS = 25.0
+"""The budget of a question in a quick run."""
 TURNS = "Contestants take turns in every round; every round's weights are checked, number by number."
 
 
@@ -111,11 +113,6 @@ class Question:
     budget_secs: float = 90.0
     axis: str | None = None
     staged: bool = False
-
-    def quick(self, most: float, budget_secs: float) -> Question:
-        """The same question in less time, without the places on the axis above `most`."""
-        few = tuple(one for one in self.contestants if one.at is None or one.at <= most)
-        return replace(self, contestants=few, turns=1, budget_secs=min(budget_secs, self.budget_secs))
 
     def answered(self, rows: Mapping[Contestant, Row], rounds: int) -> Result:
         """The table of these figures."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from benchmarks.question import WORKERS, Contestant, Question, Ratio
+from benchmarks.question import QUICK_SECS, WORKERS, Contestant, Question, Ratio
 from benchmarks.step_task import StepTask
 
 MODULE = "benchmarks.step_keras"
@@ -47,7 +47,7 @@ SIZES = (
 
 def step(size: Size) -> Question:
     """The time of a step of one model, by everybody who can train it."""
-    more = (DATASET, ITERATOR) if size is SIZES[0] else ()
+    more = (DATASET, ITERATOR) if size.name == SIZES[0].name else ()
     layers = "-".join(str(width) for width in (784, *size.units, 10))
     return Question(
         name=f"step-{size.name}",
@@ -128,3 +128,4 @@ EMBEDDING = Question(
     budget_secs=60.0,
 )
 QUESTIONS = (*(step(size) for size in SIZES), SCALING, EMBEDDING)
+QUICK = (step(replace(SIZES[0], steps=100, epochs=2, budget_secs=QUICK_SECS)),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.question import TURNS, Contestant, Question, Ratio
+from benchmarks.question import QUICK_SECS, TURNS, Contestant, Question, Ratio
 from benchmarks.update_task import Task
 
 PEERS = "benchmarks.peers"
@@ -60,14 +60,14 @@ RATIOS = (
 NOTES = (TURNS, "A ratio: median of the rounds' ratios, and range. No contestant writes with fsync.")
 
 
-def update(workers: int, budget_secs: float) -> Question:
-    """An update of 100 MB on so many workers."""
+def update(workers: int, budget_secs: float, megabytes: int = 100) -> Question:
+    """An update on so many workers."""
     return Question(
         name=f"update-{workers}",
-        title=f"An update of {Task()} from worker 0 added on {workers} workers",
+        title=f"An update of {Task(megabytes=megabytes)} from worker 0 added on {workers} workers",
         unit="ms until the last has applied",
         contestants=CONTESTANTS,
-        task=Task(),
+        task=Task(megabytes=megabytes),
         workers=workers,
         ratios=RATIOS,
         notes=NOTES,
@@ -76,3 +76,4 @@ def update(workers: int, budget_secs: float) -> Question:
 
 
 QUESTIONS = (update(2, 90.0), update(4, 90.0))
+QUICK = (update(2, QUICK_SECS, megabytes=10),)
