@@ -11,6 +11,7 @@ MODULE = "benchmarks.step_keras"
 FIT = Contestant("replicast fit, arrays", "replicast", f"{MODULE}:FitArrays")
 DATASET = Contestant("replicast fit, tf.data", "replicast", f"{MODULE}:FitDataset")
 LOOP = Contestant("replicast loop, constant batch", "replicast", f"{MODULE}:ConstantBatch")
+DDP_ARRAYS = Contestant("torch DDP (gloo) loop, arrays", "torch", "benchmarks.peers.ddp:Arrays")
 DDP = Contestant("torch DDP (gloo) loop, constant batch", "torch", "benchmarks.peers.ddp:ConstantBatch")
 STOCK = Contestant("stock MWMS loop, constant batch", "stock", f"{MODULE}:ConstantBatch")
 ITERATOR = Contestant("stock MWMS loop, distributed iterator", "stock", f"{MODULE}:DistributedIterator")
@@ -53,11 +54,11 @@ def step(size: Size) -> Question:
         name=f"step-{size.name}",
         title=f"A training step: MLP {layers} ({size.name} parameters), Adam, batch 128, {WORKERS} workers",
         unit="ms per step",
-        contestants=(FIT, LOOP, DDP, STOCK, TF_KERAS, FLOOR, TORCH_FLOOR, *more),
+        contestants=(FIT, LOOP, DDP_ARRAYS, DDP, STOCK, TF_KERAS, FLOOR, TORCH_FLOOR, *more),
         task=size.task(),
         ratios=(
-            Ratio("replicast fit / torch DDP", FIT, DDP, "at most", 1.0),
-            Ratio("replicast loop / torch DDP", LOOP, DDP, "at most", 1.0),
+            Ratio("replicast fit / torch DDP, both on arrays", FIT, DDP_ARRAYS, "at most", 1.0),
+            Ratio("replicast loop / torch DDP, both on a constant batch", LOOP, DDP, "at most", 1.0),
             Ratio("replicast fit on arrays / its constant-batch loop", FIT, LOOP, "at most", 1.15),
             *(
                 Ratio("replicast fit on tf.data / its constant-batch loop", one, LOOP, "at most", 1.25)

@@ -39,10 +39,30 @@ class ConstantBatch(Training):
 
     def train(self) -> None:
         for _ in range(self.task.steps):
-            self.optimizer.zero_grad()
-            self.loss(self.model(self.x), self.y).backward()
-            self.optimizer.step()
-            self.steps += 1
+            self._step(self.x, self.y)
+
+    def _step(self, x: Any, y: Any) -> None:
+        self.optimizer.zero_grad()
+        self.loss(self.model(x), y).backward()
+        self.optimizer.step()
+        self.steps += 1
+
+
+class Arrays(ConstantBatch):
+    """A loop over shuffled arrays, of which every worker takes its share of each batch."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.examples, labels = (torch.from_numpy(array) for array in self.task.arrays())
+        self.labels = labels.long()
+
+    def train(self) -> None:
+        mine = self.task.batch // self.workers
+        for epoch in range(self.task.epochs):
+            order = torch.randperm(len(self.labels), generator=torch.Generator().manual_seed(epoch))
+            for first in range(self.rank * mine, len(order), self.task.batch):
+                rows = order[first : first + mine]
+                self._step(self.examples[rows], self.labels[rows])
 
 
 class NoExchange(ConstantBatch):
