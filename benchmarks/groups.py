@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 START_SECS = 120.0
 AFTER_A_FAILURE_SECS = 3.0
 """How long to wait for the other workers of a group after one has failed: they may wait for it forever."""
-FAREWELL_SECS = 5.0
+FAREWELL_SECS = 15.0
 
 
 class Failed(Exception):  # noqa: N818 - an outcome of a measurement

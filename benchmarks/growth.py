@@ -62,7 +62,7 @@ BY_WORKERS = Question(
     title="How an update of 10 MB grows with the number of workers, which share the cores",
     unit=UNIT,
     contestants=tuple(
-        replace(LINES[series], name=f"{series}, {number} workers", series=series, at=number, workers=number)
+        replace(LINES[series], name=f"{series}, workers: {number}", series=series, at=number, workers=number)
         for series in FEW
         for number in WORKERS
     ),

@@ -53,8 +53,8 @@ def main(address: str, factory: str) -> None:
         try:
             order, entry = pickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionResetError):
-            if "mpi4py" in sys.modules:
-                return  # MPI removes its shared memory at a regular exit.
+            if "mpi4py.MPI" in sys.modules:
+                sys.modules["mpi4py.MPI"].Finalize()  # removes its shared memory
             os._exit(0)
         try:
             answer = ("returned", worker.carry_out(order, entry))
