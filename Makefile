@@ -8,10 +8,13 @@ OLDEST := .venv-oldest
 NEWEST := .venv-newest
 DOCS := .venv-docs
 WHEEL := .venv-wheel
+TORCH := .venv-torch
 STAMP := $(VENV)/.ready
 DOCS_STAMP := $(DOCS)/.ready
 OLDEST_STAMP := $(OLDEST)/.ready
 NEWEST_STAMP := $(NEWEST)/.ready
+BENCH_STAMP := $(VENV)/.bench-ready
+TORCH_STAMP := $(TORCH)/.ready
 TENSORFLOW := tensorflow-cpu~=2.21.0
 OLDEST_PAIR := tensorflow-cpu~=2.20.0 keras==3.12.0
 NEWEST_TENSORFLOW := tensorflow-cpu>=2.22.0rc0,<2.23
@@ -114,9 +117,27 @@ format: $(STAMP) ## Let ruff rewrite what it can
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench: $(STAMP) ## Measure, interleaved in one run, and print ratios
+bench: bench-setup ## Measure against peers, interleaved, in 25 minutes: results, pictures, docs/performance.md
+	$(VENV)/bin/python -m benchmarks --publish
+
+.PHONY: bench-quick bench-setup
+bench-quick: bench-setup ## The same in two minutes: fewer questions and rounds, and nothing in docs/ changes
+	$(VENV)/bin/python -m benchmarks --quick
+
+bench-setup: $(BENCH_STAMP)
+	@$(MAKE) --no-print-directory $(TORCH_STAMP) || echo "torch could not be installed: its rows will be missing"
+
+$(BENCH_STAMP): $(STAMP)
 	$(VENV)/bin/python -m pip install --quiet --no-deps --group bench  # tf-keras would bring a second TensorFlow
-	$(VENV)/bin/python -m benchmarks
+	$(VENV)/bin/python -m pip install --quiet --group bench-pictures
+	@touch $@
+
+# Its own environment: torch and TensorFlow bring different copies of the same libraries.
+$(TORCH_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(TORCH)
+	$(TORCH)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(TORCH)/bin/python -m pip install --quiet --group bench-torch
+	@touch $@
 
 clean: ## Remove what the other targets made
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(DOCS) $(WHEEL) site .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(DOCS) $(WHEEL) $(TORCH) site .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

@@ -1,80 +1,143 @@
-"""`python -m benchmarks`: measures, prints tables and ratios."""
+"""`python -m benchmarks`: measures, prints tables and ratios, and writes results, pictures and their page."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import audit, checkpoint, checkpoint_restart, fit, hosts, idle, page, rows, stall, update
-from benchmarks.report import Result, machine_facts, show, write_json
+from benchmarks import checkpoint, checkpoint_restart, document, growth, report, step, update
+from benchmarks.audit import AUDIT
+from benchmarks.hosts import HOSTS
+from benchmarks.idle import IDLE
+from benchmarks.page import PAGE
+from benchmarks.question import Say
+from benchmarks.race import ask
+from benchmarks.results import DIRECTORY, Result, Run, versions
+from benchmarks.rows import ROWS
+from benchmarks.stall import STALL
+from replicast.bench.machine import machine_facts
 from replicast.config import shared_memory_directory
 from replicast.transport.files import remove_leftovers
 
-TABLES = ("fit", "update", "stall", "idle", "rows", "hosts", "checkpoint", "audit", "page")
+Measure = Callable[[int, Say], Result]
+ROUNDS = 5
+QUESTIONS = {
+    question.name: question
+    for question in (
+        *step.QUESTIONS,
+        *update.QUESTIONS,
+        STALL,
+        ROWS,
+        HOSTS,
+        checkpoint.CHECKPOINT,
+        AUDIT,
+        IDLE,
+        PAGE,
+        *growth.QUESTIONS,
+    )
+}
+RESTART = "restart"
+NAMES = (*QUESTIONS, RESTART)
+QUICK = {
+    question.name: question for question in (*step.QUICK, *update.QUICK, *checkpoint.QUICK, *growth.QUICK)
+}
+"""The questions of a quick run: fewer, with smaller sizes."""
 
 
 def main() -> int:
-    """Measures and prints; returns the exit code: 1 if the benchmark of a table has an error."""
+    """Returns the exit code: 1 if a question could not be answered, or if the order of two runs differs."""
     options = parse(sys.argv[1:])
-    facts = machine_facts()
-    results: list[Result] = []
-    broken: list[str] = []
-    with progress() as say:
-        for name in options.only or TABLES:
-            try:
-                results.extend(tables(name, options, say))
-            except Exception:  # measure the other tables anyway
-                broken.append(f"The {name} table could not be measured:\n{traceback.format_exc()}")
-    remove_leftovers(shared_memory_directory(os.environ))  # of the worker pools, which were killed
-    show(facts, results, sys.stdout)
-    if options.json is not None:
-        write_json(facts, results, options.json)
+    if options.compare:
+        first, second = (Run.read(path) for path in options.compare)
+        return 0 if report.compare(first, second, sys.stdout) else 1
+    if options.document:
+        document.write(options.document)
+        return 0
+    started = datetime.now().astimezone().isoformat(timespec="seconds")
+    run = Run(started, command(options), machine_facts(), versions())
+    broken = measure(run, options)
+    remove_leftovers(shared_memory_directory(os.environ))  # of the workers, which were killed
+    report.show(run, sys.stdout)
+    path = options.json or DIRECTORY / f"{run.date[:10]}{'-quick' if options.quick else ''}.json"
+    run.write(path)
+    sys.stdout.write(f"\nEvery figure: {path}\n")
+    publish(run, path, options.publish)
     sys.stderr.write("\n".join(broken))
     return 1 if broken else 0
 
 
-def tables(name: str, options: argparse.Namespace, say: Callable[[str], None]) -> Iterator[Result]:
-    if name == "update":
-        for workers in options.workers or update.WORKERS:
-            yield update.measure(workers, options.rounds, say)
+def publish(run: Run, path: Path, into_the_docs: bool) -> None:
+    """Draws the pictures: for docs/performance.md with its figures, or beside the results."""
+    if into_the_docs:
+        document.write(path)
+        sys.stdout.write(f"Figures and pictures: {document.PAGE}\n")
         return
-    if name == "checkpoint":
-        yield checkpoint.measure(options.rounds, say)
-        yield checkpoint_restart.measure(options.rounds, say)
-        return
-    measures = {
-        "fit": fit,
-        "stall": stall,
-        "idle": idle,
-        "rows": rows,
-        "hosts": hosts,
-        "audit": audit,
-        "page": page,
-    }
-    yield measures[name].measure(options.rounds, say)
+    try:
+        document.draw_all(run, path.with_suffix(""))
+        sys.stdout.write(f"Pictures: {path.with_suffix('')}\n")
+    except ImportError as error:
+        sys.stdout.write(f"No pictures: {error}\n")
+
+
+def measure(run: Run, options: argparse.Namespace) -> list[str]:
+    """Answers the questions, one after the other; returns what went wrong."""
+    names = options.only or (QUICK if options.quick else NAMES)
+    broken = []
+    with progress() as say:
+        for number, name in enumerate(names, 1):
+            begun = time.monotonic()
+            heard = partial(_tell, say, f"{number} of {len(names)}, ")
+            try:
+                run.results.append(measure_of(name, options.quick)(options.rounds, heard))
+            except Exception:  # measure the others anyway
+                broken.append(f"{name} could not be measured:\n{traceback.format_exc()}")
+            heard(f"{name}: took {time.monotonic() - begun:.0f} s")
+    return broken
+
+
+def measure_of(name: str, quick: bool) -> Measure:
+    if name == RESTART:
+        return checkpoint_restart.measure
+    return partial(ask, QUICK.get(name, QUESTIONS[name]) if quick else QUESTIONS[name])
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "--only", action="append", choices=TABLES, help="this table alone; may be given again"
+        "--only", action="append", choices=NAMES, help="this question alone; may be given again"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer questions, smaller sizes: two minutes")
+    parser.add_argument("--rounds", type=positive, help=f"turns of each contestant (default: {ROUNDS})")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="where to write every figure (default: by date)"
     )
     parser.add_argument(
-        "--workers",
-        type=several,
-        action="append",
-        help=f"of the update table; may be given again (default: {' and '.join(map(str, update.WORKERS))})",
+        "--publish", action="store_true", help="draw the pictures, and write docs/performance.md"
     )
-    parser.add_argument("--rounds", type=positive, default=5, help="turns of each contestant (default: 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
-    return parser.parse_args(arguments)
+    parser.add_argument(
+        "--document", type=Path, metavar="FILE", help="measure nothing: publish the figures of a file"
+    )
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        nargs=2,
+        metavar="FILE",
+        help="measure nothing: say whether two runs have the same order of contestants",
+    )
+    options = parser.parse_args(arguments)
+    options.rounds = options.rounds or (2 if options.quick else ROUNDS)
+    return options
 
 
 def positive(text: str) -> int:
@@ -84,15 +147,8 @@ def positive(text: str) -> int:
     return number
 
 
-def several(text: str) -> int:
-    number = int(text)
-    if number < 2:
-        raise argparse.ArgumentTypeError(f"must be at least 2, as one of them writes. Received: {text}")
-    return number
-
-
 @contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
+def progress() -> Iterator[Say]:
     """Shows progress on stderr: one changing line on a terminal, otherwise a line per message."""
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -102,7 +158,21 @@ def progress() -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
+def _tell(say: Say, before: str, message: str) -> None:
+    say(f"{before}{message}")
+
+
+def command(options: argparse.Namespace) -> str:
+    """What others run to measure the same."""
+    chosen = [word for name in options.only or () for word in ("--only", name)]
+    rounds = ["--rounds", str(options.rounds)] if options.rounds != ROUNDS else []
+    if chosen or (rounds and not options.quick):
+        return " ".join(["python -m benchmarks", *chosen, *rounds])
+    return "make bench-quick" if options.quick else "make bench"
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the workers, as Ctrl-C does
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -7,9 +7,9 @@ from typing import Any
 
 import replicast
 from benchmarks.audit import EVERY
-from benchmarks.runner import Implementation, lasted
+from benchmarks.runner import Implementation, Times, lasted
 from benchmarks.training import Training
-from benchmarks.update_replicast import Weights
+from benchmarks.update_replicast import weights_of
 from replicast.strategy import KerasState
 from replicast.update.digest import digest_array
 
@@ -24,7 +24,7 @@ class Digests(Implementation):
 
     def setup(self) -> None:
         with self.group.scope():
-            self.model = Weights(self.task)
+            self.model = weights_of(self.task)
         for variable, value in zip(self.model.parts, self.task.change(1), strict=True):
             variable.assign(value)
         self.state = KerasState(self.model, {})
@@ -40,7 +40,7 @@ class Digests(Implementation):
     def arrange(self, index: int) -> None:
         """The state is unchanged."""
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         names = [variable.name for variable in self.state.schema]
         start = time.monotonic_ns()
         for _ in range(REPEATS):
@@ -56,7 +56,7 @@ class Without(Implementation):
     def setup(self) -> None:
         self.training = Training(self.group)
         with self.group.scope():
-            self.model = Weights(self.task, self.training.model)
+            self.model = weights_of(self.task, self.training.model)
         self.replicas = replicast.Replicas(
             self.model,
             optimizer=self.training.optimizer,
@@ -79,7 +79,7 @@ class Without(Implementation):
     def arrange(self, index: int) -> None:
         """Continues where the last turn ended."""
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         for _ in range(EVERY):
             self.training.step()
@@ -103,7 +103,7 @@ class Audit(Without):
 
     audit_every = STEPS_BETWEEN
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         spent = 0
         for _ in range(AUDITS_PER_TURN):
             for _ in range(STEPS_BETWEEN - 1):

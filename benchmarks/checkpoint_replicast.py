@@ -10,8 +10,8 @@ import numpy as np
 
 import replicast
 from benchmarks.checkpoint_task import Keeping
-from benchmarks.runner import Array, lasted
-from benchmarks.update_replicast import Weights
+from benchmarks.runner import Array, Times, lasted
+from benchmarks.update_replicast import weights_of
 from replicast.mapping import fresh_memory
 from replicast.replicas.saving import SavePlan
 from replicast.storage.checkpoint import CheckpointStore
@@ -24,7 +24,7 @@ KEPT_ROUND = 3
 class _Replicast(Keeping):
     def setup(self) -> None:
         with self.group.scope():
-            self.model = Weights(self.task)
+            self.model = weights_of(self.task)
         self.run_dir: Path = self.task.directory / f"run-{type(self).__name__}"
         self.replicas = replicast.Replicas(self.model, run_dir=self.run_dir)
 
@@ -54,7 +54,7 @@ class Stall(_Replicast):
             names = {name.rpartition("/")[2]: name for name in reader.names()}
             return [reader.read(names[f"part_{number}"]) for number in range(self.task.variables)]
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         saving = self.replicas.save()
         stalled = time.monotonic_ns() - start
@@ -72,7 +72,7 @@ class Planned(Stall):
     def arrange(self, index: int) -> None:
         self.assign(self.state(index))
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         self.replicas.boundary()
         stalled = time.monotonic_ns() - start
@@ -89,7 +89,7 @@ class Planned(Stall):
 class Durable(Stall):
     """The same save until the checkpoint is compared with the other workers' digests, written and fsynced."""
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         self.replicas.save().result(RESULT_SECS)
         return start if self.is_source else None, time.monotonic_ns()
@@ -114,7 +114,7 @@ class Restore(_Replicast):
     def kept(self, rounds: int) -> int:
         return KEPT_ROUND
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         self.replicas.restore()
         return start, time.monotonic_ns()
@@ -133,7 +133,7 @@ class Copy(Keeping):
     def found(self, rounds: int) -> Iterable[Array] | None:
         return self.copies
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         for value, copy in zip(self.values, self.copies, strict=True):
             np.copyto(copy, value)
@@ -147,7 +147,7 @@ class Fresh(Copy):
         super().setup()
         self.copies = self.values
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         memory = fresh_memory(self.values.nbytes).view(self.values.dtype).reshape(self.values.shape)
         for value, copy in zip(self.values, memory, strict=True):

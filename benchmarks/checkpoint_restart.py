@@ -11,9 +11,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.fit import Say
-from benchmarks.report import Ratio, Result, Row
-from benchmarks.workers import REPOSITORY
+from benchmarks.groups import REPOSITORY
+from benchmarks.question import Say
+from benchmarks.results import Result, Role, Row, divided
 
 WORKERS = 2
 BUDGET_SECS = 150.0
@@ -60,23 +60,22 @@ def table(plain: list[JobTimes], standby: list[JobTimes]) -> Result:
         plain: The jobs without.
         standby: The jobs with them, as many.
     """
-    rows = {
-        name: Row(name, tuple(getattr(job, field) for job in jobs), jobs[-1].problem)
-        for name, jobs, field in (
-            ("kill -9 to the next step", plain, "restarted"),
-            ("cold start: command to the first step", plain, "cold"),
-            ("kill -9 to the next step, --standby", standby, "restarted"),
-            ("cold start: command to the first step, --standby", standby, "cold"),
-        )
-    }
-    restarted, cold, called, cold_too = rows.values()
+
+    def row(name: str, jobs: list[JobTimes], field: str, role: Role = "part") -> Row:
+        return Row(name, tuple(getattr(job, field) for job in jobs), jobs[-1].problem, role)
+
+    restarted = row("kill -9 to the next step", plain, "restarted", "ours")
+    cold = row("cold start: command to the first step", plain, "cold")
+    called = row("kill -9 to the next step, --standby", standby, "restarted", "ours")
+    cold_too = row("cold start: command to the first step, --standby", standby, "cold")
     return Result(
-        title=f"restart of a job of {WORKERS} workers with a state of 100 MB",
+        name="restart",
+        title=f"Restart of a job of {WORKERS} workers with a state of 100 MB",
         unit=f"ms, {len(plain)} jobs of each kind, by turns",
-        rows=tuple(rows.values()),
+        rows=(restarted, cold, called, cold_too),
         ratios=(
-            Ratio.of("kill to next step / cold start", restarted, cold, "at most", 1.2),
-            Ratio.of("kill to next step / cold start, --standby", called, cold_too, "at most", 0.5),
+            divided("kill to next step / cold start", restarted, cold, "at most", 1.2),
+            divided("kill to next step / cold start, --standby", called, cold_too, "at most", 0.5),
         ),
         notes=(
             "A ratio is of two times of one job: the launcher detects the exit, ends the group, restarts it.",

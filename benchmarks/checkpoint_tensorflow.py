@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.checkpoint_task import Keeping
-from benchmarks.runner import Array
+from benchmarks.runner import Array, Times
 
 KEPT_ROUND = 3
 """Read in every round: any state except zeros."""
@@ -51,7 +51,7 @@ class Write(_Checkpoint):
             for number in range(self.task.variables)
         ]
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         if self.is_source:
             self.checkpoint.write(str(self.directory / f"state-{index}"))
@@ -78,7 +78,7 @@ class Read(_Checkpoint):
     def kept(self, rounds: int) -> int:
         return KEPT_ROUND
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         self.checkpoint.read(str(self.directory / "state")).assert_consumed()
         return start, time.monotonic_ns()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import replicast
-from benchmarks.runner import Implementation, lasted
+from benchmarks.runner import Implementation, Times, lasted
 from benchmarks.training import Training
 
 CALLS = 20_000
@@ -28,7 +28,7 @@ class Without(Implementation):
     def arrange(self, index: int) -> None:
         self.training.step()
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         return lasted(_each(STEPS, self.training.step))
 
 
@@ -43,7 +43,7 @@ class With(Without):
         )
         self._step()
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         time_ns = self._measured()
         self.replicas.close()
         return lasted(time_ns)

@@ -15,38 +15,53 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.fit import Say
-from benchmarks.report import Ratio, Result, Row
-from benchmarks.workers import REPOSITORY, threads_of_a_worker
+from benchmarks.groups import REPOSITORY, Failed, threads_of_a_worker
+from benchmarks.question import Contestant, Question, Ratio
+from benchmarks.runner import BaseTask, Entry, Times, lasted
 
 STREAMS = 100
 TURN_SECS = 6.0
 START_SECS = 90.0
-_TARGET = 1.03
+ALONE = Contestant("floor: 0 streams", "page", "0", role="floor")
+FOLLOWED = Contestant(f"{STREAMS} streams", "page", str(STREAMS))
+PAGE = Question(
+    name="page",
+    title=f"A step of fit on 2 workers, followed by {STREAMS} browsers' streams of one server",
+    unit="ms per step",
+    contestants=(ALONE, FOLLOWED),
+    task=BaseTask(),
+    ratios=(Ratio(f"step with {STREAMS} streams / with none", FOLLOWED, ALONE, "at most", 1.03),),
+    notes=(f"Turns of {TURN_SECS:g} s alternate in the life of one job, on the same two cores.",),
+    budget_secs=60.0,
+)
 
 
-def measure(rounds: int, say: Say) -> Result:
-    """One job with its server; turns with and without streams alternate.
+class PageGroup:
+    """One job with its server, started on first use. A contestant is a number of streams."""
 
-    Args:
-        rounds: How many pairs of turns.
-        say: Called with a progress message.
-    """
-    with tempfile.TemporaryDirectory() as folder, _job(Path(folder)) as port:
-        steps = Path(folder) / "steps-0"
-        figures: dict[int, list[float | None]] = {0: [], STREAMS: []}
-        for number in range(2 * rounds):
-            streams = STREAMS if (number % 2) ^ (number // 2 % 2) else 0  # each order as often as the other
-            say(f"page: turn {number + 1} of {2 * rounds}, {streams} streams")
-            figures[streams].append(_turn(port, steps, streams))
-    alone, followed = (Row(f"{count} streams", tuple(times)) for count, times in figures.items())
-    return Result(
-        title=f"fit on 2 workers, followed by {STREAMS} browsers' streams of one server",
-        unit=f"ms per step, {rounds} turns each",
-        rows=(alone, followed),
-        ratios=(Ratio.of(f"step with {STREAMS} streams / with none", followed, alone, "at most", _TARGET),),
-        notes=(f"Turns of {TURN_SECS:g} s alternate in the life of one job, on the same two cores.",),
-    )
+    def __init__(self) -> None:
+        self._open = contextlib.ExitStack()
+        self._port: int | None = None
+
+    def prepare(self, entry: Entry, timeout_secs: float) -> None:
+        """Starts the job; no-op if that was already done."""
+        if self._port is None:
+            self._folder = Path(self._open.enter_context(tempfile.TemporaryDirectory()))
+            try:
+                self._port = self._open.enter_context(_job(self._folder))
+            except RuntimeError as error:
+                raise Failed(str(error).strip().splitlines()[-1][:200]) from error
+
+    def order(self, order: str, entry: Entry, timeout_secs: float) -> list[Times]:
+        """A turn; there is nothing to arrange or to check."""
+        if order != "race" or self._port is None:
+            return []
+        return [lasted(round(_turn(self._port, self._folder / "steps-0", int(entry.contestant)) * 1e6))]
+
+    def end(self) -> None:
+        """Ends the job."""
+        self._open.close()
+        self._port = None
 
 
 @contextlib.contextmanager

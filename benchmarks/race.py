@@ -1,68 +1,54 @@
-"""A race: contestants take turns on long-lived processes, and every turn is checked."""
+"""Asks a question: its contestants take turns on long-lived processes, and every turn is checked."""
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, TypeVar
 
-from benchmarks.fit import Contestant, Say, order_of_round
-from benchmarks.report import Row
-from benchmarks.runner import BaseTask, Clock, Entry
-from benchmarks.workers import Failed, Ready, WorkerPool
+from benchmarks.groups import Failed, Group, group_of
+from benchmarks.question import Contestant, Question, Say
+from benchmarks.results import Result, Row
+from benchmarks.runner import Entry, milliseconds
 
-TIMEOUT_SECS = 60.0
-WORKERS = 2
-TaskT = TypeVar("TaskT", bound=BaseTask)
-TURNS = "Contestants take turns in every round; every round's weights are checked, number by number."
+TIMEOUT_SECS = 90.0
+MakeGroup = Callable[[str, int], Group]
 
 
-class Group(Protocol):
-    """Long-lived processes that run one contestant at a time."""
-
-    def prepare(self, entry: Entry, timeout_secs: float) -> None:
-        """Sets a contestant up and runs it once; no-op if that was already done."""
-
-    def order(self, order: str, entry: Entry, timeout_secs: float) -> None:
-        """Makes all processes carry out an order: "arrange", "race" or "check"."""
-
-    def end(self) -> None: ...
-
-
-class PoolGroup:
-    """A worker pool as a group.
+def ask(question: Question, rounds: int, say: Say, make_group: MakeGroup = group_of) -> Result:
+    """Lets the contestants take turns.
 
     Args:
-        strategy: The function of `benchmarks.contestants` that creates the strategy of the workers.
-        workers: The number of workers.
+        question: The question.
+        rounds: How many rounds, if time allows.
+        say: Called with a progress message.
+        make_group: Makes the processes of a pool.
     """
+    stages = _stages(question)
+    found: dict[Contestant, Row] = {}
+    done = []
+    for contestants in stages:
+        with tempfile.TemporaryDirectory(prefix="replicast-bench-") as directory:
+            race = Race(question, contestants, Path(directory), say, make_group)
+            found |= race.run(rounds * question.turns, question.budget_secs / len(stages))
+            done.append(race.done)
+    return question.answered({one: found[one] for one in question.contestants}, min(done))
 
-    def __init__(self, strategy: str, workers: int) -> None:
-        self._pool = WorkerPool(f"benchmarks.contestants:{strategy}", workers)
 
-    def prepare(self, entry: Entry, timeout_secs: float) -> None:
-        for order in ("arrange", "race", "check"):
-            self._pool.prepare(_ready(order, entry), timeout_secs)
-
-    def order(self, order: str, entry: Entry, timeout_secs: float) -> None:
-        self._pool.seconds(_ready(order, entry), timeout_secs)
-
-    def end(self) -> None:
-        self._pool.end()
+def _stages(question: Question) -> list[tuple[Contestant, ...]]:
+    if not question.staged:
+        return [question.contestants]
+    numbers = sorted({one.workers or question.workers for one in question.contestants})
+    return [
+        tuple(one for one in question.contestants if (one.workers or question.workers) == number)
+        for number in numbers
+    ]
 
 
 class Race:
     """One interleaved run.
-
-    Args:
-        name: The name of the table, for messages.
-        contestants: The contestants.
-        groups: The processes, by the names of the contestants' pools.
-        workers: The number of workers in each group.
-        task: The task.
-        say: Called with a progress message.
 
     Attributes:
         done: How many rounds were run.
@@ -70,99 +56,87 @@ class Race:
 
     def __init__(
         self,
-        name: str,
-        contestants: Sequence[Contestant],
-        groups: Mapping[str, Group],
-        workers: int,
-        task: BaseTask,
+        question: Question,
+        contestants: tuple[Contestant, ...],
+        directory: Path,
         say: Say,
+        make_group: MakeGroup,
     ) -> None:
         self.done = 0
-        self._name = name
-        self._contestants = tuple(contestants)
-        self._groups = groups
-        self._task = task
+        self._question = question
+        self._contestants = contestants
+        self._directory = directory
         self._say = say
-        self._clock = Clock(task.clock, workers)
-        self._problems = {c: problem for c in contestants if (problem := c.missing()) is not None}
-        self._times: dict[Contestant, list[float | None]] = {c: [] for c in contestants}
+        self._make_group = make_group
+        self._groups: dict[tuple[str, int], Group] = {}
+        self._problems = {one: problem for one in contestants if (problem := one.missing()) is not None}
+        self._times: dict[Contestant, list[float | None]] = {one: [] for one in contestants}
 
     def run(self, rounds: int, budget_secs: float) -> dict[Contestant, Row]:
-        """Runs up to that many rounds after one warm-up round, and ends the processes.
-
-        Args:
-            rounds: How many turns each contestant gets, if time allows.
-            budget_secs: After this time no further round starts.
-        """
+        """Runs up to that many rounds, at least one, after a round to warm up; ends the processes."""
         begun = time.monotonic()
         try:
             for contestant in self._contestants:
-                self._turn(contestant, "warming up")
-            while self.done < rounds and (self.done == 0 or time.monotonic() - begun < budget_secs):
+                self._warm_up(contestant)
+            ends = begun + budget_secs
+            longest = 0.0
+            while self.done < rounds and (self.done == 0 or time.monotonic() + longest < ends):
+                began = time.monotonic()
                 for contestant in order_of_round(self._contestants, self.done):
                     figure = self._turn(contestant, f"round {self.done + 1} of {rounds}")
                     self._times[contestant].append(figure)
                 self.done += 1
+                longest = max(longest, time.monotonic() - began)
             for contestant in self._contestants:
                 self._check_last_round(contestant)
         finally:
             for group in self._groups.values():
                 group.end()
-        return {c: Row(c.name, tuple(self._times[c]), self._problems.get(c)) for c in self._contestants}
+        return {one: one.row(tuple(self._times[one]), self._problems.get(one)) for one in self._contestants}
+
+    def _warm_up(self, contestant: Contestant) -> None:
+        if contestant in self._problems:
+            return
+        self._say(f"{self._question.name}: warming up {contestant.name}")
+        try:
+            self._group(contestant).prepare(self._entry(contestant), TIMEOUT_SECS)
+        except Failed as failure:
+            self._problems[contestant] = str(failure)
 
     def _turn(self, contestant: Contestant, what: str) -> float | None:
         if contestant in self._problems:
             return None
-        self._say(f"{self._name}: {what}, {contestant.name}")
-        group, entry = self._groups[contestant.pool], Entry(contestant.factory, self._task)
+        self._say(f"{self._question.name}: {what}, {contestant.name}")
+        group, entry = self._group(contestant), self._entry(contestant)
         try:
             group.prepare(entry, TIMEOUT_SECS)  # no-op unless the group was lost
             group.order("arrange", entry, TIMEOUT_SECS)
-            self._clock.clear()
-            group.order("race", entry, TIMEOUT_SECS)
+            return milliseconds(group.order("race", entry, TIMEOUT_SECS))
         except Failed as failure:
             self._problems[contestant] = str(failure)
             return None
-        return self._clock.milliseconds()
 
     def _check_last_round(self, contestant: Contestant) -> None:
         if contestant in self._problems:
             return
         try:
-            entry = Entry(contestant.factory, self._task)
-            self._groups[contestant.pool].order("check", entry, TIMEOUT_SECS)
+            self._group(contestant).order("check", self._entry(contestant), TIMEOUT_SECS)
         except Failed as failure:
             self._problems[contestant] = str(failure)
 
+    def _group(self, contestant: Contestant) -> Group:
+        key = contestant.pool, contestant.workers or self._question.workers
+        if key not in self._groups:
+            self._groups[key] = self._make_group(*key)
+        return self._groups[key]
 
-def _ready(order: str, entry: Entry) -> Ready:
-    return Ready("benchmarks.runner:do", (order, entry))
+    def _entry(self, contestant: Contestant) -> Entry:
+        task = contestant.task or self._question.task
+        return Entry(contestant.factory, replace(task, directory=self._directory))
 
 
-def race_of_two(
-    name: str,
-    contestants: Sequence[Contestant],
-    kind: type[TaskT],
-    rounds: int,
-    budget_secs: float,
-    say: Say,
-) -> tuple[dict[Contestant, Row], int, TaskT]:
-    """Lets contestants take turns on groups of two workers: replicast's, and stock ones if one needs them.
-
-    Args:
-        name: The name of the table, for messages.
-        contestants: The contestants.
-        kind: The class of the task.
-        rounds: How many turns each gets, if time allows.
-        budget_secs: After this time no further round starts.
-        say: Called with a progress message.
-
-    Returns:
-        The row of each contestant, the number of rounds, and the task.
-    """
-    with tempfile.TemporaryDirectory(prefix="replicast-bench-") as directory:
-        task = kind(Path(directory))
-        wanted = sorted({contestant.pool for contestant in contestants})
-        groups: dict[str, Group] = {pool: PoolGroup(f"{pool}_strategy", WORKERS) for pool in wanted}
-        race = Race(name, contestants, groups, WORKERS, task, say)
-        return race.run(rounds, budget_secs), race.done, task
+def order_of_round(contestants: tuple[Contestant, ...], number: int) -> tuple[Contestant, ...]:
+    """Rotates and reverses the order, so that no contestant always follows the same one."""
+    first = number % len(contestants)
+    rotated = contestants[first:] + contestants[:first]
+    return rotated if number % 2 == 0 else rotated[::-1]

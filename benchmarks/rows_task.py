@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
 from benchmarks.runner import Array, BaseTask
-from benchmarks.update_task import PERIOD
+from benchmarks.update_task import PERIOD, pattern
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TableTask(BaseTask):
     """A table, initially zeros in float32, and its changes.
 
@@ -21,9 +20,9 @@ class TableTask(BaseTask):
         shape: The shape of the table.
     """
 
-    changed: ClassVar[int] = 1_000
-    variables: ClassVar[int] = 1
-    shape: ClassVar[tuple[int, int]] = (1_000_000, 64)
+    changed: int = 1_000
+    variables: int = 1
+    shape: tuple[int, int] = (1_000_000, 64)
 
     def __str__(self) -> str:
         rows, columns = self.shape
@@ -35,11 +34,11 @@ class TableTask(BaseTask):
 
     def rows(self, index: int) -> Array:
         """What is added to these rows."""
-        return _pattern(self.changed, self.shape[1]) + np.float32(index)
+        return pattern(self.changed, self.shape[1]) + np.float32(index)
 
     def table(self, index: int) -> Array:
         """The whole table as it is sent in a round."""
-        table = _pattern(*self.shape)
+        table = pattern(*self.shape)
         table += np.float32(index)
         return table
 
@@ -67,9 +66,3 @@ class TableTask(BaseTask):
 def _check(same: bool, rounds: int) -> None:
     if not same:
         raise RuntimeError(f"The table is wrong after {rounds} rounds")
-
-
-def _pattern(rows: int, columns: int) -> Array:
-    whole, rest = divmod(rows * columns, PERIOD)
-    numbers = np.arange(PERIOD, dtype=np.float32)
-    return np.concatenate([np.tile(numbers, whole), numbers[:rest]]).reshape(rows, columns)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import abc
-import functools
 import importlib
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +11,12 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Times = tuple[int | None, int]
 SOURCE = 0
 """The worker that writes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BaseTask:
     """The base of the tasks of all races.
 
@@ -26,11 +24,7 @@ class BaseTask:
         directory: For files that the workers share.
     """
 
-    directory: Path
-
-    @property
-    def clock(self) -> Path:
-        return self.directory / "clock"
+    directory: Path = Path()
 
 
 class Implementation(abc.ABC):
@@ -66,7 +60,7 @@ class Implementation(abc.ABC):
         """Prepares the next round. Not timed; all workers finish this before any continues."""
 
     @abc.abstractmethod
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         """Runs one round.
 
         Returns:
@@ -75,54 +69,15 @@ class Implementation(abc.ABC):
         """
 
 
-def lasted(duration_ns: int) -> tuple[int, int]:
+def lasted(duration_ns: int) -> Times:
     """For rounds whose figure is the longest duration on any worker, independent of start times."""
     return 1, 1 + duration_ns
 
 
-class Clock:
-    """A small mapped file in which the workers note their times and from which the parent reads them."""
-
-    def __init__(self, path: Path, workers: int) -> None:
-        mode: Any = "r+" if path.exists() else "w+"
-        self._times = np.memmap(path, dtype=np.int64, mode=mode, shape=(workers, 2))
-
-    def clear(self) -> None:
-        self._times[:] = 0
-
-    def note(self, rank: int, start: int | None, end: int) -> None:
-        self._times[rank] = (start or 0, end)
-
-    def milliseconds(self) -> float:
-        """From the first start to the last end."""
-        starts = self._times[:, 0]
-        if not starts.any() or not self._times[:, 1].all():
-            raise RuntimeError(f"A worker did not note its times. Received: {self._times.tolist()}")
-        return float(self._times[:, 1].max() - starts[starts > 0].min()) / 1e6
-
-
-class Runner:
-    """Runs a contestant in a worker's process: counts its rounds, checks them and notes their times."""
-
-    def __init__(self, contestant: Implementation, clock: Clock) -> None:
-        self._contestant = contestant
-        self._clock = clock
-        self._rounds = 0
-        contestant.setup()
-
-    def arrange(self) -> None:
-        """Checks all rounds so far, which no worker is still running, and prepares the next."""
-        self._contestant.check(self._rounds)
-        self._contestant.arrange(self._rounds)
-
-    def race(self) -> None:
-        start, end = self._contestant.round(self._rounds)
-        self._clock.note(self._contestant.rank, start, end)
-        self._rounds += 1
-
-    def check(self) -> None:
-        """Checks after the last round."""
-        self._contestant.check(self._rounds)
+def milliseconds(times: list[Times]) -> float:
+    """From the first start on any worker to the last end."""
+    starts = [start for start, _ in times if start is not None]
+    return (max(end for _, end in times) - min(starts)) / 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,19 +88,35 @@ class Entry:
     task: BaseTask
 
 
+class Runner:
+    """Runs a contestant in a worker's process: counts its rounds and checks them."""
+
+    def __init__(self, contestant: Implementation) -> None:
+        self._contestant = contestant
+        self._rounds = 0
+        contestant.setup()
+
+    def arrange(self) -> None:
+        """Checks all rounds so far, which no worker is still running, and prepares the next."""
+        self._contestant.check(self._rounds)
+        self._contestant.arrange(self._rounds)
+
+    def race(self) -> Times:
+        times = self._contestant.round(self._rounds)
+        self._rounds += 1
+        return times
+
+    def check(self) -> None:
+        """Checks after the last round."""
+        self._contestant.check(self._rounds)
+
+
 def runner_of(group: Any, entry: Entry, rank: int, workers: int) -> Runner:
     """Creates a contestant and sets it up."""
-    module, name = entry.contestant.split(":")
-    contestant = getattr(importlib.import_module(module), name)(group, entry.task, rank, workers)
-    return Runner(contestant, Clock(entry.task.clock, workers))
+    return Runner(load(entry.contestant)(group, entry.task, rank, workers))
 
 
-def do(group: Any, order: str, entry: Entry) -> Callable[[], None]:
-    """What a worker of a pool runs: one order for the runner of this contestant."""
-    action: Callable[[], None] = getattr(_cached_runner(group, entry), order)
-    return action
-
-
-@functools.cache
-def _cached_runner(group: Any, entry: Entry) -> Runner:
-    return runner_of(group, entry, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+def load(address: str) -> Any:
+    """The object at `module:name`."""
+    module, name = address.split(":")
+    return getattr(importlib.import_module(module), name)

@@ -8,10 +8,11 @@ from typing import Any
 
 import replicast
 from benchmarks.peers.mirrored import Floor
-from benchmarks.runner import Array, lasted
+from benchmarks.runner import Array, Times, lasted
 from benchmarks.training import Loop, Training
-from benchmarks.update_replicast import Weights, adding
+from benchmarks.update_replicast import weights_of
 from benchmarks.update_task import Adding
+from replicast.bench.weights import adding
 
 LEAD_STEPS = 5
 """Steps before the measurement, so that it happens during training."""
@@ -28,7 +29,7 @@ class InMemory(Adding):
     def setup(self) -> None:
         training = Training(self.group)
         with self.group.scope():
-            self.model = Weights(self.task, training.model)
+            self.model = weights_of(self.task, training.model)
         self.replicas = replicast.Replicas(self.model, optimizer=training.optimizer, **self._keeping())
         self.loop = Loop(training, self.task.directory / f"last-step-{type(self).__name__}", self.is_source)
         self.proposed: Any = None
@@ -41,7 +42,7 @@ class InMemory(Adding):
         if self.is_source:
             self.proposed = adding(self.task.change(index))
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         if not self.is_source:
             self.loop.run(self.replicas.boundary, lambda _: False)
             return lasted(0)  # the source has the receipt, which covers all workers
@@ -84,7 +85,7 @@ class BareFunction(Floor):
         super().arrange(index)
         self.loop.reset()
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         self.loop.run(lambda: None, lambda steps: steps >= LEAD_STEPS)
         start, end = super().round(index)
         assert start is not None

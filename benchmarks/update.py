@@ -1,20 +1,10 @@
-"""The `update` table: a change of 100 MB on one worker, added on every worker, in different ways."""
+"""The questions about an update: a change of one worker, added on every worker, in different ways."""
 
 from __future__ import annotations
 
-import tempfile
-from importlib import metadata
-from pathlib import Path
-
-from benchmarks.fit import Contestant, Say
-from benchmarks.peers.mpi_group import MpiGroup, mpiexec
-from benchmarks.race import TURNS, Group, PoolGroup, Race
-from benchmarks.report import Ratio, Result, Row
+from benchmarks.question import QUICK_SECS, TURNS, Contestant, Question, Ratio
 from benchmarks.update_task import Task
 
-WORKERS = (2, 4)
-BUDGET_SECS = 100.0
-"""Per number of workers: after this time no further round starts."""
 PEERS = "benchmarks.peers"
 
 REPLICAST = Contestant(
@@ -26,9 +16,16 @@ FROM_ARRAYS = Contestant(
     "benchmarks.update_replicast:MakeAndPropose",
     "replicast.replicas",
 )
-FLOOR = Contestant("floor: assign_add alone, no transfer", "stock", f"{PEERS}.mirrored:Floor")
+FIRST = Contestant(
+    "replicast, first update of a job, making it included",
+    "replicast",
+    "benchmarks.update_replicast:First",
+    "replicast.replicas",
+)
+FLOOR = Contestant("floor: assign_add alone, no transfer", "stock", f"{PEERS}.mirrored:Floor", role="floor")
 MPI_EACH = Contestant("mpi4py Bcast per variable + add", "mpi", f"{PEERS}.mpi:Each", "mpi4py")
 MPI_FUSED = Contestant("mpi4py Bcast fused + add", "mpi", f"{PEERS}.mpi:Fused", "mpi4py")
+MPI_TENSORS = Contestant("mpi4py Bcast + TensorFlow assign_add", "mpi", f"{PEERS}.mpi:Tensors", "mpi4py")
 GLOO_EACH = Contestant("torch gloo broadcast per variable + add", "torch", f"{PEERS}.gloo:Each", "torch")
 GLOO_FUSED = Contestant("torch gloo broadcast fused + add", "torch", f"{PEERS}.gloo:Fused", "torch")
 BROADCAST_EACH = Contestant("TF broadcast per variable + add", "stock", f"{PEERS}.mirrored:BroadcastEach")
@@ -41,6 +38,7 @@ CONTESTANTS = (
     FLOOR,
     MPI_EACH,
     MPI_FUSED,
+    MPI_TENSORS,
     GLOO_EACH,
     GLOO_FUSED,
     BROADCAST_EACH,
@@ -48,57 +46,34 @@ CONTESTANTS = (
     CHECKPOINT,
     ALL_REDUCE,
 )
+RATIOS = (
+    Ratio("replicast / mpi4py per variable", REPLICAST, MPI_EACH, "at most", 2.0),
+    Ratio("replicast / mpi4py fused", REPLICAST, MPI_FUSED, "at most", 2.0),
+    Ratio("replicast, making included / mpi4py fused", FROM_ARRAYS, MPI_FUSED),
+    Ratio("replicast / mpi4py + TensorFlow", REPLICAST, MPI_TENSORS, "at most", 1.3),
+    Ratio("replicast, making included / mpi4py + TensorFlow", FROM_ARRAYS, MPI_TENSORS, "at most", 2.0),
+    Ratio("all_reduce / replicast", ALL_REDUCE, REPLICAST, "at least", 8.0),
+    Ratio("TF broadcast per variable / replicast", BROADCAST_EACH, REPLICAST, "at least", 4.0),
+    Ratio("TF broadcast fused / replicast", BROADCAST_FUSED, REPLICAST, "at least", 4.0),
+    Ratio("checkpoint / replicast", CHECKPOINT, REPLICAST, "at least", 8.0),
+)
+NOTES = (TURNS, "A ratio: median of the rounds' ratios, and range. No contestant writes with fsync.")
 
 
-def measure(workers: int, rounds: int, say: Say) -> Result:
-    """Lets the contestants take turns.
-
-    Args:
-        workers: How many processes each of them has.
-        rounds: How many turns each gets, if time allows.
-        say: Called with a progress message.
-    """
-    with tempfile.TemporaryDirectory(prefix="replicast-bench-") as directory:
-        task = Task(Path(directory))
-        groups: dict[str, Group] = {
-            "stock": PoolGroup("stock_strategy", workers),
-            "replicast": PoolGroup("replicast_strategy", workers),
-            "torch": PoolGroup("torch_group", workers),
-            "mpi": MpiGroup(workers, task.directory),
-        }
-        race = Race(f"update, {workers} workers", CONTESTANTS, groups, workers, task, say)
-        rows = race.run(rounds, BUDGET_SECS)
-    return Result(
-        title=f"update on {workers} workers, {task} from worker 0 added on all",
-        unit=f"ms until the last has applied, {race.done} rounds",
-        rows=tuple(rows.values()),
-        ratios=_ratios(rows),
-        notes=(
-            TURNS,
-            "A ratio: median of the rounds' ratios, and range. No contestant writes with fsync.",
-            f"MPI: {_mpi()}.",
-        ),
+def update(workers: int, budget_secs: float, megabytes: int = 100) -> Question:
+    """An update on so many workers."""
+    return Question(
+        name=f"update-{workers}",
+        title=f"An update of {Task(megabytes=megabytes)} from worker 0 added on {workers} workers",
+        unit="ms until the last has applied",
+        contestants=CONTESTANTS,
+        task=Task(megabytes=megabytes),
+        workers=workers,
+        ratios=RATIOS,
+        notes=NOTES,
+        budget_secs=budget_secs,
     )
 
 
-def _ratios(rows: dict[Contestant, Row]) -> tuple[Ratio, ...]:
-    ours = rows[REPLICAST]
-    return (
-        Ratio.of("replicast / mpi4py per variable", ours, rows[MPI_EACH], "at most", 2.0),
-        Ratio.of("replicast / mpi4py fused", ours, rows[MPI_FUSED], "at most", 2.0),
-        Ratio.of("replicast, making included / mpi4py fused", rows[FROM_ARRAYS], rows[MPI_FUSED]),
-        Ratio.of("all_reduce / replicast", rows[ALL_REDUCE], ours, "at least", 8.0),
-        Ratio.of("TF broadcast per variable / replicast", rows[BROADCAST_EACH], ours, "at least", 4.0),
-        Ratio.of("TF broadcast fused / replicast", rows[BROADCAST_FUSED], ours, "at least", 4.0),
-        Ratio.of("checkpoint / replicast", rows[CHECKPOINT], ours, "at least", 8.0),
-    )
-
-
-def _mpi() -> str:
-    versions = []
-    for package in ("mpi4py", "mpich"):
-        try:
-            versions.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            versions.append(f"{package} not installed")
-    return ", ".join([*versions, "mpiexec found" if mpiexec() else "no mpiexec"])
+QUESTIONS = (update(2, 90.0), update(4, 90.0))
+QUICK = (update(2, QUICK_SECS, megabytes=10),)

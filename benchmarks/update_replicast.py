@@ -6,32 +6,15 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-import keras
-
 import replicast
-from benchmarks.runner import Array
+from benchmarks.runner import Array, Times
 from benchmarks.update_task import Adding
+from replicast.bench.weights import Weights, adding
 
 
-class Weights(keras.Model):
-    """A model that only has variables.
-
-    Args:
-        task: The number of variables, and their shape.
-        net: A model that is trained, if there is one: its variables are also part of the state.
-    """
-
-    def __init__(self, task: Any, net: keras.Model | None = None) -> None:
-        super().__init__(name="weights")
-        self.parts = [
-            self.add_weight(shape=task.shape, initializer="zeros", trainable=False, name=f"part_{number}")
-            for number in range(task.variables)
-        ]
-        self.net = net
-        self.built = True
-
-    def call(self, inputs: Any) -> Any:
-        return inputs
+def weights_of(task: Any, net: Any = None) -> Weights:
+    """The variables of a task, and a model that is trained, if there is one."""
+    return Weights(task.variables, task.shape, net)
 
 
 class Propose(Adding):
@@ -43,7 +26,7 @@ class Propose(Adding):
 
     def setup(self) -> None:
         with self.group.scope():
-            self.model = Weights(self.task)
+            self.model = weights_of(self.task)
         self.replicas = replicast.Replicas(self.model, durability="memory")
         self.replicas.training_begins()
         self.proposed: Any = None
@@ -55,7 +38,7 @@ class Propose(Adding):
         if self.is_source:
             self.proposed = self.update(index)
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         ticket = self.replicas.propose(self.proposed) if self.is_source else None
         self.replicas.training_ends()
@@ -75,7 +58,7 @@ class MakeAndPropose(Propose):
         if self.is_source:
             self.change = self.task.change(index)
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         if self.is_source:
             self.proposed = adding(self.change)
@@ -83,9 +66,12 @@ class MakeAndPropose(Propose):
         return None if proposed is None else start, applied
 
 
-def adding(changes: Iterable[Array]) -> replicast.Update:
-    """The changes of all variables as an update."""
-    update = replicast.Update()
-    for number, change in enumerate(changes):
-        update = update.add(f"part_{number}", change)
-    return update
+class First(MakeAndPropose):
+    """The same with a new `Replicas` in every round: nothing is prepared by earlier updates."""
+
+    def arrange(self, index: int) -> None:
+        self.replicas.training_ends()
+        self.replicas.close()
+        self.replicas = replicast.Replicas(self.model, durability="memory")
+        self.replicas.training_begins()
+        super().arrange(index)

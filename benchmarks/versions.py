@@ -3,39 +3,28 @@
     git worktree add --detach ../before COMMIT
     python -m benchmarks.versions ../before --workers 2 --rounds 30
 
-All run this checkout's benchmark code, in turns. The figures are those of the `update` table.
+All run this checkout's benchmark code, in turns. The figures are those of the `update` questions.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
 import sys
-import tempfile
 from pathlib import Path
 
-from benchmarks.fit import Contestant
-from benchmarks.race import PoolGroup, Race
-from benchmarks.report import Row
-from benchmarks.runner import Entry
+from benchmarks.groups import REPOSITORY, Group, Workers
+from benchmarks.question import Contestant, Question, Ratio
+from benchmarks.race import ask
+from benchmarks.report import show_result
 from benchmarks.update_task import Task
-from benchmarks.workers import REPOSITORY
 
 BUDGET_SECS = 900.0
 FIGURES = {"MakeAndPropose": "making the update included", "Propose": "propose alone"}
 
 
-class CheckoutGroup(PoolGroup):
+def workers_of(checkout: str, workers: int) -> Group:
     """Workers that run the replicast of one checkout."""
-
-    def __init__(self, checkout: str, workers: int) -> None:
-        super().__init__("replicast_strategy", workers)
-        self._source = str(Path(checkout).resolve() / "src")
-
-    def prepare(self, entry: Entry, timeout_secs: float) -> None:
-        os.environ["PYTHONPATH"] = self._source  # of the processes that are started now
-        super().prepare(entry, timeout_secs)
+    return Workers("replicast", workers, source=Path(checkout).resolve() / "src")
 
 
 def main() -> None:
@@ -45,24 +34,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--figure", choices=FIGURES, default="MakeAndPropose")
     given = parser.parse_args()
-    checkouts = [str(REPOSITORY), *given.others]
-    contestants = [
-        Contestant(name, name, f"benchmarks.update_replicast:{given.figure}") for name in checkouts
-    ]
-    groups = {name: CheckoutGroup(name, given.workers) for name in checkouts}
-    with tempfile.TemporaryDirectory(prefix="replicast-bench-") as directory:
-        race = Race("versions", contestants, groups, given.workers, Task(Path(directory)), lambda _: None)
-        this, *others = race.run(given.rounds, BUDGET_SECS).values()
-    sys.stdout.write(f"{given.workers} workers, {FIGURES[given.figure]}, {race.done} rounds\n")
-    for row in (this, *others):
-        sys.stdout.write(f"{row.name}: {row.problem or _compared(row, this)}\n")
-
-
-def _compared(row: Row, this: Row) -> str:
-    ratios = [a / b for a, b in zip(row.times, this.times, strict=True) if a is not None and b is not None]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    median = statistics.median(row.measured())
-    return f"{median:.1f} ms, by this checkout's: {middle:.2f} (middle half {low:.2f} to {high:.2f})"
+    factory = f"benchmarks.update_replicast:{given.figure}"
+    this, *others = (Contestant(path, path, factory) for path in (str(REPOSITORY), *given.others))
+    question = Question(
+        name="versions",
+        title=f"An update of {Task()} on {given.workers} workers, {FIGURES[given.figure]}",
+        unit="ms until the last has applied",
+        contestants=(this, *others),
+        task=Task(),
+        workers=given.workers,
+        ratios=tuple(Ratio(f"{other.name} / this checkout", other, this) for other in others),
+        budget_secs=BUDGET_SECS,
+    )
+    show_result(ask(question, given.rounds, lambda _: None, workers_of), sys.stdout)
 
 
 if __name__ == "__main__":

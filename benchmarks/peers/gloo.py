@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from benchmarks.runner import SOURCE, Array
+from benchmarks.runner import SOURCE, Array, Times
 from benchmarks.update_task import Adding
 
 
@@ -26,7 +26,7 @@ class Fused(Adding):
         if self.is_source:
             self.delta.copy_(torch.from_numpy(self.task.change(index)))
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         self._transfer_and_add()
         return start if self.is_source else None, time.monotonic_ns()

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from benchmarks.runner import Array
+from benchmarks.runner import Array, Times
 from benchmarks.update_task import Adding
 
 _GROUP_KEY = 7_000
@@ -36,7 +36,7 @@ class _Mirrored(Adding):
         if self.is_source:
             self.deltas = self._change(index)
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         self.step(self.deltas, self._first_key(index))
         return start if self.is_source else None, time.monotonic_ns()
@@ -63,7 +63,7 @@ class Floor(_Mirrored):
     def arrange(self, index: int) -> None:
         self.deltas = self._change(index)
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         self.step(self.deltas, self._first_key(index))
         return start, time.monotonic_ns()
@@ -106,7 +106,7 @@ class Checkpoint(_Mirrored):
             for file in self.task.directory.glob("checkpoint-*"):
                 file.unlink()
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         path = str(self.task.directory / f"checkpoint-{index}")
         start = time.monotonic_ns()
         if self.is_source:

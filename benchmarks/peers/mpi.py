@@ -1,28 +1,14 @@
-"""MPI with mpi4py: a broadcast and an addition in numpy, and the process that runs them.
-
-Run by `mpiexec -n N python -m benchmarks.peers.mpi DIRECTORY`. Each rank reads its orders from its own pipe:
-a rank that waited inside MPI would keep a core busy while others are measured.
-"""
+"""MPI with mpi4py: a broadcast and an addition in numpy or TensorFlow."""
 
 from __future__ import annotations
 
-import os
-import sys
 import time
-import traceback
 from collections.abc import Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.peers.mpi_group import ANSWERS, Line, orders_of
-from benchmarks.runner import SOURCE, Array, Entry, Runner, runner_of
-from benchmarks.update_task import Adding, Task
-from replicast.supervisor.bootstrap import die_with
-
-if TYPE_CHECKING:
-    from typing import TextIO
+from benchmarks.runner import SOURCE, Array, Times
+from benchmarks.update_task import Adding
 
 
 class Fused(Adding):
@@ -39,7 +25,7 @@ class Fused(Adding):
         if self.is_source:
             self.delta[:] = self.task.change(index)
 
-    def round(self, index: int) -> tuple[int | None, int]:
+    def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         self._transfer_and_add()
         return start if self.is_source else None, time.monotonic_ns()
@@ -58,35 +44,22 @@ class Each(Fused):
             np.add(variable, delta, out=variable)
 
 
-def main(directory: Path) -> None:
-    """The main loop of a rank: one order in, one answer out, until the orders end."""
-    die_with(os.getppid())
-    from mpi4py import MPI
+class Tensors(Fused):
+    """One broadcast into an array, and `assign_add` on the variables of TensorFlow, as its users write it."""
 
-    world = MPI.COMM_WORLD
-    with (
-        (directory / ANSWERS).open("w", buffering=1) as answers,
-        orders_of(directory, world.rank).open() as orders,
-    ):
-        print(Line(world.rank, "here"), file=answers)
-        serve(world, orders, answers, directory)
+    def setup(self) -> None:
+        import tensorflow as tf
 
+        super().setup()
+        self.tensors = [
+            tf.Variable(tf.zeros(self.task.shape), trainable=False) for _ in range(self.task.variables)
+        ]
+        self.variables = np.zeros(0, np.float32)
 
-def serve(world: Any, orders: TextIO, answers: TextIO, directory: Path) -> None:
-    runners: dict[str, Runner] = {}
-    for line in orders:
-        order, contestant = line.split()
-        try:
-            if order == "prepare":
-                entry = Entry(contestant, Task(directory))
-                runners[contestant] = runner_of(world, entry, world.rank, world.size)
-            else:
-                getattr(runners[contestant], order)()
-            answer = "done"
-        except Exception:
-            answer = traceback.format_exc().strip().splitlines()[-1][:200]
-        print(Line(world.rank, answer), file=answers)
+    def weights(self) -> Iterable[Array]:
+        return (variable.numpy() for variable in self.tensors)
 
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    def _transfer_and_add(self) -> None:
+        self.group.Bcast(self.delta, root=SOURCE)
+        for variable, change in zip(self.tensors, self.delta, strict=True):
+            variable.assign_add(change, read_value=False)

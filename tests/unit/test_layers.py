@@ -33,7 +33,7 @@ LAYERS = [
     {"testing"},
     {"replicas"},
     {"page"},
-    {"__main__", "cli", "demo"},
+    {"__main__", "cli", "demo", "bench"},
 ]
 """From the bottom to the top. What shares a layer may know each other."""
 PACKAGE = Path(replicast.__file__).parent

@@ -35,6 +35,7 @@ COMMANDS = {
     "stop": "Stop a running job with a checkpoint.",
     "serve": "See a job and steer it, from a browser or by HTTP.",
     "demo": "See it work, in under a minute.",
+    "bench": "Measure what each operation costs on this machine.",
     "doctor": "Check this machine, and say how to fix what is wrong.",
 }
 """Each command and its line in `replicast --help`; `replicast.cli.NAME` has the command NAME."""

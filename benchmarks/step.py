@@ -1,0 +1,132 @@
+"""The questions about a training step: how long it takes, what the exchange costs, and what `fit` adds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from benchmarks.question import QUICK_SECS, WORKERS, Contestant, Question, Ratio
+from benchmarks.step_task import StepTask
+
+MODULE = "benchmarks.step_keras"
+FIT = Contestant("replicast fit, arrays", "replicast", f"{MODULE}:FitArrays")
+DATASET = Contestant("replicast fit, tf.data", "replicast", f"{MODULE}:FitDataset")
+LOOP = Contestant("replicast loop, constant batch", "replicast", f"{MODULE}:ConstantBatch")
+DDP_ARRAYS = Contestant("torch DDP (gloo) loop, arrays", "torch", "benchmarks.peers.ddp:Arrays")
+DDP = Contestant("torch DDP (gloo) loop, constant batch", "torch", "benchmarks.peers.ddp:ConstantBatch")
+STOCK = Contestant("stock MWMS loop, constant batch", "stock", f"{MODULE}:ConstantBatch")
+ITERATOR = Contestant("stock MWMS loop, distributed iterator", "stock", f"{MODULE}:DistributedIterator")
+TF_KERAS = Contestant("stock MWMS, tf_keras fit, arrays", "stock", f"{MODULE}:FitTfKeras", "tf_keras")
+FLOOR = Contestant("floor: TensorFlow, no exchange", "stock", f"{MODULE}:NoExchange", role="floor")
+TORCH_FLOOR = Contestant("torch, no exchange", "torch", "benchmarks.peers.ddp:NoExchange", role="part")
+
+NOTES = (
+    "A ratio: median of the rounds' ratios, and range. Every process has one thread; loops keep no metrics.",
+    "Contestants take turns in every round; a turn of fit is one complete call, metrics included.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """One size of the model: its name, its layers, and how long a turn is."""
+
+    name: str
+    units: tuple[int, ...]
+    steps: int
+    epochs: int
+    budget_secs: float
+
+    def task(self) -> StepTask:
+        return StepTask(steps=self.steps, epochs=self.epochs, units=self.units)
+
+
+SIZES = (
+    Size("0.1M", (128,), 300, 3, 100.0),
+    Size("0.67M", (512, 512), 90, 3, 80.0),
+    Size("5.8M", (2048, 2048), 16, 2, 90.0),
+)
+
+
+def step(size: Size) -> Question:
+    """The time of a step of one model, by everybody who can train it."""
+    more = (DATASET, ITERATOR) if size.name == SIZES[0].name else ()
+    layers = "-".join(str(width) for width in (784, *size.units, 10))
+    return Question(
+        name=f"step-{size.name}",
+        title=f"A training step: MLP {layers} ({size.name} parameters), Adam, batch 128, {WORKERS} workers",
+        unit="ms per step",
+        contestants=(FIT, LOOP, DDP_ARRAYS, DDP, STOCK, TF_KERAS, FLOOR, TORCH_FLOOR, *more),
+        task=size.task(),
+        ratios=(
+            Ratio("replicast fit / torch DDP, both on arrays", FIT, DDP_ARRAYS, "at most", 1.0),
+            Ratio("replicast loop / torch DDP, both on a constant batch", LOOP, DDP, "at most", 1.0),
+            Ratio("replicast fit on arrays / its constant-batch loop", FIT, LOOP, "at most", 1.15),
+            *(
+                Ratio("replicast fit on tf.data / its constant-batch loop", one, LOOP, "at most", 1.25)
+                for one in more
+                if one is DATASET
+            ),
+            Ratio("stock tf_keras fit / replicast fit", TF_KERAS, FIT, "at least", 2.0),
+        ),
+        notes=NOTES,
+        budget_secs=size.budget_secs,
+    )
+
+
+CONVOLUTION = StepTask(steps=10, batch=64, kind="convolution", units=(32, 32))
+ONE = Contestant("1 worker, 64 examples a step", "replicast", f"{MODULE}:ConstantBatch", workers=1)
+TWO = Contestant(
+    "2 workers, 128 examples a step",
+    "replicast",
+    f"{MODULE}:ConstantBatch",
+    task=replace(CONVOLUTION, batch=128),
+)
+SCALING = Question(
+    name="scaling",
+    title="Examples per second from 1 to 2 workers: two convolutions of 32 filters, Adam, 64 examples each",
+    unit="ms per step",
+    contestants=(
+        ONE,
+        TWO,
+        replace(
+            TWO,
+            name="floor: 2 processes, no exchange",
+            pool="stock",
+            factory=f"{MODULE}:NoExchange",
+            role="floor",
+        ),
+    ),
+    task=CONVOLUTION,
+    ratios=(Ratio("examples per second, 2 workers / 1 worker", ONE, TWO, "at least", 1.8, factor=2.0),),
+    notes=NOTES[:1],
+    turns=2,
+    budget_secs=60.0,
+)
+
+TABLE = StepTask(steps=30, kind="embedding", table=1_000_000, optimizer="sgd")
+LARGE = Contestant("replicast loop, 1,000,000 rows", "replicast", f"{MODULE}:ConstantBatch")
+SMALL = replace(LARGE, name="replicast loop, 10,000 rows", task=replace(TABLE, table=10_000), role="part")
+EMBEDDING = Question(
+    name="embedding",
+    title="A step that touches 2,048 rows of an embedding of 1,000,000 × 64, SGD, batch 128, 2 workers",
+    unit="ms per step",
+    contestants=(
+        LARGE,
+        SMALL,
+        replace(LARGE, name="replicast fit, arrays, 1,000,000 rows", factory=f"{MODULE}:FitArrays"),
+        replace(LARGE, name="stock MWMS loop, 1,000,000 rows", pool="stock"),
+        replace(
+            LARGE,
+            name="floor: 1,000,000 rows, no exchange",
+            pool="stock",
+            factory=f"{MODULE}:NoExchange",
+            role="floor",
+        ),
+    ),
+    task=TABLE,
+    ratios=(Ratio("1,000,000 rows / 10,000 rows, the same touched", LARGE, SMALL, "at most", 1.5),),
+    notes=NOTES[:1],
+    turns=2,
+    budget_secs=60.0,
+)
+QUESTIONS = (*(step(size) for size in SIZES), SCALING, EMBEDDING)
+QUICK = (step(replace(SIZES[0], steps=100, epochs=2, budget_secs=QUICK_SECS)),)

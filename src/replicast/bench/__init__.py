@@ -1,0 +1,1 @@
+"""`replicast bench`: the cost of each operation on this machine, measured on real workers."""

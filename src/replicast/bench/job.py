@@ -1,0 +1,113 @@
+"""The job that `replicast bench` runs: every worker measures, and writes its times to a file of its own.
+
+Run by `replicast run -m replicast.bench.job BYTES ROUNDS`; the files are in the run directory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import tensorflow as tf
+
+import replicast
+from replicast.bench.figures import line
+from replicast.bench.session import WARM_UP, figures_file
+from replicast.bench.weights import Weights, adding
+from replicast.config import RUN_DIR
+
+VARIABLES = 20
+RESULT_SECS = 120.0
+
+
+class Measures:
+    """The measures of one worker, on one state.
+
+    Args:
+        strategy: The strategy of the job.
+        nbytes: The size of the state.
+    """
+
+    def __init__(self, strategy: Any, nbytes: int) -> None:
+        self._strategy = strategy
+        shape = (max(1, nbytes // 4 // VARIABLES),)
+        with strategy.scope():
+            model = Weights(VARIABLES, shape)
+        self._replicas = replicast.Replicas(model)
+        self._replicas.training_begins()
+        self._array = np.ones((VARIABLES, *shape), np.float32)
+        self._copy = np.zeros_like(self._array)
+        self._tensors = [tf.constant(part) for part in self._array]
+        self._reduce: Any = tf.function(lambda tensors: strategy.run(_sum, args=(tensors,)))
+        self._meet: Any = tf.function(lambda: strategy.run(_sum, args=([tf.ones([])],)))
+
+    def measure(self, tell: Callable[[str, float], None]) -> None:
+        """Measures everything once. All workers begin each measure together.
+
+        Args:
+            tell: Called with the name and the seconds of each measure.
+        """
+        tell("copy", self._timed(lambda: np.copyto(self._copy, self._array)))
+        tell("all-reduce", self._timed(lambda: self._reduce(self._tensors)))
+        tell("update", self._update())
+        self._checkpoint(tell)
+        tell("audit", self._timed(self._replicas.audit))
+
+    def close(self) -> None:
+        """Leaves the job together with the other workers."""
+        self._replicas.close()
+
+    def _timed(self, act: Callable[[], Any]) -> float:
+        self._meet()
+        start = time.perf_counter()
+        act()
+        return time.perf_counter() - start
+
+    def _update(self) -> float:
+        """Worker 0 proposes while all wait at the boundary; its receipt has the time of the last to apply."""
+        proposed = adding(self._array) if self._replicas.rank == 0 else None
+        self._meet()
+        ticket = self._replicas.propose(proposed) if proposed is not None else None
+        self._replicas.training_ends()
+        return ticket.result(RESULT_SECS).propose_to_applied_secs if ticket is not None else 0.0
+
+    def _checkpoint(self, tell: Callable[[str, float], None]) -> None:
+        self._replicas.boundary()  # a checkpoint of another step
+        self._meet()
+        start = time.perf_counter()
+        saving = self._replicas.save()
+        tell("checkpoint-stall", time.perf_counter() - start)
+        saving.result(RESULT_SECS)
+        tell("checkpoint", time.perf_counter() - start)
+
+
+def _sum(tensors: list[Any]) -> Any:
+    # all_reduce refuses an argument of a tf.function, which has no device yet; identity copies nothing.
+    placed = [tf.identity(tensor) for tensor in tensors]
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, placed)
+
+
+def main(nbytes: int, rounds: int) -> None:
+    """Measures in a round to warm up, and in all others."""
+    strategy = replicast.Strategy()
+    with figures_file(Path(os.environ[RUN_DIR]), strategy.rank).open("w", buffering=1) as file:
+        measures = Measures(strategy, nbytes)
+        for number in range(WARM_UP, rounds):
+            measures.measure(_writer(file, number))
+        measures.close()
+
+
+def _writer(file: TextIO, number: int) -> Callable[[str, float], None]:
+    def tell(name: str, secs: float) -> None:
+        file.write(line(name, number, secs) + "\n")
+
+    return tell
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

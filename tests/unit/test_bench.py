@@ -1,0 +1,160 @@
+"""`replicast bench` without its workers: options, room, figures, table and JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from replicast.bench import figures, plan, session
+from replicast.bench.figures import Figure, as_json, combine, line, parse, ratio_to_floor
+from replicast.bench.plan import MEASURES, Plan, check_room, parse_size, size_text
+from replicast.cli import main
+from replicast.errors import LaunchRefused
+
+Progress = Callable[[int, int, str], None]
+TWO_ROUNDS = [Figure(name, (0.01 * place, 0.02 * place)) for place, name in enumerate(MEASURES, 1)]
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["bench", *arguments])
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """The plans for which the command asks; it is told the same figures each time."""
+    asked: list[Plan] = []
+
+    def measure(wanted: Plan, progress: Progress) -> list[Figure]:
+        asked.append(wanted)
+        progress(1, 2, "round 1")
+        return TWO_ROUNDS
+
+    monkeypatch.setattr(session, "measure", measure)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("100MB", 10**8), ("1.5 gb", 1_500_000_000), ("500kb", 500_000), ("10KB", 10_000)]
+)
+def test_a_size_has_its_unit(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+    assert parse_size(size_text(nbytes)) == nbytes
+
+
+@pytest.mark.parametrize("text", ["100", "MB", "-1MB", "1KB", "0MB", "1TB", "nan MB", ""])
+def test_what_is_no_size_is_a_usage_error_that_says_how_to_write_one(text: str) -> None:
+    code, said = invoke("--size", text)
+    assert code == 2
+    assert "Invalid value for '--size'" in said
+    assert "such as 500KB, 100MB or 1GB" in said or "at least 10KB" in said
+
+
+@pytest.mark.parametrize("arguments", [["--workers", "0"], ["--rounds", "0"], ["--workers", "two"]])
+def test_what_cannot_be_measured_is_a_usage_error(arguments: list[str]) -> None:
+    code, said = invoke(*arguments)
+    assert code == 2
+    assert "Invalid value" in said
+    assert arguments[0] in said
+
+
+def test_a_machine_without_room_is_told_how_much_is_needed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(plan, "available_memory", lambda: 10**9)
+    with pytest.raises(LaunchRefused, match=r"about 12 GB of memory; 1 GB are available.*smaller --size"):
+        check_room(Plan(2, 10**9, 5), tmp_path)
+    check_room(Plan(2, 10**6, 5), tmp_path)
+
+
+def test_a_missing_tensorflow_is_refused_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, said = invoke()
+    assert code == 2
+    assert "The workers need TensorFlow and Keras" in said
+    assert "pip install 'replicast[cpu]'" in said
+
+
+def test_the_slowest_worker_counts_and_the_round_to_warm_up_does_not() -> None:
+    workers = [
+        parse(
+            "".join(
+                line(name, number, secs * (number + 2)) + "\n" for name in MEASURES for number in (-1, 0, 1)
+            )
+        )
+        for secs in (1.0, 2.0)
+    ]
+    assert combine(workers, rounds=2) == [Figure(name, (4.0, 6.0)) for name in MEASURES]
+
+
+def test_a_worker_that_has_not_measured_everything_is_an_error() -> None:
+    with pytest.raises(ValueError, match="has not measured"):
+        combine([parse(line("copy", 0, 1.0) + "\n")], rounds=1)
+
+
+def test_a_line_that_is_still_being_written_does_not_count() -> None:
+    whole = line("copy", 0, 1.0)
+    assert parse(f"{whole}\n{whole[:9]}") == {("copy", 0): 1.0}
+
+
+def test_a_ratio_is_taken_within_a_round() -> None:
+    floor, other = Figure(figures.FLOOR, (1.0, 10.0, 100.0)), Figure("audit", (2.0, 20.0, 200.0))
+    assert ratio_to_floor(other, [floor, other]) == 2.0
+
+
+def test_json_has_every_figure_with_its_rate() -> None:
+    data = as_json(Plan(2, 10**6, 2), TWO_ROUNDS, {"replicast": "1"})
+    assert (data["replicast"], data["workers"], data["bytes"], data["rounds"]) == ("1", 2, 10**6, 2)
+    copy, reduced, *_ = data["figures"]
+    assert copy["secs"] == [0.01, 0.02]
+    assert copy["bytes_per_sec"] == pytest.approx(10**6 / 0.015)
+    assert reduced["ratio_to_copy"] == pytest.approx(2.0)
+    assert [one["name"] for one in data["figures"]] == list(MEASURES)
+
+
+def test_the_table_has_a_line_for_every_measure(played: list[Plan]) -> None:
+    code, said = invoke("--workers", "3", "--size", "1MB", "--rounds", "2")
+    assert code == 0
+    assert played == [Plan(3, 10**6, 2)]
+    assert said.startswith("3 workers, a state of 1 MB each, 2 rounds")
+    assert all(text in said for text in MEASURES.values())
+    assert "15.0" in said  # ms of a copy
+
+
+def test_json_goes_to_standard_output_alone(played: list[Plan]) -> None:
+    code, said = invoke("--json")
+    assert code == 0
+    assert [one["name"] for one in json.loads(said)["figures"]] == list(MEASURES)
+
+
+def test_a_failed_job_is_told_with_what_its_launcher_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(wanted: Plan, progress: Progress) -> list[Figure]:
+        raise session.BenchFailed("The job ended with exit code 9. The launcher said:\nworker 1 was killed")
+
+    monkeypatch.setattr(session, "measure", measure)
+    code, said = invoke()
+    assert code == 1
+    assert said == "Failed: The job ended with exit code 9. The launcher said:\nworker 1 was killed\n"
+
+
+def test_ctrl_c_ends_it_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(wanted: Plan, progress: Progress) -> list[Figure]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "measure", measure)
+    assert invoke() == (130, "Stopped.\n")
+
+
+def test_a_job_that_cannot_start_is_told_and_leaves_no_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(session.BenchFailed, match="The job ended with exit code 1"):
+        session.measure(Plan(1, 10**4, 1), lambda *_: None)
+    assert list(tmp_path.iterdir()) == []
