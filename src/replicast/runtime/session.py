@@ -404,12 +404,12 @@ class Session:
 
     def _performed(self, number: int, order: Any, value: Any) -> None:
         """Called in the training thread after each order."""
-        if isinstance(order, TakeSnapshot):  # earlier proposals belong to the checkpoint: they come first
+        later = isinstance(order, TakeSnapshot)
+        if later:  # after earlier proposals, which belong to the checkpoint; training goes on meanwhile
             self._outbox.do(
-                lambda: self._machines.post(e.Performed(number, value() if callable(value) else value))
+                lambda: self._machines.post(e.Reported(number, value() if callable(value) else value))
             )
-        else:
-            self._machines.post(e.Performed(number, value))
+        self._machines.post(e.Performed(number, None if later else value, answers=not later))
 
     def _note_long_wait(self, waits: bool) -> None:
         # Not in a lane: what is known of this worker must not stay behind when it trains on.

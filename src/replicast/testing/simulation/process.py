@@ -14,6 +14,7 @@ from replicast.core import events as e
 from replicast.core.coordinator import Coordinator
 from replicast.core.entries import Saved
 from replicast.core.operations.leave import Exit
+from replicast.core.operations.save import TakeSnapshot
 from replicast.core.operations.update import Load, Prepare
 from replicast.core.refusal import Refusal, Refuse
 from replicast.core.worker import Worker
@@ -21,6 +22,8 @@ from replicast.testing.simulation.replica import SimulatedReplica
 from replicast.testing.simulation.story import Story
 from replicast.testing.simulation.thread import Group, TrainingThread
 from replicast.testing.simulation.words import described
+
+DIGEST_SECS = 0.01
 
 
 class Process(TrainingThread):
@@ -198,7 +201,10 @@ class Process(TrainingThread):
             self.story.notes.say(
                 self.group.number, self.name, f"  {described(command.order)}: {described(value)}"
             )
-        self.feed(self.worker, e.Performed(command.number, value))
+        later = isinstance(command.order, TakeSnapshot)  # digested while training goes on
+        if later:
+            self.clock.after(DIGEST_SECS, self.feed, self.worker, e.Reported(command.number, value))
+        self.feed(self.worker, e.Performed(command.number, value, answers=not later))
         if isinstance(command.order, Exit):
             if self.rank == 0:
                 self._answer(command.order.asked_by)
