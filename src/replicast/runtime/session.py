@@ -369,7 +369,7 @@ class Session:
             case c.Write(number, entry):
                 self._write(number, entry)
             case c.CloseInbox(ticket, tell):
-                self.proposals.close_from_outside(ticket)
+                self.proposals.close_from_outside(ticket, tell.stage)
                 self.on_inbox(ticket, tell)
             case c.Ended():
                 self._releasing.do(lambda: self.on_ended(command))
@@ -404,8 +404,10 @@ class Session:
 
     def _performed(self, number: int, order: Any, value: Any) -> None:
         """Called in the training thread after each order."""
-        later = isinstance(order, TakeSnapshot)
-        if later:  # after earlier proposals, which belong to the checkpoint; training goes on meanwhile
+        later = isinstance(order, TakeSnapshot) or callable(value)
+        if later:
+            # Training goes on meanwhile. In the outbox: earlier proposals belong to a checkpoint, and a
+            # checkpoint that holds an update comes after the report that it is applied.
             self._outbox.do(
                 lambda: self._machines.post(e.Reported(number, value() if callable(value) else value))
             )
