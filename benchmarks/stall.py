@@ -19,9 +19,9 @@ STALL = Question(
     contestants=(MEMORY, FUNCTION, DISK, EAGER),
     task=Task(),
     ratios=(
-        Ratio("stall / tf.function assign_add", MEMORY, FUNCTION, "at most", 3.0),
-        Ratio("stall / eager assign_add", MEMORY, EAGER, "at most", 3.0),
-        Ratio("stall with fsync / tf.function assign_add", DISK, FUNCTION),
+        Ratio("stall / tf.function assign_add", MEMORY, FUNCTION, "at most", 1.5),
+        Ratio("stall / eager assign_add", MEMORY, EAGER, "at most", 1.5),
+        Ratio("stall with fsync / tf.function assign_add", DISK, FUNCTION, "at most", 1.5),
     ),
     notes=(
         TURNS,

@@ -17,13 +17,13 @@ import pytest
 
 from replicast.errors import ClusterError, UpdateRefused
 from replicast.transport import SharedMemoryTransport, files
-from replicast.transport.files import SharedFile, Spare, remove_leftovers
-from replicast.transport.shared import SPARE_BYTES
+from replicast.transport.files import SharedFile, remove_leftovers
+from replicast.transport.shared import KEPT_BYTES
 from replicast.update.blocks import BLOCK_BYTES
 from tests.unit.test_transport_conformance import some
 
 PREFIX = f"replicast-memory-{os.getuid()}-"
-LARGE = SPARE_BYTES[0] // 4 + 3
+LARGE = KEPT_BYTES[0] // 4 + 3
 
 HOLD = """
 import sys
@@ -61,18 +61,6 @@ def files_in(place: Path) -> list[str]:
 
 def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def test_a_spare_carries_nothing_of_the_parcel_before(tmp_path: Path) -> None:
-    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
-    first = transport.publish("first", [some(1_000_003)])
-    kept = transport.receive(first, 1.0)
-    transport.release("first")
-    second = transport.publish("second", [some(1_000_003, seed=2)])
-    (found,) = transport.receive(second, 1.0)
-    assert found.tobytes() == some(1_000_003, seed=2).tobytes()
-    assert kept[0].tobytes() == some(1_000_003).tobytes()
-    transport.close()
 
 
 def test_no_room_says_how_much_is_needed_and_free_and_leaves_nothing(
@@ -149,58 +137,87 @@ def test_a_parcel_is_one_file_of_its_size_that_only_this_user_can_read(tmp_path:
     assert files_in(tmp_path) == []
 
 
-def test_a_released_parcel_is_gone_and_a_spare_has_no_name(tmp_path: Path) -> None:
-    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
-    before = open_files()
-    for name, count, spares in (("small", 10, 0), ("large", LARGE, 1), ("other-size", 10, 0)):
-        transport.publish(name, [some(count)])
-        transport.release(name)
-        with transport._spare._changing:
-            making = transport._spare._making
-        if making is not None:
-            making.join()
-        assert files_in(tmp_path) == []
-        assert open_files() == before + spares
-    transport.close()
-    assert open_files() == before
-
-
-def test_threads_that_release_at_once_leave_one_spare_and_none_after_the_end(tmp_path: Path) -> None:
-    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
-    before = open_files()
-    names = [str(number) for number in range(8)]
-    for name in names:
-        transport.publish(name, [some(LARGE)])
-    meeting = threading.Barrier(len(names))
-
-    def release(name: str) -> None:
-        meeting.wait(30)
-        transport.release(name)
-
-    with ThreadPoolExecutor(len(names)) as threads:
-        list(threads.map(release, names))
-    spare = transport._spare.take()
-    assert spare is not None
+def test_memory_that_all_only_read_is_used_again_and_mapped_once(tmp_path: Path) -> None:
+    source, other = (SharedMemoryTransport("job", rank, directory=tmp_path) for rank in range(2))
+    before, seen = open_files(), []
+    for seed, count in enumerate((LARGE, LARGE, LARGE - 100)):
+        parcel = source.publish(f"p{seed}", [some(count, seed)], to_read=True)
+        for transport in (source, other):
+            (found,) = transport.receive(parcel, 1.0)
+            assert found.tobytes() == some(count, seed).tobytes()
+            seen.append(found.ctypes.data)
+        source.release(f"p{seed}", reuse=True)
+        assert files_in(tmp_path) == [f"{PREFIX}job-p0"]
+    assert len(set(seen)) == 2, "each worker maps the memory once"
     assert open_files() == before + 1
-    spare.remove()
-    transport.publish("last", [some(LARGE)])
-    transport._spare.close()
-    transport.release("last")  # by a thread that is late
-    transport.close()
+    source.close()
+    other.close()
     assert open_files() == before
     assert files_in(tmp_path) == []
 
 
-def test_the_source_reads_what_it_published_to_be_read_where_the_others_look(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("count", "reuse", "to_read"), [(10, True, True), (LARGE, False, True), (LARGE, True, False)]
+)
+def test_what_is_small_or_may_still_be_in_use_is_not_used_again(
+    count: int, reuse: bool, to_read: bool, tmp_path: Path
+) -> None:
     source, other = (SharedMemoryTransport("job", rank, directory=tmp_path) for rank in range(2))
-    for name, to_read in (("read", True), ("kept", False)):
-        parcel = source.publish(name, [some(LARGE)], to_read=to_read)
-        (here,), (there,) = source.receive(parcel, 1.0), other.receive(parcel, 1.0)
-        assert np.shares_memory(here, source._published[name].buffer) == to_read
-        there[:] = 0  # the others' memory is theirs alone, whatever the source has
-        source.release(name)
-        assert here.tobytes() == some(LARGE).tobytes()
-        assert source._to_read == {}
+    parcel = source.publish("one", [some(count)], to_read=to_read)
+    (kept,) = other.receive(parcel, 1.0)
+    source.release("one", reuse=reuse)
+    assert files_in(tmp_path) == []
+    source.publish("two", [some(count, seed=2)], to_read=True)
+    assert kept.tobytes() == some(count).tobytes()
+    source.close()
+    other.close()
+
+
+def test_of_two_parcels_that_are_released_one_keeps_its_memory(tmp_path: Path) -> None:
+    source, other = (SharedMemoryTransport("job", rank, directory=tmp_path) for rank in range(2))
+    parcels = [source.publish(name, [some(LARGE)], to_read=True) for name in ("a", "b")]
+    for parcel in parcels:
+        other.receive(parcel, 1.0)
+    for name in ("b", "a"):  # the others have mapped b last, and a is kept
+        source.release(name, reuse=True)
+    assert files_in(tmp_path) == [f"{PREFIX}job-a"]
+    (found,) = other.receive(source.publish("c", [some(LARGE, seed=3)], to_read=True), 1.0)
+    assert found.tobytes() == some(LARGE, seed=3).tobytes()
+    source.close()
+    other.close()
+    assert files_in(tmp_path) == []
+
+
+def test_threads_that_release_at_once_leave_one_file_and_none_after_the_end(tmp_path: Path) -> None:
+    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
+    before = open_files()
+    names = [str(number) for number in range(8)]
+    for name in names:
+        transport.publish(name, [some(LARGE)], to_read=True)
+    meeting = threading.Barrier(len(names))
+
+    def release(name: str) -> None:
+        meeting.wait(30)
+        transport.release(name, reuse=True)
+
+    with ThreadPoolExecutor(len(names)) as threads:
+        list(threads.map(release, names))
+    assert len(files_in(tmp_path)) == 1
+    assert open_files() == before + 1
+    transport.close()
+    transport.publish("late", [some(LARGE)], to_read=True)
+    transport.release("late", reuse=True)  # by a thread that is late
+    assert open_files() == before
+    assert files_in(tmp_path) == []
+
+
+def test_what_is_not_published_to_be_read_belongs_to_the_worker_that_received_it(tmp_path: Path) -> None:
+    source, other = (SharedMemoryTransport("job", rank, directory=tmp_path) for rank in range(2))
+    parcel = source.publish("one", [some(LARGE)])
+    (here,), (there,) = source.receive(parcel, 1.0), other.receive(parcel, 1.0)
+    there[:] = 0
+    source.release("one", reuse=True)
+    assert here.tobytes() == some(LARGE).tobytes()
     source.close()
     other.close()
 
@@ -228,36 +245,14 @@ def test_what_cannot_be_named_or_mapped_leaves_nothing(
     transport.close()
 
 
-def test_a_full_file_system_for_the_spare_is_harmless(
+def test_kept_memory_is_given_back_if_its_space_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport = SharedMemoryTransport("job", 0, directory=tmp_path)
-    transport.publish("one", [some(LARGE)])
-    refused = []
-
-    def full(*_: object) -> None:
-        refused.append(True)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "posix_fallocate", full)
-        transport.release("one")
-        assert transport._spare.take() is None
-    assert refused, "the fault did not fire"
-    transport.publish("two", [some(LARGE)])
-    transport.close()
-    assert files_in(tmp_path) == []
-
-
-def test_a_spare_is_removed_if_its_space_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
-    transport.publish("one", [some(LARGE)])
-    transport.release("one")
-    fallocate, before = os.posix_fallocate, open_files()
-    with transport._spare._changing:
-        making = transport._spare._making
-    assert making is not None
-    making.join()
+    before = open_files()
+    transport.publish("one", [some(LARGE)], to_read=True)
+    transport.release("one", reuse=True)
+    fallocate = os.posix_fallocate
 
     def full_until_it_goes(descriptor: int, offset: int, nbytes: int) -> None:
         if open_files() > before + 1:
@@ -265,16 +260,9 @@ def test_a_spare_is_removed_if_its_space_is_needed(tmp_path: Path, monkeypatch: 
         fallocate(descriptor, offset, nbytes)
 
     monkeypatch.setattr(os, "posix_fallocate", full_until_it_goes)
-    parcel = transport.publish("two", [some(2 * LARGE)])
+    parcel = transport.publish("two", [some(2 * LARGE)], to_read=True)
     assert transport.receive(parcel, 1.0)[0].tobytes() == some(2 * LARGE).tobytes()
     transport.close()
-
-
-def test_a_spare_after_the_end_is_not_made(tmp_path: Path) -> None:
-    spare = Spare(tmp_path)
-    spare.close()
-    spare.prepare(1 << 20)
-    assert spare.take() is None
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -693,7 +693,7 @@ def cannot_stage(strategy: Any) -> list[str]:
                 file.write(bytes([first[0] ^ 1]))
             return parcel
 
-        damaged_here = mock.patch.object(transport, "mapped", lambda *given: flipped(mapped(*given)))
+        damaged_here = mock.patch.object(transport, "mapped", lambda *given: flipped(mapped(*given).copy()))
         damaged_there = mock.patch.object(transport, "publish", published_and_damaged)
         full = mock.patch("os.posix_fallocate", no_room)
         for worker, fault in ((0, damaged_here), (1, damaged_there), (1, full)):

@@ -84,10 +84,15 @@ class Awaited:
 
 @record
 class Performed:
-    """To a worker: an order was carried out; `value` is its result, or a `Refusal`."""
+    """To a worker: an order was carried out; `value` is its result, or a `Refusal`.
+
+    Attributes:
+        answers: False if the result comes later, as `Reported`; the training thread need not wait for it.
+    """
 
     number: int
     value: Any
+    answers: bool = True
 
 
 @record
@@ -95,11 +100,12 @@ class Reported:
     """To a worker: the training thread carried out a planned save or audit, as all do at this boundary.
 
     Attributes:
-        id: The save or audit that it belongs to. The reports of one kind are made in order.
+        id: The save or audit that it belongs to. The reports of one kind are made in order. Or the number of
+            an order whose result comes after its `Performed`.
         value: The result.
     """
 
-    id: ReportId
+    id: ReportId | int
     value: Any
 
 

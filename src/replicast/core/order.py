@@ -37,8 +37,12 @@ class Replica(Protocol):
         and other content that was refused.
         """
 
-    def apply(self, id_: str, digest: str, sequence: int, *, keep: bool) -> Applied:
+    def apply(self, id_: str, digest: str, sequence: int, *, keep: bool) -> Applied | Callable[[], Applied]:
         """Applies a prepared update. Must not fail.
+
+        Returns:
+            The report, or a function that finishes it while training goes on. Whatever this worker proposes
+            or reports later is sent after it: a checkpoint that holds the update comes after its report.
 
         Args:
             id_: The update's id.

@@ -225,7 +225,8 @@ class Worker:
         self._send(Answer(event.id, event.value))
 
     def _performed(self, event: Performed) -> None:
-        self._send(Answer(event.number, event.value))
+        if event.answers:
+            self._send(Answer(event.number, event.value))
         if event.number in self._in_background:
             self._in_background.discard(event.number)
             return

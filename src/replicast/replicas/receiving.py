@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from replicast.core.refusal import Refusal
 from replicast.errors import CheckpointError, FileDamaged, JobFailed, UpdateRefused
-from replicast.mapping import fresh_memory
+from replicast.mapping import memory_to_fill
 from replicast.runtime import Exchange, Session
 from replicast.runtime.codec import decode, encode
 from replicast.storage.checkpoint import (
@@ -106,7 +106,7 @@ def _memory_for(worker: Receiver, names: Sequence[str]) -> Arrays:
     shapes = {variable.name: variable for variable in worker.state.schema}
     like = [np.broadcast_to(np.zeros((), dtype_of(shapes[name])), shapes[name].shape) for name in names]
     pieces, nbytes = lay_out(like)
-    return dict(zip(names, arrays_in(fresh_memory(nbytes), pieces), strict=True))
+    return dict(zip(names, arrays_in(memory_to_fill(nbytes), pieces), strict=True))
 
 
 def receive_all(worker: Receiver, reader: CheckpointReader | None, what: str, told: dict[str, Any]) -> str:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import itertools
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy.typing as npt
 
 from replicast import faults
+from replicast.core.stage import Stage
+from replicast.mapping import copied
 from replicast.transport import Inspect, Parcel, Transport
 from replicast.update.edits import Operation
 from replicast.update.finite import is_finite
@@ -56,9 +59,8 @@ class Parcels:
             UpdateRefused: There is not enough space.
         """
         parcel_id = f"{self._name}-{self._rank}-{next(self._numbers)}"
-        # ASSIGN may hand its memory over to the variable; all other operations only read the values.
-        to_read = all(edit.operation is not Operation.ASSIGN for edit in update.edits)
-        parcel = self._transport.publish(parcel_id, update.content(), to_read=to_read)
+        # The outcome of a proposal comes when no worker reads its values any more.
+        parcel = self._transport.publish(parcel_id, update.content(), to_read=bool(ticket))
         with self._lock:
             self._published[parcel.id] = (update.id, ticket)
         return parcel
@@ -85,6 +87,8 @@ class Parcels:
             return not doubtful.isdisjoint(range(first[place], first[place + 1]))
 
         update = planned(update, self._schema, NO_LIMITS, look_at=look_at)
+        if parcel.to_read:
+            update = _with_own_values(update)
         with self._lock:
             self._prepared[id_, digest] = update, parcel.id
         faults.point("ready")
@@ -99,18 +103,30 @@ class Parcels:
         with self._lock:
             return self._prepared.pop((id_, digest))
 
-    def release(self, parcel_id: str) -> None:
+    def release(self, parcel_id: str, *, reuse: bool = False) -> None:
         """Frees memory. This takes as long as applying the update: not for the training thread."""
         with self._lock:
             self._published.pop(parcel_id, None)
-        self._transport.release(parcel_id)
+        self._transport.release(parcel_id, reuse=reuse)
 
-    def release_ticket(self, ticket: str) -> None:
-        """Releases what was published for a proposal of this worker, once it has its outcome."""
+    def release_applied(self, parcel_id: str) -> None:
+        """Frees the memory of an update that this worker has applied, unless a ticket of its own holds it."""
+        with self._lock:
+            _, ticket = self._published.get(parcel_id, ("", ""))
+        if not ticket:
+            self.release(parcel_id)
+
+    def release_ticket(self, ticket: str, stage: Stage) -> None:
+        """Releases what was published for a proposal of this worker, once it has its outcome.
+
+        Args:
+            ticket: Which proposal.
+            stage: Its outcome: unless it was refused or withdrawn, all workers have applied it.
+        """
         with self._lock:
             parcels = [parcel for parcel, (_, of) in self._published.items() if of == ticket]
         for parcel in parcels:
-            self.release(parcel)
+            self.release(parcel, reuse=stage not in (Stage.REFUSED, Stage.WITHDRAWN))
 
     def discard(self, id_: str) -> None:
         """Releases everything that was prepared for an id, and what this worker has published for it."""
@@ -122,6 +138,17 @@ class Parcels:
             ]
         for parcel in parcels:
             self.release(parcel)
+
+
+def _with_own_values(update: Update) -> Update:
+    """Copies what a variable takes over: `assign` keeps the memory, all other operations only read it."""
+    edits = [
+        replace(edit, arrays={"value": copied(edit.arrays["value"])})
+        if edit.operation is Operation.ASSIGN
+        else edit
+        for edit in update.edits
+    ]
+    return update.replaced(edits)
 
 
 def _inspecting(doubtful: set[int]) -> Inspect:

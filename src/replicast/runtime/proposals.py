@@ -145,9 +145,9 @@ class Proposals:
         """Worker 0: withdraws an update on request from outside the job."""
         self._post(e.FromWorker(OUTSIDE, Withdraw(ticket, id_)))
 
-    def close_from_outside(self, ticket: str) -> None:
+    def close_from_outside(self, ticket: str, stage: Stage) -> None:
         """Worker 0: releases a proposal from outside that has its outcome. Called by the event loop."""
-        self._releasing.do(lambda: self._parcels.release_ticket(_outside(ticket)))
+        self._releasing.do(lambda: self._parcels.release_ticket(_outside(ticket), stage))
 
     def told(self, number: str, tell: Tell) -> None:
         """Passes on progress reported by the coordinator. Called by the event loop."""
@@ -160,7 +160,7 @@ class Proposals:
             logger.warning("update %s is refused: %s", tell.id, problem)
         if ticket.done():
             del self._tickets[number]
-            self._releasing.do(lambda: self._parcels.release_ticket(number))
+            self._releasing.do(lambda: self._parcels.release_ticket(number, tell.stage))
 
     def end(self, step: int) -> None:
         """Fails all open tickets: the job ended at this step."""

@@ -174,7 +174,7 @@ class StateReplica:
         """As in `Replica`."""
         return self._copy is not None
 
-    def apply(self, id_: str, digest: str, sequence: int, *, keep: bool) -> Applied:
+    def apply(self, id_: str, digest: str, sequence: int, *, keep: bool) -> Callable[[], Applied]:
         """As in `Replica`."""
         update, parcel_id = self._parcels.take(id_, digest)
         keeps = keep and self.rank == 0 and self.before.hold(id_, sequence, update.edits)
@@ -182,12 +182,13 @@ class StateReplica:
         self.state.apply(update.edits)
         self.holds.add(sequence)
         applied_at = time.time()
-        found = self.state.digest(self._to_be_equal(update.edits))
-        self._releasing.do(lambda: self._parcels.release(parcel_id))
+        digested = self.state.digest_later(self._to_be_equal(update.edits))
+        self._releasing.do(lambda: self._parcels.release_applied(parcel_id))
         self.on_stage(id_, "applied")
         self.on_applied(id_)
         faults.point("ack")
-        return Applied(found, applied_at, time.monotonic() - self._gate.since, self.trained(), keeps)
+        stall_secs, trained = time.monotonic() - self._gate.since, self.trained()
+        return lambda: Applied(digested(), applied_at, stall_secs, trained, keeps)
 
     def add_function(self, id_: str, function: Function) -> None:
         """Adds a function that this worker has proposed and will run. Any thread."""

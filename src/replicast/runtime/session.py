@@ -369,7 +369,7 @@ class Session:
             case c.Write(number, entry):
                 self._write(number, entry)
             case c.CloseInbox(ticket, tell):
-                self.proposals.close_from_outside(ticket)
+                self.proposals.close_from_outside(ticket, tell.stage)
                 self.on_inbox(ticket, tell)
             case c.Ended():
                 self._releasing.do(lambda: self.on_ended(command))
@@ -404,12 +404,14 @@ class Session:
 
     def _performed(self, number: int, order: Any, value: Any) -> None:
         """Called in the training thread after each order."""
-        if isinstance(order, TakeSnapshot):  # earlier proposals belong to the checkpoint: they come first
+        later = isinstance(order, TakeSnapshot) or callable(value)
+        if later:
+            # Training goes on meanwhile. In the outbox: earlier proposals belong to a checkpoint, and a
+            # checkpoint that holds an update comes after the report that it is applied.
             self._outbox.do(
-                lambda: self._machines.post(e.Performed(number, value() if callable(value) else value))
+                lambda: self._machines.post(e.Reported(number, value() if callable(value) else value))
             )
-        else:
-            self._machines.post(e.Performed(number, value))
+        self._machines.post(e.Performed(number, None if later else value, answers=not later))
 
     def _note_long_wait(self, waits: bool) -> None:
         # Not in a lane: what is known of this worker must not stay behind when it trains on.

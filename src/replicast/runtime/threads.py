@@ -108,3 +108,4 @@ class Lane:
         """The thread's loop."""
         while (task := self._tasks.get()) is not None:
             task()
+            del task  # what it holds, such as values of variables, is free while the lane waits for the next

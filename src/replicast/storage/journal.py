@@ -23,6 +23,7 @@ from replicast.core.history import History
 from replicast.core.proposal import Content
 from replicast.errors import FileDamaged, PayloadRemoved, ReplicastError, UpdateRefused
 from replicast.files import TEMPORARY, sync_directory, write_durably
+from replicast.mapping import copied
 from replicast.storage.counted import counted_entries
 from replicast.storage.entry_files import (
     EntryFile,
@@ -300,7 +301,10 @@ class MemoryJournal(Journal):
         if isinstance(entry, Saved):
             raise ValueError(_NO_ENTRY)
         if isinstance(entry, Payload):
-            self._keep((entry.id, entry.digest), _checked(entry, update))
+            update = _checked(entry, update)
+            if update.nbytes <= KEPT_BYTES:  # a copy: what was received is in memory that is used again
+                arrays = [copied(array) for array in update.arrays()]
+                self._keep((entry.id, entry.digest), Update.from_parts(update.describe(), arrays))
             entry = Payload(entry.id, entry.digest, (entry.id, entry.digest), entry.author, entry.note)
         self._entries.append(entry)
 

@@ -8,7 +8,7 @@ path gets a number: `optimizer/kernel`, `optimizer/kernel#2`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -84,12 +84,21 @@ class KerasState(State):
             _change(component(self._variables[edit.variable]), edit)
 
     def digest(self, edits: Sequence[Edit]) -> str:  # noqa: D102
+        return self.digest_later(edits)()
+
+    def digest_later(self, edits: Sequence[Edit]) -> Callable[[], str]:  # noqa: D102
+        # As in `hold`: what was read stays as it is.
         whole, rows = touched_parts(edits)
-        parts = {name: as_array(self._value(name)) for name in whole}
+        parts = {name: self._value(name) for name in whole}
         for name, indices in rows.items():
-            touched = component(self._variables[name]).sparse_read(tf.constant(indices))
-            parts[f"{name}[rows]"] = as_array(touched)
-        return digest_state(parts)
+            parts[f"{name}[rows]"] = component(self._variables[name]).sparse_read(tf.constant(indices))
+
+        def digest() -> str:
+            arrays = {name: as_array(tensor) for name, tensor in parts.items()}
+            parts.clear()  # training needs no other memory for a variable that nobody holds any more
+            return digest_state(arrays)
+
+        return digest
 
     def digests(self, names: Iterable[str]) -> dict[str, str]:  # noqa: D102
         if self.on_accelerator:  # copied to the host one at a time

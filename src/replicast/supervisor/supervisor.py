@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from replicast.config import TOLD_TO_END
+from replicast.config import TOLD_TO_END, shared_memory_directory
+from replicast.errors import ClusterError
 from replicast.supervisor.group import Group, GroupEnd, Timeouts
 from replicast.supervisor.interruptions import Interruptions
 from replicast.supervisor.machine import this_machine
@@ -114,12 +115,22 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
                     logs=log_path(settings.log_dir, attempt, job.ranks[0]).parent,
                 )
                 screen.tell(finished)
+            if end.first_failure is not None:
+                _remove_shared_memory(environ)
             if not _may_restart(end) or is_last:
                 states.ended(attempt, end, exit_code(end), _last_step(settings.run_dir, attempt))
                 return exit_code(end)
             restarts += 1
             states.restarting(attempt + 1, end)
             screen.tell(restart_line(end, restarts, settings.max_restarts))
+
+
+def _remove_shared_memory(environ: Mapping[str, str]) -> None:
+    """Removes the shared memory of workers that were killed."""
+    from replicast.transport.files import remove_leftovers  # needs numpy, which takes time to import
+
+    with contextlib.suppress(ClusterError):  # the directory may be gone
+        remove_leftovers(shared_memory_directory(environ))
 
 
 def exit_code(end: GroupEnd) -> int:

@@ -38,6 +38,8 @@ class Parcel:
         nbytes: The size of the whole buffer, padding included.
         arrays: The arrays, in the order in which they were passed to `publish`.
         blocks: The digests of the arrays' blocks, concatenated.
+        memory: The first parcel in the same memory, if that is used again; otherwise empty.
+        to_read: Whether it was published `to_read`.
     """
 
     id: str
@@ -45,6 +47,8 @@ class Parcel:
     nbytes: int
     arrays: tuple[Piece, ...]
     blocks: str
+    memory: str = ""
+    to_read: bool = False
 
     @property
     def digest(self) -> str:
@@ -84,8 +88,8 @@ class Transport(abc.ABC):
         Args:
             parcel_id: The id of the parcel.
             arrays: Its content.
-            to_read: Whether this worker only reads the parcel. It may then receive views of the shared
-                memory instead of a private mapping.
+            to_read: Whether no worker writes to the arrays or keeps them beyond `release`. They may then be
+                views of shared memory that is used again, so that no worker has to map new memory.
 
         Raises:
             UpdateRefused: There is not enough space. Nothing is left behind.
@@ -98,8 +102,8 @@ class Transport(abc.ABC):
         """Receives the arrays. On every worker, the source included.
 
         Blocks until the bytes have arrived, at most `timeout_secs`. Only a transfer between hosts that has
-        already started continues beyond the timeout, because aborting it would end the job. Unless this
-        worker published the parcel with `to_read`, the arrays are private to it: they are writable, no other
+        already started continues beyond the timeout, because aborting it would end the job. Unless the
+        parcel was published `to_read`, the arrays are private to this worker: they are writable, no other
         worker sees the writes, and they stay valid after any release or close.
 
         Workers that share memory also share the verification: each verifies some of the blocks, and damage
@@ -116,11 +120,15 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
-    def release(self, parcel_id: str) -> None:
+    def release(self, parcel_id: str, *, reuse: bool = False) -> None:
         """Releases the parcel on this worker. Never raises; a second call does nothing.
 
         Call it when every worker has received the parcel or given up. The memory is freed when the source
         releases the parcel; on other hosts, when the worker that received the bytes for that host does.
+
+        Args:
+            parcel_id: Which parcel.
+            reuse: On the source: no worker uses the arrays any more, so the memory may be written again.
         """
 
     @abc.abstractmethod

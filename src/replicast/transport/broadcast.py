@@ -22,6 +22,7 @@ must find the decision for as long as it may still start to send.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -88,6 +89,8 @@ class BroadcastTransport(Transport):
     ) -> list[npt.NDArray[Any]]:
         until = time.monotonic() + timeout_secs
         sender = self._leaders[self._hosts[parcel.source]]
+        if sender != self._leader:
+            parcel = dataclasses.replace(parcel, memory="")  # only the source's host uses it again
         if self._rank == sender:
             self._own_keys[parcel.id] = ("decision",)
             return self._receive_and_send(parcel, timeout_secs, until, inspect)
@@ -102,8 +105,8 @@ class BroadcastTransport(Transport):
                 )
         return self._shared.receive(parcel, max(0.0, until - time.monotonic()), inspect)
 
-    def release(self, parcel_id: str) -> None:  # noqa: D102
-        self._shared.release(parcel_id)
+    def release(self, parcel_id: str, *, reuse: bool = False) -> None:  # noqa: D102
+        self._shared.release(parcel_id, reuse=reuse)
         for what in self._own_keys.pop(parcel_id, ()):
             with contextlib.suppress(JobFailed):
                 self._coordination.delete(self._key(parcel_id, what))

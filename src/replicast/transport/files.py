@@ -12,7 +12,6 @@ import errno
 import fcntl
 import logging
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,8 +30,8 @@ class SharedFile:
             of killing the process with a signal later.
 
     Attributes:
-        buffer: The file's bytes, for writing. They never change once the file has its name, because a
-            variable may use a worker's mapping of them.
+        buffer: The file's bytes, for writing. Once the file has its name they change only if no worker uses
+            its mapping of them any more: a variable may.
 
     Raises:
         OSError: There is not enough space.
@@ -70,56 +69,6 @@ class SharedFile:
             with contextlib.suppress(OSError):  # the directory may be gone
                 self._path.unlink()
         os.close(self._descriptor)
-
-
-class Spare:
-    """A file that a thread allocates for the next parcel, which often has the size of the last one.
-
-    Allocating and clearing the pages of a new file takes four times as long as copying the bytes into it.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._changing = threading.Lock()
-        self._making: threading.Thread | None = None
-        self._file: SharedFile | None = None
-        self._closed = False
-
-    def prepare(self, nbytes: int) -> None:
-        """Starts to allocate a spare; replaces the current one."""
-        with self._changing:
-            self._remove()
-            if not self._closed:
-                self._making = threading.Thread(
-                    target=self._make, args=(nbytes,), name="replicast-spare", daemon=True
-                )
-                self._making.start()
-
-    def take(self) -> SharedFile | None:
-        """The spare, or None; waits while it is being allocated."""
-        with self._changing:
-            return self._take()
-
-    def close(self) -> None:
-        """Removes the spare; `prepare` does nothing from then on."""
-        with self._changing:
-            self._closed = True
-            self._remove()
-
-    def _take(self) -> SharedFile | None:
-        if self._making is not None:
-            self._making.join()
-        file, self._file, self._making = self._file, None, None
-        return file
-
-    def _remove(self) -> None:
-        file = self._take()
-        if file is not None:
-            file.remove()
-
-    def _make(self, nbytes: int) -> None:
-        with contextlib.suppress(OSError):  # not enough space: there is no spare then
-            self._file = SharedFile(self._directory, nbytes)
 
 
 @contextlib.contextmanager

@@ -76,7 +76,7 @@ class MemoryTransport(Transport):
         blocks = write_out(arrays, pieces, buffer)
         self._board.put(checked_id(parcel_id), buffer)
         self._published.add(parcel_id)
-        return Parcel(parcel_id, self._rank, nbytes, pieces, blocks)
+        return Parcel(parcel_id, self._rank, nbytes, pieces, blocks, to_read=to_read)
 
     def receive(  # noqa: D102
         self, parcel: Parcel, timeout_secs: float, inspect: Inspect = lambda *_: None
@@ -85,18 +85,22 @@ class MemoryTransport(Transport):
         with board.changed:
             if not board.changed.wait_for(lambda: parcel.id in board.buffers, timeout_secs):
                 raise not_arrived(parcel, timeout_secs, self._rank, waited_for=parcel.source)
-            published = board.buffers[parcel.id]
-        private = aligned_buffer(parcel.nbytes)
-        private[:] = published
-        arrays = arrays_in(private, parcel.arrays)
+            buffer = board.buffers[parcel.id]
+        if not parcel.to_read:
+            private = aligned_buffer(parcel.nbytes)
+            private[:] = buffer
+            buffer = private
+        arrays = arrays_in(buffer, parcel.arrays)
         check_share(parcel, arrays, self._rank, [self._rank], inspect)
         return arrays
 
-    def release(self, parcel_id: str) -> None:  # noqa: D102
+    def release(self, parcel_id: str, *, reuse: bool = False) -> None:  # noqa: D102
         if parcel_id in self._published:
             self._published.discard(parcel_id)
             with self._board.changed:
-                self._board.buffers.pop(parcel_id, None)
+                buffer = self._board.buffers.pop(parcel_id, None)
+            if reuse and buffer is not None:
+                buffer[:] = 0xFF  # whoever still reads it reads NaN, as if it were used again
 
     def close(self) -> None:  # noqa: D102
         for parcel_id in list(self._published):

@@ -1,10 +1,16 @@
-"""The transport within one host: one copy of the bytes in shared memory, which each worker maps privately."""
+"""The transport within one host: one copy of the bytes in shared memory, which each worker maps.
+
+Allocating, clearing and mapping new memory takes longer than to copy and verify the bytes. So parcels that
+workers only read (`to_read`) use the same memory, one after the other: the source keeps a file once no worker
+uses it any more, and the others keep their mapping of it. Other parcels are mapped privately.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +19,10 @@ from typing import Any
 import numpy.typing as npt
 
 from replicast.errors import UpdateRefused
-from replicast.mapping import Bytes, map_private
+from replicast.mapping import Bytes, map_private, map_to_read
 from replicast.transport.base import Inspect, Parcel, Transport, damaged, no_room, not_arrived
 from replicast.transport.files import (
     SharedFile,
-    Spare,
     check_directory,
     name_prefix,
     opened,
@@ -25,10 +30,10 @@ from replicast.transport.files import (
 )
 from replicast.transport.layout import arrays_in, check_share, checked_id, lay_out, write_out
 
-SPARE_BYTES = (1 << 20, 1 << 28)
-"""The smallest and the largest parcel after which a spare file of the same size is allocated."""
-SPARE_PART = 8
-"""A spare takes at most one part in this many of the file system."""
+KEPT_BYTES = (1 << 20, 1 << 31)
+"""The smallest and the largest file that is kept for the next parcel."""
+KEPT_PART = 8
+"""A kept file takes at most one part in this many of the file system."""
 _POLL_SECS = 0.002
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -56,7 +61,11 @@ class SharedMemoryTransport(Transport):
         self._job = checked_id(job)
         self._published: dict[str, SharedFile] = {}
         self._to_read: dict[str, list[npt.NDArray[Any]]] = {}
-        self._spare = Spare(directory)
+        self._names: dict[SharedFile, str] = {}  # of the files that may be used again
+        self._kept: SharedFile | None = None
+        self._mapped: dict[int, tuple[str, Bytes]] = {}  # by source: its memory that was read last
+        self._closed = False
+        self._lock = threading.Lock()
         check_directory(directory)
         remove_leftovers(directory)
 
@@ -65,16 +74,19 @@ class SharedMemoryTransport(Transport):
     ) -> Parcel:
         checked_id(parcel_id)
         pieces, nbytes = lay_out(arrays)
-        file = self.reserve(nbytes)
+        file = self.reserve(nbytes, to_read=to_read)
         try:
-            parcel = Parcel(parcel_id, self._rank, nbytes, pieces, write_out(arrays, pieces, file.buffer))
-            self.complete(parcel_id, file)
+            blocks = write_out(arrays, pieces, file.buffer)
+            name = self._names.setdefault(file, parcel_id) if to_read else ""
+            if name in ("", parcel_id):
+                file.complete(self._path(parcel_id))
         except BaseException:
-            file.remove()
+            self._remove(file)
             raise
+        self._published[parcel_id] = file
         if to_read:
             self._to_read[parcel_id] = arrays_in(file.buffer, pieces)
-        return parcel
+        return Parcel(parcel_id, self._rank, nbytes, pieces, blocks, name, to_read)
 
     def receive(  # noqa: D102
         self, parcel: Parcel, timeout_secs: float, inspect: Inspect = lambda *_: None
@@ -85,51 +97,71 @@ class SharedMemoryTransport(Transport):
         check_share(parcel, arrays, self._rank, self._local_ranks, inspect)
         return arrays
 
-    def release(self, parcel_id: str) -> None:  # noqa: D102
+    def release(self, parcel_id: str, *, reuse: bool = False) -> None:  # noqa: D102
         self._to_read.pop(parcel_id, None)
         file = self._published.pop(parcel_id, None)
         if file is None:
             return
-        file.remove()
-        with contextlib.suppress(OSError):  # the directory may be gone
-            status = os.statvfs(self._directory)
-            most = min(SPARE_BYTES[1], status.f_blocks * status.f_frsize // SPARE_PART)
-            if SPARE_BYTES[0] <= file.nbytes <= most:
-                self._spare.prepare(file.nbytes)
+        if reuse and file in self._names and self._is_worth_keeping(file):
+            with self._lock:
+                if not self._closed:
+                    file, self._kept = self._kept, file
+        if file is not None:
+            self._remove(file)
 
     def close(self) -> None:  # noqa: D102
-        self._spare.close()
+        with self._lock:
+            self._closed = True
+            kept, self._kept = self._kept, None
+            self._mapped.clear()
+        if kept is not None:
+            self._remove(kept)
         for parcel_id in list(self._published):
             self.release(parcel_id)
 
     def mapped(self, parcel: Parcel, timeout_secs: float) -> Bytes:
-        """Waits for the bytes of a parcel and maps them privately; does not verify them.
+        """Waits for the bytes of a parcel and maps them; does not verify them.
 
         Raises:
             UpdateRefused: They did not arrive in time, or the file is too short.
         """
+        with self._lock:
+            name, known = self._mapped.get(parcel.source, ("", None))
+        if known is not None and name == parcel.memory:
+            return known
         until = time.monotonic() + timeout_secs
         while True:
-            with contextlib.suppress(FileNotFoundError), opened(self._path(parcel.id)) as descriptor:
+            path = self._path(parcel.memory or parcel.id)
+            with contextlib.suppress(FileNotFoundError), opened(path) as descriptor:
                 size = os.fstat(descriptor).st_size
                 if size < parcel.nbytes:  # reading past the end would kill this process
                     raise damaged(parcel, f"{parcel.nbytes:,} bytes", f"{size:,} bytes", self._rank)
-                return map_private(descriptor, parcel.nbytes)
+                if not parcel.memory:
+                    return map_private(descriptor, parcel.nbytes)
+                found = map_to_read(descriptor, size)
+                with self._lock:
+                    self._mapped[parcel.source] = parcel.memory, found
+                return found
             if time.monotonic() >= until:
                 raise not_arrived(parcel, timeout_secs, self._rank, parcel.source)
             time.sleep(_POLL_SECS)
 
-    def reserve(self, nbytes: int) -> SharedFile:
+    def reserve(self, nbytes: int, *, to_read: bool = False) -> SharedFile:
         """A file for a parcel, which the caller completes or removes.
+
+        Args:
+            nbytes: How much it must hold.
+            to_read: Whether the file that is kept may be used, which may be larger, and is complete already.
 
         Raises:
             UpdateRefused: There is not enough space.
         """
-        spare = self._spare.take()
-        if spare is not None:
-            if spare.nbytes == nbytes:
-                return spare
-            spare.remove()  # first, because its space may be needed
+        with self._lock:
+            kept, self._kept = self._kept, None
+        if kept is not None:
+            if to_read and nbytes <= kept.nbytes:
+                return kept
+            self._remove(kept)  # first, because its space may be needed
         status = os.statvfs(self._directory)
         try:
             return SharedFile(self._directory, nbytes)
@@ -142,6 +174,18 @@ class SharedMemoryTransport(Transport):
         """Makes a written parcel visible to the workers of this host, until this worker releases it."""
         file.complete(self._path(parcel_id))
         self._published[parcel_id] = file
+
+    def _is_worth_keeping(self, file: SharedFile) -> bool:
+        try:
+            status = os.statvfs(self._directory)
+        except OSError:  # the directory may be gone
+            return False
+        most = min(KEPT_BYTES[1], status.f_blocks * status.f_frsize // KEPT_PART)
+        return KEPT_BYTES[0] <= file.nbytes <= most
+
+    def _remove(self, file: SharedFile) -> None:
+        self._names.pop(file, None)
+        file.remove()
 
     def _path(self, parcel_id: str) -> Path:
         return self._directory / f"{name_prefix()}{self._job}-{parcel_id}"

@@ -34,6 +34,11 @@ class State(abc.ABC):
     def digest(self, edits: Sequence[Edit]) -> str:
         """The digest of the bits that these edits touch: variables, or rows of them."""
 
+    def digest_later(self, edits: Sequence[Edit]) -> Callable[[], str]:
+        """As `digest`, of the bits as they are now. Any thread may call the result, at any time."""
+        found = self.digest(edits)
+        return lambda: found
+
     @abc.abstractmethod
     def read(self, names: Iterable[str]) -> Arrays:
         """Copies of these variables' values."""

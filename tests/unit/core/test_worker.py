@@ -16,6 +16,7 @@ from replicast.core.events import (
     TimerFired,
 )
 from replicast.core.messages import Answer, At, Do, Meet, Release, Rest, Resume, Stop, Tell
+from replicast.core.operations.save import TakeSnapshot
 from replicast.core.operations.update import Apply, Prepare
 from replicast.core.proposal import Proposal
 from replicast.core.reports import ReportId
@@ -70,6 +71,16 @@ def test_orders_are_carried_out_one_after_the_other_before_the_boundary_is_passe
     assert hear(worker, Release(7)) == []
     assert worker.handle(Performed(8, "x")) == [Send(Answer(8, "x")), Perform(9, Apply("b", "digest", 2))]
     assert worker.handle(Performed(9, "y")) == [Send(Answer(9, "y")), Pass(1)]
+
+
+def test_training_continues_before_a_late_answer() -> None:
+    worker = Worker(0)
+    hear(worker, Stop(7))
+    worker.handle(Arrived(1))
+    hear(worker, Do(8, TakeSnapshot("a")))
+    hear(worker, Release(7))
+    assert worker.handle(Performed(8, None, answers=False)) == [Pass(1)]
+    assert worker.handle(Reported(8, "x")) == [Send(Answer(8, "x"))]
 
 
 def test_preparing_continues_beside_the_training() -> None:

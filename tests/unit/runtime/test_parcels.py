@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from replicast.core.stage import Stage
 from replicast.errors import UpdateRefused
 from replicast.runtime import parcels
 from replicast.runtime.parcels import Parcels
@@ -81,7 +82,7 @@ def test_a_value_that_is_not_finite_is_found_by_exactly_one_worker(host: Host) -
         assert "nan at" in str(refusal)
         for worker in host.workers:
             worker.discard("update")
-        host.workers[0].release_ticket("ticket")
+        host.workers[0].release_ticket("ticket", Stage.REFUSED)
     assert host.large_files() == []
 
 
@@ -91,7 +92,7 @@ def test_a_factor_that_is_not_finite_is_found_by_all_beside_large_arrays(host: H
     for update in (an_update().scale(NAMES[0], factor), blended):
         refusals = host.refusals(host.publish(update))
         assert [error.variable for error in refusals] == [NAMES[0]] * len(host.workers)
-        host.workers[0].release_ticket("ticket")
+        host.workers[0].release_ticket("ticket", Stage.REFUSED)
 
 
 def test_every_element_is_checked_exactly_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +115,7 @@ def test_a_proposal_that_has_its_outcome_leaves_no_file_whatever_was_prepared(ho
         worker.discard("update")
         worker.discard("update")
     assert host.large_files()
-    host.workers[0].release_ticket("ticket")
+    host.workers[0].release_ticket("ticket", Stage.WITHDRAWN)
     assert host.large_files() == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,11 @@ import pytest
 from replicast.core.stage import Stage
 from replicast.errors import ReplicasDiverged, UpdateRefused
 from replicast.runtime import Ticket
+from replicast.runtime.parcels import Parcels
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
+from replicast.transport import SharedMemoryTransport
+from replicast.transport.shared import KEPT_BYTES
+from replicast.update.state import MemoryState
 from replicast.update.update import Update
 from tests.unit.runtime.playing import bias, bias_of, refusal, scheduled
 
@@ -229,22 +234,21 @@ def test_an_update_of_what_may_differ_is_no_divergence() -> None:
         assert job.workers[1].state.values["table/embeddings"][0, 0] == 4
 
 
-def test_an_update_that_assigns_is_received_in_memory_of_its_own_because_a_variable_will_live_there() -> None:
-    with Job(2) as job:
-        author = job.workers[0]
-        published: list[bool] = []
-        publish = author.transport.publish
-
-        def publish_noting(*given: Any, to_read: bool = False, **how: Any) -> Any:
-            published.append(to_read)
-            return publish(*given, to_read=to_read, **how)
-
-        author.transport.publish = publish_noting  # type: ignore[method-assign]
-        changes = [bias(1.0), bias(1.0).assign("dense/bias", np.zeros(3, np.float32)), bias(2.0)]
-        tickets = [author.session.propose(change) for change in changes]
-        job.train(2)
-        assert [ticket.result(DEADLINE_SECS).sequence for ticket in tickets] == [1, 2, 3]
-        assert published == [True, False, True]
+def test_what_an_update_assigns_stays_when_the_memory_is_used_again(tmp_path: Path) -> None:
+    transport = SharedMemoryTransport("job", 0, directory=tmp_path)
+    size = KEPT_BYTES[0] // 4
+    schema = MemoryState({"wide": np.zeros(size, np.float32)}).schema
+    parcels = Parcels(transport, "job", 0, schema)
+    prepared = []
+    for number in (1.0, 2.0):
+        update = Update(id=f"assign-{number}").assign("wide", np.full(size, number, np.float32))
+        parcel = parcels.publish(update, f"ticket-{number}")
+        parcels.prepare(update.id, parcel.digest, parcel, 1.0)
+        prepared.append(parcels.take(update.id, parcel.digest)[0])
+        parcels.release_ticket(f"ticket-{number}", Stage.VERIFIED)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert [float(update.edits[0].arrays["value"][-1]) for update in prepared] == [1.0, 2.0]
+    transport.close()
 
 
 # Memory.

@@ -17,7 +17,7 @@ After a restart, a recorded decision is taken at its step, whatever is measured;
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, ClassVar
@@ -159,7 +159,7 @@ class Begin:
     sequence: int
     in_background: ClassVar[bool] = False
 
-    def perform(self, replica: Replica) -> Applied:
+    def perform(self, replica: Replica) -> Applied | Callable[[], Applied]:
         """Everything was checked before: this cannot fail."""
         replica.keep_copy()
         return replica.apply(self.id, self.digest, self.sequence, keep=True)

@@ -6,7 +6,7 @@
     write the payload
     stop all ───────────────────────────────► stop at one boundary                         training threads
     write the record: THE COMMIT
-    Apply, release ─────────────────────────► apply, report the digest, continue
+    Apply, release ─────────────────────────► apply, continue, report the digest
     compare the digests, write the receipt
 
 With `at_step`, all workers first agree to stop at that step, and that is recorded (`Scheduled`); no other
@@ -16,7 +16,7 @@ operation waits for it. A replay from the journal runs the same script without w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -263,6 +263,6 @@ class Apply:
     keep: bool = False
     in_background: ClassVar[bool] = False
 
-    def perform(self, replica: Replica) -> Applied:
+    def perform(self, replica: Replica) -> Applied | Callable[[], Applied]:
         """Everything was checked before: this cannot fail."""
         return replica.apply(self.id, self.digest, self.sequence, keep=self.keep)

@@ -14,13 +14,17 @@ from replicast.core import events as e
 from replicast.core.coordinator import Coordinator
 from replicast.core.entries import Saved
 from replicast.core.operations.leave import Exit
-from replicast.core.operations.update import Load, Prepare
+from replicast.core.operations.save import TakeSnapshot
+from replicast.core.operations.trial import Begin
+from replicast.core.operations.update import Apply, Load, Prepare
 from replicast.core.refusal import Refusal, Refuse
 from replicast.core.worker import Worker
 from replicast.testing.simulation.replica import SimulatedReplica
 from replicast.testing.simulation.story import Story
 from replicast.testing.simulation.thread import Group, TrainingThread
 from replicast.testing.simulation.words import described
+
+DIGEST_SECS = 0.01
 
 
 class Process(TrainingThread):
@@ -47,6 +51,7 @@ class Process(TrainingThread):
         self.commands_left: int | None = None
         self._events: deque[tuple[Any, Any]] = deque()
         self._driving = False
+        self._outbox: deque[tuple[float, Any]] = deque()
         self._write_ends = 0.0
 
     # Events in, commands out.
@@ -88,6 +93,22 @@ class Process(TrainingThread):
             self.clock.at(self.frozen_until, self.run, act, *arguments)
         else:
             act(*arguments)
+
+    def post(self, event: Any, secs: float = 0.0) -> None:
+        """Posts an event to the worker after all that were posted before, as the outbox does.
+
+        Args:
+            event: What to post.
+            secs: How long it takes to make it.
+        """
+        self._outbox.append((self.clock.now + secs, event))
+        if secs:
+            self.clock.after(secs, self.run, self._send_outbox)
+        self._send_outbox()
+
+    def _send_outbox(self) -> None:
+        while self._outbox and self._outbox[0][0] <= self.clock.now:
+            self.feed(self.worker, self._outbox.popleft()[1])
 
     def start(self) -> None:
         """Starts the process, which has joined the others and restored its state."""
@@ -198,7 +219,10 @@ class Process(TrainingThread):
             self.story.notes.say(
                 self.group.number, self.name, f"  {described(command.order)}: {described(value)}"
             )
-        self.feed(self.worker, e.Performed(command.number, value))
+        later = isinstance(command.order, TakeSnapshot | Apply | Begin)  # digested while training goes on
+        if later:
+            self.post(e.Reported(command.number, value), DIGEST_SECS)
+        self.feed(self.worker, e.Performed(command.number, value, answers=not later))
         if isinstance(command.order, Exit):
             if self.rank == 0:
                 self._answer(command.order.asked_by)

@@ -83,6 +83,10 @@ class TrainingThread(ABC):
     def feed(self, machine: Worker | Coordinator, event: Any) -> None:
         """Passes an event to a state machine and carries out its commands."""
 
+    @abstractmethod
+    def post(self, event: Any, secs: float = 0.0) -> None:
+        """Posts an event to the worker after all that were posted before."""
+
     def _pass(self, machine: Worker, command: c.Pass) -> None:
         if self.story.plan.planned_at == "behind":
             self._take_planned()
@@ -111,7 +115,7 @@ class TrainingThread(ABC):
         if proposal.content is not None:
             edits: Any = proposal.content
             proposal = replace(proposal, content=InMemory(self.group.number, edits))
-        self.feed(self.worker, e.Proposed(ticket, proposal))
+        self.post(e.Proposed(ticket, proposal))
 
     def arrive(self, steps: int) -> None:
         """Called when a step has ended."""
@@ -154,7 +158,7 @@ class TrainingThread(ABC):
                 self.group.number, self.name, f"leaves out its {id_.kind} of step {id_.step}"
             )
         else:
-            self.feed(self.worker, e.Reported(id_, value))
+            self.post(e.Reported(id_, value))
 
     def _play(self) -> None:
         """Carries out the script's actions behind a boundary; some of them wait."""
@@ -178,18 +182,18 @@ class TrainingThread(ABC):
                 case ("wait", rank, secs):
                     if rank == self.rank and self._last_ticket:
                         self._is_unfinished, self._waits_since = True, self.clock.now
-                        self.feed(self.worker, e.Awaited(self._last_ticket, secs))
+                        self.post(e.Awaited(self._last_ticket, secs))
                         return
                 case _:
                     self._report_planned(self.place - 1)
                     self._is_unfinished = True
-                    self.feed(self.worker, e.Rested(action))
+                    self.post(e.Rested(action))
                     return
         if self.replica.step >= plan.steps:
             self._is_done = True
             self._report_planned(self.place)
             self.group.closing()
-            self.feed(self.worker, e.Rested(("close",)))
+            self.post(e.Rested(("close",)))
         else:
             if plan.planned_at == "late":
                 self._take_planned()

@@ -1,0 +1,27 @@
+"""Lanes: what they hold."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+from replicast.runtime.threads import Threads
+
+
+class Value:
+    """What a task holds."""
+
+
+def test_a_lane_that_waits_holds_nothing_of_its_last_task() -> None:
+    threads = Threads()
+    lane = threads.lane("test")
+    value, done = Value(), threading.Event()
+    gone = threading.Event()
+    weakref.finalize(value, gone.set)
+    lane.do(lambda kept=value: kept and done.set())  # type: ignore[misc]
+    del value
+    assert done.wait(10)
+    gc.collect()
+    assert gone.wait(10)
+    threads.stop(10)
