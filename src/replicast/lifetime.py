@@ -33,7 +33,7 @@ from pathlib import Path
 from types import TracebackType
 
 from replicast.config import PEER_FAILED
-from replicast.coordination import Coordination, lost_text, lost_worker
+from replicast.coordination import Coordination, Loss, lost_text, lost_worker
 from replicast.errors import JobFailed
 from replicast.silence import on_silence, within
 from replicast.turns import POLL_SECS, REMIND_SECS, JobKeys, Turns
@@ -100,6 +100,8 @@ class Lifetime:
         """This worker's position in the script."""
         self.polls = 0
         """How often the thread has polled all keys, and the service has answered."""
+        self.dead_worker: Callable[[], int | None] = lambda: None
+        """Returns a worker whose process has ended, if that can be seen from here."""
         self.failure: JobFailed | None = None
         """Why the job failed; None while it has not."""
 
@@ -301,7 +303,9 @@ class Lifetime:
     def _poll(self) -> JobFailed | None:
         failed = self._keys.get("failed")
         if failed is None:
-            return self._lost_peer() or (None if self._has_left else self.turns.mismatch())
+            return self._lost_peer() or (
+                None if self._has_left else self.turns.mismatch() or self._dead_peer()
+            )
         if failed["worker"] == self._rank:
             self._blamed = True
             self._stop.wait(POLL_SECS)
@@ -312,6 +316,16 @@ class Lifetime:
         """On worker 0: an error if the service has lost a worker. Transfers notice that, waits do not."""
         lost = self._coordination.find_lost(self._size) if self._rank == 0 else None
         return None if lost is None else JobFailed(f"{lost_text(lost)} (says worker 0)", worker=lost.worker)
+
+    def _dead_peer(self) -> JobFailed | None:
+        """An error if the process of a worker of this host has ended without a word.
+
+        A transfer of TensorFlow notices a broken connection at once, one through shared memory has none.
+        """
+        worker = self.dead_worker()
+        if worker is None or self._keys.get("failed", 0.001) is not None:  # the next poll says why
+            return None
+        return JobFailed(lost_text(Loss(worker, "its process has ended")), worker=worker)
 
     def _no_answers(self) -> None:
         message = (

@@ -28,6 +28,7 @@ LAYERS = [
     {"storage"},
     {"coordination", "rendezvous"},
     {"transport", "lifetime", "turns"},
+    {"allreduce"},
     {"strategy"},
     {"runtime", "supervisor", "client"},
     {"testing"},

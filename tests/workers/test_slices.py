@@ -66,7 +66,7 @@ LOOKUPS: dict[str, tuple[Lookup, int]] = {
 }
 
 
-def as_two_equal_workers(values: list[Any]) -> list[Any]:
+def as_two_equal_workers(values: list[Any], averaged: list[bool]) -> list[Any]:
     def doubled(value: Any) -> Any:
         if not isinstance(value, tf.IndexedSlices):
             return 2 * value

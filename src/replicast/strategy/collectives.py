@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -16,11 +17,14 @@ import tensorflow as tf
 from tensorflow.python.distribute import cross_device_utils
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 
+from replicast.allreduce import Exchange as AllReduce
 from replicast.errors import NotSupported
 from replicast.strategy.building import creator_in_scope
 from replicast.strategy.caller import compiled_model, keras_looks_at_attributes, optimizer_that_sums
 from replicast.strategy.replicated import replicated
+from replicast.strategy.shared_sums import SharedSums
 from replicast.strategy.slices import Exchange, one_list_if_equal, sum_over_workers
+from replicast.strategy.weighting import CARRIERS, weighted_with
 
 logger = logging.getLogger("replicast")
 
@@ -34,17 +38,6 @@ another has left it, the two wait for each other, which is noticed, and never mi
 
 REGISTER_SECS = 120.0
 """How long TensorFlow may take to connect the workers, all of which have met. Its own limit is an hour."""
-
-
-CARRIERS = {
-    tf.bfloat16: tf.float32,
-    tf.uint8: tf.int32,
-    tf.int8: tf.int32,
-    tf.uint16: tf.int32,
-    tf.int16: tf.int32,
-    tf.uint32: tf.int64,
-}
-"""Dtypes that TensorFlow's collectives do not support, and a dtype that holds all of their values."""
 
 
 class CountingLauncher(cross_device_utils.CollectiveReplicaLauncher):
@@ -66,11 +59,32 @@ class CountingLauncher(cross_device_utils.CollectiveReplicaLauncher):
         self._tensor: Any = None
 
     def all_reduce(self, input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in TensorFlow."""
+        """As in TensorFlow; through shared memory where that is possible."""
+        shared = self._owner.shared_sums([input_tensor])
+        if shared is not None:
+            return shared.sum([input_tensor])[0]
         self._tensor = input_tensor
         return super().all_reduce(input_tensor, *args, **kwargs)
 
+    def batch_all_reduce(self, input_tensor_packs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `all_reduce`, for packs of tensors."""
+        tensors = [tensor for pack in input_tensor_packs for tensor in pack]
+        shared = self._owner.shared_sums(tensors)
+        if shared is not None:
+            return shared.sum(tensors)
+        return super().batch_all_reduce(input_tensor_packs, *args, **kwargs)
+
+    def all_reduce_indexed_slices(self, input_slices: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `all_reduce`, for row-sparse gradients."""
+        shared = self._owner.shared_sums([input_slices])
+        if shared is not None:
+            return shared.sum([input_slices])[0]
+        return super().all_reduce_indexed_slices(input_slices, *args, **kwargs)
+
     def _all_gather(self, input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        shared = self._owner.shared_sums([input_tensor])
+        if shared is not None:
+            return shared.gather(input_tensor)
         self._tensor = input_tensor
         return super()._all_gather(input_tensor, *args, **kwargs)
 
@@ -116,6 +130,7 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         """Called at least once with each model that is compiled in the scope."""
         self.loops_without_run: Callable[[], None] = lambda: None
         """Called before a custom training loop without `strategy.run` sums gradients."""
+        self._shared: SharedSums | None = None
         for operations in (self._cross_device_ops, self._host_cross_device_ops):
             operations._launchers = [CountingLauncher(stock, self) for stock in operations._launchers]
 
@@ -125,6 +140,18 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         service = updated.experimental.coordination_config
         service.cluster_register_timeout_in_ms = int(REGISTER_SECS * 1000)
         return updated
+
+    def sum_through(self, exchange: AllReduce) -> None:
+        """Makes all transfers in graphs go through shared memory, if it supports their dtypes.
+
+        Those outside of graphs, between steps, stay with TensorFlow, and have keys of their own.
+        """
+        self._shared = SharedSums(exchange, self.keys)
+
+    def shared_sums(self, values: Sequence[Any]) -> SharedSums | None:
+        """How to sum these values through shared memory; None if TensorFlow has to."""
+        possible = self._shared is not None and not tf.executing_eagerly()
+        return self._shared if possible and SharedSums.supports(values) else None
 
     def transfers_started(self) -> int:
         """How many transfers this worker has started, inside steps and to create variables.
@@ -214,12 +241,38 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         reduce = super()._replica_ctx_all_reduce
         if reduce_op != tf.distribute.ReduceOp.SUM:
             return reduce(reduce_op, value, options)
-        exchange = Exchange(
-            workers=self._num_workers,
-            all_reduce=lambda parts: reduce(reduce_op, parts, options),
-            all_gather=lambda tensor: tf.distribute.get_replica_context().all_gather(tensor, axis=0),
+        shared = self.shared_sums(tf.nest.flatten(value))
+        return sum_over_workers(
+            value,
+            Exchange(
+                workers=self._num_workers,
+                all_reduce=lambda parts, _: (
+                    shared.sum(parts) if shared else reduce(reduce_op, parts, options)
+                ),
+                all_gather=self._gather,
+            ),
         )
-        return sum_over_workers(value, exchange)
+
+    def weighted_sums(self, values: list[Any], averaged: list[bool], weight: tf.Tensor) -> list[Any]:
+        """Sums values over the workers in one transfer; some of them are averaged.
+
+        Args:
+            values: Tensors and row-sparse gradients.
+            averaged: For each, whether the result is the mean over the workers, weighted, instead of the sum.
+            weight: This worker's weight.
+        """
+        shared, reduce = self.shared_sums(values), super()._replica_ctx_all_reduce
+
+        def combine(parts: list[Any], means: list[bool]) -> list[Any]:
+            if shared is not None:
+                return shared.combine(parts, means, weight)
+            return weighted_with(functools.partial(reduce, tf.distribute.ReduceOp.SUM), parts, means, weight)
+
+        exchange = Exchange(workers=self._num_workers, all_reduce=combine, all_gather=self._gather)
+        return list(sum_over_workers(values, exchange, averaged))
+
+    def _gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        return tf.distribute.get_replica_context().all_gather(tensor, axis=0)
 
     def _refuse_unknown_optimizer(self) -> None:
         optimizer = optimizer_that_sums()

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +33,12 @@ class Exchange:
     Attributes:
         workers: The number of workers.
         all_reduce: Sums a list over the workers; for row-sparse gradients it returns all workers' slices.
+            Gets for each value whether it is one of those that are averaged.
         all_gather: Concatenates all workers' tensors.
     """
 
     workers: int
-    all_reduce: Callable[[list[Any]], list[Any]]
+    all_reduce: Callable[[list[Any], list[bool]], list[Any]]
     all_gather: Callable[[tf.Tensor], tf.Tensor]
 
 
@@ -74,14 +75,22 @@ def one_list_if_equal(slices: tf.IndexedSlices, workers: int) -> tf.IndexedSlice
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
-def sum_over_workers(value: Any, exchange: Exchange) -> Any:
-    """The sum of a tensor, row-sparse gradient or structure of them over all workers."""
+def sum_over_workers(value: Any, exchange: Exchange, averaged: Sequence[bool] | None = None) -> Any:
+    """The sum of a tensor, row-sparse gradient or structure of them over all workers.
+
+    Args:
+        value: The value.
+        exchange: How to sum.
+        averaged: For each tensor or gradient, whether the exchange averages it; None if it sums them all.
+    """
     flat = tf.nest.flatten(value)
+    means = [False] * len(flat) if averaged is None else list(averaged)
     if not any(isinstance(leaf, tf.IndexedSlices) for leaf in flat):
-        return tf.nest.pack_sequence_as(value, exchange.all_reduce(flat))
+        return tf.nest.pack_sequence_as(value, exchange.all_reduce(flat, means))
     parts = [[*_parts(leaf)] if isinstance(leaf, tf.IndexedSlices) else [(None, leaf)] for leaf in flat]
     sent = [part.values if kind is Kind.SHARED else part for leaf in parts for kind, part in leaf]
-    received = iter(exchange.all_reduce(sent))
+    means = [mean for leaf, mean in zip(parts, means, strict=True) for _ in leaf]
+    received = iter(exchange.all_reduce(sent, means))
     sums = [[_whole(kind, part, next(received), exchange) for kind, part in leaf] for leaf in parts]
     return tf.nest.pack_sequence_as(value, [_joined(leaf) for leaf in sums])
 

@@ -22,7 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replicast.strategy.collectives import CARRIERS, ReplicatedExtended
+from replicast.strategy.collectives import ReplicatedExtended
 from replicast.strategy.optimizers import optimizers_of
 from replicast.strategy.replicated import SummedVariable, added_by_keras_step
 from replicast.strategy.results import MetricResults
@@ -102,23 +102,20 @@ class KerasStep:
         if self._applies_last:
             self._kept.append((apply, gradients, variables))
             return
-        transfer = Transfer()
-        summed = transfer.add(self._weighted(gradients))
-        rows = transfer.add([self._rows])
+        transfer = Transfer(self._extended, self._rows)
+        summed = self._add_gradients(transfer, gradients)
         transfer.send()
         with self._watch.ignoring():
-            self._apply_summed(apply, gradients, summed(), rows()[0], variables)
+            self._apply_summed(apply, gradients, summed(), variables)
 
-    def _weighted(self, gradients: list[Any]) -> list[Any]:
+    def _add_gradients(self, transfer: Transfer, gradients: list[Any]) -> Callable[[], list[Any]]:
+        """Every example has the same weight on every worker."""
         present = [g for g in gradients if g is not None]
-        return present if _sums_its_loss(self._model) else [_times(g, self._rows) for g in present]
+        return transfer.add(present, averaged=not _sums_its_loss(self._model))
 
     def _apply_summed(
-        self, apply: Callable[..., Any], gradients: list[Any], summed: list[Any], rows: Any, variables: Any
+        self, apply: Callable[..., Any], gradients: list[Any], summed: list[Any], variables: Any
     ) -> None:
-        """Applies the sum over the workers; every example has the same weight on every worker."""
-        if not _sums_its_loss(self._model):
-            summed = [_times(g, 1.0 / rows) for g in summed]
         each = iter(summed)
         with self._extended.summed_already():
             apply([g if g is None else next(each) for g in gradients], variables)
@@ -127,23 +124,21 @@ class KerasStep:
         self, logs: Any, results: MetricResults, added: list[Any], statistics: list[keras.Variable]
     ) -> Any:
         own = [value for value in tf.nest.flatten(logs) if value not in results]
-        transfer = Transfer()
-        gradients = [transfer.add(self._weighted(kept)) for _, kept, _ in self._kept]
+        transfer = Transfer(self._extended, self._rows)
+        gradients = [self._add_gradients(transfer, kept) for _, kept, _ in self._kept]
         states = transfer.add([_difference(before, after) for _, before, after in added])
-        totals = transfer.add([_times(_precise(local(v)), self._rows) for v in statistics])
-        weighted_logs = transfer.add([_times(tf.cast(v, tf.float32), self._rows) for v in own])
-        all_rows = transfer.add([self._rows])
+        means = transfer.add([_precise(local(v)) for v in statistics], averaged=True)
+        mean_logs = transfer.add([tf.cast(v, tf.float32) for v in own], averaged=True)
         transfer.send()
-        rows = all_rows()[0]
         for (apply, kept, variables), summed in zip(self._kept, gradients, strict=True):
-            self._apply_summed(apply, kept, summed(), rows, variables)
+            self._apply_summed(apply, kept, summed(), variables)
         for (variable, before, _), total in zip(added, states(), strict=True):
             component(variable).assign(before + total)
             mark_whole(variable)
-        for variable, total in zip(statistics, totals(), strict=True):
-            variable.assign(total / tf.cast(rows, total.dtype))
-        means = iter([total / rows for total in weighted_logs()])
-        return tf.nest.map_structure(lambda v: results.recompute(v) if v in results else next(means), logs)
+        for variable, mean in zip(statistics, means(), strict=True):
+            variable.assign(mean)
+        each = iter(mean_logs())
+        return tf.nest.map_structure(lambda v: results.recompute(v) if v in results else next(each), logs)
 
 
 def waiting_for_data(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -162,28 +157,30 @@ def waiting_for_data(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class Transfer:
-    """Values that are summed over the workers together: one collective for all dense values of a dtype."""
+    """Values that are summed or averaged over the workers together.
 
-    def __init__(self) -> None:
+    Args:
+        extended: What sums them.
+        rows: This worker's rows, its weight in averages.
+    """
+
+    def __init__(self, extended: ReplicatedExtended, rows: tf.Tensor) -> None:
+        self._extended = extended
+        self._rows = rows
         self._values: list[Any] = []
-        self._summed: list[Any] = []
+        self._averaged: list[bool] = []
+        self._combined: list[Any] = []
 
-    def add(self, values: list[Any]) -> Callable[[], list[Any]]:
-        """Adds values to the transfer; returns a function that returns their sums after `send`."""
+    def add(self, values: list[Any], *, averaged: bool = False) -> Callable[[], list[Any]]:
+        """Adds values to the transfer; returns a function that returns the results after `send`."""
         first, after = len(self._values), len(self._values) + len(values)
         self._values += values
-        return lambda: self._summed[first:after]
+        self._averaged += [averaged] * len(values)
+        return lambda: self._combined[first:after]
 
     def send(self) -> None:
-        """Sums the values. Blocks until every worker has sent the same kinds of values."""
-        context = tf.distribute.get_replica_context()
-        summed: dict[int, Any] = {}
-        carried = [_cast(value, CARRIERS.get(value.dtype, value.dtype)) for value in self._values]
-        for dtype in dict.fromkeys(value.dtype for value in carried):
-            places = [place for place, value in enumerate(carried) if value.dtype == dtype]
-            totals = context.all_reduce(tf.distribute.ReduceOp.SUM, [carried[p] for p in places])
-            summed.update(zip(places, totals, strict=True))
-        self._summed = [_cast(summed[place], value.dtype) for place, value in enumerate(self._values)]
+        """Combines the values. Blocks until every worker has sent the same kinds of values."""
+        self._combined = self._extended.weighted_sums(self._values, self._averaged, self._rows)
 
 
 def total_before(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
@@ -238,24 +235,9 @@ def _difference(before: tf.Tensor, after: tf.Tensor) -> tf.Tensor:
     return tf.where(before == after, tf.zeros_like(after), after - before)
 
 
-def _times(value: Any, factor: tf.Tensor) -> Any:
-    """The product, which is 0 for a worker without rows even if its value is NaN."""
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(_times(value.values, factor), value.indices, value.dense_shape)
-    return tf.math.multiply_no_nan(value, tf.cast(factor, value.dtype))
-
-
 def _precise(value: tf.Tensor) -> tf.Tensor:
     """The value in a dtype whose rounding, repeated in every step, does not shift a mean."""
     return value if value.dtype == tf.float64 else tf.cast(value, tf.float32)
-
-
-def _cast(value: Any, dtype: tf.DType) -> Any:
-    if value.dtype == dtype:
-        return value
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(tf.cast(value.values, dtype), value.indices, value.dense_shape)
-    return tf.cast(value, dtype)
 
 
 def _sums_its_loss(model: keras.Model) -> bool:

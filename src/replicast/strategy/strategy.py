@@ -39,6 +39,7 @@ from replicast.strategy.outside import take_over
 from replicast.strategy.replicated import SummedVariable
 from replicast.strategy.rows import predicting_all_rows
 from replicast.strategy.seeds import Seeds
+from replicast.strategy.sharing import sum_through_shared_memory
 from replicast.strategy.step import Agreed, KerasStep, waiting_for_data
 from replicast.strategy.writing import Writing
 
@@ -70,6 +71,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         self,
         *,
         statistics: Literal["mean", "local"] = "mean",
+        all_reduce: Literal["auto", "tensorflow"] = "auto",
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
     ) -> None:
         """Joins the job.
@@ -78,10 +80,15 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             statistics: How to treat the moving statistics of BatchNormalization and similar layers, which
                 each worker computes from its own rows. "mean": every step replaces them with their mean over
                 the workers, so they are always equal. "local": each worker keeps its own, as in TensorFlow.
+            all_reduce: How steps sum gradients and metrics over the workers. "auto": through shared memory if
+                all workers are on one host and compute on CPUs, otherwise with TensorFlow's collectives.
+                "tensorflow": always with those.
             communication_options: As for `tf.distribute.MultiWorkerMirroredStrategy`.
         """
         if statistics not in ("mean", "local"):
             raise ValueError(f'statistics must be "mean" or "local". Received: {statistics!r}')
+        if all_reduce not in ("auto", "tensorflow"):
+            raise ValueError(f'all_reduce must be "auto" or "tensorflow". Received: {all_reduce!r}')
         _check_backend()
         cluster = read_cluster(os.environ)
         self._rank = 0 if cluster is None else cluster.rank
@@ -97,6 +104,8 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         super(tf.distribute.MultiWorkerMirroredStrategy, self).__init__(extended)
         self.statistics = statistics
         """How moving statistics are treated: "mean" or "local"."""
+        self.all_reduce: Literal["shared memory", "tensorflow"] = "tensorflow"
+        """How steps sum over the workers: the same on all of them."""
         self.leavings: list[Any] = []
         """For each open `Replicas`, the part that lets the job leave; in the same order on all workers."""
         self.on_fit: list[Callable[[Any, Any], None]] = []
@@ -125,6 +134,9 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             extended.compiles = self._writing.guard
             extended.loops_without_run = self._guard_models
             extended.next_turn = self._lifetime.turns.take
+            wanted = all_reduce == "auto"
+            if sum_through_shared_memory(extended, self._coordination, self._rank, self._lifetime, wanted):
+                self.all_reduce = "shared memory"
 
     def _make_inputs(self) -> Inputs:
         return Inputs(

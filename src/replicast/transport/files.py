@@ -63,22 +63,27 @@ class SharedFile:
         os.link(f"/proc/self/fd/{self._descriptor}", path, src_dir_fd=self._descriptor)
         self._path = path
 
-    def remove(self) -> None:
-        """Removes the file; mappings of it stay valid. Never raises. Call it once."""
+    def hide(self) -> None:
+        """Removes the name: nobody else can map the file, and it ends with the last process that has."""
         if self._path is not None:
             with contextlib.suppress(OSError):  # the directory may be gone
                 self._path.unlink()
+            self._path = None
+
+    def remove(self) -> None:
+        """Removes the file; mappings of it stay valid. Never raises. Call it once."""
+        self.hide()
         os.close(self._descriptor)
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """A complete file of this user, open for reading.
+def opened(path: Path, access: int = os.O_RDONLY) -> Iterator[int]:
+    """A complete file of this user, open for reading or with another access.
 
     Raises:
         FileNotFoundError: It does not exist, or belongs to another user.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(descriptor).st_uid != os.getuid():
             raise FileNotFoundError(errno.ENOENT, "The file belongs to another user", str(path))

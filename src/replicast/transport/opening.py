@@ -25,16 +25,7 @@ def open_transport(coordination: Coordination, rank: int, size: int, environ: Ma
         JobFailed: A worker did not do so within two minutes.
         ClusterError: `REPLICAST_SHM_DIR` cannot be used.
     """
-    until = time.monotonic() + OPEN_SECS
-    coordination.put(f"{_PREFIX}/host/{rank}", host_id(environ))
-    if rank == 0:
-        coordination.put(f"{_PREFIX}/job", uuid.uuid4().hex)
-    hosts = _hosts(coordination, size, until)
-    job = coordination.get(f"{_PREFIX}/job", _remaining(until))
-    if job is None:
-        raise JobFailed(
-            f"Worker 0 did not publish the name of the job within {OPEN_SECS:g} s. See its log.", worker=0
-        )
+    hosts, job = hosts_of_job(_PREFIX, coordination, rank, size, environ)
     directory = shared_memory_directory(environ)
     if len(set(hosts)) == 1:
         return SharedMemoryTransport(job, rank, directory=directory, local_ranks=range(size))
@@ -45,13 +36,36 @@ def open_transport(coordination: Coordination, rank: int, size: int, environ: Ma
     return BroadcastTransport(shared, coordination, rank, hosts, job)
 
 
-def _hosts(coordination: Coordination, size: int, until: float) -> tuple[str, ...]:
-    hosts = [coordination.get(f"{_PREFIX}/host/{rank}", _remaining(until)) for rank in range(size)]
+def hosts_of_job(
+    prefix: str, coordination: Coordination, rank: int, size: int, environ: Mapping[str, str]
+) -> tuple[tuple[str, ...], str]:
+    """The host of every worker, by rank, and a name of the job, unique for each prefix of the keys.
+
+    Blocks until all workers have published their host under this prefix.
+
+    Raises:
+        JobFailed: A worker did not do so within two minutes.
+    """
+    until = time.monotonic() + OPEN_SECS
+    coordination.put(f"{prefix}/host/{rank}", host_id(environ))
+    if rank == 0:
+        coordination.put(f"{prefix}/job", uuid.uuid4().hex)
+    hosts = _hosts(prefix, coordination, size, until)
+    job = coordination.get(f"{prefix}/job", _remaining(until))
+    if job is None:
+        raise JobFailed(
+            f"Worker 0 did not publish the name of the job within {OPEN_SECS:g} s. See its log.", worker=0
+        )
+    return hosts, job
+
+
+def _hosts(prefix: str, coordination: Coordination, size: int, until: float) -> tuple[str, ...]:
+    hosts = [coordination.get(f"{prefix}/host/{rank}", _remaining(until)) for rank in range(size)]
     missing = [rank for rank, host in enumerate(hosts) if host is None]
     if missing:
         raise JobFailed(
             f"Not all workers published their host within {OPEN_SECS:g} s. Every worker must create its "
-            "Replicas: look for the reason in the logs of the missing workers. "
+            "Strategy and Replicas: look for the reason in the logs of the missing workers. "
             f"Received: nothing from {_named(missing)}",
             worker=missing[0],
         )

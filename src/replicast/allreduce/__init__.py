@@ -1,0 +1,8 @@
+"""Sums arrays over the workers of one host through shared memory. Without TensorFlow; see exchange.py."""
+
+from replicast.allreduce.exchange import Exchange
+from replicast.allreduce.layout import Form, Plan
+from replicast.allreduce.opening import open_exchange
+from replicast.allreduce.part import Part
+
+__all__ = ["Exchange", "Form", "Part", "Plan", "open_exchange"]

@@ -1,0 +1,102 @@
+"""Opens the exchange on all workers, or on none: one that cannot take part decides for all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from replicast.allreduce.exchange import Exchange
+from replicast.allreduce.part import Part, part_bytes
+from replicast.config import shared_memory_directory
+from replicast.coordination import Coordination
+from replicast.errors import JobFailed
+from replicast.transport.files import SharedFile, name_prefix, remove_leftovers
+from replicast.transport.opening import OPEN_SECS, hosts_of_job
+
+_PREFIX = "replicast/allreduce"
+
+
+def open_exchange(
+    coordination: Coordination,
+    rank: int,
+    size: int,
+    environ: Mapping[str, str],
+    *,
+    unwilling: str | None,
+    check: Callable[[], None],
+) -> Exchange | str:
+    """The exchange of this job. On every worker; blocks until all have said whether they can take part.
+
+    Args:
+        coordination: The keys that all workers share.
+        rank: This worker.
+        size: The number of workers.
+        environ: The environment variables.
+        unwilling: Why this worker does not take part; None if it does.
+        check: Raises if the job has failed; for waits in the exchange.
+
+    Returns:
+        The exchange, or the reason why there is none: the same on all workers.
+
+    Raises:
+        JobFailed: A worker has not answered within two minutes.
+    """
+    answers = _Answers(coordination, rank, size)
+    hosts, job = hosts_of_job(_PREFIX, coordination, rank, size, environ)
+    if len(set(hosts)) > 1:
+        return "the workers are on several hosts"
+    with contextlib.ExitStack() as on_failure:
+        file, problem = None, unwilling
+        if problem is None:
+            try:
+                directory = shared_memory_directory(environ)
+                remove_leftovers(directory)
+                file = SharedFile(directory, part_bytes(size))
+                on_failure.callback(file.remove)
+                own = Part.of(file, size)
+                name = f"{name_prefix()}{job}-allreduce-"
+                file.complete(directory / f"{name}{rank}")
+            except OSError as error:
+                problem = f"worker {rank} has no shared memory ({error})"
+        problem = answers.first_problem("created", problem)
+        if problem is not None or file is None:
+            return problem or "unreachable"
+        try:
+            parts = [own if w == rank else Part.open(directory / f"{name}{w}", size) for w in range(size)]
+        except OSError as error:
+            problem = f"worker {rank} cannot map the shared memory of all workers ({error})"
+        problem = answers.first_problem("mapped", problem)
+        if problem is not None:
+            return problem
+        file.hide()
+        on_failure.pop_all()
+    return Exchange(rank, parts, check)
+
+
+class _Answers:
+    """What each worker answers to a question, through the coordination service."""
+
+    def __init__(self, coordination: Coordination, rank: int, size: int) -> None:
+        self._coordination = coordination
+        self._rank = rank
+        self._size = size
+
+    def first_problem(self, question: str, own: str | None) -> str | None:
+        """The problem of the first worker that has one; the same on all workers."""
+        until = time.monotonic() + OPEN_SECS
+        self._coordination.put(f"{_PREFIX}/{question}/{self._rank}", json.dumps(own))
+        answers: list[Any] = []
+        for worker in range(self._size):
+            left_secs = max(0.001, until - time.monotonic())
+            text = self._coordination.get(f"{_PREFIX}/{question}/{worker}", left_secs)
+            if text is None:
+                raise JobFailed(
+                    f"worker {worker} did not say within {OPEN_SECS:g} s whether it has shared memory. "
+                    "See its log.",
+                    worker=worker,
+                )
+            answers.append(json.loads(text))
+        return next((answer for answer in answers if answer is not None), None)

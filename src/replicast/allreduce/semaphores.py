@@ -1,0 +1,77 @@
+"""POSIX semaphores in shared memory: how a worker tells another one that a chunk is written.
+
+`sem_post` and `sem_wait` also order memory on every processor, as POSIX demands: whoever has waited sees all
+that was written before the post. Plain loads and stores would do that on x86-64, but not on aarch64. A post
+makes no system call if nobody sleeps, and a process that dies leaves nothing that has to be repaired.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+
+from replicast.mapping import Bytes
+
+SEMAPHORE_BYTES = 64
+"""One cache line for each. A `sem_t` has 32 bytes."""
+CHECK_SECS = 0.2
+"""How long a worker sleeps before it looks whether the job has failed."""
+SPINS = 100
+"""Attempts before a worker sleeps, about 70 microseconds: less than it takes to fall asleep and wake up."""
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("secs", ctypes.c_long), ("nanosecs", ctypes.c_long))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
+_libc.sem_post.argtypes = [ctypes.c_void_p]
+_libc.sem_trywait.argtypes = [ctypes.c_void_p]
+_libc.sem_timedwait.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Timespec)]
+
+
+class Semaphore:
+    """One semaphore, in memory that several processes map.
+
+    Args:
+        memory: Its bytes, `SEMAPHORE_BYTES` of them.
+    """
+
+    def __init__(self, memory: Bytes) -> None:
+        self._memory = memory  # keeps the mapping
+        self._address = ctypes.c_void_p(memory.ctypes.data)
+
+    def create(self) -> None:
+        """Sets it to 0. Once, by the owner of the memory, before anybody else maps it."""
+        if _libc.sem_init(self._address, 1, 0) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def post(self) -> None:
+        """Adds 1, and wakes who waits."""
+        _libc.sem_post(self._address)
+
+    def take(self, check: Callable[[], None], spins: int = SPINS) -> None:
+        """Subtracts 1; waits for a post, as long as `check` does not raise. It is called every 0.2 s.
+
+        Python's lock is free while this waits.
+        """
+        trywait, address = _libc.sem_trywait, self._address
+        for _ in range(spins):
+            if trywait(address) == 0:
+                return
+        while _libc.sem_timedwait(address, _in(CHECK_SECS)) != 0:
+            check()
+
+
+def spins_on_this_host(workers: int) -> int:
+    """How often to try before sleeping: not at all if another worker may need this core."""
+    return SPINS if len(os.sched_getaffinity(0)) >= workers else 0
+
+
+def _in(secs: float) -> _Timespec:
+    """A point in time as `sem_timedwait` has it. A clock that is set back only delays one look at the job."""
+    nanosecs = time.time_ns() + int(secs * 1e9)
+    return _Timespec(nanosecs // 1_000_000_000, nanosecs % 1_000_000_000)
