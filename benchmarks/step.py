@@ -17,6 +17,7 @@ STOCK = Contestant("stock MWMS loop, constant batch", "stock", f"{MODULE}:Consta
 ITERATOR = Contestant("stock MWMS loop, distributed iterator", "stock", f"{MODULE}:DistributedIterator")
 TF_KERAS = Contestant("stock MWMS, tf_keras fit, arrays", "stock", f"{MODULE}:FitTfKeras", "tf_keras")
 FLOOR = Contestant("floor: TensorFlow, no exchange", "stock", f"{MODULE}:NoExchange", role="floor")
+FIT_ALONE = Contestant("plain Keras fit, arrays, no exchange", "stock", f"{MODULE}:FitAlone", role="part")
 TORCH_FLOOR = Contestant("torch, no exchange", "torch", "benchmarks.peers.ddp:NoExchange", role="part")
 
 NOTES = (
@@ -54,12 +55,14 @@ def step(size: Size) -> Question:
         name=f"step-{size.name}",
         title=f"A training step: MLP {layers} ({size.name} parameters), Adam, batch 128, {WORKERS} workers",
         unit="ms per step",
-        contestants=(FIT, LOOP, DDP_ARRAYS, DDP, STOCK, TF_KERAS, FLOOR, TORCH_FLOOR, *more),
+        contestants=(FIT, LOOP, DDP_ARRAYS, DDP, STOCK, TF_KERAS, FLOOR, FIT_ALONE, TORCH_FLOOR, *more),
         task=size.task(),
         ratios=(
             Ratio("replicast fit / torch DDP, both on arrays", FIT, DDP_ARRAYS, "at most", 1.0),
             Ratio("replicast loop / torch DDP, both on a constant batch", LOOP, DDP, "at most", 1.0),
             Ratio("replicast fit on arrays / its constant-batch loop", FIT, LOOP, "at most", 1.15),
+            Ratio("plain Keras: fit on arrays / constant-batch loop, no exchange in both", FIT_ALONE, FLOOR),
+            Ratio("replicast fit / plain Keras fit without exchange", FIT, FIT_ALONE),
             *(
                 Ratio("replicast fit on tf.data / its constant-batch loop", one, LOOP, "at most", 1.25)
                 for one in more

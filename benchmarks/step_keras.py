@@ -55,6 +55,9 @@ def custom_step(strategy: Any, task: StepTask) -> tuple[Any, Any, Any]:
 class _Keras(Training):
     optimizer: Any
 
+    def strategy(self) -> Any:
+        return self.group
+
     def trained(self) -> int:
         return int(self.optimizer.iterations.numpy())
 
@@ -66,9 +69,6 @@ class ConstantBatch(_Keras):
         self.step, self.optimizer, _ = custom_step(self.strategy(), self.task)
         mine = self.task.batch // self.workers
         self.share = tuple(tf.constant(array[:mine]) for array in self.task.arrays())
-
-    def strategy(self) -> Any:
-        return self.group
 
     def train(self) -> None:
         for _ in range(self.task.steps):
@@ -101,7 +101,7 @@ class FitArrays(_Keras):
     def setup(self) -> None:
         keras = self.keras()
         keras.utils.set_random_seed(0)
-        with self.group.scope():
+        with self.strategy().scope():
             self.model = model_of(self.task, keras)
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             self.model.compile(self.task.optimizer, loss, metrics=["accuracy"])
@@ -129,6 +129,18 @@ class FitDataset(FitArrays):
 
     def arguments(self) -> dict[str, Any]:
         return {"x": dataset_of(self.task)}
+
+
+class FitAlone(FitArrays):
+    """`fit` of plain Keras 3 on the same share, in every process by itself: what Keras adds to a loop."""
+
+    def strategy(self) -> Any:
+        return tf.distribute.get_strategy()
+
+    def arguments(self) -> dict[str, Any]:
+        x, y = self.task.arrays()
+        mine = len(x) // self.workers
+        return {"x": x[:mine], "y": y[:mine], "batch_size": self.task.batch // self.workers}
 
 
 class FitTfKeras(FitArrays):
