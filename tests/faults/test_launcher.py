@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from replicast.supervisor.group import Timeouts
+from replicast.supervisor.group import EndTimeouts
 from replicast.supervisor.plan import Job
 from replicast.supervisor.supervisor import Settings, supervise
 
@@ -96,7 +96,7 @@ def launch(tmp_path: Path) -> Iterator[Launcher]:
             os.kill(int(noted.read_text()), signal.SIGKILL)
 
 
-def supervised(directory: Path, script: str, timeouts: Timeouts) -> int:
+def supervised(directory: Path, script: str, timeouts: EndTimeouts) -> int:
     """The exit code of two workers that are supervised from this process."""
     (directory / "train.py").write_text(PREAMBLE + script)
     settings = Settings(run_dir=directory, log_dir=directory / "logs", tee=frozenset(), timeouts=timeouts)
@@ -197,7 +197,7 @@ wait_for_end_of(1)
 time.sleep(0.5)  # As worker 0 does, which waits for the others before it ends.
 sys.exit(4)
 """
-    assert supervised(tmp_path, script, Timeouts(settle_secs=0.0, settle_killed_secs=0.0)) == 4
+    assert supervised(tmp_path, script, EndTimeouts(settle_secs=0.0, settle_killed_secs=0.0)) == 4
 
 
 def test_after_one_left_because_it_was_told_to_the_others_have_all_of_the_grace_period(
@@ -211,7 +211,7 @@ time.sleep(0.5)  # As worker 0 does, which writes the checkpoint.
 note("written")
 sys.exit(143)
 """
-    hasty = Timeouts(settle_secs=0.0, stop_failed_secs=0.0, stop_secs=DEADLINE_SECS)
+    hasty = EndTimeouts(settle_secs=0.0, stop_failed_secs=0.0, stop_secs=DEADLINE_SECS)
     assert supervised(tmp_path, script, hasty) == 143
     assert (tmp_path / "written-0").exists()
 

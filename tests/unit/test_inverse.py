@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from replicast.errors import UpdateRefused
-from replicast.update.edits import Edit, Operation, apply_edit
+from replicast.update.edits import Edit, EditKind, apply_edit
 from replicast.update.inverse import bytes_to_keep, disturbs, inverse, meaning, parts_to_keep, update_before
 from replicast.update.schema import Schema, Variable
 from replicast.update.state import MemoryState
@@ -108,13 +108,13 @@ def test_an_inverse_may_hold_what_is_not_finite() -> None:
 
 
 def test_every_operation_says_what_becomes_of_the_training_since() -> None:
-    said = {operation: meaning(update_edit(operation)) for operation in Operation}
+    said = {operation: meaning(update_edit(operation)) for operation in EditKind}
     assert all("training" in text for text in said.values())
-    assert "exactly" in said[Operation.ASSIGN]
-    assert "last bits may differ" in said[Operation.ADD]
+    assert "exactly" in said[EditKind.ASSIGN]
+    assert "last bits may differ" in said[EditKind.ADD]
 
 
-def update_edit(operation: Operation) -> Any:
+def update_edit(operation: EditKind) -> Any:
     return Edit(operation, "w", {}, 1.0)
 
 
@@ -125,12 +125,12 @@ def test_an_edit_and_its_inverse_may_differ_in_the_last_bits_in_floating_point()
 
 
 def test_a_heal_keeps_what_was_added_before_it_and_is_lost_when_values_before_come_back() -> None:
-    assert disturbs(Operation.ASSIGN, Operation.ADD)
-    assert not disturbs(Operation.ASSIGN, Operation.ADD, heals=True)
-    assert disturbs(Operation.ASSIGN, Operation.ASSIGN, heals=True)
+    assert disturbs(EditKind.ASSIGN, EditKind.ADD)
+    assert not disturbs(EditKind.ASSIGN, EditKind.ADD, heals=True)
+    assert disturbs(EditKind.ASSIGN, EditKind.ASSIGN, heals=True)
 
 
 def test_two_factors_can_be_undone_in_any_order() -> None:
-    assert not disturbs(Operation.SCALE, Operation.SCALE)
-    assert disturbs(Operation.SCALE, Operation.ADD)
-    assert disturbs(Operation.RESET_ROWS, Operation.SCALE)
+    assert not disturbs(EditKind.SCALE, EditKind.SCALE)
+    assert disturbs(EditKind.SCALE, EditKind.ADD)
+    assert disturbs(EditKind.RESET_ROWS, EditKind.SCALE)

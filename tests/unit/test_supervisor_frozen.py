@@ -9,7 +9,7 @@ from pathlib import Path
 
 from replicast.config import PEER_FAILED
 from replicast.supervisor.frozen import FrozenWorkers
-from replicast.supervisor.group import Group, GroupEnd, Timeouts
+from replicast.supervisor.group import EndTimeouts, Group, GroupEnd
 from replicast.supervisor.interruptions import Interruptions
 from replicast.supervisor.plan import WorkerPlan
 from replicast.supervisor.screen import Screen
@@ -58,7 +58,7 @@ def run_group(directory: Path, *programs: str, frozen_secs: float) -> GroupEnd:
         for rank, program in enumerate(programs)
     ]
     screen = Screen(io.StringIO(), io.StringIO(), live_rank=None, colour=False)
-    timeouts = Timeouts(frozen_secs=frozen_secs)
+    timeouts = EndTimeouts(frozen_secs=frozen_secs)
     with Interruptions() as interruptions:
         group = Group(plans, screen=screen, tee=frozenset(), timeouts=timeouts, interruptions=interruptions)
         return group.run(os.environ)

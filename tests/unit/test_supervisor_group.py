@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from replicast.supervisor.group import Group, GroupEnd, Timeouts
+from replicast.supervisor.group import EndTimeouts, Group, GroupEnd
 from replicast.supervisor.interruptions import Interruptions
 from replicast.supervisor.plan import WorkerPlan
 from replicast.supervisor.report import tail_box
@@ -25,7 +25,9 @@ def run_group(directory: Path, program: str, workers: int) -> GroupEnd:
     ]
     screen = Screen(io.StringIO(), io.StringIO(), live_rank=None, colour=False)
     with Interruptions() as interruptions:
-        group = Group(plans, screen=screen, tee=frozenset(), timeouts=Timeouts(), interruptions=interruptions)
+        group = Group(
+            plans, screen=screen, tee=frozenset(), timeouts=EndTimeouts(), interruptions=interruptions
+        )
         return group.run(os.environ)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from replicast.import_environment import changes, path_in, read_changes, relevant, with_changes
-from replicast.supervisor.group import Group, GroupEnd, Timeouts
+from replicast.supervisor.group import EndTimeouts, Group, GroupEnd
 from replicast.supervisor.interruptions import Interruptions
 from replicast.supervisor.plan import WorkerPlan
 from replicast.supervisor.screen import Screen
@@ -70,7 +70,7 @@ class Place:
                 [plan],
                 screen=self.screen,
                 tee=frozenset(),
-                timeouts=Timeouts(),
+                timeouts=EndTimeouts(),
                 interruptions=interruptions,
                 standbys=self.standbys,
             )

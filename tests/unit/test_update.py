@@ -17,7 +17,7 @@ from replicast.core.stage import Stage
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import tensor_chunks
 from replicast.mapping import LARGE_BYTES
-from replicast.update.edits import DTYPES, RESETS, Operation
+from replicast.update.edits import DTYPES, RESETS, EditKind
 from replicast.update.update import Update
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -74,7 +74,7 @@ def test_each_method_makes_its_edit() -> None:
         .assign_rows("v", np.array([2]), ONES)
         .add_low_rank("v", np.ones((3, 1)), np.ones((1, 2)))
     )
-    assert [edit.operation for edit in update.edits] == [op for op in Operation if op not in RESETS]
+    assert [edit.operation for edit in update.edits] == [op for op in EditKind if op not in RESETS]
     assert [edit.factor for edit in update.edits] == [None, None, 0.5, 0.25, None, None, None]
     assert [edit.loose for edit in update.edits] == [False, False, False, False, True, False, False]
     assert [sorted(edit.arrays) for edit in update.edits][3:] == [
@@ -353,18 +353,18 @@ def test_parts_are_not_copied_and_must_belong_together() -> None:
 @pytest.mark.parametrize(
     ("operation", "weight", "tensors", "expected"),
     [
-        (Operation.ADD, None, {"a/b": ONES, "c": ONES}, [("a/b", ["value"], None), ("c", ["value"], None)]),
-        (Operation.ASSIGN, None, {"x.a": ONES}, [("x.a", ["value"], None)]),
-        (Operation.BLEND, 0.25, {"a": ONES}, [("a", ["value"], 0.25)]),
-        (Operation.SCALE, None, {"a": np.array(2.0), "b": np.array([3])}, [("a", [], 2.0), ("b", [], 3.0)]),
+        (EditKind.ADD, None, {"a/b": ONES, "c": ONES}, [("a/b", ["value"], None), ("c", ["value"], None)]),
+        (EditKind.ASSIGN, None, {"x.a": ONES}, [("x.a", ["value"], None)]),
+        (EditKind.BLEND, 0.25, {"a": ONES}, [("a", ["value"], 0.25)]),
+        (EditKind.SCALE, None, {"a": np.array(2.0), "b": np.array([3])}, [("a", [], 2.0), ("b", [], 3.0)]),
         (
-            Operation.ADD_ROWS,
+            EditKind.ADD_ROWS,
             None,
             {"e": ONES, "e.indices": np.arange(3)},
             [("e", ["indices", "rows"], None)],
         ),
         (
-            Operation.ADD_LOW_RANK,
+            EditKind.ADD_LOW_RANK,
             None,
             {"k.a": np.ones((2, 1)), "k.b": np.ones((1, 2))},
             [("k", ["a", "b"], None)],
@@ -372,7 +372,7 @@ def test_parts_are_not_copied_and_must_belong_together() -> None:
     ],
 )
 def test_a_plain_file_is_an_update_given_its_operation(
-    tmp_path: Path, operation: Operation, weight: float | None, tensors: dict[str, Any], expected: list[Any]
+    tmp_path: Path, operation: EditKind, weight: float | None, tensors: dict[str, Any], expected: list[Any]
 ) -> None:
     path = tmp_path / "plain.safetensors"
     safetensors.numpy.save_file(tensors, path)
@@ -386,18 +386,18 @@ def test_a_plain_file_is_an_update_given_its_operation(
 @pytest.mark.parametrize(
     ("operation", "weight", "tensors"),
     [
-        (Operation.BLEND, None, {"a": ONES}),
-        (Operation.ADD, 0.5, {"a": ONES}),
-        (Operation.SCALE, None, {"a": ONES}),
-        (Operation.RESET, None, {"a": ONES}),
-        (Operation.ADD_ROWS, None, {"e": ONES}),
-        (Operation.ADD_ROWS, None, {"e.indices": np.arange(3)}),
-        (Operation.ADD_LOW_RANK, None, {"k.a": ONES}),
-        (Operation.ADD_LOW_RANK, None, {"k": ONES}),
+        (EditKind.BLEND, None, {"a": ONES}),
+        (EditKind.ADD, 0.5, {"a": ONES}),
+        (EditKind.SCALE, None, {"a": ONES}),
+        (EditKind.RESET, None, {"a": ONES}),
+        (EditKind.ADD_ROWS, None, {"e": ONES}),
+        (EditKind.ADD_ROWS, None, {"e.indices": np.arange(3)}),
+        (EditKind.ADD_LOW_RANK, None, {"k.a": ONES}),
+        (EditKind.ADD_LOW_RANK, None, {"k": ONES}),
     ],
 )
 def test_a_plain_file_that_does_not_fit_its_operation_is_refused(
-    tmp_path: Path, operation: Operation, weight: float | None, tensors: dict[str, Any]
+    tmp_path: Path, operation: EditKind, weight: float | None, tensors: dict[str, Any]
 ) -> None:
     path = tmp_path / "plain.safetensors"
     safetensors.numpy.save_file(tensors, path)

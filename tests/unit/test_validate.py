@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicast.errors import UpdateRefused
-from replicast.update.edits import Edit, Operation, apply_edit
+from replicast.update.edits import Edit, EditKind, apply_edit
 from replicast.update.schema import Schema, Variable
 from replicast.update.update import Update
 from replicast.update.validate import Limits, planned
@@ -53,8 +53,8 @@ def test_each_slot_of_a_touched_variable_is_reset_once_at_the_end() -> None:
     update = Update(reset_slots=True).scale("kernel", 2).add("dense_1/bias", [1, 2]).scale("kernel", 3)
     made = planned(update, SCHEMA)
     assert [(edit.operation, edit.variable, edit.factor) for edit in made.edits[3:]] == [
-        (Operation.RESET, "adam/m", 0.0),
-        (Operation.RESET, "adam/v", 0.5),
+        (EditKind.RESET, "adam/m", 0.0),
+        (EditKind.RESET, "adam/v", 0.5),
     ]
     assert not made.reset_slots
     assert len(planned(Update().scale("kernel", 2), SCHEMA).edits) == 1
@@ -69,8 +69,8 @@ def test_row_edits_reset_the_same_rows_of_the_slots() -> None:
     once = planned(rows, SCHEMA)
     resets = once.edits[2:]
     assert [(edit.operation, edit.variable, edit.factor) for edit in resets] == [
-        (Operation.RESET_ROWS, "adam/m", 0.0),
-        (Operation.RESET_ROWS, "adam/v", 0.5),
+        (EditKind.RESET_ROWS, "adam/m", 0.0),
+        (EditKind.RESET_ROWS, "adam/v", 0.5),
     ]
     before = np.arange(6, dtype=np.float32).reshape(3, 2) + 1
     assert apply_edit(resets[1], before).tolist() == [[0.5, 0.5], [3.0, 4.0], [0.5, 0.5]]
@@ -78,7 +78,7 @@ def test_row_edits_reset_the_same_rows_of_the_slots() -> None:
     assert planned(once, SCHEMA).describe() == once.describe()
     assert len(planned(Update(reset_slots=True).add_rows("kernel", [], KERNEL[:0]), SCHEMA).edits) == 1
     whole = planned(rows.scale("kernel", 2.0), SCHEMA)
-    assert [edit.operation for edit in whole.edits[3:]] == [Operation.RESET] * 2
+    assert [edit.operation for edit in whole.edits[3:]] == [EditKind.RESET] * 2
 
 
 def test_planning_twice_changes_nothing() -> None:
@@ -218,11 +218,11 @@ def test_size_and_number_have_limits() -> None:
 @pytest.mark.parametrize(
     "edits",
     [
-        [Edit(Operation.RESET, "adam/m", {}, 0.0)],
-        [Edit(Operation.SCALE, "kernel", {}, 2.0), Edit(Operation.RESET, "adam/m", {}, 1.0)],
-        [Edit(Operation.SCALE, "kernel", {}, 2.0), Edit(Operation.RESET, "model/dense/bias", {}, 0.0)],
-        [Edit(Operation.SCALE, "kernel", {}, 2.0), Edit(Operation.RESET, "adam/m", {}, None)],
-        [Edit(Operation.RESET_ROWS, "adam/m", {"indices": np.array([0])}, 0.0)],
+        [Edit(EditKind.RESET, "adam/m", {}, 0.0)],
+        [Edit(EditKind.SCALE, "kernel", {}, 2.0), Edit(EditKind.RESET, "adam/m", {}, 1.0)],
+        [Edit(EditKind.SCALE, "kernel", {}, 2.0), Edit(EditKind.RESET, "model/dense/bias", {}, 0.0)],
+        [Edit(EditKind.SCALE, "kernel", {}, 2.0), Edit(EditKind.RESET, "adam/m", {}, None)],
+        [Edit(EditKind.RESET_ROWS, "adam/m", {"indices": np.array([0])}, 0.0)],
     ],
 )
 def test_a_reset_proposed_as_an_edit_is_refused(edits: list[Edit]) -> None:
@@ -240,7 +240,7 @@ def test_no_rows_and_rank_zero_change_nothing_and_are_allowed() -> None:
 
 def test_two_edits_of_one_variable_keep_their_order() -> None:
     made = planned(Update().scale("kernel", 2).add("model/dense/kernel", KERNEL), SCHEMA)
-    assert [edit.operation for edit in made.edits] == [Operation.SCALE, Operation.ADD]
+    assert [edit.operation for edit in made.edits] == [EditKind.SCALE, EditKind.ADD]
 
 
 def test_non_finite_values_are_accepted_with_allow_nonfinite() -> None:

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from replicast.strategy import KerasState, optimizers_by_name
-from replicast.update.edits import Edit, Operation
+from replicast.update.edits import Edit, EditKind
 from tests.workers.test_update_edits import values_of
 
 
@@ -20,7 +20,7 @@ def state_of(model: keras.Model) -> KerasState:
 
 def assign(model: keras.Model, values: Mapping[str, Any]) -> None:
     """Gives variables other values, on this worker only."""
-    edits = [Edit(Operation.ASSIGN, name, {"value": value}) for name, value in values.items()]
+    edits = [Edit(EditKind.ASSIGN, name, {"value": value}) for name, value in values.items()]
     state_of(model).apply(edits)
 
 

@@ -12,7 +12,7 @@ from replicast.replicas.fits import Fits
 from replicast.replicas.frozen import FrozenVariables
 from replicast.replicas.position import Fit, Position
 from replicast.testing.job import DEADLINE_SECS, Job, Worker
-from replicast.update.edits import Edit, Operation
+from replicast.update.edits import Edit, EditKind
 from replicast.update.update import Update
 
 FIRST, SECOND, THIRD = Fit(4, 9), Fit(3, 5), Fit(1, None)
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_an_earlier_version_is_taken_by_whatever_comes_first() -
 
 def assign(worker: Worker, name: str, value: float) -> None:
     like = worker.state.values[name]
-    worker.state.apply([Edit(Operation.ASSIGN, name, {"value": np.full_like(like, value)})])
+    worker.state.apply([Edit(EditKind.ASSIGN, name, {"value": np.full_like(like, value)})])
 
 
 def bits(worker: Worker) -> dict[str, bytes]:

@@ -11,7 +11,7 @@ import click
 from replicast.client.author import this_user
 from replicast.errors import UpdateRefused
 from replicast.files import parse_tensors, read_tensor_bytes
-from replicast.update.edits import Array, Operation
+from replicast.update.edits import Array, EditKind
 from replicast.update.parts import MAX_TENSORS, edits_of_tensors
 from replicast.update.update import Update
 
@@ -112,7 +112,7 @@ def read_file(path: Path) -> Update | dict[str, Array]:
 
 def update_of_tensors(tensors: dict[str, Array], operation: str, weight: float | None) -> Update:
     """An update with one edit for each variable that a plain file names."""
-    operation = Operation(operation.replace("-", "_"))
+    operation = EditKind(operation.replace("-", "_"))
     return Update().replaced(edits_of_tensors(tensors, operation, weight if operation == "blend" else None))
 
 

@@ -12,9 +12,9 @@ import click
 from replicast.config import read_cluster
 from replicast.errors import LaunchRefused
 from replicast.supervisor import (
+    EndTimeouts,
     Job,
     Settings,
-    Timeouts,
     check_job,
     hold_ports,
     make_run_dir,
@@ -48,7 +48,7 @@ _DIR, _COUNT, _SECS = click.Path(path_type=Path), click.IntRange(min=0), click.F
 @click.option(
     "--grace",
     type=_SECS,
-    default=Timeouts().stop_secs,
+    default=EndTimeouts().stop_secs,
     metavar="SECS",
     help="Time to end before workers are killed.",
 )
@@ -119,7 +119,7 @@ def run(
         log_dir=log_dir.absolute() if log_dir is not None else directory / "logs",
         tee=shown,
         max_restarts=max_restarts,
-        timeouts=Timeouts(stop_secs=grace),
+        timeouts=EndTimeouts(stop_secs=grace),
         standby=standby,
     )
     if address is None:

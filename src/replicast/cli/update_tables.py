@@ -14,9 +14,9 @@ from replicast.cli.tables import make_console, make_table
 from replicast.client.examination import EditView, Examination
 from replicast.client.updates import UpdateView
 from replicast.core.stage import Stage
-from replicast.update.edits import FLOAT_DTYPES, RESETS, Operation
+from replicast.update.edits import FLOAT_DTYPES, RESETS, EditKind
 
-_BEFORE_FACTOR = {Operation.SCALE: "by ", Operation.BLEND: "with weight "} | dict.fromkeys(RESETS, "to ")
+_BEFORE_FACTOR = {EditKind.SCALE: "by ", EditKind.BLEND: "with weight "} | dict.fromkeys(RESETS, "to ")
 _STYLES = dict.fromkeys(Stage, "yellow") | {
     Stage.COMMITTED: "cyan",
     Stage.APPLIED: "cyan",

@@ -11,7 +11,7 @@ import numpy as np
 
 from replicast.errors import UpdateRefused
 from replicast.strictjson import reading
-from replicast.update.edits import RESETS, Array, Edit, Operation
+from replicast.update.edits import RESETS, Array, Edit, EditKind
 from replicast.update.parts import factor_to_json
 from replicast.update.schema import Schema, Variable
 from replicast.update.update import Update
@@ -52,7 +52,7 @@ class EditView:
     """
 
     variable: str
-    operation: Operation
+    operation: EditKind
     factor: float | None
     shape: tuple[int, ...] | None
     dtype: str
@@ -79,7 +79,7 @@ class EditView:
             factor, values, shape = fields["factor"], fields["values"], fields["shape"]
             return cls(
                 variable=str(fields["variable"]),
-                operation=Operation(fields["operation"]),
+                operation=EditKind(fields["operation"]),
                 factor=None if factor is None else float(factor),
                 shape=None if shape is None else tuple(map(int, shape)),
                 dtype=str(fields["dtype"]),
@@ -190,7 +190,7 @@ def _view(edit: Edit, variable: Variable | None) -> EditView:
     arrays, rank, values = edit.arrays, None, None
     shape, dtype = (None, "") if variable is None else (variable.shape, variable.dtype)
     written = arrays.get("value", arrays.get("rows"))
-    if edit.operation is Operation.ADD_LOW_RANK:
+    if edit.operation is EditKind.ADD_LOW_RANK:
         shape, rank = (*arrays["a"].shape[:1], *arrays["b"].shape[-1:]), arrays["a"].shape[-1]
         dtype, values = arrays["a"].dtype.name, _low_rank_values(arrays["a"], arrays["b"])
     elif written is not None:
@@ -219,9 +219,9 @@ def _warnings(views: Iterable[EditView]) -> Iterator[str]:
         if view.variable.rpartition("/")[2] != "learning_rate":
             continue
         lowest = math.nan if view.values is None else view.values.minimum
-        if view.operation is Operation.ASSIGN and lowest <= 0:
+        if view.operation is EditKind.ASSIGN and lowest <= 0:
             yield f"{view.variable} would be {lowest:g}. {_POSITIVE}"
-        if view.operation is Operation.SCALE and view.factor is not None and view.factor <= 0:
+        if view.operation is EditKind.SCALE and view.factor is not None and view.factor <= 0:
             yield f"{view.variable} would be multiplied by {view.factor:g}. {_POSITIVE}"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import TEMPORARY, check_tensor_file, parse_tensors
-from replicast.update.edits import Operation
+from replicast.update.edits import EditKind
 from replicast.update.parts import MAX_TENSORS, edits_of_tensors
 from replicast.update.update import Update
 
@@ -25,7 +25,7 @@ def new_upload(run_dir: Path) -> Path:
 def update_in(
     path: Path,
     *,
-    operation: Operation | None = None,
+    operation: EditKind | None = None,
     weight: float | None = None,
     id: str | None = None,  # noqa: A002 - the name of the thing
     note: str | None = None,
@@ -68,7 +68,7 @@ def update_in(
     return Update.from_parts(blank.describe() | {"edits": update.describe()["edits"]}, update.arrays())
 
 
-def _read(path: Path, operation: Operation | None, weight: float | None) -> Update:
+def _read(path: Path, operation: EditKind | None, weight: float | None) -> Update:
     check_tensor_file(path, max_tensors=MAX_TENSORS)
     content = np.memmap(path, np.uint8, "r").data
     if operation is None:

@@ -10,7 +10,7 @@ from replicast.client.uploads import new_upload, update_in
 from replicast.page.context import Context
 from replicast.page.requests import PushQuery, RateBody, RevertBody, WaitBody
 from replicast.page.upload import uploaded
-from replicast.update.edits import Operation
+from replicast.update.edits import EditKind
 from replicast.update.update import Update
 
 
@@ -23,7 +23,7 @@ async def push(context: Context) -> dict[str, Any]:
     def propose(path: Path) -> dict[str, Any]:
         update = update_in(
             path,
-            operation=None if query.operation is None else Operation(query.operation),
+            operation=None if query.operation is None else EditKind(query.operation),
             weight=query.weight,
             id=query.id,
             note=query.note,

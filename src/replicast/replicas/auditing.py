@@ -18,7 +18,7 @@ from pathlib import Path
 
 from replicast.audits.report import AuditReport, Declared, Difference, Policy, checked_policy
 from replicast.core.commands import Ended
-from replicast.core.operations.audit import AuditReport as CoreReport
+from replicast.core.operations.audit import AuditResult
 from replicast.core.refusal import Refusal
 from replicast.errors import ClusterError, ReplicasDiverged
 from replicast.runtime import Session
@@ -147,7 +147,7 @@ class Auditing:
     def ended(self, ended: Ended) -> None:
         """Worker 0, in the lane "release": an audit is over."""
         result = ended.outcome.result
-        if isinstance(result, CoreReport):
+        if isinstance(result, AuditResult):
             self._add(result)
         elif isinstance(result, Refusal):
             logger.warning("an audit could not be carried out: %s", result.problem)
@@ -163,13 +163,13 @@ class Auditing:
             seen = self._session.replica.examine_quietly()
             self._session.report(self._session.next_report("audit"), lambda: seen)
 
-    def _on_report(self, report: CoreReport, raises: bool) -> None:
+    def _on_report(self, report: AuditResult, raises: bool) -> None:
         """Called for an audit for which all workers are stopped: records it before any worker raises."""
         added = self._add(report)
         if raises:
             self._session.raise_later(diverged(added, on_trial=self._session.replica.on_trial))
 
-    def _add(self, found: CoreReport) -> AuditReport:
+    def _add(self, found: AuditResult) -> AuditReport:
         """Once for each report, whoever brings it first; on worker 0 that is a lane or training."""
         with self._adding:
             known = next((one for one in self._reports if one.number == found.number), None)
@@ -184,7 +184,7 @@ class Auditing:
                 self.answer(report)
             return report
 
-    def _public(self, found: CoreReport) -> AuditReport:
+    def _public(self, found: AuditResult) -> AuditReport:
         return AuditReport(
             number=found.number,
             step=found.step,

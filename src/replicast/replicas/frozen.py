@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from replicast.runtime import Session
-from replicast.update.edits import Edit, Operation
+from replicast.update.edits import Edit, EditKind
 from replicast.update.state import Arrays, State
 
 
@@ -40,7 +40,7 @@ class FrozenVariables:
         for name, digest in self._state.digests(self._copy).items():
             if digest != self._digests[name]:
                 # A copy: the variable may take over the assigned memory, and training would change it.
-                self._state.apply([Edit(Operation.ASSIGN, name, {"value": np.array(self._copy[name])})])
+                self._state.apply([Edit(EditKind.ASSIGN, name, {"value": np.array(self._copy[name])})])
 
     def release(self) -> None:
         """Ends the freeze."""

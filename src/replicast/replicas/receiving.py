@@ -26,7 +26,7 @@ from replicast.storage.checkpoint import (
 from replicast.transport import Parcel, Transport
 from replicast.transport.layout import arrays_in, lay_out
 from replicast.update.digest import digest_array
-from replicast.update.edits import Edit, Operation
+from replicast.update.edits import Edit, EditKind
 from replicast.update.state import Arrays, State
 
 PARCEL_BYTES = 1 << 28
@@ -87,7 +87,7 @@ def read_all(
     if found:
         file = reader.path / "state.safetensors"
         return str(FileDamaged(file, f"{'; '.join(found[:3])[:500]}. {advice(reader.path)}"))
-    worker.state.apply([Edit(Operation.ASSIGN, name, {"value": values[name]}) for name in names])
+    worker.state.apply([Edit(EditKind.ASSIGN, name, {"value": values[name]}) for name in names])
     return ""
 
 
@@ -158,7 +158,7 @@ def _transfer(
         found = {rank: verdict for rank, verdict in verdicts.items() if verdict}
         if not found:
             pairs = zip(names, values, strict=True)
-            take([Edit(Operation.ASSIGN, name, {"value": value}) for name, value in pairs])
+            take([Edit(EditKind.ASSIGN, name, {"value": value}) for name, value in pairs])
         worker.transport.release(parcel.id)
         for rank, verdict in found.items():
             raise CheckpointError(f"Worker {rank} has not received the checkpoint intact: {verdict}")

@@ -18,7 +18,7 @@ from typing import Any
 from replicast.config import TOLD_TO_END
 from replicast.core.commands import Perform
 from replicast.core.operations.leave import Exit
-from replicast.core.operations.trial import Begin, End
+from replicast.core.operations.trial import BeginTrial, End
 from replicast.core.operations.update import Apply
 from replicast.core.order import Replica
 from replicast.core.refusal import Refusal, Refuse
@@ -31,7 +31,7 @@ LONG_SECS = 10.0
 """After this time, the other workers are told that this one waits: they may wait for it in a transfer."""
 RAISE_SECS = 30.0
 """How long an error that all workers raise is held back until the coordinator lets the training thread go."""
-_MUST_NOT_FAIL = (Apply, Begin, End)
+_MUST_NOT_FAIL = (Apply, BeginTrial, End)
 
 
 class Gate:

@@ -18,7 +18,7 @@ from replicast import faults
 from replicast.core.stage import Stage
 from replicast.mapping import copied
 from replicast.transport import Inspect, Parcel, Transport
-from replicast.update.edits import Operation
+from replicast.update.edits import EditKind
 from replicast.update.finite import is_finite
 from replicast.update.schema import Schema
 from replicast.update.update import Update
@@ -144,7 +144,7 @@ def _with_own_values(update: Update) -> Update:
     """Copies what a variable takes over: `assign` keeps the memory, all other operations only read it."""
     edits = [
         replace(edit, arrays={"value": copied(edit.arrays["value"])})
-        if edit.operation is Operation.ASSIGN
+        if edit.operation is EditKind.ASSIGN
         else edit
         for edit in update.edits
     ]

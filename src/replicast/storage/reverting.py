@@ -13,7 +13,7 @@ from replicast.core.operations.revert import why_not
 from replicast.errors import PayloadRemoved, UpdateRefused
 from replicast.storage.entry_files import HELD_BY_ALL, read_before, read_payload
 from replicast.storage.updates import Updates
-from replicast.update.edits import Operation
+from replicast.update.edits import EditKind
 from replicast.update.inverse import NOT_KEPT, disturbs, inverse
 from replicast.update.update import Update
 
@@ -99,7 +99,7 @@ def changes_since(
             continue
         done: dict[str, None] = {}
         for edit in edits_of(record):
-            name, operation = edit["variable"], Operation(edit["operation"])
+            name, operation = edit["variable"], EditKind(edit["operation"])
             if name in undoes and disturbs(operation, undoes[name], heals=record.heals):
                 done[f"{_DONE[operation]} {name}"] = None
         if done:
@@ -120,15 +120,15 @@ def _counts_after(history: History, record: Committed, first: Committed) -> bool
 
 
 _DONE = {
-    Operation.ADD: "added to",
-    Operation.ADD_ROWS: "added to rows of",
-    Operation.ADD_LOW_RANK: "added to",
-    Operation.SCALE: "scaled",
-    Operation.BLEND: "blended",
-    Operation.ASSIGN: "assigned",
-    Operation.ASSIGN_ROWS: "assigned rows of",
-    Operation.RESET: "reset",
-    Operation.RESET_ROWS: "reset rows of",
+    EditKind.ADD: "added to",
+    EditKind.ADD_ROWS: "added to rows of",
+    EditKind.ADD_LOW_RANK: "added to",
+    EditKind.SCALE: "scaled",
+    EditKind.BLEND: "blended",
+    EditKind.ASSIGN: "assigned",
+    EditKind.ASSIGN_ROWS: "assigned rows of",
+    EditKind.RESET: "reset",
+    EditKind.RESET_ROWS: "reset rows of",
 }
 
 

@@ -21,7 +21,7 @@ from replicast.strategy.device_digest import device_digests
 from replicast.strategy.optimizers import held_optimizers
 from replicast.strategy.writes import component
 from replicast.update.digest import begun_digest, digest_array, digest_state
-from replicast.update.edits import Edit, Operation, factor_as
+from replicast.update.edits import Edit, EditKind, factor_as
 from replicast.update.schema import Schema, Variable
 from replicast.update.state import Arrays, Held, State, touched_parts
 
@@ -209,30 +209,30 @@ def _change(variable: tf.Variable, edit: Edit) -> None:
     """Applies one edit with TensorFlow operations that give the same bits as `apply_edit`."""
     arrays = {name: as_tensor(array) for name, array in edit.arrays.items() if name != "indices"}
     match edit.operation:
-        case Operation.ADD:
+        case EditKind.ADD:
             variable.assign_add(arrays["value"], read_value=False)
-        case Operation.ASSIGN:
+        case EditKind.ASSIGN:
             variable.assign(arrays["value"], read_value=False)
-        case Operation.SCALE:
+        case EditKind.SCALE:
             variable.assign(variable.read_value() * _number(variable, edit), read_value=False)
-        case Operation.BLEND:
+        case EditKind.BLEND:
             current = variable.read_value()
             step = (arrays["value"] - current) * _number(variable, edit)
             variable.assign(current + step, read_value=False)
-        case Operation.ADD_ROWS:
+        case EditKind.ADD_ROWS:
             indices = tf.constant(edit.arrays["indices"].astype(np.int64))
             added = variable.sparse_read(indices) + arrays["rows"]
             variable.scatter_update(tf.IndexedSlices(added, indices))
-        case Operation.ASSIGN_ROWS:
+        case EditKind.ASSIGN_ROWS:
             indices = tf.constant(edit.arrays["indices"].astype(np.int64))
             variable.scatter_update(tf.IndexedSlices(arrays["rows"], indices))
-        case Operation.ADD_LOW_RANK:
+        case EditKind.ADD_LOW_RANK:
             a, b = arrays["a"], arrays["b"]
             for rank in range(a.shape[1]):
                 variable.assign_add(a[:, rank : rank + 1] * b[rank : rank + 1, :], read_value=False)
-        case Operation.RESET:
+        case EditKind.RESET:
             variable.assign(tf.fill(variable.shape, _number(variable, edit)), read_value=False)
-        case Operation.RESET_ROWS:
+        case EditKind.RESET_ROWS:
             indices = tf.constant(edit.arrays["indices"].astype(np.int64))
             rows = tf.fill((len(edit.arrays["indices"]), *variable.shape[1:]), _number(variable, edit))
             variable.scatter_update(tf.IndexedSlices(rows, indices))

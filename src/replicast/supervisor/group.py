@@ -31,7 +31,7 @@ _POLL_SECS = 1.0
 """How often the group looks for frozen workers."""
 
 
-class Stage(enum.IntEnum):
+class Ending(enum.IntEnum):
     """How a group is being ended."""
 
     RUNNING = 0  # No failure so far. A worker that exits with code 0 changes nothing.
@@ -41,7 +41,7 @@ class Stage(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Timeouts:
+class EndTimeouts:
     """The time limit of each stage.
 
     Attributes:
@@ -122,7 +122,7 @@ class Group:
         *,
         screen: Screen,
         tee: frozenset[int],
-        timeouts: Timeouts,
+        timeouts: EndTimeouts,
         interruptions: Interruptions,
         standbys: StandbySet | None = None,
     ) -> None:
@@ -135,7 +135,7 @@ class Group:
         self._workers: list[Worker] = []
         self._exits: dict[int, WorkerExit] = {}
         self._frozen = FrozenWorkers()
-        self._stage = Stage.RUNNING
+        self._ending = Ending.RUNNING
         self._deadline: float | None = None
         self._interrupted_by: signal.Signals | None = None
 
@@ -178,7 +178,7 @@ class Group:
         remaining = _POLL_SECS if self._deadline is None else min(_POLL_SECS, self._deadline - now)
         ready = [key for key, _ in selector.select(max(0.0, remaining))]
         self._take_frozen()
-        if self._standbys is not None and self._stage is Stage.RUNNING:
+        if self._standbys is not None and self._ending is Ending.RUNNING:
             self._standbys.poll()
         for key in ready:
             source = key.data
@@ -199,11 +199,11 @@ class Group:
         if ended is None:
             return
         self._exits[ended.rank] = ended
-        if ended.code != 0 and self._stage <= Stage.SETTLING:
+        if ended.code != 0 and self._ending <= Ending.SETTLING:
             secs = self._settle_secs(ended)
             if self._deadline is not None:  # The others already know: their time does not start again.
                 secs = min(secs, self._deadline - time.monotonic())
-            self._enter(Stage.SETTLING, secs)
+            self._enter(Ending.SETTLING, secs)
 
     def _rest(self) -> list[Worker]:
         return [worker for worker in self._workers if worker.plan.rank not in self._exits]
@@ -213,7 +213,7 @@ class Group:
         rest = self._rest()
         frozen = [worker.plan.rank for worker in rest if worker.is_frozen()]
         self._frozen.update(frozen, len(self._plans), time.monotonic())
-        if self._stage > Stage.SETTLING:
+        if self._ending > Ending.SETTLING:
             return
         self._blame_frozen(self._timeouts.frozen_secs)
         for worker in rest:
@@ -246,16 +246,16 @@ class Group:
                 self._resize()
             elif self._interrupted_by is None:
                 self._interrupted_by = signum
-                if self._stage < Stage.STOPPING:
+                if self._ending < Ending.STOPPING:
                     self._screen.tell(stopping_line(signum, self._timeouts.stop_secs))
                     self._stop(signal.SIGTERM, self._timeouts.stop_secs)  # also after Ctrl-C: they save
             elif signum is signal.SIGINT:
                 self._kill()
 
     def _next_stage(self) -> None:
-        if self._stage is Stage.SETTLING:
+        if self._ending is Ending.SETTLING:
             self._stop(signal.SIGTERM, min(self._stop_failed_secs(), self._timeouts.stop_secs))
-        elif self._stage is Stage.STOPPING:
+        elif self._ending is Ending.STOPPING:
             self._kill()
 
     def _stop_failed_secs(self) -> float:
@@ -264,20 +264,22 @@ class Group:
         return self._timeouts.stop_killed_secs if killed else self._timeouts.stop_failed_secs
 
     def _stop(self, signum: signal.Signals, within_secs: float) -> None:
-        self._enter(Stage.STOPPING, within_secs)
+        self._enter(Ending.STOPPING, within_secs)
         self._signal_the_rest(signum)
 
     def _kill(self) -> None:
-        self._enter(Stage.KILLING, self._timeouts.kill_secs)
+        self._enter(Ending.KILLING, self._timeouts.kill_secs)
         self._signal_the_rest(signal.SIGKILL)
 
-    def _enter(self, stage: Stage, at_most_secs: float) -> None:
-        self._stage = stage
+    def _enter(self, stage: Ending, at_most_secs: float) -> None:
+        self._ending = stage
         self._deadline = time.monotonic() + at_most_secs
 
     def _gave_up(self) -> bool:
         return (
-            self._stage is Stage.KILLING and self._deadline is not None and time.monotonic() >= self._deadline
+            self._ending is Ending.KILLING
+            and self._deadline is not None
+            and time.monotonic() >= self._deadline
         )
 
     def _signal_the_rest(self, signum: signal.Signals) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from replicast.config import TOLD_TO_END, shared_memory_directory
 from replicast.errors import ClusterError
-from replicast.supervisor.group import Group, GroupEnd, Timeouts
+from replicast.supervisor.group import EndTimeouts, Group, GroupEnd
 from replicast.supervisor.interruptions import Interruptions
 from replicast.supervisor.machine import this_machine
 from replicast.supervisor.plan import (
@@ -61,7 +61,7 @@ class Settings:
     log_dir: Path
     tee: frozenset[int]
     max_restarts: int = 0
-    timeouts: Timeouts = field(default_factory=Timeouts)
+    timeouts: EndTimeouts = field(default_factory=EndTimeouts)
     standby: bool = False
 
 

@@ -29,7 +29,7 @@ from replicast.core.entries import Saved
 from replicast.core.events import WriteOutcome
 from replicast.core.messages import Tell
 from replicast.core.operation import Timeouts
-from replicast.core.operations.audit import AuditReport
+from replicast.core.operations.audit import AuditResult
 from replicast.core.reports import Snapshot
 from replicast.errors import FileDamaged, JobFailed, ReplicasDiverged
 from replicast.runtime import Channel, Exchange, Session, Writer
@@ -65,7 +65,7 @@ class Worker:
         self.writer = Writer(job.journal, list(job.checkpoints), job.save) if rank == 0 else None
         self.failure: JobFailed | None = None
         self.applied: list[tuple[int, str]] = []
-        self.reports: list[AuditReport] = []
+        self.reports: list[AuditResult] = []
         self.left: str | None = None
         self.session = Session(
             Exchange(self.coordination, "test", rank, job.size, job.gone.__contains__),
@@ -126,7 +126,7 @@ class Worker:
     def _note_applied(self, id_: str) -> None:
         self.applied.append((self.session.step, id_))
 
-    def _note_report(self, report: AuditReport, raises: bool) -> None:
+    def _note_report(self, report: AuditResult, raises: bool) -> None:
         self.reports.append(report)
         if raises:
             names = ", ".join(one.variable for one in report.differences)

@@ -30,7 +30,7 @@ INTEGER_DTYPES = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in 
 DTYPES = FLOAT_DTYPES | INTEGER_DTYPES | {"bool"}
 
 
-class Operation(StrEnum):
+class EditKind(StrEnum):
     """What an edit does to its variable."""
 
     ADD = "add"  # variable + value
@@ -45,23 +45,23 @@ class Operation(StrEnum):
 
 
 # The arrays of each operation, in the order in which they are written, sent and digested.
-ARRAY_NAMES: Mapping[Operation, tuple[str, ...]] = MappingProxyType(
+ARRAY_NAMES: Mapping[EditKind, tuple[str, ...]] = MappingProxyType(
     {
-        Operation.ADD: ("value",),
-        Operation.ASSIGN: ("value",),
-        Operation.SCALE: (),
-        Operation.BLEND: ("value",),
-        Operation.ADD_ROWS: ("indices", "rows"),
-        Operation.ASSIGN_ROWS: ("indices", "rows"),
-        Operation.ADD_LOW_RANK: ("a", "b"),
-        Operation.RESET: (),
-        Operation.RESET_ROWS: ("indices",),
+        EditKind.ADD: ("value",),
+        EditKind.ASSIGN: ("value",),
+        EditKind.SCALE: (),
+        EditKind.BLEND: ("value",),
+        EditKind.ADD_ROWS: ("indices", "rows"),
+        EditKind.ASSIGN_ROWS: ("indices", "rows"),
+        EditKind.ADD_LOW_RANK: ("a", "b"),
+        EditKind.RESET: (),
+        EditKind.RESET_ROWS: ("indices",),
     }
 )
-RESETS = frozenset({Operation.RESET, Operation.RESET_ROWS})
-ROWS = frozenset({Operation.ADD_ROWS, Operation.ASSIGN_ROWS, Operation.RESET_ROWS})
-HAVE_FACTOR = frozenset({Operation.SCALE, Operation.BLEND}) | RESETS
-COPY_BITS = frozenset({Operation.ASSIGN, Operation.ASSIGN_ROWS}) | RESETS
+RESETS = frozenset({EditKind.RESET, EditKind.RESET_ROWS})
+ROWS = frozenset({EditKind.ADD_ROWS, EditKind.ASSIGN_ROWS, EditKind.RESET_ROWS})
+HAVE_FACTOR = frozenset({EditKind.SCALE, EditKind.BLEND}) | RESETS
+COPY_BITS = frozenset({EditKind.ASSIGN, EditKind.ASSIGN_ROWS}) | RESETS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +76,7 @@ class Edit:
         loose: The values were Python numbers or lists, and take the variable's dtype.
     """
 
-    operation: Operation
+    operation: EditKind
     variable: str
     arrays: Mapping[str, Array] = field(default_factory=dict)
     factor: float | None = None
@@ -116,28 +116,28 @@ def apply_edit(edit: Edit, current: Array) -> Array:
     """
     arrays = edit.arrays
     match edit.operation:
-        case Operation.ADD:
+        case EditKind.ADD:
             return _add(current, arrays["value"])
-        case Operation.ASSIGN:
+        case EditKind.ASSIGN:
             return np.array(arrays["value"], dtype=current.dtype, order="C")
-        case Operation.SCALE:
+        case EditKind.SCALE:
             return _multiply(current, factor_as(_factor(edit), current.dtype))
-        case Operation.BLEND:
+        case EditKind.BLEND:
             difference = _subtract(arrays["value"], current)
             return _add(current, _multiply(difference, factor_as(_factor(edit), current.dtype)))
-        case Operation.ADD_ROWS:
+        case EditKind.ADD_ROWS:
             return _with_rows(current, arrays["indices"], _add(current[arrays["indices"]], arrays["rows"]))
-        case Operation.ASSIGN_ROWS:
+        case EditKind.ASSIGN_ROWS:
             return _with_rows(current, arrays["indices"], arrays["rows"])
-        case Operation.ADD_LOW_RANK:
+        case EditKind.ADD_LOW_RANK:
             a, b = arrays["a"], arrays["b"]
             result = np.array(current, order="C")
             for rank in range(a.shape[1]):
                 result = _add(result, _multiply(a[:, rank : rank + 1], b[rank : rank + 1, :]))
             return result
-        case Operation.RESET:
+        case EditKind.RESET:
             return np.full(current.shape, factor_as(_factor(edit), current.dtype), current.dtype)
-        case Operation.RESET_ROWS:
+        case EditKind.RESET_ROWS:
             return _with_rows(current, arrays["indices"], factor_as(_factor(edit), current.dtype))
 
 

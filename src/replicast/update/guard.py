@@ -17,7 +17,7 @@ from replicast.update.edits import (
     RESETS,
     Array,
     Edit,
-    Operation,
+    EditKind,
     apply_edit,
     factor_as,
 )
@@ -25,7 +25,7 @@ from replicast.update.schema import Schema
 
 Read = Callable[[Iterable[str]], Mapping[str, Array]]
 _CHUNK = 2**16  # Elements. In float64 they stay in the processor's cache.
-_ROWS = (Operation.ADD_ROWS, Operation.ASSIGN_ROWS)
+_ROWS = (EditKind.ADD_ROWS, EditKind.ASSIGN_ROWS)
 _REMEDY = "Make the change smaller, or pass another guard to the job's Replicas"
 _OTHER_VARIABLE = "Leave this variable out of the update, or pass another guard to the job's Replicas"
 
@@ -230,23 +230,23 @@ def _norm_of_change(edits: list[Edit], live: _CurrentValue) -> float:
         (edit,) = edits
         arrays = edit.arrays
         match edit.operation:
-            case Operation.ADD:
+            case EditKind.ADD:
                 squares = sum(_squares(arrays["value"]))
-            case Operation.ASSIGN:
+            case EditKind.ASSIGN:
                 squares = sum(_squares(arrays["value"], live.value))
-            case Operation.SCALE:
+            case EditKind.SCALE:
                 squares = sum(_squares(live.value)) * (_factor(edit, live.value) - 1) ** 2
-            case Operation.BLEND:
+            case EditKind.BLEND:
                 squares = sum(_squares(arrays["value"], live.value)) * _factor(edit, live.value) ** 2
-            case Operation.ADD_ROWS:
+            case EditKind.ADD_ROWS:
                 squares = sum(_squares(arrays["rows"]))
-            case Operation.ASSIGN_ROWS:
+            case EditKind.ASSIGN_ROWS:
                 squares = sum(_squares(arrays["rows"], live.rows(arrays["indices"])))
-            case Operation.ADD_LOW_RANK:
+            case EditKind.ADD_LOW_RANK:
                 # The squared norm of a @ b without computing the product: the sum of (aᵀa) ∘ (b bᵀ).
                 a, b = arrays["a"].astype(np.float64), arrays["b"].astype(np.float64)
                 squares = max(0.0, float(np.sum((a.T @ a) * (b @ b.T)))) if a.size and b.size else 0.0
-            case Operation.RESET | Operation.RESET_ROWS:
+            case EditKind.RESET | EditKind.RESET_ROWS:
                 squares = 0.0
         return math.sqrt(squares)
 

@@ -17,12 +17,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from replicast.errors import UpdateRefused
-from replicast.update.edits import BFLOAT16, Array, Edit, Operation, factor_as
+from replicast.update.edits import BFLOAT16, Array, Edit, EditKind, factor_as
 from replicast.update.schema import Schema
 from replicast.update.state import Arrays, touched_parts
 from replicast.update.update import Update
 
-SUBTRACTED = frozenset({Operation.ADD, Operation.ADD_ROWS, Operation.ADD_LOW_RANK})
+SUBTRACTED = frozenset({EditKind.ADD, EditKind.ADD_ROWS, EditKind.ADD_LOW_RANK})
 
 
 def parts_to_keep(edits: Sequence[Edit], schema: Schema) -> tuple[list[str], Arrays]:
@@ -77,7 +77,7 @@ def inverse(
         name = edit.variable
         if name in kept:
             continue  # the values before undo all edits of this variable
-        if edit.operation not in SUBTRACTED and edit.operation is not Operation.SCALE:
+        if edit.operation not in SUBTRACTED and edit.operation is not EditKind.SCALE:
             raise UpdateRefused(
                 f"The values of {name} before the update are not kept, and without them its {edit.operation} "
                 "cannot be undone",
@@ -103,7 +103,7 @@ def meaning(edit: Edit) -> str:
             "subtracts what was added: training since then stays. In floating point the last bits may "
             "differ from the values before"
         )
-    if edit.operation is Operation.SCALE:
+    if edit.operation is EditKind.SCALE:
         return (
             "divides by the factor: what training has added since then is divided as well. In floating point "
             "the last bits may differ from the values before"
@@ -111,7 +111,7 @@ def meaning(edit: Edit) -> str:
     return "goes back to exactly the values before: training of these values since then is discarded"
 
 
-def disturbs(later: Operation, undoes: Operation, *, heals: bool = False) -> bool:
+def disturbs(later: EditKind, undoes: EditKind, *, heals: bool = False) -> bool:
     """Whether a later edit of the same variable makes the undoing of an edit wrong, or is discarded by it.
 
     Args:
@@ -119,17 +119,17 @@ def disturbs(later: Operation, undoes: Operation, *, heals: bool = False) -> boo
         undoes: What the edit of an inverse does.
         heals: Whether the later edit has made replicas equal: it has kept what was added before.
     """
-    if undoes not in SUBTRACTED and undoes is not Operation.SCALE:
+    if undoes not in SUBTRACTED and undoes is not EditKind.SCALE:
         return True
     if heals or later in SUBTRACTED:
         return False
-    return later is not Operation.SCALE or undoes in SUBTRACTED
+    return later is not EditKind.SCALE or undoes in SUBTRACTED
 
 
 def _has_inverse(edit: Edit, schema: Schema) -> bool:
     if edit.operation in SUBTRACTED:
         return True
-    if edit.operation is not Operation.SCALE or edit.factor is None:
+    if edit.operation is not EditKind.SCALE or edit.factor is None:
         return False
     name = schema.resolve(edit.variable).dtype
     dtype = BFLOAT16 if name == "bfloat16" else np.dtype(name)
@@ -141,9 +141,9 @@ def _has_inverse(edit: Edit, schema: Schema) -> bool:
 
 
 def _inverse_edit(edit: Edit) -> Edit:
-    if edit.operation is Operation.SCALE:
+    if edit.operation is EditKind.SCALE:
         return Edit(edit.operation, edit.variable, {}, 1.0 / (edit.factor or 1.0))
-    negated = {Operation.ADD: "value", Operation.ADD_ROWS: "rows", Operation.ADD_LOW_RANK: "a"}
+    negated = {EditKind.ADD: "value", EditKind.ADD_ROWS: "rows", EditKind.ADD_LOW_RANK: "a"}
     key = negated[edit.operation]
     arrays = dict(edit.arrays)
     with np.errstate(all="ignore"):  # integers wrap around, and come back by wrapping around

@@ -19,7 +19,7 @@ from replicast.update.edits import (
     RESETS,
     Array,
     Edit,
-    Operation,
+    EditKind,
 )
 
 MAX_EDITS_IN_FILE = 100_000
@@ -66,7 +66,7 @@ def checked_text(what: str, value: Any, most: int = MAX_TEXT) -> str:
 
 
 def edit_from_values(
-    operation: Operation,
+    operation: EditKind,
     variable: Any,
     factor: Any,
     values: Mapping[str, Any],
@@ -198,7 +198,7 @@ def edits_from_json(described: Any, array_of: Callable[[str, Any], Array]) -> tu
 
 
 def edits_of_tensors(
-    tensors: Mapping[str, Array], operation: Operation, weight: float | None
+    tensors: Mapping[str, Array], operation: EditKind, weight: float | None
 ) -> tuple[Edit, ...]:
     """One edit for each variable that a plain file names.
 
@@ -213,7 +213,7 @@ def edits_of_tensors(
     """
     if operation in RESETS:
         raise UpdateRefused("Values cannot be reset from a file", remedy="Use assign, or reset_slots=True")
-    if (operation is Operation.BLEND) != (weight is not None):
+    if (operation is EditKind.BLEND) != (weight is not None):
         raise UpdateRefused(
             "A blend needs a weight, and no other operation takes one", received=f"{operation}, {weight}"
         )
@@ -222,7 +222,7 @@ def edits_of_tensors(
     for name in tensors:
         if name not in rest:
             continue
-        if operation is Operation.SCALE:
+        if operation is EditKind.SCALE:
             edits.append(edit_from_values(operation, name, rest.pop(name), {}))
             continue
         suffixes = {"value": "", "rows": "", "indices": ".indices", "a": ".a", "b": ".b"}
@@ -294,7 +294,7 @@ def _is_frozen(array: Array) -> bool:
     return False
 
 
-def _factor_of(operation: Operation, variable: str, factor: Any) -> float | None:
+def _factor_of(operation: EditKind, variable: str, factor: Any) -> float | None:
     if (operation in HAVE_FACTOR) != (factor is not None):
         expected = "a number" if operation in HAVE_FACTOR else "none"
         raise UpdateRefused(
@@ -317,11 +317,11 @@ def _edit_from_json(number: int, entry: Any, array_of: Callable[[str, Any], Arra
     if not isinstance(entry, dict):
         raise UpdateRefused(f"Edit {number} must be a JSON object", received=type(entry).__name__)
     try:
-        operation = Operation(str(entry.get("operation")))
+        operation = EditKind(str(entry.get("operation")))
     except ValueError:
         raise UpdateRefused(
             f"Edit {number} has an unknown operation",
-            expected=", ".join(Operation),
+            expected=", ".join(EditKind),
             received=repr(entry.get("operation"))[:200],
             remedy="It may come from a later version of replicast",
         ) from None

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from replicast.update.digest import digest_array, digest_state
-from replicast.update.edits import Edit, Operation, apply_edit
+from replicast.update.edits import Edit, EditKind, apply_edit
 from replicast.update.schema import Schema, Variable
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -79,7 +79,7 @@ class State(abc.ABC):
         """Restores the bits that every variable had at `snapshot`."""
         for name, value in buffers.items():
             # Copy one at a time: assigning may take over the memory, which training would then change.
-            self.apply([Edit(Operation.ASSIGN, name, {"value": np.array(value)})])
+            self.apply([Edit(EditKind.ASSIGN, name, {"value": np.array(value)})])
 
 
 def touched_parts(edits: Sequence[Edit]) -> tuple[list[str], Arrays]:

@@ -20,7 +20,7 @@ from replicast.files import (
     write_durably,
 )
 from replicast.update.blocks import blocks_of, digest_block, digest_of_blocks
-from replicast.update.edits import Array, Edit, Operation
+from replicast.update.edits import Array, Edit, EditKind
 from replicast.update.parts import (
     MAX_TENSORS,
     array_to_json,
@@ -139,31 +139,31 @@ class Update:
 
     def add(self, variable: str, value: Any) -> Update:
         """Adds the value to the variable."""
-        return self._with(Operation.ADD, variable, value=value)
+        return self._with(EditKind.ADD, variable, value=value)
 
     def assign(self, variable: str, value: Any) -> Update:
         """Replaces the variable by the value, bit for bit."""
-        return self._with(Operation.ASSIGN, variable, value=value)
+        return self._with(EditKind.ASSIGN, variable, value=value)
 
     def scale(self, variable: str, factor: float) -> Update:
         """Multiplies the variable by a scalar."""
-        return self._with(Operation.SCALE, variable, factor)
+        return self._with(EditKind.SCALE, variable, factor)
 
     def blend(self, variable: str, value: Any, weight: float) -> Update:
         """Interpolates between the variable (weight 0) and the value (weight 1)."""
-        return self._with(Operation.BLEND, variable, weight, value=value)
+        return self._with(EditKind.BLEND, variable, weight, value=value)
 
     def add_rows(self, variable: str, indices: Any, rows: Any) -> Update:
         """Adds to some rows of the variable; each index at most once."""
-        return self._with(Operation.ADD_ROWS, variable, indices=indices, rows=rows)
+        return self._with(EditKind.ADD_ROWS, variable, indices=indices, rows=rows)
 
     def assign_rows(self, variable: str, indices: Any, rows: Any) -> Update:
         """Replaces some rows of the variable, bit for bit; each index at most once."""
-        return self._with(Operation.ASSIGN_ROWS, variable, indices=indices, rows=rows)
+        return self._with(EditKind.ASSIGN_ROWS, variable, indices=indices, rows=rows)
 
     def add_low_rank(self, variable: str, a: Any, b: Any) -> Update:
         """Adds the product of `a`, a column per rank, and `b`, a row per rank, to a matrix."""
-        return self._with(Operation.ADD_LOW_RANK, variable, a=a, b=b)
+        return self._with(EditKind.ADD_LOW_RANK, variable, a=a, b=b)
 
     def with_id(self, id: str) -> Update:  # noqa: A002 - the name of the thing
         """The same update under another id."""
@@ -320,7 +320,7 @@ class Update:
     def from_tensors(
         cls,
         path: Path | str,
-        operation: Operation,
+        operation: EditKind,
         *,
         weight: float | None = None,
         note: str = "",
@@ -348,10 +348,10 @@ class Update:
         """
         content = read_tensor_bytes(Path(path), max_tensors=MAX_TENSORS, max_bytes=max_bytes)
         file = parse_tensors(content, str(path), max_tensors=MAX_TENSORS)
-        edits = edits_of_tensors(file.tensors, Operation(operation), weight)
+        edits = edits_of_tensors(file.tensors, EditKind(operation), weight)
         return cls(note=note, author=author, id=id)._copy(edits)
 
-    def _with(self, operation: Operation, variable: str, factor: Any = None, **values: Any) -> Update:
+    def _with(self, operation: EditKind, variable: str, factor: Any = None, **values: Any) -> Update:
         return self._copy((*self._edits, edit_from_values(operation, variable, factor, values)))
 
     def _copy(self, edits: tuple[Edit, ...], *, reset_slots: bool | None = None) -> Update:

@@ -18,7 +18,7 @@ from replicast.update.edits import (
     ROWS,
     Array,
     Edit,
-    Operation,
+    EditKind,
     factor_as,
 )
 from replicast.update.finite import nonfinite
@@ -125,9 +125,9 @@ def _resets(touched: dict[str, Variable], edits: list[Edit], schema: Schema) -> 
                 continue
             done.add(name)
             if rows is None or schema.resolve(name).shape != variable.shape:
-                yield Edit(Operation.RESET, name, {}, fill)
+                yield Edit(EditKind.RESET, name, {}, fill)
             elif rows.size:
-                yield Edit(Operation.RESET_ROWS, name, {"indices": rows}, fill)
+                yield Edit(EditKind.RESET_ROWS, name, {"indices": rows}, fill)
 
 
 def _touched_rows(edits: list[Edit]) -> Array | None:
@@ -183,10 +183,10 @@ def _planned_edit(edit: Edit, variable: Variable, *, allow_nonfinite: bool, look
     return Edit(operation, name, arrays, edit.factor)
 
 
-def _check_operation(operation: Operation, variable: Variable) -> None:
+def _check_operation(operation: EditKind, variable: Variable) -> None:
     if operation in COPY_BITS or variable.dtype in FLOAT_DTYPES:
         return
-    whole = (Operation.ADD, Operation.ADD_ROWS, Operation.ADD_LOW_RANK)
+    whole = (EditKind.ADD, EditKind.ADD_ROWS, EditKind.ADD_LOW_RANK)
     if variable.dtype == "bool" or operation not in whole:
         possible = "assign or assign_rows" if variable.dtype == "bool" else "add or assign"
         raise UpdateRefused(
@@ -197,12 +197,12 @@ def _check_operation(operation: Operation, variable: Variable) -> None:
         )
 
 
-def _factor_name(operation: Operation) -> str:
+def _factor_name(operation: EditKind) -> str:
     """The name of the parameter that the author set."""
-    return "weight" if operation is Operation.BLEND else "factor"
+    return "weight" if operation is EditKind.BLEND else "factor"
 
 
-def _check_factor(factor: float, operation: Operation, variable: Variable, *, allow_nonfinite: bool) -> None:
+def _check_factor(factor: float, operation: EditKind, variable: Variable, *, allow_nonfinite: bool) -> None:
     if allow_nonfinite:
         return
     as_used = float(factor_as(factor, BFLOAT16 if variable.dtype == "bfloat16" else variable.dtype))
@@ -216,9 +216,9 @@ def _check_factor(factor: float, operation: Operation, variable: Variable, *, al
         )
 
 
-def _check_shapes(operation: Operation, arrays: dict[str, Array], variable: Variable) -> None:
+def _check_shapes(operation: EditKind, arrays: dict[str, Array], variable: Variable) -> None:
     shape = variable.shape
-    if operation is Operation.ADD_LOW_RANK:
+    if operation is EditKind.ADD_LOW_RANK:
         a, b = arrays["a"].shape, arrays["b"].shape
         if len(shape) != 2 or len(a) != 2 or len(b) != 2 or (a[0], b[1]) != shape or a[1] != b[0]:
             matrix = (

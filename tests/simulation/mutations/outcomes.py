@@ -13,7 +13,7 @@ from replicast.core.entries import Scheduled
 from replicast.core.gather import Gather
 from replicast.core.messages import Tell
 from replicast.core.operation import Outcome, Record
-from replicast.core.operations.trial import Begin
+from replicast.core.operations.trial import BeginTrial
 from replicast.core.operations.update import Apply, Discard, Prepare
 from replicast.core.stage import Stage
 from tests.simulation.mutations.registry import ORIGINAL, broken, mutation
@@ -58,7 +58,7 @@ def keep_what_was_prepared_by_id_alone() -> Any:
     stack.enter_context(broken(Prepare, "perform", prepare))
     stack.enter_context(broken(Apply, "perform", apply))
     stack.enter_context(
-        broken(Begin, "perform", lambda self, replica: (replica.keep_copy(), apply(self, replica))[1])
+        broken(BeginTrial, "perform", lambda self, replica: (replica.keep_copy(), apply(self, replica))[1])
     )
     return stack
 

@@ -17,7 +17,7 @@ from replicast.core.operation import Ask, Boundary, EarlierSettled, Outcome
 from replicast.core.operations import leave as leave_module
 from replicast.core.operations import save as save_module
 from replicast.core.operations.save import TakeSnapshot
-from replicast.core.operations.trial import Begin, End
+from replicast.core.operations.trial import BeginTrial, End
 from replicast.core.operations.update import Load
 from replicast.core.proposal import Pending
 from replicast.core.reports import Applied
@@ -101,15 +101,15 @@ def forget_uncommitted_proposals_in_a_checkpoint() -> Any:
 
 @mutation
 def keep_checkpoints_that_were_given_up() -> Any:
-    from replicast.core.operations.begin import Begin
+    from replicast.core.operations.begin import BeginTrial
 
-    def script(self: Begin, job: Any) -> Any:
+    def script(self: BeginTrial, job: Any) -> Any:
         job.take_up_journal()
         yield EarlierSettled()
         yield Boundary()
         return Outcome(Stage.VERIFIED)
 
-    return broken(Begin, "script", script)
+    return broken(BeginTrial, "script", script)
 
 
 @mutation

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from replicast.storage.checkpoint import CheckpointStore, open_checkpoint, patch, patching
 from replicast.storage.checkpoint.slices import apply_edits, blocks_of
-from replicast.update.edits import HAVE_FACTOR, RESETS, ROWS, Edit, Operation, apply_edit
+from replicast.update.edits import HAVE_FACTOR, RESETS, ROWS, Edit, EditKind, apply_edit
 from replicast.update.schema import Variable
 from replicast.update.update import Update
 from tests.unit.checkpoint.samples import BFLOAT16, Arrays, draft_of
@@ -69,27 +69,27 @@ def cases(draw: st.DrawFn) -> tuple[Variable, npt.NDArray[Any], list[Edit], int]
         return finite(np.asarray(draw(hnp.arrays(f"u{dtype.itemsize}", shape))).view(dtype))
 
     variable = Variable("x", shape, dtype.name, "trainable")
-    possible = [Operation.ADD, Operation.ASSIGN]
+    possible = [EditKind.ADD, EditKind.ASSIGN]
     if dtype.kind != "i":
-        possible += [Operation.SCALE, Operation.BLEND, Operation.RESET]
+        possible += [EditKind.SCALE, EditKind.BLEND, EditKind.RESET]
     if shape:
-        possible += [Operation.ADD_ROWS, Operation.ASSIGN_ROWS, Operation.RESET_ROWS]
+        possible += [EditKind.ADD_ROWS, EditKind.ASSIGN_ROWS, EditKind.RESET_ROWS]
     if len(shape) == 2:
-        possible += [Operation.ADD_LOW_RANK]
+        possible += [EditKind.ADD_LOW_RANK]
     edits = []
     for operation in draw(st.lists(st.sampled_from(possible), min_size=1, max_size=4)):
         arrays: Arrays = {}
         factor = None
         if operation in HAVE_FACTOR:
             factor = draw(st.floats(width=16, allow_nan=False, allow_infinity=False))
-        if operation in (Operation.ADD, Operation.ASSIGN, Operation.BLEND):
+        if operation in (EditKind.ADD, EditKind.ASSIGN, EditKind.BLEND):
             arrays["value"] = array(shape)
         elif operation in ROWS:
             rows = st.permutations(range(shape[0])).map(lambda order: order[: len(order) // 2 + 1])
             arrays["indices"] = np.array(draw(rows), np.int64)
-            if operation is not Operation.RESET_ROWS:
+            if operation is not EditKind.RESET_ROWS:
                 arrays["rows"] = array((len(arrays["indices"]), *shape[1:]))
-        elif operation is Operation.ADD_LOW_RANK:
+        elif operation is EditKind.ADD_LOW_RANK:
             rank = draw(st.integers(1, 3))
             arrays |= {"a": array((shape[0], rank)), "b": array((rank, shape[1]))}
         edits.append(Edit(operation, "x", arrays, factor))
@@ -144,13 +144,13 @@ def test_slices_give_the_same_bits_where_processors_compute_many_at_once(
     if dtype.kind != "i":
         before[generator.random(before.shape) < 0.2] = np.nan
     edits = [
-        Edit(Operation.ADD, "x", {"value": finite(bits(100, 301))}),
-        Edit(Operation.ADD_LOW_RANK, "x", {"a": finite(bits(100, 2)), "b": finite(bits(2, 301))}),
-        Edit(Operation.ADD_ROWS, "x", {"indices": np.arange(0, 100, 3), "rows": finite(bits(34, 301))}),
+        Edit(EditKind.ADD, "x", {"value": finite(bits(100, 301))}),
+        Edit(EditKind.ADD_LOW_RANK, "x", {"a": finite(bits(100, 2)), "b": finite(bits(2, 301))}),
+        Edit(EditKind.ADD_ROWS, "x", {"indices": np.arange(0, 100, 3), "rows": finite(bits(34, 301))}),
     ]
     if dtype.kind != "i":
-        edits.append(Edit(Operation.BLEND, "x", {"value": finite(bits(100, 301))}, 0.3))
-        edits.append(Edit(Operation.SCALE, "x", {}, -1.5))
+        edits.append(Edit(EditKind.BLEND, "x", {"value": finite(bits(100, 301))}, 0.3))
+        edits.append(Edit(EditKind.SCALE, "x", {}, -1.5))
     for edit in edits:
         variable = Variable("x", before.shape, dtype.name, "trainable")
         assert in_slices([edit], variable, before, elements).tobytes() == apply_edit(edit, before).tobytes()

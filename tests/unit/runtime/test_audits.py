@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from replicast.core.entries import Payload
-from replicast.core.operations.audit import AuditReport
+from replicast.core.operations.audit import AuditResult
 from replicast.core.refusal import Refusal
 from replicast.core.stage import Stage
 from replicast.errors import ReplicasDiverged, UpdateRefused
@@ -19,18 +19,18 @@ from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
 from tests.unit.runtime.playing import flip
 
 
-def audit(job: Job, policy: str = "heal") -> AuditReport:
+def audit(job: Job, policy: str = "heal") -> AuditResult:
     """All workers call for an audit between steps; what they were told, all the same."""
     reports = job.on_all(lambda worker: worker.session.rest("audit", policy))
     assert reports == reports[:1] * job.size
-    assert isinstance(reports[0], AuditReport)
+    assert isinstance(reports[0], AuditResult)
     return reports[0]
 
 
-def what_an_audit_raises(job: Job, policy: str) -> list[AuditReport]:
+def what_an_audit_raises(job: Job, policy: str) -> list[AuditResult]:
     """The report that each worker was given before it raised."""
 
-    def ask(worker: Worker) -> AuditReport:
+    def ask(worker: Worker) -> AuditResult:
         with pytest.raises(ReplicasDiverged):
             worker.session.rest("audit", policy)
         return worker.reports[-1]
@@ -38,10 +38,10 @@ def what_an_audit_raises(job: Job, policy: str) -> list[AuditReport]:
     return job.on_all(ask)
 
 
-def ended_reports(job: Job) -> list[AuditReport]:
+def ended_reports(job: Job) -> list[AuditResult]:
     """Of all audits that have ended, as worker 0 hears of them; also those for which nobody stopped."""
     results = [ended.outcome.result for ended in job.ended if ended.kind == "audit"]
-    return [result for result in results if isinstance(result, AuditReport)]
+    return [result for result in results if isinstance(result, AuditResult)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

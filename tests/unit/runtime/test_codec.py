@@ -57,14 +57,14 @@ RECEIPT = Receipt(
     (7, 7),
 )
 REFUSAL = Refusal("There is no room", (1,), {"problem": "There is no room", "worker": 1, "variable": None})
-DIFFERENCE = audit.Difference(
+DIFFERENCE = audit.DifferentVariable(
     "dense/bias",
     ((0, 2), (1,)),
     0,
     "majority",
     {1: deviation(np.zeros(3, np.float32), np.ones(3, np.float32))},
 )
-REPORT = audit.AuditReport(
+REPORT = audit.AuditResult(
     1, 20, 1e9, 20, 10, "healed", (DIFFERENCE,), {"seed": True}, (4,), 0.01, ("request-1",)
 )
 ORDERS: list[Any] = [
@@ -78,7 +78,7 @@ ORDERS: list[Any] = [
     save.TakeSnapshot("save-step-4"),
     leave.Exit("the disk is full"),
     trial.Measure(TRIAL),
-    trial.Begin("fix", "digest", 3),
+    trial.BeginTrial("fix", "digest", 3),
     trial.End(kept=False, sequence=7),
     audit.Examine(),
     audit.Expected(("dense/bias",)),

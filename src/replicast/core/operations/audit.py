@@ -45,7 +45,7 @@ Reports = dict[int, Seen]
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class DifferentVariable:
     """A variable that is not the same on all workers.
 
     Attributes:
@@ -63,7 +63,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class AuditReport:
+class AuditResult:
     """The result of an audit, the same on all workers.
 
     Attributes:
@@ -86,7 +86,7 @@ class AuditReport:
     found_at: int
     last_equal: int | None
     outcome: str = "equal"
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[DifferentVariable, ...] = ()
     free: Mapping[str, bool] = field(default_factory=dict)
     healed: tuple[int, ...] = ()
     digest_secs: float = 0.0
@@ -148,7 +148,9 @@ class Audit(Operation):
         job.audits.differ(step)
         return None
 
-    def _differences(self, job: Job, seen: Reports) -> Generator[AnyRequest, Any, tuple[Difference, ...]]:
+    def _differences(
+        self, job: Job, seen: Reports
+    ) -> Generator[AnyRequest, Any, tuple[DifferentVariable, ...]]:
         """The variables that differ, each with its reference."""
         names = tuple(seen[0].digests)
         groups = groups_of({rank: tuple(one.digests.values()) for rank, one in seen.items()}, names)
@@ -160,17 +162,17 @@ class Audit(Operation):
         for name, of in groups.items():
             digest = expected.get(name)
             reference, rule = reference_of(of, lambda digest=digest: digest)  # type: ignore[misc]
-            found.append(Difference(name, reference_first(of, reference), reference, rule))
+            found.append(DifferentVariable(name, reference_first(of, reference), reference, rule))
         return tuple(found)
 
     def _looked_into(
         self,
         job: Job,
-        report: AuditReport,
-        differences: tuple[Difference, ...],
+        report: AuditResult,
+        differences: tuple[DifferentVariable, ...],
         seen: Reports,
         policy: str,
-    ) -> Generator[AnyRequest, Any, AuditReport]:
+    ) -> Generator[AnyRequest, Any, AuditResult]:
         """Measures the deviations; with "heal", makes the replicas equal."""
         outcomes = {"heal": "healed", "raise": "raised", "warn": "warned"}
         report = replace(report, found_at=job.audits.differ(report.step), differences=differences)
@@ -189,7 +191,7 @@ class Audit(Operation):
         return replace(report, outcome="raised") if policy == "heal" else report
 
     def _borrow(
-        self, job: Job, differences: tuple[Difference, ...], updates: list[Proposal]
+        self, job: Job, differences: tuple[DifferentVariable, ...], updates: list[Proposal]
     ) -> Generator[AnyRequest, Any, None]:
         """Every worker fetches the reference values; adds one update to `updates` per reference worker."""
         for source in sorted({one.reference for one in differences}):
@@ -203,8 +205,8 @@ class Audit(Operation):
             yield Ask(prepare, None, job.timeouts.prepare_secs, "fetch the reference values")
 
     def _healed(
-        self, job: Job, report: AuditReport, updates: list[Proposal]
-    ) -> Generator[AnyRequest, Any, AuditReport]:
+        self, job: Job, report: AuditResult, updates: list[Proposal]
+    ) -> Generator[AnyRequest, Any, AuditResult]:
         """Commits the fetched values as updates, and applies them while all are stopped."""
         healed: list[int] = []
         for update in updates:
@@ -224,10 +226,10 @@ class Audit(Operation):
         return replace(report, healed=tuple(healed))
 
 
-def _report(job: Job, step: int, seen: Reports) -> AuditReport:
+def _report(job: Job, step: int, seen: Reports) -> AuditResult:
     """The report of an audit without differences so far."""
     free = {name: len({one.free[name] for one in seen.values()}) > 1 for name in seen[0].free}
-    return AuditReport(
+    return AuditResult(
         job.audits.next_number(),
         step,
         max(one.time for one in seen.values()),
@@ -239,8 +241,8 @@ def _report(job: Job, step: int, seen: Reports) -> AuditReport:
 
 
 def _compared(
-    job: Job, differences: tuple[Difference, ...], updates: list[Proposal]
-) -> Generator[AnyRequest, Any, tuple[Difference, ...]]:
+    job: Job, differences: tuple[DifferentVariable, ...], updates: list[Proposal]
+) -> Generator[AnyRequest, Any, tuple[DifferentVariable, ...]]:
     """How far each worker deviates from the reference values."""
     found: dict[int, dict[str, Any]] = {rank: {} for rank in range(job.size)}
     sources = sorted({one.reference for one in differences})
@@ -264,7 +266,7 @@ def _compared(
     )
 
 
-def _note(differences: tuple[Difference, ...]) -> str:
+def _note(differences: tuple[DifferentVariable, ...]) -> str:
     """The note of an update that heals."""
     names = ", ".join(one.variable for one in differences[:5])
     more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
@@ -312,7 +314,7 @@ class Compare:
 class Report:
     """Worker, in the training thread: receive the report of the audit."""
 
-    report: AuditReport
+    report: AuditResult
     raises: bool
     in_background: ClassVar[bool] = False
 

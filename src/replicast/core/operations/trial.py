@@ -5,7 +5,7 @@
     Measure ────────────────────────────────► the metric before
     write the record: THE COMMIT
     set the stop at its end
-    Begin, release ─────────────────────────► copy the state, apply the update, train on
+    BeginTrial, release ────────────────────► copy the state, apply the update, train on
       … most other operations wait; nothing is saved …
     all are stopped at its end
     Measure ────────────────────────────────► the metric since
@@ -83,7 +83,7 @@ def tried(
     ends = start + trial.steps if decided is None else decided.step
     job.trial, operation.must_run = operation, True
     job.promise(operation, ends)
-    begun = yield Go(Begin(record.id, record.digest, record.sequence))
+    begun = yield Go(BeginTrial(record.id, record.digest, record.sequence))
     operation.stage = Stage.APPLIED
     operation.waits_for, operation.waits_until = f"the end of its trial at step {ends}", ends
     if replayed:
@@ -151,7 +151,7 @@ class Measure:
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class BeginTrial:
     """Worker, in the training thread: copy the state, then apply the prepared update."""
 
     id: str

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from replicast.update.edits import Array, Edit, Operation, apply_edit
+from replicast.update.edits import Array, Edit, EditKind, apply_edit
 from replicast.update.schema import Variable
 
 SLICE_ELEMENTS = 2**20
@@ -82,23 +82,23 @@ def _part(edit: Edit, variable: Variable, block: Block) -> Edit | None:
     arrays = edit.arrays
     rows, width = _table(variable.shape)
     match edit.operation:
-        case Operation.ADD | Operation.ASSIGN | Operation.BLEND:
+        case EditKind.ADD | EditKind.ASSIGN | EditKind.BLEND:
             part = {"value": arrays["value"].reshape(rows, width)[block.rows, block.columns]}
-        case Operation.ADD_ROWS | Operation.ASSIGN_ROWS:
+        case EditKind.ADD_ROWS | EditKind.ASSIGN_ROWS:
             indices = arrays["indices"]
             chosen = _rows_in(indices, block)
             if not chosen.any():
                 return None
             values = arrays["rows"].reshape(len(indices), width)[:, block.columns]
             part = {"indices": indices[chosen] - block.rows.start, "rows": values[chosen]}
-        case Operation.ADD_LOW_RANK:
+        case EditKind.ADD_LOW_RANK:
             part = {"a": arrays["a"][block.rows], "b": arrays["b"][:, block.columns]}
-        case Operation.RESET_ROWS:
+        case EditKind.RESET_ROWS:
             chosen = _rows_in(arrays["indices"], block)
             if not chosen.any():
                 return None
             part = {"indices": arrays["indices"][chosen] - block.rows.start}
-        case Operation.SCALE | Operation.RESET:
+        case EditKind.SCALE | EditKind.RESET:
             part = {}
     return Edit(edit.operation, edit.variable, part, edit.factor)
 

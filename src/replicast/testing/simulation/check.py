@@ -11,7 +11,7 @@ from replicast.core.commands import Ended
 from replicast.core.entries import Committed, Decided, Entry, Payload, Saved, Scheduled
 from replicast.core.history import History
 from replicast.core.messages import Propose, Tell
-from replicast.core.operations.audit import AuditReport
+from replicast.core.operations.audit import AuditResult
 from replicast.core.operations.pull import Pulled
 from replicast.core.proposal import Proposal
 from replicast.core.stage import Stage
@@ -115,7 +115,7 @@ class Checks:
             raise StoryFailed(f"a false alarm: {kind} {outcome}")
         if kind == "audit" and outcome.stage is not Stage.VERIFIED:
             self._unhealed.add(attempt)
-        if isinstance(outcome.result, AuditReport):
+        if isinstance(outcome.result, AuditResult):
             self._check_report(replicas, outcome.result)
         if isinstance(outcome.result, Pulled):
             self._check_pulled(replicas, ended.id, outcome.result)
@@ -134,7 +134,7 @@ class Checks:
         if "did not report" in problem and result.workers != (forgetful,):
             raise StoryFailed(f"no worker has left it out: {problem}")
 
-    def _check_report(self, replicas: Sequence[SimulatedReplica], report: AuditReport) -> None:
+    def _check_report(self, replicas: Sequence[SimulatedReplica], report: AuditResult) -> None:
         """Checks the report of an audit."""
         for one in report.differences:
             if len(replicas) < 2 * max(map(len, one.groups)) and 2 * len(one.groups[0]) < len(replicas):

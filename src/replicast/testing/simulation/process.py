@@ -15,7 +15,7 @@ from replicast.core.coordinator import Coordinator
 from replicast.core.entries import Saved
 from replicast.core.operations.leave import Exit
 from replicast.core.operations.save import TakeSnapshot
-from replicast.core.operations.trial import Begin
+from replicast.core.operations.trial import BeginTrial
 from replicast.core.operations.update import Apply, Load, Prepare
 from replicast.core.refusal import Refusal, Refuse
 from replicast.core.worker import Worker
@@ -219,7 +219,9 @@ class Process(TrainingThread):
             self.story.notes.say(
                 self.group.number, self.name, f"  {described(command.order)}: {described(value)}"
             )
-        later = isinstance(command.order, TakeSnapshot | Apply | Begin)  # digested while training goes on
+        later = isinstance(
+            command.order, TakeSnapshot | Apply | BeginTrial
+        )  # digested while training goes on
         if later:
             self.post(e.Reported(command.number, value), DIGEST_SECS)
         self.feed(self.worker, e.Performed(command.number, value, answers=not later))

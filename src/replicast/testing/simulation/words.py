@@ -8,7 +8,7 @@ from typing import Any
 from replicast.core import entries as n
 from replicast.core import messages as m
 from replicast.core.operation import Outcome
-from replicast.core.operations.audit import AuditReport, Compare, Examine, Expected, Report
+from replicast.core.operations.audit import AuditResult, Compare, Examine, Expected, Report
 from replicast.core.operations.function import Compute
 from replicast.core.operations.keep import WriteBefore
 from replicast.core.operations.leave import Exit
@@ -16,7 +16,7 @@ from replicast.core.operations.pull import TakeRows
 from replicast.core.operations.revert import Invert
 from replicast.core.operations.save import TakeSnapshot
 from replicast.core.operations.sync import Digest, Publish
-from replicast.core.operations.trial import Begin, End, Measure
+from replicast.core.operations.trial import BeginTrial, End, Measure
 from replicast.core.operations.update import Apply, Discard, Load, Prepare
 from replicast.core.proposal import Proposal, Published
 from replicast.core.refusal import Refusal
@@ -105,7 +105,7 @@ def _order(thing: Any) -> str:
             return f"Prepare {id_}"
         case Apply(id_, _, sequence):
             return f"Apply {id_} as update {sequence}"
-        case Begin(id_, _, sequence):
+        case BeginTrial(id_, _, sequence):
             return f"Begin: copy the state, apply {id_} as update {sequence}"
         case TakeRows(_, name):
             return f"TakeRows of {name}"
@@ -142,11 +142,11 @@ def _value(thing: Any) -> str:
             return f"refused: {problem}"
         case Outcome(stage, Refusal(problem)):
             return f"{stage}: {problem}"
-        case Outcome(stage, AuditReport() as report):
+        case Outcome(stage, AuditResult() as report):
             return f"{stage}, {_value(report)}"
         case Outcome(stage):
             return str(stage)
-        case AuditReport(outcome=outcome, differences=differences, healed=healed):
+        case AuditResult(outcome=outcome, differences=differences, healed=healed):
             differ = ", ".join(one.variable for one in differences)
             by = f" by update {', '.join(map(str, healed))}" if healed else ""
             return f"{f'{differ} differed, ' if differ else ''}{outcome}{by}"
