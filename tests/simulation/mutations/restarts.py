@@ -101,15 +101,15 @@ def forget_uncommitted_proposals_in_a_checkpoint() -> Any:
 
 @mutation
 def keep_checkpoints_that_were_given_up() -> Any:
-    from replicast.core.operations.begin import BeginTrial
+    from replicast.core.operations.begin import Begin
 
-    def script(self: BeginTrial, job: Any) -> Any:
+    def script(self: Begin, job: Any) -> Any:
         job.take_up_journal()
         yield EarlierSettled()
         yield Boundary()
         return Outcome(Stage.VERIFIED)
 
-    return broken(BeginTrial, "script", script)
+    return broken(Begin, "script", script)
 
 
 @mutation
