@@ -17,7 +17,7 @@ from replicast.core.operation import Ask, Boundary, EarlierSettled, Outcome
 from replicast.core.operations import leave as leave_module
 from replicast.core.operations import save as save_module
 from replicast.core.operations.save import TakeSnapshot
-from replicast.core.operations.trial import BeginTrial, End
+from replicast.core.operations.trial import End
 from replicast.core.operations.update import Load
 from replicast.core.proposal import Pending
 from replicast.core.reports import Applied
