@@ -131,6 +131,21 @@ def test_a_revert_says_what_it_means_and_is_shown_at_what_it_reverts(page: Page,
     expect(reverted.locator("[data-focus=act-fix]")).to_have_count(0)
 
 
+def test_a_click_is_not_lost_when_the_list_changes_under_it(page: Page, run: PlayedRun) -> None:
+    client = connect(run.path)
+    client.push(Update(id="first").add("dense/bias", np.ones(3, np.float32))).result(20)
+    unlock(page)
+    entries = page.locator("#updates details")
+    expect(entries).to_have_count(1)
+    entries.first.locator("summary").hover()
+    page.mouse.down()
+    with page.expect_response(lambda response: response.url.partition("?")[0].endswith("/updates")):
+        client.push(Update(id="second").add("dense/bias", np.ones(3, np.float32))).result(20)
+    page.mouse.up()
+    expect(entries).to_have_count(2)
+    expect(page.locator("details[open] [data-focus=act-first]")).to_be_visible()
+
+
 def test_a_push_by_mouse_ends_with_its_receipt(page: Page, run: PlayedRun, tmp_path: Path) -> None:
     unlock(page)
     choose(page, tensors(tmp_path / "delta.safetensors", dense__bias=np.ones(3, np.float32)))
