@@ -188,6 +188,27 @@ def test_of_two_parcels_that_are_released_one_keeps_its_memory(tmp_path: Path) -
     assert files_in(tmp_path) == []
 
 
+@pytest.mark.parametrize(("workers", "is_kept"), [(1, True), (2, False)])
+def test_memory_that_is_too_large_to_be_kept_is_held_by_no_worker(
+    workers: int, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbytes = 4 * (LARGE + 13)
+    small = os.statvfs_result((1, 1, 8 * nbytes, 0, 0, 0, 0, 0, 0, 255))  # the workers may keep an eighth
+    monkeypatch.setattr(os, "statvfs", lambda _: small)
+    ranks = range(workers)
+    source, other = (
+        SharedMemoryTransport("job", rank, directory=tmp_path, local_ranks=ranks) for rank in (0, workers - 1)
+    )
+    other.receive(source.publish("one", [some(LARGE)], to_read=True), 1.0)
+    other.release("one")
+    source.release("one", reuse=True)
+    assert bool(files_in(tmp_path)) is is_kept
+    assert (str(tmp_path) in Path("/proc/self/maps").read_text()) is is_kept
+    source.close()
+    other.close()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
 def test_threads_that_release_at_once_leave_one_file_and_none_after_the_end(tmp_path: Path) -> None:
     transport = SharedMemoryTransport("job", 0, directory=tmp_path)
     before = open_files()

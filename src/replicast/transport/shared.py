@@ -33,7 +33,7 @@ from replicast.transport.layout import arrays_in, check_share, checked_id, lay_o
 KEPT_BYTES = (1 << 20, 1 << 31)
 """The smallest and the largest file that is kept for the next parcel."""
 KEPT_PART = 8
-"""A kept file takes at most one part in this many of the file system."""
+"""All files that the workers of a host keep take at most one part in this many of the file system."""
 _POLL_SECS = 0.002
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -102,7 +102,7 @@ class SharedMemoryTransport(Transport):
         file = self._published.pop(parcel_id, None)
         if file is None:
             return
-        if reuse and file in self._names and self._is_worth_keeping(file):
+        if reuse and file in self._names and self._is_worth_keeping(file.nbytes):
             with self._lock:
                 if not self._closed:
                     file, self._kept = self._kept, file
@@ -139,8 +139,9 @@ class SharedMemoryTransport(Transport):
                 if not parcel.memory:
                     return map_private(descriptor, parcel.nbytes)
                 found = map_to_read(descriptor, size)
-                with self._lock:
-                    self._mapped[parcel.source] = parcel.memory, found
+                if self._is_worth_keeping(size):  # else the source frees it, and a mapping would hold it
+                    with self._lock:
+                        self._mapped[parcel.source] = parcel.memory, found
                 return found
             if time.monotonic() >= until:
                 raise not_arrived(parcel, timeout_secs, self._rank, parcel.source)
@@ -175,13 +176,13 @@ class SharedMemoryTransport(Transport):
         file.complete(self._path(parcel_id))
         self._published[parcel_id] = file
 
-    def _is_worth_keeping(self, file: SharedFile) -> bool:
+    def _is_worth_keeping(self, nbytes: int) -> bool:
         try:
             status = os.statvfs(self._directory)
         except OSError:  # the directory may be gone
             return False
-        most = min(KEPT_BYTES[1], status.f_blocks * status.f_frsize // KEPT_PART)
-        return KEPT_BYTES[0] <= file.nbytes <= most
+        shared = status.f_blocks * status.f_frsize // (KEPT_PART * len(self._local_ranks))
+        return KEPT_BYTES[0] <= nbytes <= min(KEPT_BYTES[1], shared)
 
     def _remove(self, file: SharedFile) -> None:
         self._names.pop(file, None)
