@@ -272,6 +272,20 @@ def test_workers_with_other_values_are_told_so_and_mix_nothing(tmp_path: Path) -
     assert all("in the same step: other shapes" in said for said in together(2, call))
 
 
+def test_nothing_is_summed_any_more_after_a_call_that_failed(tmp_path: Path) -> None:
+    exchanges = opened(2, [{SHM_DIR: str(tmp_path)}] * 2)
+    plan, long = Plan([Form(np.dtype("f4"))]), np.ones(CHUNK_BYTES // 2, np.float32)
+
+    def call(rank: int, value: np.ndarray) -> str:
+        with pytest.raises(JobFailed) as caught:
+            exchanges[rank].combine(plan, 1.0, [value])
+        return str(caught.value)
+
+    together(2, lambda rank: call(rank, long[: None if rank == 0 else 3]))
+    # Worker 0 had written two chunks. Worker 1 would take the second for the first one of this call.
+    assert all("goes on after a step" in said for said in together(2, lambda rank: call(rank, 2 * long)))
+
+
 def test_a_worker_without_rows_adds_nothing_to_means_also_if_its_value_is_nan(tmp_path: Path) -> None:
     exchanges = opened(2, [{SHM_DIR: str(tmp_path)}] * 2)
     plan, values = Plan([Form(np.dtype("f4"), weighted=True)]), [np.float32([6]), np.float32([np.nan])]

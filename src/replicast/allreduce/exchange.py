@@ -55,6 +55,7 @@ class Exchange:
         self._others = [worker for worker in range(len(parts)) if worker != rank]
         self._spins = spins_on_this_host(len(parts))
         self._next = 0
+        self._unfinished = False
         self._one_call = threading.Lock()
 
     def combine(self, plan: Plan, weight: float, values: Sequence[Array]) -> list[Array]:
@@ -71,12 +72,20 @@ class Exchange:
             The results, in memory that only this process sees.
 
         Raises:
-            JobFailed: Another worker made a call with other values, or `check` raised.
+            JobFailed: Another worker made a call with other values, or `check` raised, now or earlier.
         """
         with self._one_call, np.errstate(all="ignore"):
+            if self._unfinished:  # what the others have written since then belongs to other calls
+                raise JobFailed(
+                    f"worker {self._rank} goes on after a step in which its values were not summed with "
+                    "those of the others: nothing can be summed any more",
+                    worker=self._rank,
+                )
+            self._unfinished = True
             call = _Call(self, plan, weight, values)
             results = call.run(self._next)
             self._next += call.chunks
+            self._unfinished = False
             return results
 
     def dead_worker(self) -> int | None:
