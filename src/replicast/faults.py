@@ -202,6 +202,12 @@ def read_plan(environ: Mapping[str, str]) -> Plan | None:
     return Plan(faults, worker=worker, attempt=launch.attempt, run_dir=launch.run_dir)
 
 
+def take_plan(environ: Mapping[str, str]) -> None:
+    """Makes what `read_plan` reads this process's plan; a standby does so once it knows its worker."""
+    global _plan
+    _plan = read_plan(environ)
+
+
 def read_fired(run_dir: Path) -> list[dict[str, Any]]:
     """Returns the faults that fired in a run, in order: their fields, `pid` and `time`."""
     path = run_dir / FIRED
@@ -233,4 +239,5 @@ def _one_of(kind: type[enum.StrEnum], described: Mapping[str, Any], name: str, d
     return str(value)
 
 
-_plan = read_plan(os.environ)
+_plan: Plan | None
+take_plan(os.environ)

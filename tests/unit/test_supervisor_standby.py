@@ -165,6 +165,42 @@ def test_a_standby_starts_only_once_the_job_trains_and_waits_without_a_file_of_t
     assert {path.name for path in here.directory.iterdir()} == before
 
 
+def test_the_last_attempt_has_no_standby(place: Make) -> None:
+    here = place("")
+    here.trains = False
+    here.run(0)
+    here.standbys.begin(1, is_last=True)
+    here.trains = True
+    here.standbys.poll()
+    assert not [entry for entry in children() if b"prepared.py" in command(entry)]
+
+
+def test_faults_of_another_worker_or_attempt_do_not_happen_in_a_standby(place: Make) -> None:
+    script = "from replicast import faults; faults.point('apply'); print('trained')"
+    here = place(script, imports=("replicast.faults",))
+    plan = [{"worker": 0, "point": "apply"}, {"worker": 1, "point": "apply", "attempt": 1, "action": "raise"}]
+    cluster = {"cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "task": {"type": "worker", "index": 1}}
+    env = {"REPLICAST_FAULTS": json.dumps(plan), "TF_CONFIG": json.dumps(cluster)}
+    env |= {"REPLICAST_RUN_DIR": str(here.directory), "REPLICAST_LAUNCHED": "1"}
+    here.run(0, REPLICAST_ATTEMPT="0", **env)
+    assert here.log(0) == "trained\n"
+    here.prepare()
+    end = here.run(1, REPLICAST_ATTEMPT="1", **env)
+    assert [ended.code for ended in end.exits] == [1]
+    assert "FaultInjected" in here.log(1)
+
+
+def test_a_standby_that_cannot_take_the_call_has_not_trained(place: Make) -> None:
+    here = place("print('trained')", imports=("narrow",))
+    (here.directory / "narrow.py").write_text(
+        "import os, resource\nlimits = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) - 1, limits[1]))"
+    )
+    here.run(0)
+    here.prepare()
+    assert [ended.code for ended in here.run(1).exits] == [1]
+
+
 def test_exit_codes_and_tracebacks_are_those_of_python(place: Make) -> None:
     here = place("import os\ndef f():\n    raise ValueError('why')\nf()")
     here.run(0)

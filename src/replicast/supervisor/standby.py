@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from replicast.config import FAULTS
 from replicast.import_environment import read_changes, relevant, with_changes
 from replicast.processes import is_frozen
 from replicast.supervisor.plan import WorkerPlan
@@ -147,9 +148,9 @@ class StandbySet:
         self._looked = 0.0
         self._told = False
 
-    def begin(self, attempt: int) -> None:
-        """The workers of an attempt were started, and there may be another one: makes the next set."""
-        self._wanted = [rank for rank in self._environs if rank not in self._waiting]
+    def begin(self, attempt: int, *, is_last: bool = False) -> None:
+        """The workers of an attempt were started: makes the next set, unless it is the last attempt."""
+        self._wanted = [] if is_last else [rank for rank in self._environs if rank not in self._waiting]
         self._attempt = attempt
         self._since = time.monotonic()
         self._looked = 0.0
@@ -210,7 +211,8 @@ class StandbySet:
     def _start(self, rank: int) -> None:
         self._imported_with[rank] = relevant(self._environs[rank])
         environ = with_changes(self._environs[rank], read_changes(self._run_dir, rank))
-        environ.pop("TF_CONFIG", None)
+        for name in ("TF_CONFIG", FAULTS):  # of the attempt that runs now
+            environ.pop(name, None)
         try:
             self._waiting[rank] = Standby(self._program, environ, self._imports)
         except OSError as error:

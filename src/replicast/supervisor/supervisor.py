@@ -101,8 +101,8 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
             def started(attempt: int = attempt, is_last: bool = is_last) -> None:
                 if attempt == first_attempt:  # Loads numpy, for which the workers need not wait.
                     states.starting(attempt)
-                if standbys is not None and not is_last:
-                    standbys.begin(attempt)
+                if standbys is not None:
+                    standbys.begin(attempt, is_last=is_last)
 
             end = _run_attempt(job, settings, attempt, screen, interruptions, environ, standbys, started)
             _report(end, screen, settings.run_dir, attempt)
