@@ -224,6 +224,7 @@ class Lifetime:
                 act()
         for act in self._at_exit:
             act()
+        self.dead_worker = lambda: None  # a worker ends once it knows that all have left
         if self.failure is None:
             self._keys.put(f"left/{self._rank}", {})
         else:

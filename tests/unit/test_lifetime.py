@@ -72,6 +72,41 @@ def test_a_worker_that_is_ready_waits_for_the_other(workers: list[Worker], early
     assert not first.is_alive()
 
 
+class SlowToLeave(MemoryCoordination):
+    """A service that hears that this worker has left long before the worker continues."""
+
+    def __init__(self, store: MemoryCoordination.Store) -> None:
+        super().__init__(store)
+        self.others_end = lambda: None
+
+    def put(self, key: str, value: str) -> bool:
+        written = super().put(key, value)
+        if "/left/" in key:
+            self.others_end()
+        return written
+
+
+def test_a_worker_that_ends_because_all_have_left_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicast.turns.POLL_SECS", 0.02)
+    service = SlowToLeave(MemoryCoordination.Store())
+    exit_codes: list[int] = []
+    lifetime = Lifetime(service, 0, 2, lambda: 7, exit_codes.append)
+    lifetime.watch()
+    ended: list[int] = []
+    lifetime.dead_worker = lambda: next(iter(ended), None)
+
+    def others_end() -> None:
+        MemoryCoordination.put(service, "replicast/lifetime/left/1", "{}")
+        ended.append(1)
+        polls = lifetime.polls
+        eventually(lambda: lifetime.polls >= polls + 2 or lifetime.failure is not None)
+
+    service.others_end = others_end
+    lifetime.leave()
+    assert lifetime.failure is None
+    assert exit_codes == []
+
+
 class GoneOnceToldOf(MemoryCoordination):
     """A service that goes away, with worker 0, as soon as it was told of a failure."""
 
