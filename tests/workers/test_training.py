@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 
@@ -89,3 +90,30 @@ def test_two_workers_stay_equal(name: str, pool2: Pool) -> None:
 @pytest.mark.parametrize("name", NOISY_ON_THREE)
 def test_three_workers_stay_equal(name: str, pool3: Pool) -> None:
     assert_replicas_equal(pool3.run(trained, name))
+
+
+def lists_of_arrays(strategy: Any, columns: int, steps_per_execution: int) -> dict[str, Any]:
+    """Two inputs and two targets as lists; only the rows of the short last batch have a loss, of 100."""
+    x, y = np.ones((80, columns), np.float32), np.zeros((80, 1), np.float32)
+    y[64:] = 10.0
+    with strategy.scope():
+        inputs = [keras.Input((columns,)), keras.Input((columns,))]
+        both = keras.layers.Concatenate()(inputs)
+        outputs = {name: keras.layers.Dense(1, kernel_initializer="zeros", name=name)(both) for name in "ab"}
+        model = keras.Model(inputs, list(outputs.values()))
+        model.compile(keras.optimizers.SGD(0.0), ["mse", "mse"], steps_per_execution=steps_per_execution)
+    history = model.fit([x, x], [y, y], batch_size=32, shuffle=False, verbose=0).history
+    scores = model.evaluate([x, x], [y, y], batch_size=32, verbose=0, return_dict=True)
+    assert [p.shape for p in model.predict([x, x], batch_size=32, verbose=0)] == [(80, 1), (80, 1)]
+    return {name: (values[0], scores[name]) for name, values in history.items()}
+
+
+@pytest.mark.parametrize(("columns", "steps_per_execution"), [(2, 1), (2, 3), (20_000, 1)])
+@pytest.mark.parametrize("pool", ["pool1", "pool2"])
+def test_lists_of_arrays_train_and_every_batch_counts_alike_in_the_losses_of_outputs(
+    request: pytest.FixtureRequest, pool: str, columns: int, steps_per_execution: int
+) -> None:
+    """The numbers of plain Keras: it gives the loss of an output as the mean of the batches' losses."""
+    for found in request.getfixturevalue(pool).run(lists_of_arrays, columns, steps_per_execution):
+        assert found["loss"] == pytest.approx((40.0, 40.0))
+        assert found["a_loss"] == found["b_loss"] == pytest.approx((100 / 3, 100 / 3))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -195,7 +196,8 @@ class ArrayShare:
         self._start = start
         self._epoch_told = epoch
         with tf.device("CPU:0"):
-            self._tensors = tf.nest.map_structure(tf.convert_to_tensor, arrays)
+            # Keras makes tuples of lists as well: tf.data takes a list for a tensor.
+            self._tensors = tf.nest.map_structure(tf.convert_to_tensor, keras.tree.lists_to_tuples(arrays))
         leaves = tf.nest.flatten(self._tensors)
         self._rows = int(leaves[0].shape[0])
         self._rank = rank

@@ -47,6 +47,17 @@ def at_least_one_row(data: Any) -> Any:
     return tf.nest.map_structure(filled, data)
 
 
+def with_unknown_rows(data: Any) -> Any:
+    """The share, without its number of rows in the static shapes of its tensors."""
+
+    def unknown(leaf: Any) -> Any:
+        if not isinstance(leaf, tf.Tensor) or leaf.shape.rank in (None, 0) or leaf.shape[0] is None:
+            return leaf
+        return tf.compat.v1.placeholder_with_default(leaf, [None, *leaf.shape[1:]])
+
+    return data if tf.executing_eagerly() else tf.nest.map_structure(unknown, data)
+
+
 def predicting_all_rows(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wraps a prediction function; for a share without rows it returns empty tensors."""
 

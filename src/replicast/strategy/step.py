@@ -26,7 +26,7 @@ from replicast.strategy.collectives import ReplicatedExtended
 from replicast.strategy.optimizers import optimizers_of
 from replicast.strategy.replicated import SummedVariable, added_by_keras_step
 from replicast.strategy.results import MetricResults
-from replicast.strategy.rows import at_least_one_row, rows_of
+from replicast.strategy.rows import at_least_one_row, rows_of, with_unknown_rows
 from replicast.strategy.writes import Writes, component, local
 
 ROWS_UNIT = 1024.0
@@ -62,7 +62,7 @@ class KerasStep:
 
     def __call__(self, data: Any) -> Any:
         """Runs the step on this worker's share and returns its result for the whole batch."""
-        return waiting_for_data(self._run)(data)
+        return waiting_for_data(fed_as_by_keras(self._model, self._run))(data)
 
     def _run(self, data: Any) -> Any:
         rows = rows_of(data)
@@ -139,6 +139,21 @@ class KerasStep:
             variable.assign(mean)
         each = iter(mean_logs())
         return tf.nest.map_structure(lambda v: results.recompute(v) if v in results else next(each), logs)
+
+
+def fed_as_by_keras(model: keras.Model, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wraps a step so that the losses of a model's outputs count every batch alike.
+
+    Keras weights the loss that it tracks for each output by the static number of rows, if there is one. A
+    short last batch has none, because it is the second shape that is traced, and would count as one row. The
+    arrays that Keras itself feeds have none.
+    """
+
+    def fed(data: Any) -> Any:
+        has_losses_of_outputs = any(metric.name.endswith("_loss") for metric in model.metrics)
+        return step(with_unknown_rows(data) if has_losses_of_outputs else data)
+
+    return fed
 
 
 def waiting_for_data(step: Callable[[Any], Any]) -> Callable[[Any], Any]:

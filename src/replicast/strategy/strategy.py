@@ -40,7 +40,7 @@ from replicast.strategy.replicated import SummedVariable
 from replicast.strategy.rows import predicting_all_rows
 from replicast.strategy.seeds import Seeds
 from replicast.strategy.sharing import sum_through_shared_memory
-from replicast.strategy.step import Agreed, KerasStep, waiting_for_data
+from replicast.strategy.step import Agreed, KerasStep, fed_as_by_keras, waiting_for_data
 from replicast.strategy.writing import Writing
 
 _LEFT_TO_TENSORFLOW = (
@@ -267,7 +267,8 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             return super().run(fn, args, kwargs, options)
         self._refuse_what_cannot_work(model)
         if self._size == 1:
-            return super().run(creating_in_scope(self, waiting_for_data(fn)), args, kwargs, options)
+            step = waiting_for_data(fed_as_by_keras(model, fn))
+            return super().run(creating_in_scope(self, step), args, kwargs, options)
         if not is_built(model):
             trace_once(functools.partial(super().run, creating_in_scope(self, fn)), (args,))
         keras_step = KerasStep(self.extended, model, fn, self.statistics == "mean")
