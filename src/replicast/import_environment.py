@@ -59,8 +59,13 @@ def script_changes() -> dict[str, str | None]:
 
 
 def without_effect() -> list[str]:
-    """In a process that was a standby: the variables that its script has set too late for the imports."""
-    return [] if imported_with is None else list(changes(imported_with, os.environ))
+    """In a process that was a standby: the variables that its script has set too late for the imports.
+
+    One that is missing now was set by a library during its import, or by the script in an attempt before.
+    """
+    if imported_with is None:
+        return []
+    return [name for name, value in changes(imported_with, os.environ).items() if value is not None]
 
 
 def path_in(run_dir: Path, rank: int) -> Path:

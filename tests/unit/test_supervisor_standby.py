@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from replicast import import_environment
 from replicast.import_environment import changes, path_in, read_changes, relevant, with_changes
 from replicast.supervisor.group import EndTimeouts, Group, GroupEnd
 from replicast.supervisor.interruptions import Interruptions
@@ -320,3 +321,15 @@ def test_a_damaged_note_of_changes_is_ignored(tmp_path: Path, text: str) -> None
     path_in(tmp_path, 0).parent.mkdir()
     path_in(tmp_path, 0).write_text(text)
     assert read_changes(tmp_path, 0) == {}
+
+
+def test_only_what_the_script_sets_after_the_imports_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_environment, "imported_with", {"TF2_BEHAVIOR": "1", "KMP_INIT_AT_FORK": "F"})
+    monkeypatch.delenv("KMP_INIT_AT_FORK", raising=False)  # a library sets it during its import
+    monkeypatch.setenv("TF2_BEHAVIOR", "1")
+    for name in [*relevant(os.environ)]:
+        if name != "TF2_BEHAVIOR":
+            monkeypatch.delenv(name)
+    assert import_environment.without_effect() == []
+    monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
+    assert import_environment.without_effect() == ["TF_ENABLE_ONEDNN_OPTS"]
