@@ -88,7 +88,7 @@ class Lifetime:
         self._interrupted = False
         self._before_leaving: list[Callable[[], None]] = []
         self._at_exit: list[Callable[[], None]] = []
-        self._blamed = False
+        self._blamed_for: str | None = None
         self._reported = False
         self.turns = Turns(
             self._keys,
@@ -148,8 +148,8 @@ class Lifetime:
         """Raises `JobFailed` if the job has failed; call it while waiting for another worker."""
         if self.failure is not None:
             raise self.failure
-        if self._blamed:
-            raise JobFailed(f"worker {self._rank} failed, or left before the others", worker=self._rank)
+        if self._blamed_for is not None:
+            raise _first(self._rank, self._blamed_for)
 
     def has_left(self, worker: int) -> bool:
         """Whether a worker has reached the end of its script, where it waits for the others.
@@ -308,7 +308,7 @@ class Lifetime:
                 None if self._has_left else self.turns.mismatch() or self._dead_peer()
             )
         if failed["worker"] == self._rank:
-            self._blamed = True
+            self._blamed_for = str(failed["message"])
             self._stop.wait(POLL_SECS)
             return None
         return _first(failed["worker"], failed["message"])

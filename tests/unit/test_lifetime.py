@@ -533,3 +533,19 @@ def test_a_worker_that_was_lost_is_blamed_with_who_says_so(workers: list[Worker]
     workers[1].lifetime.failed(KeyboardInterrupt())
     leave_all(workers)
     assert workers[0].exit_codes == [PEER_FAILED]
+
+
+def test_a_worker_that_others_blame_learns_why(workers: list[Worker]) -> None:
+    blamed, other = workers
+    other.lifetime.failed(JobFailed("worker 0 left its loop while worker 1 continued", worker=0))
+
+    def told() -> bool:
+        try:
+            blamed.lifetime.check()
+        except JobFailed as error:
+            assert str(error) == "worker 0 left its loop while worker 1 continued"
+            return True
+        return False
+
+    eventually(told)
+    leave_all(workers)
