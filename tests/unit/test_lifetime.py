@@ -539,13 +539,13 @@ def test_a_worker_that_others_blame_learns_why(workers: list[Worker]) -> None:
     blamed, other = workers
     other.lifetime.failed(JobFailed("worker 0 left its loop while worker 1 continued", worker=0))
 
-    def told() -> bool:
+    def why() -> str:
         try:
             blamed.lifetime.check()
         except JobFailed as error:
-            assert str(error) == "worker 0 left its loop while worker 1 continued"
-            return True
-        return False
+            return str(error)
+        return ""
 
-    eventually(told)
+    eventually(why)
+    assert why() == "worker 0 left its loop while worker 1 continued"
     leave_all(workers)

@@ -10,6 +10,7 @@ import pytest
 
 import replicast
 from replicast.errors import NotSupported, UpdateRefused
+from replicast.testing.job import eventually
 from replicast.update.update import Update
 from tests.pool import Pool, WorkerFailed
 from tests.pool.checks import assert_equal_on_all, state
@@ -96,7 +97,8 @@ def miss_a_boundary(strategy: Any) -> None:
         if strategy.rank != 1 or step != 3:
             replicas.boundary()
         if strategy.rank == 0 and step == 6:
-            replicas.propose(Update().assign("dense_1/bias", ONES), at_step=10)
+            ticket = replicas.propose(Update().assign("dense_1/bias", ONES), at_step=10)
+            eventually(lambda ticket=ticket: ticket.stage == "scheduled")  # all will stop at its step
 
 
 def test_a_boundary_that_one_worker_missed_is_named_as_the_reason(pool2: Pool) -> None:

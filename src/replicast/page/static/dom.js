@@ -25,17 +25,20 @@ export function setText(node, text) {
   if (node.textContent !== value) node.textContent = value;
 }
 
+let later;
+
+/** Draws the page; later, if the mouse is pressed: a click is lost if what was pressed moves or is replaced. */
+export function drawUnlessPressed(draw) {
+  clearTimeout(later);
+  if (document.querySelector("main:active")) later = setTimeout(drawUnlessPressed, 100, draw);
+  else draw();
+}
+
 /**
  * Shows a list, and replaces only entries that have changed. An open entry stays open, and the focus stays.
- * While the mouse is pressed in the list nothing is replaced, or the click would be lost: it is shown after that.
  * @param make makes the element of an item; called again when `JSON.stringify(item)` has changed.
  */
 export function showList(parent, items, keyOf, make) {
-  clearTimeout(parent.replicastLater);
-  if (parent.matches(":active")) {
-    parent.replicastLater = setTimeout(showList, 100, parent, items, keyOf, make);
-    return;
-  }
   const old = new Map([...parent.children].map((node) => [node.dataset.key, node]));
   const focused = parent.contains(document.activeElement) ? document.activeElement.dataset.focus : undefined;
   const nodes = items.map((item) => {

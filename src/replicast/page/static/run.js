@@ -3,7 +3,7 @@
 import { Actions } from "./actions.js";
 import { follow, get } from "./api.js";
 import { Chart } from "./chart.js";
-import { byId, card, el, setText } from "./dom.js";
+import { byId, card, drawUnlessPressed, el, setText } from "./dom.js";
 import { count, duration, number, plain, plainLine, setServerTime } from "./format.js";
 import { Audits, Checkpoints } from "./history.js";
 import { banner, link } from "./link.js";
@@ -107,6 +107,10 @@ class RunPage {
   }
 
   render() {
+    drawUnlessPressed(() => this.draw());
+  }
+
+  draw() {
     const status = this.status;
     if (!status) return;
     banner("unreadable", status.unreadable ? `The run cannot be read: ${status.unreadable.problem}` : "", true);
