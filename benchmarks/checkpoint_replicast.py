@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +13,6 @@ import replicast
 from benchmarks.checkpoint_task import Keeping
 from benchmarks.runner import Array, Times, lasted
 from benchmarks.update_replicast import weights_of
-from replicast.mapping import fresh_memory
 from replicast.replicas.saving import SavePlan
 from replicast.storage.checkpoint import CheckpointStore
 
@@ -149,9 +149,16 @@ class Fresh(Copy):
 
     def round(self, index: int) -> Times:
         start = time.monotonic_ns()
-        memory = fresh_memory(self.values.nbytes).view(self.values.dtype).reshape(self.values.shape)
+        memory = np.frombuffer(fresh_memory(self.values.nbytes), self.values.dtype).reshape(self.values.shape)
         for value, copy in zip(self.values, memory, strict=True):
             np.copyto(copy, value)
         lasts = time.monotonic_ns() - start
         self.copies = memory
         return lasted(lasts)
+
+
+def fresh_memory(nbytes: int) -> mmap.mmap:
+    """Memory that was never touched, in huge pages where the system has them."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
