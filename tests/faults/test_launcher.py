@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from replicast.config import SHM_DIR
 from replicast.supervisor.group import EndTimeouts
 from replicast.supervisor.plan import Job
 from replicast.supervisor.supervisor import Settings, supervise
@@ -175,6 +176,26 @@ sys.exit(9)
     assert "line 29" in err
     assert "line 1 " not in err, "only the end of the log is shown"
     assert "worker 0 failed after it (exit code 9)" in err
+
+
+def test_the_launcher_removes_the_shared_memory_of_a_worker_that_was_killed(
+    launch: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setenv(SHM_DIR, str(memory))
+    script = """
+from replicast.transport.files import SharedFile, name_prefix
+file = SharedFile(Path("memory"), 4096)
+file.complete(Path("memory") / f"{name_prefix()}left-{rank}")
+note("left")
+wait_for("left-0", "left-1")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    code, _, _ = launch(script).finish()
+    assert code == 128 + signal.SIGKILL
+    assert (tmp_path / "left-0").exists()
+    assert list(memory.iterdir()) == []
 
 
 def test_a_worker_that_fails_because_of_another_is_not_blamed_for_ending_first(launch: Launcher) -> None:

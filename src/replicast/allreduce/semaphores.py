@@ -1,8 +1,8 @@
 """POSIX semaphores in shared memory: how a worker tells another one that a chunk is written.
 
-`sem_post` and `sem_wait` also order memory on every processor, as POSIX demands: whoever has waited sees all
-that was written before the post. Plain loads and stores would do that on x86-64, but not on aarch64. A post
-makes no system call if nobody sleeps, and a process that dies leaves nothing that has to be repaired.
+POSIX requires `sem_post` and `sem_wait` to synchronize memory: after the wait, a process sees everything that
+was written before the post. Plain loads and stores guarantee that on x86-64, but not on aarch64. A post makes
+no system call if nobody sleeps, and a process that dies leaves nothing to repair.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from replicast.mapping import Bytes
 SEMAPHORE_BYTES = 64
 """One cache line for each. A `sem_t` has 32 bytes."""
 CHECK_SECS = 0.2
-"""How long a worker sleeps before it looks whether the job has failed."""
+"""How long a worker sleeps before it checks whether the job has failed."""
 SPINS = 100
 """Attempts before a worker sleeps, about 70 microseconds: less than it takes to fall asleep and wake up."""
 
@@ -50,7 +50,7 @@ class Semaphore:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def post(self) -> None:
-        """Adds 1, and wakes who waits."""
+        """Adds 1, and wakes a process that waits."""
         _libc.sem_post(self._address)
 
     def take(self, check: Callable[[], None], spins: int = SPINS) -> None:

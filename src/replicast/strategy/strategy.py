@@ -85,10 +85,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
                 "tensorflow": always with those.
             communication_options: As for `tf.distribute.MultiWorkerMirroredStrategy`.
         """
-        if statistics not in ("mean", "local"):
-            raise ValueError(f'statistics must be "mean" or "local". Received: {statistics!r}')
-        if all_reduce not in ("auto", "tensorflow"):
-            raise ValueError(f'all_reduce must be "auto" or "tensorflow". Received: {all_reduce!r}')
+        _check_options(statistics, all_reduce)
         _check_backend()
         cluster = read_cluster(os.environ)
         self._rank = 0 if cluster is None else cluster.rank
@@ -339,6 +336,13 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
                 remedy='Compile the model with jit_compile=False (the default, "auto", does)',
             )
         take_over(self, model)
+
+
+def _check_options(statistics: str, all_reduce: str) -> None:
+    if statistics not in ("mean", "local"):
+        raise ValueError(f'statistics must be "mean" or "local". Received: {statistics!r}')
+    if all_reduce not in ("auto", "tensorflow"):
+        raise ValueError(f'all_reduce must be "auto" or "tensorflow". Received: {all_reduce!r}')
 
 
 def _check_backend() -> None:

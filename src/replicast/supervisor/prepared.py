@@ -46,13 +46,13 @@ def wait_for_call(control: socket.socket) -> tuple[int, bytes]:
     Returns:
         The descriptor of the worker's output, and its environment.
     """
-    with contextlib.suppress(OSError):  # Who has called already does not listen any more.
+    with contextlib.suppress(OSError):  # The launcher may have called and closed its end.
         control.sendall(_READY)
     try:
         called, descriptors, _, _ = socket.recv_fds(control, 1, 2)
     except OSError:
         called, descriptors = b"", []
-    if not called or len(descriptors) != 2:  # The launcher has ended, or there is no room for descriptors.
+    if not called or len(descriptors) != 2:  # The launcher has exited, or no descriptor is free.
         os._exit(1)
     output, environment = descriptors
     with os.fdopen(environment, "rb") as file:

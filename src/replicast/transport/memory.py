@@ -100,7 +100,7 @@ class MemoryTransport(Transport):
             with self._board.changed:
                 buffer = self._board.buffers.pop(parcel_id, None)
             if reuse and buffer is not None:
-                buffer[:] = 0xFF  # whoever still reads it reads NaN, as if it were used again
+                buffer[:] = 0xFF  # stands for reuse: a worker that still reads it gets NaN
 
     def close(self) -> None:  # noqa: D102
         for parcel_id in list(self._published):
