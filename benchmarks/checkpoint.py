@@ -13,6 +13,13 @@ STALL = Contestant("save(): stall of training", "replicast", f"{OURS}:Stall", to
 COPY = Contestant(
     "floor: a copy of the state in memory", "replicast", f"{OURS}:Copy", role="floor", topic="stall"
 )
+STOP = Contestant(
+    "floor: save() of one number, and that copy",
+    "replicast",
+    f"{OURS}:StopAndCopy",
+    role="part",
+    topic="stall",
+)
 DURABLE = Contestant("save: until durable, replicast", "replicast", f"{OURS}:Durable", topic="save")
 WRITE = Contestant("save: tf.train.Checkpoint.write, fsync", "stock", f"{THEIRS}:Write", topic="save")
 RESTORE = Contestant("restore: replicast", "replicast", f"{OURS}:Restore", topic="restore")
@@ -28,11 +35,12 @@ CHECKPOINT = Question(
     name="checkpoint",
     title=f"Saving and restoring {Task()} on 2 workers",
     unit="ms on the slowest worker",
-    contestants=(PLANNED, STALL, COPY, DURABLE, WRITE, RESTORE, FRESH, READ),
+    contestants=(PLANNED, STALL, COPY, STOP, DURABLE, WRITE, RESTORE, FRESH, READ),
     task=Task(),
     ratios=(
         Ratio("stall by save_every / copy in memory", PLANNED, COPY, "at most", 3.0),
         Ratio("stall by save() / copy in memory", STALL, COPY, "at most", 3.0),
+        Ratio("stall by save() / save() of one number and copy", STALL, STOP, "at most", 1.15),
         Ratio("save until durable / TF write with fsync", DURABLE, WRITE, "at most", 1.0),
         Ratio("restore / copy into fresh memory", RESTORE, FRESH, "at most", 1.5),
         Ratio("restore / TF read, unverified", RESTORE, READ, "at most", 1.0),

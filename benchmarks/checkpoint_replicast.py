@@ -13,6 +13,7 @@ import replicast
 from benchmarks.checkpoint_task import Keeping
 from benchmarks.runner import Array, Times, lasted
 from benchmarks.update_replicast import weights_of
+from replicast.bench.weights import Weights
 from replicast.replicas.saving import SavePlan
 from replicast.storage.checkpoint import CheckpointStore
 
@@ -135,9 +136,36 @@ class Copy(Keeping):
 
     def round(self, index: int) -> Times:
         start = time.monotonic_ns()
+        self.copy()
+        return lasted(time.monotonic_ns() - start)
+
+    def copy(self) -> None:
         for value, copy in zip(self.values, self.copies, strict=True):
             np.copyto(copy, value)
-        return lasted(time.monotonic_ns() - start)
+
+
+class StopAndCopy(Copy):
+    """All workers stop for a `save()` of one number; then the copy: what a `save()` can do no less."""
+
+    def setup(self) -> None:
+        super().setup()
+        with self.group.scope():
+            self.model = Weights(1, (1,))
+        run_dir = self.task.directory / f"run-{type(self).__name__}"
+        self.replicas = replicast.Replicas(self.model, run_dir=run_dir)
+        self.replicas.training_begins()
+
+    def arrange(self, index: int) -> None:
+        super().arrange(index)
+        self.replicas.boundary()  # a checkpoint of another step
+
+    def round(self, index: int) -> Times:
+        start = time.monotonic_ns()
+        saving = self.replicas.save()
+        self.copy()
+        lasts = time.monotonic_ns() - start
+        saving.result(RESULT_SECS)
+        return lasted(lasts)
 
 
 class Fresh(Copy):

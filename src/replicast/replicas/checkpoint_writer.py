@@ -7,6 +7,7 @@ release lane    hears from the coordinator how each save ended; one that was not
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -199,8 +200,9 @@ def numbers(logs: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def versions() -> dict[str, Any]:
-    """The versions of the packages that a checkpoint depends on."""
+@functools.cache
+def versions() -> Mapping[str, Any]:
+    """The versions of the packages that a checkpoint depends on. Asked once: that takes milliseconds."""
     found = {}
     for package in ("replicast", "tensorflow", "tensorflow-cpu", "keras", "numpy"):
         with contextlib.suppress(metadata.PackageNotFoundError):
