@@ -20,7 +20,7 @@ from replicast.mapping import ALIGNMENT
 from replicast.strategy.device_digest import device_digests
 from replicast.strategy.optimizers import held_optimizers
 from replicast.strategy.writes import component
-from replicast.update.digest import begun_digest, digest_array, digest_state
+from replicast.update.digest import begun_digest, digest_array, digest_state, name_of
 from replicast.update.edits import Edit, EditKind, factor_as
 from replicast.update.schema import Schema, Variable
 from replicast.update.state import Arrays, Held, State, touched_parts
@@ -196,7 +196,7 @@ def as_tensor(array: npt.NDArray[Any]) -> tf.Tensor:
     """
     if array.size == 0 or array.dtype == bool or not _can_be_shared(array):
         return tf.constant(array)
-    if array.dtype.name == "bfloat16":  # numpy's DLPack export does not support it
+    if name_of(array.dtype) == "bfloat16":  # numpy's DLPack export does not support it
         return tf.bitcast(as_tensor(array.view(np.uint16)), tf.bfloat16)
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from replicast.mapping import ALIGNMENT, Bytes, aligned
 from replicast.transport.base import Inspect, Parcel, Piece, damaged
 from replicast.update.blocks import blocks_of, digest_block
+from replicast.update.digest import name_of
 
 _PARCEL_ID = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -39,9 +40,9 @@ def lay_out(arrays: Sequence[npt.NDArray[Any]]) -> tuple[tuple[Piece, ...], int]
     pieces = []
     end = 0
     for array in arrays:
-        if array.dtype.hasobject or array.dtype.kind in "SUMm" or array.dtype.name.startswith("void"):
+        if array.dtype.hasobject or array.dtype.kind in "SUMm" or name_of(array.dtype).startswith("void"):
             raise TypeError(f"Only arrays of numbers can be sent. Received: dtype {array.dtype}")
-        pieces.append(Piece(array.dtype.name, tuple(array.shape), end))
+        pieces.append(Piece(name_of(array.dtype), tuple(array.shape), end))
         end += aligned(array.nbytes)
     return tuple(pieces), max(end, ALIGNMENT)
 

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from replicast.update.digest import name_of
 from replicast.update.edits import FLOAT_DTYPES, Array
 
 _CHUNK = 2**16  # Elements. Small enough that temporary results stay in the processor's cache.
@@ -13,7 +14,7 @@ _CHUNK = 2**16  # Elements. Small enough that temporary results stay in the proc
 
 def is_finite(array: Array) -> bool:
     """Whether no element is NaN or infinite."""
-    return array.dtype.name not in FLOAT_DTYPES or nonfinite(array)[0] == 0
+    return name_of(array.dtype) not in FLOAT_DTYPES or nonfinite(array)[0] == 0
 
 
 def _surely_finite(array: Array) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 
 from replicast.errors import UpdateRefused
 from replicast.mapping import copied
+from replicast.update.digest import name_of
 from replicast.update.edits import (
     ARRAY_NAMES,
     DTYPES,
@@ -109,7 +110,7 @@ def cast_loose(variable: str, array: Array, dtype: np.dtype[Any]) -> Array:
         )
     with np.errstate(all="ignore"):
         cast = np.asarray(array.astype(dtype))
-        if dtype.name in FLOAT_DTYPES:
+        if name_of(dtype) in FLOAT_DTYPES:
             wrong = np.isinf(cast.astype(np.float64)) & np.isfinite(array.astype(np.float64))
         else:
             # Casting back is not enough: a number beyond the range may wrap twice and come out the same.
@@ -134,7 +135,7 @@ def ordered_arrays(edit: Edit) -> Iterator[tuple[str, Array]]:
 
 def array_to_json(array: Array) -> dict[str, Any]:
     """The dtype and shape of an array, which are needed to find it in a buffer."""
-    return {"dtype": array.dtype.name, "shape": list(array.shape)}
+    return {"dtype": name_of(array.dtype), "shape": list(array.shape)}
 
 
 def edit_to_json(edit: Edit, describe_array: Callable[[str, Array], Any]) -> dict[str, Any]:
@@ -270,7 +271,7 @@ def _array_of(variable: str, value: Any) -> tuple[Array, bool]:
             expected="numbers in rows of equal length",
             received=f"{type(value).__name__} ({str(error)[:200]})",
         ) from error
-    if array.dtype.name not in DTYPES:
+    if name_of(array.dtype) not in DTYPES:
         raise UpdateRefused(
             "A value has an unsupported dtype",
             variable=variable,

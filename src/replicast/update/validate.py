@@ -10,6 +10,7 @@ import numpy as np
 
 from replicast.errors import UpdateRefused
 from replicast.files import MAX_BYTES
+from replicast.update.digest import name_of
 from replicast.update.edits import (
     BFLOAT16,
     COPY_BITS,
@@ -288,7 +289,7 @@ def _checked_indices(indices: Array, variable: Variable) -> Array:
 
 
 def _check_finite(array: Array, variable: Variable) -> None:
-    if array.dtype.name not in FLOAT_DTYPES:
+    if name_of(array.dtype) not in FLOAT_DTYPES:
         return
     found, first = nonfinite(array)
     if found:

@@ -54,7 +54,8 @@ def play(seeds: range) -> int:
         counts.update(world.notes.counts)
         faults.update(world.notes.faults)
     wall, cpu = time.perf_counter() - began, time.process_time() - used
-    print(f"{len(seeds)} schedules in {wall:.0f} s ({len(seeds) / cpu:.0f} per second of one core)")
+    rate = f"{len(seeds) / cpu:.0f} per second of one core"
+    print(f"{len(seeds)} schedules in {wall:.1f} s, of which {cpu:.1f} s are computing: {rate}")
     for title, numbers in (("what happened", counts), ("faults fired", faults)):
         print(f"{title}:\n" + "\n".join(f"  {number:>9}  {what}" for what, number in numbers.most_common()))
     print(f"promises broken: {len(failed)}" + (f", by seeds {failed[:20]}" if failed else ""))
