@@ -14,7 +14,7 @@ COPY = Contestant(
     "floor: a copy of the state in memory", "replicast", f"{OURS}:Copy", role="floor", topic="stall"
 )
 STOP = Contestant(
-    "floor: save() of one number, and that copy",
+    "save() of one number, and that copy",
     "replicast",
     f"{OURS}:StopAndCopy",
     role="part",
@@ -30,12 +30,19 @@ FRESH = Contestant(
     role="floor",
     topic="restore",
 )
+VERIFIED = Contestant(
+    "restore of one number, that copy, its digest",
+    "replicast",
+    f"{OURS}:FreshAndVerified",
+    role="part",
+    topic="restore",
+)
 READ = Contestant("restore: tf.train.Checkpoint.read", "stock", f"{THEIRS}:Read", topic="restore")
 CHECKPOINT = Question(
     name="checkpoint",
     title=f"Saving and restoring {Task()} on 2 workers",
     unit="ms on the slowest worker",
-    contestants=(PLANNED, STALL, COPY, STOP, DURABLE, WRITE, RESTORE, FRESH, READ),
+    contestants=(PLANNED, STALL, COPY, STOP, DURABLE, WRITE, RESTORE, FRESH, VERIFIED, READ),
     task=Task(),
     ratios=(
         Ratio("stall by save_every / copy in memory", PLANNED, COPY, "at most", 3.0),
@@ -43,6 +50,7 @@ CHECKPOINT = Question(
         Ratio("stall by save() / save() of one number and copy", STALL, STOP, "at most", 1.15),
         Ratio("save until durable / TF write with fsync", DURABLE, WRITE, "at most", 1.0),
         Ratio("restore / copy into fresh memory", RESTORE, FRESH, "at most", 1.5),
+        Ratio("restore / restore of one number, copy into fresh memory, digest", RESTORE, VERIFIED),
         Ratio("restore / TF read, unverified", RESTORE, READ, "at most", 1.0),
     ),
     notes=(

@@ -16,6 +16,7 @@ from benchmarks.update_replicast import weights_of
 from replicast.bench.weights import Weights
 from replicast.replicas.saving import SavePlan
 from replicast.storage.checkpoint import CheckpointStore
+from replicast.update.digest import digest_array
 
 RESULT_SECS = 40.0
 KEPT_ROUND = 3
@@ -183,6 +184,31 @@ class Fresh(Copy):
         lasts = time.monotonic_ns() - start
         self.copies = memory
         return lasted(lasts)
+
+
+class FreshAndVerified(Fresh):
+    """The copy into fresh memory, its digest, and a `restore` of one number: all that a restore does."""
+
+    def setup(self) -> None:
+        super().setup()
+        with self.group.scope():
+            self.model = Weights(1, (1,))
+        self.run_dir = self.task.directory / f"run-{type(self).__name__}"
+        self.replicas = replicast.Replicas(self.model, run_dir=self.run_dir)
+        self.replicas.save().result(RESULT_SECS)
+
+    def arrange(self, index: int) -> None:
+        super().arrange(index)
+        self.replicas.close()  # a restore is the first operation of a job
+        self.replicas = replicast.Replicas(self.model, run_dir=self.run_dir)
+
+    def round(self, index: int) -> Times:
+        start = time.monotonic_ns()
+        self.replicas.restore()
+        super().round(index)
+        for copy in self.copies:
+            digest_array(copy)
+        return lasted(time.monotonic_ns() - start)
 
 
 def fresh_memory(nbytes: int) -> mmap.mmap:

@@ -18,6 +18,9 @@ ITERATOR = Contestant("stock MWMS loop, distributed iterator", "stock", f"{MODUL
 TF_KERAS = Contestant("stock MWMS, tf_keras fit, arrays", "stock", f"{MODULE}:FitTfKeras", "tf_keras")
 FLOOR = Contestant("floor: TensorFlow, no exchange", "stock", f"{MODULE}:NoExchange", role="floor")
 FIT_ALONE = Contestant("plain Keras fit, arrays, no exchange", "stock", f"{MODULE}:FitAlone", role="part")
+DATASET_ALONE = Contestant(
+    "plain Keras fit, tf.data, no exchange", "stock", f"{MODULE}:FitDatasetAlone", role="part"
+)
 TORCH_FLOOR = Contestant("torch, no exchange", "torch", "benchmarks.peers.ddp:NoExchange", role="part")
 
 NOTES = (
@@ -49,7 +52,7 @@ SIZES = (
 
 def step(size: Size) -> Question:
     """The time of a step of one model, by everybody who can train it."""
-    more = (DATASET, ITERATOR) if size.name == SIZES[0].name else ()
+    more = (DATASET, DATASET_ALONE, ITERATOR) if size.name == SIZES[0].name else ()
     layers = "-".join(str(width) for width in (784, *size.units, 10))
     return Question(
         name=f"step-{size.name}",
@@ -64,9 +67,14 @@ def step(size: Size) -> Question:
             Ratio("plain Keras: fit on arrays / constant-batch loop, no exchange in both", FIT_ALONE, FLOOR),
             Ratio("replicast fit / plain Keras fit without exchange", FIT, FIT_ALONE),
             *(
-                Ratio("replicast fit on tf.data / its constant-batch loop", one, LOOP, "at most", 1.25)
-                for one in more
-                if one is DATASET
+                ratio
+                for ratio in (
+                    Ratio(
+                        "replicast fit on tf.data / its constant-batch loop", DATASET, LOOP, "at most", 1.25
+                    ),
+                    Ratio("plain Keras: fit on tf.data / constant-batch loop", DATASET_ALONE, FLOOR),
+                )
+                if ratio.above in more
             ),
             Ratio("stock tf_keras fit / replicast fit", TF_KERAS, FIT, "at least", 2.0),
         ),

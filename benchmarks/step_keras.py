@@ -138,9 +138,20 @@ class FitAlone(FitArrays):
         return tf.distribute.get_strategy()
 
     def arguments(self) -> dict[str, Any]:
+        x, y = self.share()
+        return {"x": x, "y": y, "batch_size": self.task.batch // self.workers}
+
+    def share(self) -> tuple[Any, Any]:
         x, y = self.task.arrays()
         mine = len(x) // self.workers
-        return {"x": x[:mine], "y": y[:mine], "batch_size": self.task.batch // self.workers}
+        return x[:mine], y[:mine]
+
+
+class FitDatasetAlone(FitAlone):
+    """The same on a `tf.data` pipeline."""
+
+    def arguments(self) -> dict[str, Any]:
+        return {"x": pipeline(*self.share(), self.task.batch // self.workers)}
 
 
 class FitTfKeras(FitArrays):
@@ -154,6 +165,10 @@ class FitTfKeras(FitArrays):
 
 def dataset_of(task: StepTask) -> Any:
     """The arrays of a task as a pipeline."""
-    x, y = task.arrays()
+    return pipeline(*task.arrays(), task.batch)
+
+
+def pipeline(x: Any, y: Any, batch: int) -> Any:
+    """Shuffled batches of these arrays."""
     data = tf.data.Dataset.from_tensor_slices((x, y))
-    return data.shuffle(len(x), seed=0).batch(task.batch).prefetch(tf.data.AUTOTUNE)
+    return data.shuffle(len(x), seed=0).batch(batch).prefetch(tf.data.AUTOTUNE)

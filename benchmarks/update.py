@@ -22,6 +22,18 @@ FIRST = Contestant(
     "benchmarks.update_replicast:First",
     "replicast.replicas",
 )
+NEW_MEMORY = Contestant(
+    "new memory of this size, private and shared, filled",
+    "replicast",
+    "benchmarks.update_replicast:NewMemory",
+    role="part",
+)
+UNAVOIDABLE = Contestant(
+    "an update of one number, one copy, assign_add",
+    "replicast",
+    "benchmarks.update_replicast:Unavoidable",
+    role="part",
+)
 FLOOR = Contestant("floor: assign_add alone, no transfer", "stock", f"{PEERS}.mirrored:Floor", role="floor")
 MPI_EACH = Contestant("mpi4py Bcast per variable + add", "mpi", f"{PEERS}.mpi:Each", "mpi4py")
 MPI_FUSED = Contestant("mpi4py Bcast fused + add", "mpi", f"{PEERS}.mpi:Fused", "mpi4py")
@@ -35,7 +47,10 @@ ALL_REDUCE = Contestant("MWMS all_reduce of delta or zeros + add", "stock", f"{P
 CONTESTANTS = (
     REPLICAST,
     FROM_ARRAYS,
+    FIRST,
     FLOOR,
+    UNAVOIDABLE,
+    NEW_MEMORY,
     MPI_EACH,
     MPI_FUSED,
     MPI_TENSORS,
@@ -52,6 +67,8 @@ RATIOS = (
     Ratio("replicast, making included / mpi4py fused", FROM_ARRAYS, MPI_FUSED),
     Ratio("replicast / mpi4py + TensorFlow", REPLICAST, MPI_TENSORS, "at most", 1.3),
     Ratio("replicast, making included / mpi4py + TensorFlow", FROM_ARRAYS, MPI_TENSORS, "at most", 2.0),
+    Ratio("replicast / an update of one number, one copy, assign_add", REPLICAST, UNAVOIDABLE),
+    Ratio("first update of a job / a later one, making included", FIRST, FROM_ARRAYS, "at most", 2.0),
     Ratio("all_reduce / replicast", ALL_REDUCE, REPLICAST, "at least", 8.0),
     Ratio("TF broadcast per variable / replicast", BROADCAST_EACH, REPLICAST, "at least", 4.0),
     Ratio("TF broadcast fused / replicast", BROADCAST_FUSED, REPLICAST, "at least", 4.0),

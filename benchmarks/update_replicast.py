@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import time
 from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
+import tensorflow as tf
 
 import replicast
 from benchmarks.runner import Array, Times
@@ -49,6 +54,68 @@ class Propose(Adding):
     def update(self, index: int) -> replicast.Update:
         """The update of a round."""
         return adding(self.task.change(index))
+
+
+class Unavoidable(Propose):
+    """An update of one number, with all its messages; one copy of the bytes; `assign_add` on every worker."""
+
+    def setup(self) -> None:
+        with self.group.scope():
+            self.model = weights_of(self.task)
+            number = Weights(1, (1,))
+        self.replicas = replicast.Replicas(number, durability="memory")
+        self.replicas.training_begins()
+        self.change = self.task.change(0)
+        self.copy = np.zeros_like(self.change)
+        self.add = tf.function(self._add)
+
+    def arrange(self, index: int) -> None:
+        self.change = self.task.change(index)
+        self.deltas = [tf.constant(array) for array in self.change]
+        if self.is_source:
+            self.proposed = adding(np.ones((1, 1), np.float32))
+
+    def round(self, index: int) -> Times:
+        start = time.monotonic_ns()
+        if self.is_source:
+            np.copyto(self.copy, self.change)
+        super().round(index)
+        self.add(self.deltas)
+        return start if self.is_source else None, time.monotonic_ns()
+
+    def _add(self, deltas: list[Any]) -> None:
+        for variable, delta in zip(self.model.parts, deltas, strict=True):
+            variable.value.assign_add(delta, read_value=False)
+
+
+class NewMemory(Adding):
+    """Memory that was never used, private and shared, filled by the source: what a first update needs."""
+
+    def setup(self) -> None:
+        self.change = self.task.change(0)
+
+    def weights(self) -> Iterable[Array]:
+        return ()
+
+    def check(self, rounds: int) -> None:
+        if rounds and self.is_source and not (self.found == self.change).all():
+            raise RuntimeError("The copies differ")
+
+    def arrange(self, index: int) -> None:
+        self.found = None
+        self.change = self.task.change(index)
+
+    def round(self, index: int) -> Times:
+        start = time.monotonic_ns()
+        if self.is_source:
+            private = np.array(self.change)
+            descriptor = os.memfd_create("bench")
+            os.posix_fallocate(descriptor, 0, private.nbytes)
+            memory = mmap.mmap(descriptor, private.nbytes)
+            os.close(descriptor)
+            self.found = np.frombuffer(memory, np.float32).reshape(private.shape)
+            np.copyto(self.found, private)
+        return start if self.is_source else None, time.monotonic_ns()
 
 
 class MakeAndPropose(Propose):
