@@ -14,6 +14,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from benchmarks import checkpoint, checkpoint_restart, document, growth, report, step, update
@@ -126,11 +127,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--publish", action="store_true", help="draw the pictures, and write docs/performance.md"
     )
     parser.add_argument(
-        "--document", type=Path, metavar="FILE", help="measure nothing: publish the figures of a file"
+        "--document", type=results_file, metavar="FILE", help="measure nothing: publish the figures of a file"
     )
     parser.add_argument(
         "--compare",
-        type=Path,
+        type=results_file,
         nargs=2,
         metavar="FILE",
         help="measure nothing: say whether two runs have the same order of contestants",
@@ -145,6 +146,15 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1. Received: {text}")
     return number
+
+
+def results_file(text: str) -> Path:
+    path = Path(text)
+    try:
+        Run.read(path)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise argparse.ArgumentTypeError(f"{text} is not a file of results: {error}") from error
+    return path
 
 
 @contextmanager

@@ -23,6 +23,12 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 MAX_HEADER_BYTES = 32 * 2**20
 _MAX_DIMENSIONS = 32
 _METADATA = "__metadata__"
+_OTHER_FORMATS = {
+    b"PK\x03\x04": "a ZIP archive, as .npz and .keras files are",
+    b"\x93NUMPY": "a NumPy file",
+    b"\x89HDF\r\n": "an HDF5 file",
+}
+"""How files begin that somebody may give instead."""
 _DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -138,6 +144,9 @@ def loads_strictly(text: str | bytes, source: str, what: str) -> Any:
 
 def _header_of(content: memoryview, nbytes: int, source: str, max_tensors: int) -> tuple[dict[str, Any], int]:
     """The header of a file of `nbytes` bytes, and the offset of the data."""
+    for beginning, what in _OTHER_FORMATS.items():
+        if bytes(content[: len(beginning)]) == beginning:
+            raise FileDamaged(source, verdict=f"is {what}, and not a safetensors file")
     length = int.from_bytes(content[:8], "little")
     if nbytes < 8 or length > min(nbytes - 8, MAX_HEADER_BYTES):
         raise FileDamaged(

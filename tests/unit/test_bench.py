@@ -22,7 +22,7 @@ TWO_ROUNDS = [Figure(name, (0.01 * place, 0.02 * place)) for place, name in enum
 
 def invoke(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(main, ["bench", *arguments])
-    return result.exit_code, result.output
+    return result.exit_code, result.stdout if result.exit_code == 0 else result.output
 
 
 @pytest.fixture
@@ -124,6 +124,12 @@ def test_the_table_has_a_line_for_every_measure(played: list[Plan]) -> None:
     assert said.startswith("3 workers, a state of 1 MB each, 2 rounds")
     assert all(text in said for text in MEASURES.values())
     assert "15.0" in said  # ms of a copy
+
+
+def test_without_a_terminal_each_round_is_a_line_on_standard_error(played: list[Plan]) -> None:
+    result = CliRunner().invoke(main, ["bench", "--workers", "1", "--rounds", "1"])
+    assert result.stderr == "round 1\n"
+    assert result.stdout.startswith("1 worker, a state of 100 MB each, 1 round,")
 
 
 def test_json_goes_to_standard_output_alone(played: list[Plan]) -> None:

@@ -112,6 +112,8 @@ def test_an_unknown_command_is_a_usage_error() -> None:
     [
         (["-n", "0", "train.py"], "-n must be at least 1"),
         (["-n", "2", "missing.py"], "no script 'missing.py'"),
+        (["-n", "2", "python", "train.py"], "Give the script alone"),
+        (["-n", "2", "/usr/bin/python3.11", "train.py"], "Give the script alone"),
         (["-n", "2", "-m", "no_such_module"], "no module 'no_such_module'"),
         (["-n", "2", "-m", "package.missing"], "no module 'package.missing'"),
         (["-n", "2", "-m", "train.py"], "no module 'train.py'"),

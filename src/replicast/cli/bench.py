@@ -67,6 +67,7 @@ def bench(workers: int, size: int, rounds: int, as_json: bool) -> None:
     _check_installed()
     from replicast.bench.machine import machine_facts
     from replicast.bench.session import BenchFailed, measure
+    from replicast.cli import texts
     from replicast.cli.bench_table import print_figures
 
     plan = Plan(workers, size, rounds)
@@ -87,7 +88,8 @@ def bench(workers: int, size: int, rounds: int, as_json: bool) -> None:
         facts = {"replicast": __version__, "machine": machine}
         click.echo(json.dumps(data.as_json(plan, figures, facts), indent=2))
         return
-    click.echo(f"{workers} workers, a state of {size_text(size)} each, {rounds} rounds, journal on disk")
+    started, measured = texts.counted(workers, "worker"), texts.counted(rounds, "round")
+    click.echo(f"{started}, a state of {size_text(size)} each, {measured}, journal on disk")
     click.echo(", ".join(f"{name}: {value}" for name, value in machine.items()))
     print_figures(plan, figures)
 
@@ -103,14 +105,14 @@ def _check_installed() -> None:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on a terminal, removed afterwards; nothing where there is no terminal."""
+    """A bar on a terminal, removed afterwards; elsewhere one line per round."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from replicast.cli.tables import is_live, make_console
 
     console = make_console(stderr=True)
     if not is_live(console):
-        yield lambda done, total, doing: None
+        yield _line_per_round()
         return
     columns = BarColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     # Drawn by this thread alone: nothing is left behind after Ctrl-C.
@@ -122,3 +124,16 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
             bar.refresh()
 
         yield progress
+
+
+def _line_per_round() -> Callable[[int, int, str], None]:
+    said = ""
+
+    def progress(done: int, total: int, doing: str) -> None:
+        nonlocal said
+        now = doing.partition(":")[0]
+        if now != said:
+            said = now
+            click.echo(now, err=True)
+
+    return progress

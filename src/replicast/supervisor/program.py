@@ -14,8 +14,13 @@ def check_script(script: str) -> None:
     """Finds the script before anything starts, so that N workers need not fail to find it.
 
     Raises:
-        LaunchRefused: There is no such file.
+        LaunchRefused: There is no such file, or it is a program and no script.
     """
+    if Path(script).name.startswith("python") and not script.endswith(".py"):
+        raise LaunchRefused(
+            f"{script!r} is Python itself, which replicast run starts",
+            remedy="Give the script alone: replicast run --workers 2 train.py",
+        )
     if not Path(script).exists():
         raise LaunchRefused(
             f"There is no script {script!r} in {Path.cwd()}",
