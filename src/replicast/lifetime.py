@@ -32,18 +32,18 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from replicast.config import PEER_FAILED
+from replicast.config import HEARTBEAT_SECS, PEER_FAILED
 from replicast.coordination import Coordination, Loss, lost_text, lost_worker
 from replicast.errors import JobFailed
-from replicast.silence import on_silence, within
+from replicast.silence import Pauses, on_silence, within
 from replicast.turns import POLL_SECS, REMIND_SECS, JobKeys, Turns
 
 logger = logging.getLogger("replicast")
 
 GRACE_SECS = 10.0
 """How long a worker that was told to stop may take before its process is ended."""
-SILENT_SECS = 12.0
-"""How long the coordination service may not answer. TensorFlow considers a worker dead after 10 s."""
+SILENT_AFTER_HEARTBEAT_SECS = 2.0
+"""How much longer than the heartbeat timeout the coordination service may not answer."""
 CALL_SECS = 3.0
 """How long a worker that has failed waits for the service when it says so."""
 
@@ -63,6 +63,7 @@ class Lifetime:
         transfers_started: Returns how many transfers this worker has started.
         end_process: Ends this process with an exit code.
         trained_alone: Whether this process trained a model outside the strategy.
+        heartbeat_secs: After how long without a heartbeat TensorFlow considers a worker dead.
     """
 
     def __init__(
@@ -73,11 +74,14 @@ class Lifetime:
         transfers_started: Callable[[], int],
         end_process: Callable[[int], None] = os._exit,
         trained_alone: Callable[[], bool] = lambda: False,
+        heartbeat_secs: float = HEARTBEAT_SECS,
     ) -> None:
         self._coordination = coordination
         self._keys = JobKeys(coordination)
         self._rank = rank
         self._size = size
+        self._silent_secs = heartbeat_secs + SILENT_AFTER_HEARTBEAT_SECS
+        self._pauses = Pauses(heartbeat_secs / 2)  # then the others may have missed a heartbeat
         self._end_process = end_process
         self._trained_alone = trained_alone
         self._stop = threading.Event()
@@ -90,6 +94,7 @@ class Lifetime:
         self._at_exit: list[Callable[[], None]] = []
         self._blamed_for: str | None = None
         self._reported = False
+        self._own_error: str | None = None
         self.turns = Turns(
             self._keys,
             rank,
@@ -123,7 +128,9 @@ class Lifetime:
     def watch(self) -> None:
         """Starts the threads."""
         self._thread.start()
-        on_silence(lambda: self.polls, SILENT_SECS, self._no_answers, until=self._stop)
+        on_silence(
+            lambda: self.polls, self._silent_secs, self._no_answers, until=self._stop, look=self._pauses.look
+        )
 
     def has_gone_on(self, worker: int) -> bool:
         """Whether another worker is known to have passed this worker's position in the script."""
@@ -165,11 +172,10 @@ class Lifetime:
         if isinstance(error, KeyboardInterrupt) and self.failure is None:
             self._interrupted = True
             return
-        blamed, message = self._cause(error)
-        own = _first(blamed, message)
+        own = self._cause(error)
         # Before the others are told: worker 0 then exits, and the service that this worker loses is no cause.
         if self._set_failure(own) is own:
-            self.failure = within(CALL_SECS, lambda: self._publish_failure(blamed, message)) or own
+            self.failure = within(CALL_SECS, lambda: self._publish_failure(own)) or own
         self._report()
 
     def _set_failure(self, failure: JobFailed) -> JobFailed:
@@ -179,29 +185,47 @@ class Lifetime:
             return self.failure
 
     def _report(self) -> None:
-        """Writes because of whom this worker exits, once."""
-        if self.failure is not None and self.failure.worker != self._rank and not self._reported:
+        """Writes because of whom this worker exits, once; not if that is the error that its script raised."""
+        if self.failure is not None and str(self.failure) != self._own_error and not self._reported:
             self._reported = True
             sys.stderr.write(f"replicast: {self.failure}\n")
 
     def _is_because_of_another(self, error: BaseException) -> bool:
         """Whether an error only follows from another worker's failure: its traceback explains nothing."""
-        follows = isinstance(error, JobFailed) or type(error).__module__.startswith("tensorflow.")
-        return follows and self.failure is not None and self.failure.worker not in (None, self._rank)
+        if not _follows(error):
+            return False
+        blamed = None if self.failure is None else self.failure.worker
+        return blamed not in (None, self._rank) or self._pause() is not None
 
-    def _cause(self, error: BaseException) -> tuple[int, str]:
-        """The worker because of which this worker's script raised, and what to say about it."""
+    def _cause(self, error: BaseException) -> JobFailed:
+        """Why this worker's script raised, and because of which worker."""
+        pause = self._pause() if _follows(error) else None
+        if pause is not None:
+            return pause
         if isinstance(error, JobFailed) and error.worker is not None:  # it waited for that one in vain
-            return error.worker, str(error)
+            return _first(error.worker, str(error))
         lost = lost_worker(str(error), self._coordination.chiefs)
         if lost is not None and lost.worker != self._rank:
-            return lost.worker, f"{lost_text(lost)} (says worker {self._rank})"
+            return _first(lost.worker, f"{lost_text(lost)} (says worker {self._rank})")
         lines = traceback.format_exception_only(error)
-        return self._rank, lines[-1].strip() if lines else type(error).__name__
+        own = _first(self._rank, lines[-1].strip() if lines else type(error).__name__)
+        self._own_error = str(own)
+        return own
 
-    def _publish_failure(self, blamed: int, message: str) -> JobFailed | None:
+    def _pause(self) -> JobFailed | None:
+        """An error if this process itself stood still a short time ago: that explains what it sees since."""
+        secs = self._pauses.last_secs(within_secs=self._silent_secs + GRACE_SECS)
+        if secs is None:
+            return None
+        message = (
+            f"worker {self._rank} did not run for {secs:.0f} s: it was stopped (SIGSTOP), or its machine was "
+            "suspended, and the others take it for lost"
+        )
+        return JobFailed(message, worker=self._rank)
+
+    def _publish_failure(self, failure: JobFailed) -> JobFailed | None:
         """Publishes a failure unless there is one; returns the first one, if the service answers."""
-        self._keys.put("failed", {"worker": blamed, "message": message})
+        self._keys.put("failed", {"worker": failure.worker, "message": str(failure)})
         try:
             failed = self._keys.get("failed")
         except JobFailed:
@@ -245,11 +269,15 @@ class Lifetime:
             )
             if self._trained_alone():
                 self._end_process(1)
-        if self.failure is not None and self.failure.worker != self._rank:
-            self._report()
-            sys.stderr.flush()
-            sys.stdout.flush()
-            self._end_process(PEER_FAILED)
+        if self.failure is None or str(self.failure) == self._own_error:
+            return  # as Python does
+        self._report()
+        sys.stderr.flush()
+        sys.stdout.flush()
+        self._end_process(self._exit_code(self.failure))
+
+    def _exit_code(self, failure: JobFailed) -> int:
+        return 1 if failure.worker == self._rank else PEER_FAILED
 
     def _wait_for_the_others(self) -> None:
         began = reminded = time.monotonic()
@@ -331,7 +359,7 @@ class Lifetime:
     def _no_answers(self) -> None:
         message = (
             f"worker 0, which hosts the coordination service, has not answered worker {self._rank} for "
-            f"{SILENT_SECS:.0f} s: it is stopped (SIGSTOP), or its host is unreachable"
+            f"{self._silent_secs:.0f} s: it is stopped (SIGSTOP), or its host is unreachable"
         )
         self._end(JobFailed(message, worker=0))
 
@@ -342,6 +370,7 @@ class Lifetime:
         """
         if not self._only_once.acquire(blocking=False):
             return
+        failure = self._pause() or failure
         first = self._set_failure(failure)
         threading.Thread(
             target=self._end_after_grace, args=(first,), name="replicast-end", daemon=True
@@ -354,7 +383,12 @@ class Lifetime:
         if not self._stop.wait(GRACE_SECS):
             sys.stderr.write(f"replicast: {failure}. Worker {self._rank} did not stop by itself\n")
             sys.stderr.flush()
-            self._end_process(1 if failure.worker == self._rank else PEER_FAILED)
+            self._end_process(self._exit_code(failure))
+
+
+def _follows(error: BaseException) -> bool:
+    """Whether an error may follow from what happened to another worker, or to the connection."""
+    return isinstance(error, JobFailed) or type(error).__module__.startswith("tensorflow.")
 
 
 def _first(worker: int, message: str) -> JobFailed:

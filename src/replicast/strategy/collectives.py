@@ -105,7 +105,10 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
     applies the mean of the workers' gradients (`update`).
     """
 
-    def __init__(self, container: tf.distribute.Strategy, cluster_resolver: Any, options: Any) -> None:
+    def __init__(
+        self, container: tf.distribute.Strategy, cluster_resolver: Any, options: Any, heartbeat_secs: float
+    ) -> None:
+        self._heartbeat_secs = heartbeat_secs
         self._summed_already = False
         self._in_keras_step = False
         self._warned = False
@@ -135,10 +138,11 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
             operations._launchers = [CountingLauncher(stock, self) for stock in operations._launchers]
 
     def _update_config_proto(self, config_proto: Any) -> Any:
-        """As in TensorFlow, with a limit for the call that connects the workers, which no signal ends."""
+        """As in TensorFlow, with limits of ours for the call that connects the workers and for heartbeats."""
         updated = super()._update_config_proto(config_proto)
         service = updated.experimental.coordination_config
         service.cluster_register_timeout_in_ms = int(REGISTER_SECS * 1000)
+        service.heartbeat_timeout_in_ms = int(self._heartbeat_secs * 1000)
         return updated
 
     def sum_through(self, exchange: AllReduce) -> None:

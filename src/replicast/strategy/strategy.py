@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from replicast import rendezvous
-from replicast.config import read_cluster, start_timeout_secs
+from replicast.config import HEARTBEAT_SECS, heartbeat_timeout_secs, read_cluster, start_timeout_secs
 from replicast.coordination import Coordination, MemoryCoordination, ServiceCoordination
 from replicast.errors import ClusterError, NotSupported
 from replicast.lifetime import Lifetime
@@ -90,12 +90,16 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         cluster = read_cluster(os.environ)
         self._rank = 0 if cluster is None else cluster.rank
         self._size = 1 if cluster is None else cluster.size
+        heartbeat_secs = HEARTBEAT_SECS
         if cluster is not None and self._size > 1:
-            rendezvous.meet(cluster, start_timeout_secs(os.environ), _tell)
+            heartbeat_secs = rendezvous.meet(
+                cluster, start_timeout_secs(os.environ), _tell, heartbeat_timeout_secs(os.environ)
+            )
         extended = ReplicatedExtended(
             self,
             tf.distribute.cluster_resolver.TFConfigClusterResolver(),
             communication_options or tf.distribute.experimental.CommunicationOptions(),
+            heartbeat_secs,
         )
         # Skips MultiWorkerMirroredStrategy's constructor, which would create its own `extended`.
         super(tf.distribute.MultiWorkerMirroredStrategy, self).__init__(extended)
@@ -121,6 +125,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             self._rank,
             self._size,
             extended.transfers_started,
+            heartbeat_secs=heartbeat_secs,
             trained_alone=_a_model_was_trained,
         )
         self._writing = Writing(self._coordination, self._rank, self._lifetime)
