@@ -36,7 +36,7 @@ _FIRST_PAUSES_SECS = (0.02, 0.04, 0.08)
 _TELL_SECS = 1.0
 _ANSWER_SECS = 5.0
 """Worker 0 sends something every second. Whoever is silent for this long is not worker 0, or hangs."""
-_SERVER_SECS = 30.0
+_SERVER_SECS = 10.0
 _MAX_LINE = 1 << 20
 
 

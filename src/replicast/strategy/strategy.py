@@ -33,6 +33,7 @@ from replicast.strategy.caller import (
     only_looks_at_shapes,
 )
 from replicast.strategy.collectives import ReplicatedExtended
+from replicast.strategy.connecting import connecting
 from replicast.strategy.inputs import Inputs
 from replicast.strategy.optimizers import optimizers_of
 from replicast.strategy.outside import take_over
@@ -95,12 +96,13 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             heartbeat_secs = rendezvous.meet(
                 cluster, start_timeout_secs(os.environ), _tell, heartbeat_timeout_secs(os.environ)
             )
-        extended = ReplicatedExtended(
-            self,
-            tf.distribute.cluster_resolver.TFConfigClusterResolver(),
-            communication_options or tf.distribute.experimental.CommunicationOptions(),
-            heartbeat_secs,
-        )
+        with connecting(cluster):
+            extended = ReplicatedExtended(
+                self,
+                tf.distribute.cluster_resolver.TFConfigClusterResolver(),
+                communication_options or tf.distribute.experimental.CommunicationOptions(),
+                heartbeat_secs,
+            )
         # Skips MultiWorkerMirroredStrategy's constructor, which would create its own `extended`.
         super(tf.distribute.MultiWorkerMirroredStrategy, self).__init__(extended)
         self.statistics = statistics
