@@ -11,13 +11,22 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tests.hosts.network import Host, Network
+import pytest
+
+from tests.hosts.network import Host, Network, missing
 
 ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "tests" / "hosts" / "train.py"
 FIRST_PORT = 2222
 STARTS_SECS = 240.0
 """Far more than a start takes, also on a busy machine."""
+
+
+def need_machines() -> None:
+    """For the top of a test module: one clear skip of all its tests where no machines can be played."""
+    why = missing()
+    if why:
+        pytest.skip(f"No machines can be played by namespaces: {why}", allow_module_level=True)
 
 
 class HostJob:
@@ -29,6 +38,7 @@ class HostJob:
         directory: Path,
         *,
         per_host: int = 1,
+        run_dir: Path | None = None,
         script: Path = TRAIN,
         environ: Mapping[str, str] | None = None,
     ) -> None:
@@ -36,7 +46,7 @@ class HostJob:
         self.addresses = [
             f"{host.address}:{FIRST_PORT + rank % per_host}" for rank, host in enumerate(self.hosts)
         ]
-        self.run_dir = directory / "run"
+        self.run_dir = run_dir or directory / "run"
         self.reports = directory / "reports"
         self.directory = directory
         self.attempt = -1

@@ -17,14 +17,18 @@ import tensorflow as tf
 
 import replicast
 from replicast.update.digest import digest_state
+from tests.workers import changing
 
-STEPS_PER_EPOCH, EPOCHS, BATCH = 100, 3, 12
+STEPS_PER_EPOCH, BATCH = 100, 12
+EPOCHS = int(os.environ.get("EPOCHS", "3"))
 SAVE_EVERY = 40
 PROPOSE_AT = 95
 STEP_SECS = float(os.environ.get("STEP_SECS", "0.03"))
 """A job that is over before its fault has begun shows nothing."""
 CARGO = int(os.environ.get("CARGO", "1000"))
 """How many float32 values the update has."""
+DRIFT_AT = int(os.environ.get("DRIFT_AT", "0"))
+"""At this step the last worker changes its own replica, without replicast."""
 
 
 class Cargo(keras.layers.Layer):
@@ -61,8 +65,11 @@ class Moments(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         time.sleep(STEP_SECS)
+        is_last = replicas.rank == replicas.size - 1
+        if replicas.step == DRIFT_AT and is_last:
+            changing.flip(model, "dense/bias", (3,), bit=20)
         if replicas.step == PROPOSE_AT:
-            if replicas.rank == replicas.size - 1:
+            if is_last:
                 one = np.ones(CARGO, "float32")
                 replicas.propose(replicast.Update(note="cargo").add("cargo/values", one))
             (reports / f"trains-{os.environ['REPLICAST_ATTEMPT']}-{replicas.rank}").touch()
@@ -75,7 +82,7 @@ model.fit(
     batch_size=BATCH,
     epochs=EPOCHS,
     verbose=0,
-    callbacks=[replicas.callback(save_every=SAVE_EVERY), Moments()],
+    callbacks=[replicas.callback(save_every=SAVE_EVERY, audit_every=25), Moments()],
 )
 values = {variable.path: variable.numpy() for variable in model.variables}
 cargo = values.pop(next(path for path in values if path.endswith("cargo/values")))
