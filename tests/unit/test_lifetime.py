@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from replicast.config import HEARTBEAT_SECS, PEER_FAILED
-from replicast.coordination import Loss, MemoryCoordination, lost_worker
+from replicast.coordination import Loss, MemoryCoordination, lost_worker, unregistered_workers
 from replicast.errors import JobFailed
 from replicast.lifetime import CALL_SECS, GRACE_SECS, SILENT_AFTER_HEARTBEAT_SECS, Lifetime
 from replicast.silence import Pauses
@@ -531,6 +531,18 @@ PASSED_ON = (
 def test_the_lost_worker_is_read_from_the_error_of_tensorflow(said: str, lost: int | None) -> None:
     found = lost_worker(said)
     assert (None if found is None else found.worker) == lost
+
+
+def test_who_is_missing_at_the_start_is_read_from_the_error_of_tensorflow() -> None:
+    said = """Barrier timed out. Id: [Init]Wait_for_all_tasks_to_register::0.
+# of tasks that reached the barrier: 2/4.
+The first task at the barrier: /job:worker/replica:0/task:0. Some timed out task names:
+/job:worker/replica:0/task:1
+/job:worker/replica:0/task:3
+Additional GRPC error information from remote target /job:worker/replica:0/task:0 while calling X"""
+    assert unregistered_workers(said) == [1, 3]
+    assert unregistered_workers(said, chiefs=1) == [2, 4]
+    assert unregistered_workers("Deadline Exceeded") == [0], "so another worker says that worker 0 is missing"
 
 
 def test_a_chief_is_worker_0_and_the_workers_come_after_it() -> None:
