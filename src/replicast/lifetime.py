@@ -206,11 +206,15 @@ class Lifetime:
             return _first(error.worker, str(error))
         lost = lost_worker(str(error), self._coordination.chiefs)
         if lost is not None and lost.worker != self._rank:
-            return _first(lost.worker, f"{lost_text(lost)} (says worker {self._rank})")
+            return _first(lost.worker, self._witnessed(lost_text(lost)))
         lines = traceback.format_exception_only(error)
         own = _first(self._rank, lines[-1].strip() if lines else type(error).__name__)
         self._own_error = str(own)
         return own
+
+    def _witnessed(self, message: str) -> str:
+        """What this worker has seen itself, for the others, with who says so."""
+        return f"{message} (says worker {self._rank})"
 
     def _pause(self) -> JobFailed | None:
         """An error if this process itself stood still a short time ago: that explains what it sees since."""
@@ -323,7 +327,7 @@ class Lifetime:
             if self._rank != 0 and self._has_left:  # worker 0 may have exited, and the service with it
                 self._stop.set()
             else:
-                self._end(error)
+                self._end(JobFailed(self._witnessed(str(error)), worker=error.worker))
         except Exception as error:
             logger.exception("The thread that watches the job died")
             message = f"worker {self._rank} failed: the thread that watches the job has died ({error!r})"
@@ -344,7 +348,7 @@ class Lifetime:
     def _lost_peer(self) -> JobFailed | None:
         """On worker 0: an error if the service has lost a worker. Transfers notice that, waits do not."""
         lost = self._coordination.find_lost(self._size) if self._rank == 0 else None
-        return None if lost is None else JobFailed(f"{lost_text(lost)} (says worker 0)", worker=lost.worker)
+        return None if lost is None else JobFailed(self._witnessed(lost_text(lost)), worker=lost.worker)
 
     def _dead_peer(self) -> JobFailed | None:
         """An error if the process of a worker of this host has ended without a word.
@@ -354,7 +358,7 @@ class Lifetime:
         worker = self.dead_worker()
         if worker is None or self._keys.get("failed", 0.001) is not None:  # the next poll says why
             return None
-        return JobFailed(lost_text(Loss(worker, "its process has ended")), worker=worker)
+        return JobFailed(self._witnessed(lost_text(Loss(worker, "its process has ended"))), worker=worker)
 
     def _no_answers(self) -> None:
         message = (

@@ -448,7 +448,7 @@ def test_a_worker_exits_when_the_service_has_lost_another(
     monkeypatch.setattr(workers[0].coordination, "get", lost)
     eventually(lambda: workers[0].exit_codes)
     assert workers[0].exit_codes == [PEER_FAILED]
-    assert workers[0].coordination.aborted == ["worker 1 was lost"]
+    assert workers[0].coordination.aborted == ["worker 1 was lost (says worker 0)"]
 
 
 @pytest.mark.parametrize("workers", [0.5], indirect=True)
