@@ -51,6 +51,7 @@ class HostJob:
         self.directory = directory
         self.attempt = -1
         self.workers: list[subprocess.Popen[bytes]] = []
+        self._ended: dict[int, float] = {}
         self._script = script
         self._environ = dict(environ or {})
         self.reports.mkdir(parents=True, exist_ok=True)
@@ -58,6 +59,7 @@ class HostJob:
     def start(self, *ranks: int, **environ: str) -> None:
         """Start the next attempt; with ``ranks``, only these workers."""
         self.attempt += 1
+        self._ended.clear()
         self.workers = [self._start(rank, environ) for rank in ranks or range(len(self.hosts))]
 
     def _start(self, rank: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -97,16 +99,20 @@ class HostJob:
         self.until(lambda: all(report.exists() for report in reports))
 
     def ends(self, secs: float, since: float | None = None) -> list[tuple[float, int] | None]:
-        """When each worker ended, in seconds since a moment, and its exit code; None: not within ``secs``."""
+        """When each worker ended, in seconds since a moment, and its exit code; None: not within ``secs``.
+
+        What an earlier call has seen is remembered.
+        """
         began = time.monotonic() if since is None else since
-        found: list[tuple[float, int] | None] = [None] * len(self.workers)
-        while None in found and time.monotonic() - began < secs:
-            for rank, worker in enumerate(self.workers):
-                code = worker.poll()
-                if found[rank] is None and code is not None:
-                    found[rank] = (time.monotonic() - began, code)
+        while len(self._ended) < len(self.workers) and time.monotonic() - began < secs:
+            for place, worker in enumerate(self.workers):
+                if place not in self._ended and worker.poll() is not None:
+                    self._ended[place] = time.monotonic()
             time.sleep(0.02)
-        return found
+        return [
+            (self._ended[place] - began, worker.returncode) if place in self._ended else None
+            for place, worker in enumerate(self.workers)
+        ]
 
     def finals(self) -> list[str]:
         """What each worker says of its state at the end of its training."""
