@@ -106,9 +106,12 @@ class Host:
         env: Mapping[str, str] | None = None,
         stdout: IO[bytes] | int | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a process on this machine, in a session of its own; output and errors go to ``stdout``."""
+        """Start a process on this machine, in a session of its own; output and errors go to ``stdout``.
+
+        It is killed when the thread that has started it ends.
+        """
         return subprocess.Popen(
-            self.namespaces.inside(command),
+            self.namespaces.inside(["setpriv", "--pdeathsig", "KILL", *command]),
             env=env,
             stdout=stdout,
             stderr=subprocess.STDOUT,
