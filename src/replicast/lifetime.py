@@ -216,14 +216,18 @@ class Lifetime:
         """What this worker has seen itself, for the others, with who says so."""
         return f"{message} (says worker {self._rank})"
 
+    def _noticed(self, message: str, worker: int | None) -> JobFailed:
+        """A loss that this worker has noticed: of another one, unless it stood still itself."""
+        return self._pause() or JobFailed(self._witnessed(message), worker=worker)
+
     def _pause(self) -> JobFailed | None:
         """An error if this process itself stood still a short time ago: that explains what it sees since."""
         secs = self._pauses.last_secs(within_secs=self._silent_secs + GRACE_SECS)
         if secs is None:
             return None
         message = (
-            f"worker {self._rank} did not run for {secs:.0f} s: it was stopped (SIGSTOP), or its machine was "
-            "suspended, and the others take it for lost"
+            f"worker {self._rank} did not run for {secs:.0f} s: it was stopped (SIGSTOP), its machine was "
+            "suspended, or it got no CPU time. The other workers took it for lost"
         )
         return JobFailed(message, worker=self._rank)
 
@@ -327,7 +331,7 @@ class Lifetime:
             if self._rank != 0 and self._has_left:  # worker 0 may have exited, and the service with it
                 self._stop.set()
             else:
-                self._end(JobFailed(self._witnessed(str(error)), worker=error.worker))
+                self._end(self._noticed(str(error), error.worker))
         except Exception as error:
             logger.exception("The thread that watches the job died")
             message = f"worker {self._rank} failed: the thread that watches the job has died ({error!r})"
@@ -348,7 +352,7 @@ class Lifetime:
     def _lost_peer(self) -> JobFailed | None:
         """On worker 0: an error if the service has lost a worker. Transfers notice that, waits do not."""
         lost = self._coordination.find_lost(self._size) if self._rank == 0 else None
-        return None if lost is None else JobFailed(self._witnessed(lost_text(lost)), worker=lost.worker)
+        return None if lost is None else self._noticed(lost_text(lost), lost.worker)
 
     def _dead_peer(self) -> JobFailed | None:
         """An error if the process of a worker of this host has ended without a word.
@@ -365,7 +369,7 @@ class Lifetime:
             f"worker 0, which hosts the coordination service, has not answered worker {self._rank} for "
             f"{self._silent_secs:.0f} s: it is stopped (SIGSTOP), or its host is unreachable"
         )
-        self._end(JobFailed(message, worker=0))
+        self._end(self._pause() or JobFailed(message, worker=0))
 
     def _end(self, failure: JobFailed) -> None:
         """Makes the training thread raise, and ends the process if it has not exited after `GRACE_SECS`.
@@ -374,7 +378,6 @@ class Lifetime:
         """
         if not self._only_once.acquire(blocking=False):
             return
-        failure = self._pause() or failure
         first = self._set_failure(failure)
         threading.Thread(
             target=self._end_after_grace, args=(first,), name="replicast-end", daemon=True

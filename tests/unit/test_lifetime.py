@@ -625,6 +625,15 @@ def test_an_error_of_the_script_is_its_own_though_the_worker_stood_still(paused:
     paused[0].lifetime.leave()
 
 
+def test_what_another_worker_says_of_itself_counts_though_this_one_stood_still(paused: list[Worker]) -> None:
+    paused[0].lifetime.failed(ValueError("no such column"))
+    eventually(lambda: paused[1].lifetime.failure)
+    assert str(paused[1].lifetime.failure) == "worker 0 failed first: ValueError: no such column"
+    for worker in reversed(paused):
+        worker.lifetime.leave()
+    assert paused[1].exit_codes == [PEER_FAILED]
+
+
 def test_a_worker_that_others_have_taken_for_lost_says_so_when_it_exits(
     workers: list[Worker], capsys: pytest.CaptureFixture[str]
 ) -> None:
