@@ -17,8 +17,11 @@ from replicast.config import Cluster
 from replicast.coordination import unregistered_workers
 from replicast.errors import ClusterError
 
-REGISTER_SECS = 30.0
-"""How long TensorFlow may take to connect the workers, all of which have met. Its own limit is an hour."""
+REGISTER_SECS = 60.0
+"""How long TensorFlow may take to connect the workers, all of which have met. Its own limit is an hour.
+
+Before it connects, each worker initializes its devices, for which a GPU's driver may need many seconds.
+"""
 
 
 @contextlib.contextmanager

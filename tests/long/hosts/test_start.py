@@ -35,5 +35,5 @@ def test_when_the_link_fails_while_tensorflow_connects_every_worker_ends_and_nam
         (job.reports / "go").touch()
         assert [None if end is None else end[1] for end in job.ends(ENDS_SECS)] == [1, 1], job.logs()
         for rank, other in ((0, "worker 1 (10.77.0.2:2222)"), (1, "worker 0 (10.77.0.1:2222)")):
-            named = f"TensorFlow could not connect worker {rank} with {other} within 30 s"
+            named = f"TensorFlow could not connect worker {rank} with {other} within 60 s"
             assert named in job.log(rank).read_text()
