@@ -55,7 +55,8 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     Reads the workers from `TF_CONFIG`; without it, the same script runs as a job with one worker. Create the
     strategy before you use anything else of TensorFlow. Blocks until all workers have created it, at most
-    `REPLICAST_START_TIMEOUT` seconds (an hour), and says after 10 s which workers are missing.
+    `REPLICAST_START_TIMEOUT` seconds (an hour), and says after 10 s which workers are missing. Later, a
+    worker that sends no heartbeat for `REPLICAST_HEARTBEAT_TIMEOUT` seconds (10) is lost, and the job ends.
 
     Example:
         strategy = replicast.Strategy()

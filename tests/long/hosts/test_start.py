@@ -37,3 +37,22 @@ def test_when_the_link_fails_while_tensorflow_connects_every_worker_ends_and_nam
         for rank, other in ((0, "worker 1 (10.77.0.2:2222)"), (1, "worker 0 (10.77.0.1:2222)")):
             named = f"TensorFlow could not connect worker {rank} with {other} within 60 s"
             assert named in job.log(rank).read_text()
+
+
+def catches_sigterm(pid: int) -> bool:
+    """Whether a process has a handler for SIGTERM: TensorFlow installs one when it connects the workers."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (caught,) = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt")]
+    return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+
+def test_ctrl_c_ends_a_worker_while_tensorflow_connects(tmp_path: Path) -> None:
+    with Network(2) as network, HostJob(network, tmp_path, script=START) as job:
+        job.start()
+        job.until(lambda: all((job.reports / f"met-{rank}").exists() for rank in range(2)))
+        network.cut(network.hosts[1])
+        (job.reports / "go").touch()
+        job.until(lambda: all(catches_sigterm(worker.pid) for worker in job.workers))
+        for worker in job.workers:
+            worker.send_signal(signal.SIGINT)
+        assert [None if end is None else end[1] for end in job.ends(ENDS_SECS)] == [-signal.SIGINT] * 2
