@@ -62,15 +62,23 @@ chromium:
 	  $(APT) install chromium >/dev/null 2>&1 || { $(APT) update >/dev/null && $(APT) install chromium >/dev/null; }; } || { \
 	  echo "The tests of the page need Chromium, which cannot be installed from here: apt-get install chromium"; exit 1; }
 
+# What plays machines by namespaces, for the tests of several hosts. Without it, or without root, they are skipped and say so.
+.PHONY: machines
+machines:
+	@{ command -v ip && command -v tc && command -v nft; } >/dev/null || { \
+	  echo "Installing iproute2 and nftables, for the tests of several hosts"; \
+	  $(APT) install iproute2 nftables >/dev/null 2>&1 || { $(APT) update && $(APT) install iproute2 nftables; } >/dev/null 2>&1; } || \
+	  echo "They cannot be installed from here, and those tests are skipped: apt-get install iproute2 nftables"
+
 test: export PYTHONDONTWRITEBYTECODE :=  # without .pyc files every process that a test starts compiles replicast again
-test: $(STAMP) chromium ## All tests: unit, real workers, the page in a browser, faults, golden files
+test: $(STAMP) chromium machines ## All tests: unit, real workers, several hosts, the page in a browser, faults, golden files
 	$(VENV)/bin/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: screenshots
 screenshots: $(STAMP) chromium ## The pictures of the page in docs/images
 	$(VENV)/bin/python -m tests.page.screenshots
 
-test-long: $(STAMP) ## More of the same: restarts, examples, every training on three workers; takes much longer
+test-long: $(STAMP) machines ## More of the same: restarts, examples, every training on three workers; takes much longer
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup tests/long
 
 test-oldest: $(OLDEST_STAMP) ## The worker tests on the oldest supported TensorFlow and Keras
@@ -86,6 +94,10 @@ soak: $(STAMP) ## Jobs with random faults for MINUTES=5 or until KILLS=20: what 
 .PHONY: simulate
 simulate: $(STAMP) ## Simulated jobs in virtual time, SEEDS=10000: what happened, which faults fired, what was lost (SEED=… shows one)
 	$(VENV)/bin/python -m replicast.testing.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),10000))
+
+.PHONY: host-faults
+host-faults: $(STAMP) machines ## Links that fail, lose packets, and stopped workers on two and three hosts: the table of docs/faults.md, in 25 minutes
+	$(VENV)/bin/python -m tests.hosts.faults
 
 lint: $(STAMP) docs ## ruff, mypy --strict, and the documentation with all its links
 	$(VENV)/bin/ruff check .

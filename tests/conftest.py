@@ -103,7 +103,7 @@ def _group(item: pytest.Item) -> str:
 def _place(item: pytest.Item) -> tuple[int, ...]:
     """That of its group; in a group, larger pools come later, so that each starts when it is first needed."""
     groups = {"pools": 0, "pool3": 1}
-    folders = {"faults": 2, "workers": 3, "page": 3, "simulation": 4}
+    folders = {"hosts": 2, "faults": 2, "workers": 3, "page": 3, "simulation": 4}
     place = groups.get(_group(item), folders.get(item.path.parent.name, 5))
     return place, *(name in _pools(item) for name in ("pool3", "pool2", "pool1"))
 

@@ -23,6 +23,7 @@ HOST_ID = "REPLICAST_HOST_ID"
 SHM_DIR = "REPLICAST_SHM_DIR"
 FAULTS = "REPLICAST_FAULTS"
 START_TIMEOUT = "REPLICAST_START_TIMEOUT"
+HEARTBEAT_TIMEOUT = "REPLICAST_HEARTBEAT_TIMEOUT"
 LAUNCHED = "REPLICAST_LAUNCHED"
 """Set by `replicast run` for its workers: a launcher on the same host watches their exit codes."""
 PEER_FAILED = 75
@@ -31,6 +32,9 @@ worker still tells the others: from the exit code the launcher knows which worke
 
 TOLD_TO_END = 143
 """The exit code of a worker that received SIGTERM, saved its state together with all others, and exited."""
+
+HEARTBEAT_SECS = 10.0
+MIN_HEARTBEAT_SECS = 2.0
 
 _EXAMPLE = (
     'For example {"cluster": {"worker": ["host1:2222", "host2:2222"]}, '
@@ -130,15 +134,31 @@ def start_timeout_secs(environ: Mapping[str, str]) -> float:
     Raises:
         ClusterError: The value is not a positive number.
     """
-    text = environ.get(START_TIMEOUT, "").strip()
+    return _seconds(environ, START_TIMEOUT, 3600.0, at_least=0.0)
+
+
+def heartbeat_timeout_secs(environ: Mapping[str, str]) -> float:
+    """After how long without a heartbeat a worker is lost: `REPLICAST_HEARTBEAT_TIMEOUT`, else 10 s.
+
+    10 s is TensorFlow's own limit. Heartbeats are sent twice in this time.
+
+    Raises:
+        ClusterError: The value is not a number of seconds from 2.
+    """
+    return _seconds(environ, HEARTBEAT_TIMEOUT, HEARTBEAT_SECS, at_least=MIN_HEARTBEAT_SECS)
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float, *, at_least: float) -> float:
+    text = environ.get(name, "").strip()
     if not text:
-        return 3600.0
+        return default
     try:
         secs = float(text)
     except ValueError:
         secs = 0.0
-    if not 0.0 < secs < float("inf"):
-        raise ClusterError(f"{START_TIMEOUT} must be a positive number of seconds", received=repr(text))
+    if not (0.0 < secs < float("inf") and secs >= at_least):
+        expected = f"a number of seconds from {at_least:g}" if at_least else "a positive number of seconds"
+        raise ClusterError(f"{name} must be {expected}", received=repr(text))
     return secs
 
 

@@ -59,6 +59,18 @@ def lost_worker(message: str, chiefs: int = 0) -> Loss | None:
     return Loss(_rank(broken[-1], chiefs), "its connection broke") if broken else None
 
 
+def unregistered_workers(message: str, chiefs: int = 0) -> list[int]:
+    """Returns the workers that did not register with the service, if an error message of TensorFlow says so.
+
+    Args:
+        message: The text: worker 0's names them, that of another worker is about worker 0.
+        chiefs: The number of tasks of type "chief", which come before the workers.
+    """
+    _, _, late = message.partition("timed out task names:")
+    tasks = re.finditer(_TASK, late.partition("Additional GRPC error")[0])
+    return sorted({_rank(task, chiefs) for task in tasks}) or [0]
+
+
 def lost_text(lost: Loss) -> str:
     """One sentence on a lost worker, and what to do about it."""
     return (

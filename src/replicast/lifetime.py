@@ -27,27 +27,24 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 
-from replicast.config import PEER_FAILED
-from replicast.coordination import Coordination, Loss, lost_text, lost_worker
+from replicast.causes import Causes, first, follows, place_in
+from replicast.config import HEARTBEAT_SECS, PEER_FAILED
+from replicast.coordination import Coordination, Loss, lost_text
 from replicast.errors import JobFailed
-from replicast.silence import on_silence, within
+from replicast.silence import Pauses, on_silence, within
 from replicast.turns import POLL_SECS, REMIND_SECS, JobKeys, Turns
 
 logger = logging.getLogger("replicast")
 
 GRACE_SECS = 10.0
 """How long a worker that was told to stop may take before its process is ended."""
-SILENT_SECS = 12.0
-"""How long the coordination service may not answer. TensorFlow considers a worker dead after 10 s."""
+SILENT_AFTER_HEARTBEAT_SECS = 2.0
+"""How much longer than the heartbeat timeout the coordination service may not answer."""
 CALL_SECS = 3.0
 """How long a worker that has failed waits for the service when it says so."""
-
-_HERE = str(Path(__file__).parent)
 
 
 class Lifetime:
@@ -63,6 +60,7 @@ class Lifetime:
         transfers_started: Returns how many transfers this worker has started.
         end_process: Ends this process with an exit code.
         trained_alone: Whether this process trained a model outside the strategy.
+        heartbeat_secs: After how long without a heartbeat TensorFlow considers a worker dead.
     """
 
     def __init__(
@@ -73,11 +71,15 @@ class Lifetime:
         transfers_started: Callable[[], int],
         end_process: Callable[[int], None] = os._exit,
         trained_alone: Callable[[], bool] = lambda: False,
+        heartbeat_secs: float = HEARTBEAT_SECS,
     ) -> None:
         self._coordination = coordination
         self._keys = JobKeys(coordination)
         self._rank = rank
         self._size = size
+        self._silent_secs = heartbeat_secs + SILENT_AFTER_HEARTBEAT_SECS
+        pauses = Pauses(heartbeat_secs / 2)  # then the others may have missed a heartbeat
+        self._causes = Causes(rank, coordination.chiefs, pauses, recent_secs=self._silent_secs + GRACE_SECS)
         self._end_process = end_process
         self._trained_alone = trained_alone
         self._stop = threading.Event()
@@ -123,7 +125,9 @@ class Lifetime:
     def watch(self) -> None:
         """Starts the threads."""
         self._thread.start()
-        on_silence(lambda: self.polls, SILENT_SECS, self._no_answers, until=self._stop)
+        on_silence(
+            lambda: self.polls, self._silent_secs, self._no_answers, until=self._stop, look=self._causes.look
+        )
 
     def has_gone_on(self, worker: int) -> bool:
         """Whether another worker is known to have passed this worker's position in the script."""
@@ -149,7 +153,7 @@ class Lifetime:
         if self.failure is not None:
             raise self.failure
         if self._blamed_for is not None:
-            raise _first(self._rank, self._blamed_for)
+            raise first(self._rank, self._blamed_for)
 
     def has_left(self, worker: int) -> bool:
         """Whether a worker has reached the end of its script, where it waits for the others.
@@ -165,11 +169,10 @@ class Lifetime:
         if isinstance(error, KeyboardInterrupt) and self.failure is None:
             self._interrupted = True
             return
-        blamed, message = self._cause(error)
-        own = _first(blamed, message)
+        own = self._causes.of(error)
         # Before the others are told: worker 0 then exits, and the service that this worker loses is no cause.
         if self._set_failure(own) is own:
-            self.failure = within(CALL_SECS, lambda: self._publish_failure(blamed, message)) or own
+            self.failure = within(CALL_SECS, lambda: self._publish_failure(own)) or own
         self._report()
 
     def _set_failure(self, failure: JobFailed) -> JobFailed:
@@ -179,34 +182,24 @@ class Lifetime:
             return self.failure
 
     def _report(self) -> None:
-        """Writes because of whom this worker exits, once."""
-        if self.failure is not None and self.failure.worker != self._rank and not self._reported:
+        """Writes because of whom this worker exits, once; not if that is the error that its script raised."""
+        if self.failure is not None and not self._causes.is_own_error(self.failure) and not self._reported:
             self._reported = True
             sys.stderr.write(f"replicast: {self.failure}\n")
 
     def _is_because_of_another(self, error: BaseException) -> bool:
         """Whether an error only follows from another worker's failure: its traceback explains nothing."""
-        follows = isinstance(error, JobFailed) or type(error).__module__.startswith("tensorflow.")
-        return follows and self.failure is not None and self.failure.worker not in (None, self._rank)
+        blamed = None if self.failure is None else self.failure.worker
+        return follows(error) and (blamed not in (None, self._rank) or self._causes.pause() is not None)
 
-    def _cause(self, error: BaseException) -> tuple[int, str]:
-        """The worker because of which this worker's script raised, and what to say about it."""
-        if isinstance(error, JobFailed) and error.worker is not None:  # it waited for that one in vain
-            return error.worker, str(error)
-        lost = lost_worker(str(error), self._coordination.chiefs)
-        if lost is not None and lost.worker != self._rank:
-            return lost.worker, f"{lost_text(lost)} (says worker {self._rank})"
-        lines = traceback.format_exception_only(error)
-        return self._rank, lines[-1].strip() if lines else type(error).__name__
-
-    def _publish_failure(self, blamed: int, message: str) -> JobFailed | None:
+    def _publish_failure(self, failure: JobFailed) -> JobFailed | None:
         """Publishes a failure unless there is one; returns the first one, if the service answers."""
-        self._keys.put("failed", {"worker": blamed, "message": message})
+        self._keys.put("failed", {"worker": failure.worker, "message": str(failure)})
         try:
             failed = self._keys.get("failed")
         except JobFailed:
             return None
-        return None if failed is None else _first(failed["worker"], failed["message"])
+        return None if failed is None else first(failed["worker"], failed["message"])
 
     def leave(self) -> None:
         """Ends this worker's part in the job once all workers have reached the end of their scripts.
@@ -245,11 +238,15 @@ class Lifetime:
             )
             if self._trained_alone():
                 self._end_process(1)
-        if self.failure is not None and self.failure.worker != self._rank:
-            self._report()
-            sys.stderr.flush()
-            sys.stdout.flush()
-            self._end_process(PEER_FAILED)
+        if self.failure is None or self._causes.is_own_error(self.failure):
+            return  # as Python does
+        self._report()
+        sys.stderr.flush()
+        sys.stdout.flush()
+        self._end_process(self._exit_code(self.failure))
+
+    def _exit_code(self, failure: JobFailed) -> int:
+        return 1 if failure.worker == self._rank else PEER_FAILED
 
     def _wait_for_the_others(self) -> None:
         began = reminded = time.monotonic()
@@ -295,7 +292,7 @@ class Lifetime:
             if self._rank != 0 and self._has_left:  # worker 0 may have exited, and the service with it
                 self._stop.set()
             else:
-                self._end(error)
+                self._end(self._causes.noticed(str(error), error.worker))
         except Exception as error:
             logger.exception("The thread that watches the job died")
             message = f"worker {self._rank} failed: the thread that watches the job has died ({error!r})"
@@ -311,12 +308,12 @@ class Lifetime:
             self._blamed_for = str(failed["message"])
             self._stop.wait(POLL_SECS)
             return None
-        return _first(failed["worker"], failed["message"])
+        return first(failed["worker"], failed["message"])
 
     def _lost_peer(self) -> JobFailed | None:
         """On worker 0: an error if the service has lost a worker. Transfers notice that, waits do not."""
         lost = self._coordination.find_lost(self._size) if self._rank == 0 else None
-        return None if lost is None else JobFailed(f"{lost_text(lost)} (says worker 0)", worker=lost.worker)
+        return None if lost is None else self._causes.noticed(lost_text(lost), lost.worker)
 
     def _dead_peer(self) -> JobFailed | None:
         """An error if the process of a worker of this host has ended without a word.
@@ -326,14 +323,15 @@ class Lifetime:
         worker = self.dead_worker()
         if worker is None or self._keys.get("failed", 0.001) is not None:  # the next poll says why
             return None
-        return JobFailed(lost_text(Loss(worker, "its process has ended")), worker=worker)
+        message = self._causes.witnessed(lost_text(Loss(worker, "its process has ended")))
+        return JobFailed(message, worker=worker)
 
     def _no_answers(self) -> None:
         message = (
             f"worker 0, which hosts the coordination service, has not answered worker {self._rank} for "
-            f"{SILENT_SECS:.0f} s: it is stopped (SIGSTOP), or its host is unreachable"
+            f"{self._silent_secs:.0f} s: it is stopped (SIGSTOP), or its host is unreachable"
         )
-        self._end(JobFailed(message, worker=0))
+        self._end(self._causes.pause() or JobFailed(message, worker=0))
 
     def _end(self, failure: JobFailed) -> None:
         """Makes the training thread raise, and ends the process if it has not exited after `GRACE_SECS`.
@@ -354,17 +352,4 @@ class Lifetime:
         if not self._stop.wait(GRACE_SECS):
             sys.stderr.write(f"replicast: {failure}. Worker {self._rank} did not stop by itself\n")
             sys.stderr.flush()
-            self._end_process(1 if failure.worker == self._rank else PEER_FAILED)
-
-
-def _first(worker: int, message: str) -> JobFailed:
-    named = message if message.startswith(f"worker {worker} ") else f"worker {worker} failed first: {message}"
-    return JobFailed(named, worker=worker)
-
-
-def place_in(trace: TracebackType | None) -> str:
-    """Where the user's script was: the innermost line that is not in an installed package."""
-    frames = traceback.extract_tb(trace)
-    own = [frame for frame in frames if "site-packages" not in frame.filename and _HERE not in frame.filename]
-    frame = next(iter(reversed(own or frames)), None)
-    return "" if frame is None else f"at {frame.filename}:{frame.lineno}, in {frame.name}"
+            self._end_process(self._exit_code(failure))

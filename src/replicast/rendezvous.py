@@ -9,7 +9,7 @@ per line:
     worker K → worker 0    {"worker": K, "addresses": [...]}
     worker 0 → worker K    {"missing": [2, 3]}     every second
                            {"refused": "..."}      not a worker of this job
-                           {"start": true}         all workers are there
+                           {"start": true, "heartbeat_secs": 10.0}    all workers are there
 """
 
 from __future__ import annotations
@@ -36,30 +36,36 @@ _FIRST_PAUSES_SECS = (0.02, 0.04, 0.08)
 _TELL_SECS = 1.0
 _ANSWER_SECS = 5.0
 """Worker 0 sends something every second. Whoever is silent for this long is not worker 0, or hangs."""
-_SERVER_SECS = 30.0
+_SERVER_SECS = 10.0
 _MAX_LINE = 1 << 20
 
 
-def meet(cluster: Cluster, timeout_secs: float, report: Callable[[str], object]) -> None:
+def meet(
+    cluster: Cluster, timeout_secs: float, report: Callable[[str], object], heartbeat_secs: float
+) -> float:
     """Blocks until every worker of the cluster has called this, at most `timeout_secs`.
 
     Args:
         cluster: The workers.
         timeout_secs: How long to wait.
         report: Called with a line of text while workers are missing.
+        heartbeat_secs: The heartbeat timeout of this worker's settings.
+
+    Returns:
+        The heartbeat timeout of the job, which is worker 0's.
 
     Raises:
         ClusterError: Workers are missing after the timeout, or this worker's cluster is not worker 0's.
     """
     wait = _Wait(cluster, timeout_secs, report)
     if cluster.rank == 0:
-        _host(cluster, wait)
-        return
-    for pause_secs in itertools.chain(_FIRST_PAUSES_SECS, itertools.repeat(_LOOK_SECS)):
-        if _join(cluster, wait):
-            break
-        time.sleep(pause_secs)
+        _host(cluster, wait, {"start": True, "heartbeat_secs": heartbeat_secs})
+        return heartbeat_secs
+    pauses_secs = itertools.chain(_FIRST_PAUSES_SECS, itertools.repeat(_LOOK_SECS))
+    while (agreed_secs := _join(cluster, wait)) is None:
+        time.sleep(next(pauses_secs))
     _await_server(cluster.addresses[0])
+    return agreed_secs
 
 
 class _Wait:
@@ -122,7 +128,7 @@ class _Line:
         return messages
 
 
-def _host(cluster: Cluster, wait: _Wait) -> None:
+def _host(cluster: Cluster, wait: _Wait, start: dict[str, Any]) -> None:
     """Worker 0: waits for all others, then tells them to start."""
     strangers: list[_Line] = []
     workers: dict[int, _Line] = {}
@@ -144,7 +150,7 @@ def _host(cluster: Cluster, wait: _Wait) -> None:
                 told = time.monotonic()
                 _tell(workers, {"missing": missing})
         listener.close()  # before anyone is told: the next to listen here is TensorFlow's server
-        _tell(workers, {"start": True})
+        _tell(workers, start)
 
 
 def _hear(cluster: Cluster, line: _Line, strangers: list[_Line], workers: dict[int, _Line]) -> None:
@@ -190,8 +196,12 @@ def _tell(workers: dict[int, _Line], message: dict[str, Any]) -> None:
             line.send(message)
 
 
-def _join(cluster: Cluster, wait: _Wait) -> bool:
-    """Another worker: goes to worker 0 once and waits there; returns whether it was told to start."""
+def _join(cluster: Cluster, wait: _Wait) -> float | None:
+    """Another worker: goes to worker 0 once and waits there.
+
+    Returns:
+        The heartbeat timeout of the job, once this worker is told to start; None if it should go again.
+    """
     host, port = _host_and_port(cluster.addresses[0])
     missing, why = [0], "does not answer"
     try:
@@ -207,7 +217,7 @@ def _join(cluster: Cluster, wait: _Wait) -> bool:
                 heard = time.monotonic()
                 for message in line.receive():
                     if message.get("start"):
-                        return True
+                        return float(message["heartbeat_secs"])
                     if "refused" in message:
                         raise ClusterError(
                             f"TF_CONFIG differs between the workers: {message['refused']}",
@@ -218,7 +228,7 @@ def _join(cluster: Cluster, wait: _Wait) -> bool:
                     why = "has not started" if len(missing) == 1 else "have not started"
     except (OSError, ValueError, KeyError, TypeError):
         pass  # Not there yet, gone again, or another program at this address.
-    return False
+    return None
 
 
 def _await_server(address: str) -> None:

@@ -394,3 +394,17 @@ def test_a_second_launcher_on_a_run_directory_is_refused(launch: Launcher) -> No
     assert (code, out) == (2, "")
     assert err.startswith(f"Error: Another `replicast run` (process {first.process.pid}) is using ")
     assert first.process.poll() is None
+
+
+def test_the_heartbeat_timeout_reaches_the_workers_and_is_the_time_that_one_may_be_frozen(
+    launch: Launcher,
+) -> None:
+    script = """
+note("heartbeat", os.environ["REPLICAST_HEARTBEAT_TIMEOUT"])
+os.kill(os.getpid(), signal.SIGSTOP) if rank == 1 else for_ever()
+"""
+    launched = launch(script, "--heartbeat", "2")
+    code, _, err = launched.finish()
+    assert code == 128 + signal.SIGKILL
+    assert "worker 1 was stopped (SIGSTOP) and did not continue: killed" in err
+    assert [(launched.directory / f"heartbeat-{rank}").read_text() for rank in (0, 1)] == ["2", "2"]

@@ -31,10 +31,11 @@ def missing() -> str:
     return "" if made.returncode == 0 else f"no namespaces: {made.stderr.strip()}"
 
 
-def run(command: Sequence[str]) -> None:
+def run(command: Sequence[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECS)
     if done.returncode != 0:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 class Namespaces:
@@ -80,8 +81,8 @@ class Namespaces:
             *command,
         ]
 
-    def run(self, *command: str) -> None:
-        run(self.inside(command))
+    def run(self, *command: str) -> str:
+        return run(self.inside(command))
 
     def close(self) -> None:
         self._holder.kill()
@@ -105,9 +106,12 @@ class Host:
         env: Mapping[str, str] | None = None,
         stdout: IO[bytes] | int | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a process on this machine, in a session of its own; output and errors go to ``stdout``."""
+        """Start a process on this machine, in a session of its own; output and errors go to ``stdout``.
+
+        It is killed when the thread that has started it ends.
+        """
         return subprocess.Popen(
-            self.namespaces.inside(command),
+            self.namespaces.inside(["setpriv", "--pdeathsig", "KILL", *command]),
             env=env,
             stdout=stdout,
             stderr=subprocess.STDOUT,

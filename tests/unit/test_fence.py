@@ -27,6 +27,7 @@ from replicast.errors import ClusterError, FileDamaged, JobFailed
 from replicast.storage import counted
 from replicast.storage.checkpoint import CheckpointStore
 from replicast.storage.fence import Fence
+from replicast.storage.groups import sees_group
 from replicast.storage.journal import FileJournal
 from replicast.storage.runfiles import FORMAT, RunInfo, read_run_info, write_run_info
 from replicast.storage.updates import committed_updates, load_update
@@ -361,6 +362,7 @@ HOLDER = """
 import sys
 from pathlib import Path
 from replicast.storage.fence import Fence
+from replicast.storage.groups import sees_group
 fence = Fence(Path(sys.argv[1]), attempt=0)
 print("claimed", flush=True)
 if sys.stdin.readline() == "release\\n":
@@ -396,3 +398,19 @@ def test_the_run_directory_of_a_job_that_runs_is_not_taken_over(tmp_path: Path, 
             holder.wait()
         assert Fence(tmp_path, attempt=1).number == 2
         holder.kill()
+
+
+def test_a_directory_is_told_from_another_at_the_same_path_of_another_host(tmp_path: Path) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    first = Fence(here, 0)
+    other = Fence(elsewhere, 0)
+    assert sees_group(here, first.identity)
+    assert not sees_group(elsewhere, first.identity), "another run"
+    assert not sees_group(tmp_path / "nowhere", first.identity)
+    assert not sees_group(here, other.identity)
+    assert not sees_group(here, ""), "worker 0 has no run directory"
+    first.release()
+    second = Fence(here, 1)
+    assert sees_group(here, second.identity)
+    assert second.identity != first.identity
+    assert not (tmp_path / "nowhere").exists()

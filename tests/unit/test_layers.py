@@ -27,7 +27,7 @@ LAYERS = [
     {"core"},
     {"storage"},
     {"coordination", "rendezvous"},
-    {"transport", "lifetime", "turns"},
+    {"transport", "lifetime", "causes", "turns"},
     {"allreduce"},
     {"strategy"},
     {"runtime", "supervisor", "client"},

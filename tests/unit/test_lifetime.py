@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from replicast.config import PEER_FAILED
-from replicast.coordination import Loss, MemoryCoordination, lost_worker
+from replicast.config import HEARTBEAT_SECS, PEER_FAILED
+from replicast.coordination import Loss, MemoryCoordination, lost_worker, unregistered_workers
 from replicast.errors import JobFailed
-from replicast.lifetime import CALL_SECS, GRACE_SECS, SILENT_SECS, Lifetime
+from replicast.lifetime import CALL_SECS, GRACE_SECS, SILENT_AFTER_HEARTBEAT_SECS, Lifetime
+from replicast.silence import Pauses
 from replicast.turns import POLL_SECS, TURNS_KEPT
 
 DEADLINE_SECS = 20.0
@@ -20,12 +21,23 @@ DEADLINE_SECS = 20.0
 class Worker:
     """A worker whose transfers are counted by hand."""
 
-    def __init__(self, store: MemoryCoordination.Store, rank: int, size: int = 2) -> None:
+    def __init__(
+        self,
+        store: MemoryCoordination.Store,
+        rank: int,
+        size: int = 2,
+        heartbeat_secs: float = HEARTBEAT_SECS,
+    ) -> None:
         self.coordination = MemoryCoordination(store)
         self.transfers = 0
         self.exit_codes: list[int] = []
         self.lifetime = Lifetime(
-            self.coordination, rank, size, lambda: self.transfers, self.exit_codes.append
+            self.coordination,
+            rank,
+            size,
+            lambda: self.transfers,
+            heartbeat_secs=heartbeat_secs,
+            end_process=self.exit_codes.append,
         )
         self.lifetime.watch()
 
@@ -33,9 +45,11 @@ class Worker:
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[Worker]:
     monkeypatch.setattr("replicast.turns.POLL_SECS", 0.02)
-    monkeypatch.setattr("replicast.lifetime.SILENT_SECS", getattr(request, "param", SILENT_SECS))
+    heartbeat_secs = getattr(request, "param", HEARTBEAT_SECS)
+    if heartbeat_secs < HEARTBEAT_SECS:
+        monkeypatch.setattr("replicast.lifetime.SILENT_AFTER_HEARTBEAT_SECS", 0.0)
     store = MemoryCoordination.Store()
-    return [Worker(store, rank) for rank in range(2)]
+    return [Worker(store, rank, heartbeat_secs=heartbeat_secs) for rank in range(2)]
 
 
 def eventually(condition: Callable[[], object]) -> None:
@@ -404,7 +418,7 @@ def test_a_worker_exits_when_the_service_does_not_answer(
 def test_a_script_that_raises_exits_although_the_service_does_not_answer(
     workers: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert CALL_SECS < SILENT_SECS
+    assert CALL_SECS < HEARTBEAT_SECS + SILENT_AFTER_HEARTBEAT_SECS
     monkeypatch.setattr("replicast.lifetime.CALL_SECS", 0.1)
     freeze_the_service(workers[1], monkeypatch)
     lost = "Collective ops is aborted by: Deadline Exceeded\nRPC: /tensorflow.CoordinationService/Heartbeat"
@@ -419,7 +433,8 @@ def test_a_script_that_raises_exits_although_the_service_does_not_answer(
 
 def test_the_bounds_of_every_end_add_up_to_less_than_30_seconds() -> None:
     one_poll_secs = 5 * POLL_SECS
-    assert SILENT_SECS + one_poll_secs + GRACE_SECS < 30 - 5, "5 s are left for a busy machine"
+    silent_secs = HEARTBEAT_SECS + SILENT_AFTER_HEARTBEAT_SECS
+    assert silent_secs + one_poll_secs + GRACE_SECS < 30 - 5, "5 s are left for a busy machine"
 
 
 def test_a_worker_exits_when_the_service_has_lost_another(
@@ -433,7 +448,7 @@ def test_a_worker_exits_when_the_service_has_lost_another(
     monkeypatch.setattr(workers[0].coordination, "get", lost)
     eventually(lambda: workers[0].exit_codes)
     assert workers[0].exit_codes == [PEER_FAILED]
-    assert workers[0].coordination.aborted == ["worker 1 was lost"]
+    assert workers[0].coordination.aborted == ["worker 1 was lost (says worker 0)"]
 
 
 @pytest.mark.parametrize("workers", [0.5], indirect=True)
@@ -518,6 +533,18 @@ def test_the_lost_worker_is_read_from_the_error_of_tensorflow(said: str, lost: i
     assert (None if found is None else found.worker) == lost
 
 
+def test_who_is_missing_at_the_start_is_read_from_the_error_of_tensorflow() -> None:
+    said = """Barrier timed out. Id: [Init]Wait_for_all_tasks_to_register::0.
+# of tasks that reached the barrier: 2/4.
+The first task at the barrier: /job:worker/replica:0/task:0. Some timed out task names:
+/job:worker/replica:0/task:1
+/job:worker/replica:0/task:3
+Additional GRPC error information from remote target /job:worker/replica:0/task:0 while calling X"""
+    assert unregistered_workers(said) == [1, 3]
+    assert unregistered_workers(said, chiefs=1) == [2, 4]
+    assert unregistered_workers("Deadline Exceeded") == [0], "so another worker says that worker 0 is missing"
+
+
 def test_a_chief_is_worker_0_and_the_workers_come_after_it() -> None:
     unhealthy = "(stopped sending heartbeats):\n/job:{}/replica:0/task:{}"
     ranks = [lost_worker(unhealthy.format(*task), chiefs=1) for task in (("chief", 0), ("worker", 0))]
@@ -549,3 +576,74 @@ def test_a_worker_that_others_blame_learns_why(workers: list[Worker]) -> None:
     eventually(why)
     assert why() == "worker 0 left its loop while worker 1 continued"
     leave_all(workers)
+
+
+class Paused(Pauses):
+    """As in a process that has just been continued."""
+
+    def last_secs(self, within_secs: float) -> float | None:
+        return 15.0
+
+
+@pytest.fixture
+def paused(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
+    """Worker 1 stood still."""
+    monkeypatch.setattr("replicast.turns.POLL_SECS", 0.02)
+    store = MemoryCoordination.Store()
+    first = Worker(store, 0)
+    monkeypatch.setattr("replicast.lifetime.Pauses", Paused)
+    return [first, Worker(store, 1)]
+
+
+LOST = "The coordination service has lost worker 0. RPC: /tensorflow.CoordinationService/Heartbeat"
+
+
+class UnavailableError(Exception):
+    __module__ = "tensorflow.python.framework.errors_impl"
+
+
+def test_a_worker_that_stood_still_names_itself_and_not_the_one_that_it_lost(
+    paused: list[Worker], capsys: pytest.CaptureFixture[str]
+) -> None:
+    paused[1].lifetime.failed(UnavailableError(LOST))
+    eventually(lambda: paused[0].lifetime.failure)
+    assert paused[0].lifetime.failure is not None
+    assert paused[0].lifetime.failure.worker == 1
+    paused[1].lifetime.leave()
+    assert paused[1].exit_codes == [1]
+    assert "replicast: worker 1 did not run for 15 s: it was stopped (SIGSTOP)" in capsys.readouterr().err
+    paused[0].lifetime.leave()
+    assert paused[0].exit_codes == [PEER_FAILED]
+
+
+def test_an_error_of_the_script_is_its_own_though_the_worker_stood_still(paused: list[Worker]) -> None:
+    paused[1].lifetime.failed(ValueError("no such column"))
+    assert paused[1].lifetime.failure is not None
+    assert str(paused[1].lifetime.failure) == "worker 1 failed first: ValueError: no such column"
+    paused[1].lifetime.leave()
+    assert paused[1].exit_codes == []
+    paused[0].lifetime.leave()
+
+
+def test_what_another_worker_says_of_itself_counts_though_this_one_stood_still(paused: list[Worker]) -> None:
+    paused[0].lifetime.failed(ValueError("no such column"))
+    eventually(lambda: paused[1].lifetime.failure)
+    assert str(paused[1].lifetime.failure) == "worker 0 failed first: ValueError: no such column"
+    for worker in reversed(paused):
+        worker.lifetime.leave()
+    assert paused[1].exit_codes == [PEER_FAILED]
+
+
+def test_a_worker_that_others_have_taken_for_lost_says_so_when_it_exits(
+    workers: list[Worker], capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers[0].lifetime.failed(
+        RuntimeError(
+            "Task /job:worker/replica:0/task:1 stopped sending heartbeats: /job:worker/replica:0/task:1"
+        )
+    )
+    workers[1].lifetime.failed(UnavailableError("recvmsg: connection reset"))
+    workers[1].lifetime.leave()
+    assert "replicast: worker 1 was lost: it sent no heartbeats" in capsys.readouterr().err
+    assert workers[1].exit_codes == [1]
+    workers[0].lifetime.leave()

@@ -14,7 +14,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from replicast.config import START_TIMEOUT, Cluster, start_timeout_secs
+from replicast.config import (
+    HEARTBEAT_TIMEOUT,
+    START_TIMEOUT,
+    Cluster,
+    heartbeat_timeout_secs,
+    start_timeout_secs,
+)
 from replicast.errors import ClusterError
 from replicast.rendezvous import meet
 
@@ -30,8 +36,16 @@ def free_addresses(count: int) -> tuple[str, ...]:
 class Meeting(threading.Thread):
     """One worker that comes to the meeting."""
 
-    def __init__(self, addresses: tuple[str, ...], rank: int, timeout_secs: float = DEADLINE_SECS) -> None:
+    def __init__(
+        self,
+        addresses: tuple[str, ...],
+        rank: int,
+        timeout_secs: float = DEADLINE_SECS,
+        heartbeat_secs: float = 10.0,
+    ) -> None:
         super().__init__(daemon=True)
+        self._heartbeat_secs = heartbeat_secs
+        self.heartbeat_secs = 0.0
         self._arguments = (Cluster(addresses=addresses, rank=rank), timeout_secs)
         self.lines: list[str] = []
         self.error: ClusterError | None = None
@@ -39,7 +53,7 @@ class Meeting(threading.Thread):
 
     def run(self) -> None:
         try:
-            meet(*self._arguments, self.lines.append)
+            self.heartbeat_secs = meet(*self._arguments, self.lines.append, self._heartbeat_secs)
         except ClusterError as error:
             self.error = error
 
@@ -183,7 +197,7 @@ def process(addresses: tuple[str, ...], rank: int) -> subprocess.Popen[str]:
     program = (
         "import sys; from replicast import rendezvous; from replicast.config import Cluster\n"
         "rendezvous.REPORT_SECS = 0.0\n"
-        f"rendezvous.meet(Cluster(addresses={addresses!r}, rank={rank}), 60.0, sys.stderr.write)"
+        f"rendezvous.meet(Cluster(addresses={addresses!r}, rank={rank}), 60.0, sys.stderr.write, 10.0)"
     )
     return subprocess.Popen(
         [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, env=os.environ
@@ -207,3 +221,18 @@ def test_the_time_limit_comes_from_the_environment() -> None:
     for wrong in ("soon", "0", "-1", "inf", "nan"):
         with pytest.raises(ClusterError, match=START_TIMEOUT):
             start_timeout_secs({START_TIMEOUT: wrong})
+
+
+def test_every_worker_has_the_heartbeat_timeout_of_worker_0() -> None:
+    addresses = free_addresses(2)
+    workers = [Meeting(addresses, rank, heartbeat_secs=secs) for rank, secs in enumerate((90.0, 10.0))]
+    assert all(worker.has_met() for worker in workers)
+    assert [worker.heartbeat_secs for worker in workers] == [90.0, 90.0]
+
+
+def test_the_heartbeat_timeout_comes_from_the_environment() -> None:
+    assert heartbeat_timeout_secs({}) == 10.0
+    assert heartbeat_timeout_secs({HEARTBEAT_TIMEOUT: "90"}) == 90.0
+    for wrong in ("soon", "0", "1.9", "-1", "inf", "nan"):
+        with pytest.raises(ClusterError, match=f"{HEARTBEAT_TIMEOUT} must be a number of seconds from 2"):
+            heartbeat_timeout_secs({HEARTBEAT_TIMEOUT: wrong})

@@ -108,6 +108,13 @@ def test_a_transfer_draws_its_key_where_we_give_ours() -> None:
     assert calls == 2, api.changed(f"{calls} places that draw a key", "all_reduce and _all_gather alone")
 
 
+def test_the_coordination_service_has_the_limits_that_we_set() -> None:
+    service = tf.compat.v1.ConfigProto().experimental.coordination_config
+    service.cluster_register_timeout_in_ms = 30_000
+    service.cluster_register_with_barrier = True
+    service.heartbeat_timeout_in_ms = 10_000
+
+
 def test_the_classes_of_variables_have_the_methods_that_we_replace() -> None:
     from tensorflow.python.distribute.values import MirroredVariable, SyncOnReadVariable
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from replicast.config import read_cluster
+from replicast.config import HEARTBEAT_TIMEOUT, MIN_HEARTBEAT_SECS, heartbeat_timeout_secs, read_cluster
 from replicast.errors import LaunchRefused
 from replicast.supervisor import (
     EndTimeouts,
@@ -52,6 +52,13 @@ _DIR, _COUNT, _SECS = click.Path(path_type=Path), click.IntRange(min=0), click.F
     metavar="SECS",
     help="Time to end before workers are killed.",
 )
+@click.option(
+    "--heartbeat",
+    type=click.FloatRange(min=MIN_HEARTBEAT_SECS),
+    metavar="SECS",
+    help="After so long without a sign of life a worker is lost. More survives longer pauses of the network, "
+    f"and notices a lost host later. [default: {HEARTBEAT_TIMEOUT}, else 10]",
+)
 @click.option("--hosts", metavar="H1,H2", help="All machines of the job, in the same order on each.")
 @click.option("--node-rank", default=0, metavar="I", help="The position of this machine in --hosts, from 0.")
 @click.option(
@@ -69,6 +76,7 @@ def run(
     standby: bool,
     tee: str | None,
     grace: float,
+    heartbeat: float | None,
     hosts: str | None,
     node_rank: int,
     port: int,
@@ -108,6 +116,8 @@ def run(
         given=read_cluster(os.environ),
     )
     check_job(job)
+    heartbeat_secs = heartbeat_timeout_secs(os.environ) if heartbeat is None else heartbeat
+    environ = {**os.environ, HEARTBEAT_TIMEOUT: f"{heartbeat_secs:g}"}
     shown = parse_tee(tee, job)
     address = PageAddress.parse(serve) if serve is not None else None
     if job.fixed_ports is not None:
@@ -119,11 +129,11 @@ def run(
         log_dir=log_dir.absolute() if log_dir is not None else directory / "logs",
         tee=shown,
         max_restarts=max_restarts,
-        timeouts=EndTimeouts(stop_secs=grace),
+        timeouts=EndTimeouts(stop_secs=grace, frozen_secs=heartbeat_secs),
         standby=standby,
     )
     if address is None:
-        sys.exit(supervise(job, settings, os.environ))
+        sys.exit(supervise(job, settings, environ))
     with page_beside(address, directory, settings.log_dir, os.environ) as line:
         click.echo(f"replicast: {line}", err=True)
-        sys.exit(supervise(job, settings, os.environ))
+        sys.exit(supervise(job, settings, environ))

@@ -151,10 +151,11 @@ def join(
         writer, store = _writer(state, strategy.size, settings, fence)
     elif settings.run_dir is not None:
         store = CheckpointStore(settings.run_dir)
+    group = _group_to_see(exchange, fence, settings)
     session = _session(exchange, transport, state, writer, strategy, settings)
     session.replica.may_differ = may_differ
     session.start()
-    run_files = RunFiles(session, settings.run_dir, settings.attempt, fence)
+    run_files = RunFiles(session, settings.run_dir, settings.attempt, fence, group)
     checkpoints = Checkpoints(session, state, store, settings.attempt)
     run_files.position = lambda: checkpoints.position
     run_files.start()
@@ -202,6 +203,17 @@ def _agreed(state: KerasState, strategy: Strategy, settings: Settings) -> Exchan
     accelerated = exchange.agree("accelerator", str(state.on_accelerator), secs)
     state.fingerprints_on_device = str(True) in accelerated.values()  # same kind everywhere: comparable
     return exchange
+
+
+def _group_to_see(exchange: Exchange, fence: Fence | None, settings: Settings) -> str | None:
+    """The group whose claim a worker must see in its run directory before it writes there.
+
+    None if there is nothing to see: on worker 0, and where a launcher has made the directory on this host.
+    """
+    told = exchange.agree("group", "" if fence is None else fence.identity, settings.timeouts.join_secs)[0]
+    if exchange.rank == 0 or read_launch(os.environ).launched:
+        return None
+    return told
 
 
 def _session(

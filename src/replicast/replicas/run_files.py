@@ -37,6 +37,7 @@ from replicast.runtime.ticket import diverged, refused
 from replicast.storage import inbox
 from replicast.storage.entry_files import fields_of
 from replicast.storage.fence import Fence
+from replicast.storage.groups import sees_group
 from replicast.storage.runfiles import ENDED, WorkerNote, append_metrics, write_worker_note
 
 logger = logging.getLogger("replicast")
@@ -52,7 +53,8 @@ ASIDE_SECS = 10.0
 class RunFiles:
     """Writes this worker's note every second; on worker 0 also the metrics, and looks into the inbox.
 
-    A full or missing disk is reported once and does not stop training. If another group has taken over the
+    A worker of another host may not see the run directory: it then writes nothing, and creates none. A full
+    or missing disk is reported once and does not stop training. If another group has taken over the
     run, this job stops: the inbox then belongs to that group.
 
     Args:
@@ -60,6 +62,8 @@ class RunFiles:
         run_dir: The run directory, if there is one.
         attempt: The number of this attempt of the job.
         fence: On worker 0: checks that no other group has taken over the run.
+        group: On other workers, the group that worker 0 writes for. None if the run directory is known to be
+            this worker's to write to.
 
     Attributes:
         logs: The latest loss and metrics. Set by the training thread.
@@ -70,9 +74,15 @@ class RunFiles:
     """
 
     def __init__(
-        self, session: Session, run_dir: Path | None, attempt: int, fence: Fence | None = None
+        self,
+        session: Session,
+        run_dir: Path | None,
+        attempt: int,
+        fence: Fence | None = None,
+        group: str | None = None,
     ) -> None:
         self._session = session
+        self._unseen_group = group
         self._fence = fence
         self._run_dir = run_dir
         self._attempt = attempt
@@ -81,6 +91,7 @@ class RunFiles:
         self._outcomes: queue.SimpleQueue[tuple[str, Tell]] = queue.SimpleQueue()
         self._unsettled: dict[str, Tell] = {}
         self._withdrawals = 0
+        self._environment_noted = False
         self._operations: list[dict[str, Any]] = []
         self._last_metrics_step = -1
         self._aside: dict[Path, float] = {}
@@ -117,7 +128,6 @@ class RunFiles:
     def _run(self) -> None:
         if self._run_dir is None:
             return
-        self._with_files(self._run_dir, self._note_environment)
         noted = 0.0
         is_first = self._session.rank == 0
         if is_first:
@@ -126,7 +136,13 @@ class RunFiles:
             now = time.monotonic()
             if now - noted >= NOTE_SECS:
                 noted = now
-                self._with_files(self._run_dir, self._write_note, self._write_metrics, self._write_operations)
+                self._with_files(
+                    self._run_dir,
+                    self._note_environment,
+                    self._write_note,
+                    self._write_metrics,
+                    self._write_operations,
+                )
             if is_first:
                 self._with_files(
                     self._run_dir,
@@ -150,6 +166,8 @@ class RunFiles:
         Raises:
             JobFailed: Another group has taken over the run; nothing was done.
         """
+        if not self._sees_directory(run_dir):
+            return
         problem = "the run directory cannot be kept up to date"
         try:
             if self._fence is not None:
@@ -163,6 +181,12 @@ class RunFiles:
             except OSError as error:
                 self._warn(run_dir, problem, error)
 
+    def _sees_directory(self, run_dir: Path) -> bool:
+        """Whether the run directory is worker 0's. A shared file system may show that after some seconds."""
+        if self._unseen_group is not None and sees_group(run_dir, self._unseen_group):
+            self._unseen_group = None
+        return self._unseen_group is None
+
     def _warn(self, path: Path, problem: str, error: Exception) -> None:
         """Warns about a path, once."""
         if path not in self._warned:
@@ -171,6 +195,9 @@ class RunFiles:
 
     def _note_environment(self, run_dir: Path) -> None:
         """Notes what the script has changed in its environment, before the first note says that it runs."""
+        if self._environment_noted:
+            return
+        self._environment_noted = True
         late = import_environment.without_effect()
         if late:
             logger.warning(

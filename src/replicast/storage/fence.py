@@ -131,6 +131,11 @@ class Fence:
         """The number of entries that this group has written."""
         return self._entries
 
+    @property
+    def identity(self) -> str:
+        """What `sees_group` compares: equal only for this group of this run."""
+        return f"{self.number} {self.run}"
+
     def release(self) -> None:
         """Marks that the job has ended normally: another group may take over the run at once."""
         with contextlib.suppress(OSError):

@@ -125,6 +125,26 @@ def _read_claim(path: Path, group: int) -> Claim:
     return claim
 
 
+def sees_group(run_dir: Path, identity: str) -> bool:
+    """Whether this path leads to the directory in which a group has its claim.
+
+    On another host it may lead to another directory, or nowhere. A shared file system may show a new file
+    some seconds late.
+
+    Args:
+        run_dir: The path.
+        identity: `Fence.identity` of the group.
+    """
+    number, _, run = identity.partition(" ")
+    if not run:
+        return False
+    path = group_directory(run_dir, int(number)) / CLAIM
+    try:
+        return path.exists() and _read_claim(path, int(number)).run == run
+    except (FileDamaged, OSError):
+        return False
+
+
 def entry_kinds(directory: Path) -> dict[int, str]:
     """The kind of each entry of a group's log, by number."""
     names = [path.name for path in directory.iterdir()] if directory.is_dir() else []

@@ -21,6 +21,7 @@ from replicast.allreduce import Exchange as AllReduce
 from replicast.errors import NotSupported
 from replicast.strategy.building import creator_in_scope
 from replicast.strategy.caller import compiled_model, keras_looks_at_attributes, optimizer_that_sums
+from replicast.strategy.connecting import REGISTER_SECS
 from replicast.strategy.replicated import replicated
 from replicast.strategy.shared_sums import SharedSums
 from replicast.strategy.slices import Exchange, one_list_if_equal, sum_over_workers
@@ -35,9 +36,6 @@ FIRST_KEY_BETWEEN_STEPS = 100_000_000
 Transfers between steps and inside steps use separate key ranges. If one worker is still in its loop when
 another has left it, the two wait for each other, which is noticed, and never mix their values.
 """
-
-REGISTER_SECS = 120.0
-"""How long TensorFlow may take to connect the workers, all of which have met. Its own limit is an hour."""
 
 
 class CountingLauncher(cross_device_utils.CollectiveReplicaLauncher):
@@ -105,7 +103,10 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
     applies the mean of the workers' gradients (`update`).
     """
 
-    def __init__(self, container: tf.distribute.Strategy, cluster_resolver: Any, options: Any) -> None:
+    def __init__(
+        self, container: tf.distribute.Strategy, cluster_resolver: Any, options: Any, heartbeat_secs: float
+    ) -> None:
+        self._heartbeat_secs = heartbeat_secs
         self._summed_already = False
         self._in_keras_step = False
         self._warned = False
@@ -135,10 +136,13 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
             operations._launchers = [CountingLauncher(stock, self) for stock in operations._launchers]
 
     def _update_config_proto(self, config_proto: Any) -> Any:
-        """As in TensorFlow, with a limit for the call that connects the workers, which no signal ends."""
+        """As in TensorFlow, with limits of ours for the call that connects the workers and for heartbeats."""
         updated = super()._update_config_proto(config_proto)
         service = updated.experimental.coordination_config
         service.cluster_register_timeout_in_ms = int(REGISTER_SECS * 1000)
+        # Without it, worker 0 waits for ever for a worker that was lost before it was registered.
+        service.cluster_register_with_barrier = True
+        service.heartbeat_timeout_in_ms = int(self._heartbeat_secs * 1000)
         return updated
 
     def sum_through(self, exchange: AllReduce) -> None:

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from replicast import rendezvous
-from replicast.config import read_cluster, start_timeout_secs
+from replicast.config import HEARTBEAT_SECS, heartbeat_timeout_secs, read_cluster, start_timeout_secs
 from replicast.coordination import Coordination, MemoryCoordination, ServiceCoordination
 from replicast.errors import ClusterError, NotSupported
 from replicast.lifetime import Lifetime
@@ -33,6 +33,7 @@ from replicast.strategy.caller import (
     only_looks_at_shapes,
 )
 from replicast.strategy.collectives import ReplicatedExtended
+from replicast.strategy.connecting import connecting
 from replicast.strategy.inputs import Inputs
 from replicast.strategy.optimizers import optimizers_of
 from replicast.strategy.outside import take_over
@@ -54,7 +55,8 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
 
     Reads the workers from `TF_CONFIG`; without it, the same script runs as a job with one worker. Create the
     strategy before you use anything else of TensorFlow. Blocks until all workers have created it, at most
-    `REPLICAST_START_TIMEOUT` seconds (an hour), and says after 10 s which workers are missing.
+    `REPLICAST_START_TIMEOUT` seconds (an hour), and says after 10 s which workers are missing. Later, a
+    worker that sends no heartbeat for `REPLICAST_HEARTBEAT_TIMEOUT` seconds (10) is lost, and the job ends.
 
     Example:
         strategy = replicast.Strategy()
@@ -90,13 +92,18 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         cluster = read_cluster(os.environ)
         self._rank = 0 if cluster is None else cluster.rank
         self._size = 1 if cluster is None else cluster.size
+        heartbeat_secs = HEARTBEAT_SECS
         if cluster is not None and self._size > 1:
-            rendezvous.meet(cluster, start_timeout_secs(os.environ), _tell)
-        extended = ReplicatedExtended(
-            self,
-            tf.distribute.cluster_resolver.TFConfigClusterResolver(),
-            communication_options or tf.distribute.experimental.CommunicationOptions(),
-        )
+            heartbeat_secs = rendezvous.meet(
+                cluster, start_timeout_secs(os.environ), _tell, heartbeat_timeout_secs(os.environ)
+            )
+        with connecting(cluster):
+            extended = ReplicatedExtended(
+                self,
+                tf.distribute.cluster_resolver.TFConfigClusterResolver(),
+                communication_options or tf.distribute.experimental.CommunicationOptions(),
+                heartbeat_secs,
+            )
         # Skips MultiWorkerMirroredStrategy's constructor, which would create its own `extended`.
         super(tf.distribute.MultiWorkerMirroredStrategy, self).__init__(extended)
         self.statistics = statistics
@@ -121,6 +128,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             self._rank,
             self._size,
             extended.transfers_started,
+            heartbeat_secs=heartbeat_secs,
             trained_alone=_a_model_was_trained,
         )
         self._writing = Writing(self._coordination, self._rank, self._lifetime)

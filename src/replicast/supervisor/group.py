@@ -54,8 +54,8 @@ class EndTimeouts:
         stop_failed_secs: The same if the job has failed: there is nothing left to save.
         stop_killed_secs: The same after SIGKILL of one: the others wait for it and come to no boundary.
         kill_secs: How long the kernel may take to end a killed process before the launcher gives up on it.
-        frozen_secs: How long a worker may be stopped by a signal while others run. TensorFlow considers it
-            dead after 10 s.
+        frozen_secs: How long a worker may be stopped by a signal while others run: the heartbeat timeout,
+            after which TensorFlow considers it dead.
     """
 
     settle_secs: float = 5.0
@@ -228,7 +228,7 @@ class Group:
 
     def _settle_secs(self, ended: WorkerExit) -> float:
         timeouts = self._timeouts
-        # TensorFlow's heartbeats have an interval of 5 s: what another worker fails of before is its own.
+        # A heartbeat is missed after half of the timeout: what another worker fails of before is its own.
         self._blame_frozen(0.0 if ended.code == PEER_FAILED else timeouts.frozen_secs / 2)
         if all(worker.is_frozen() for worker in self._rest()):  # None of them will exit by itself.
             return timeouts.settle_killed_secs
