@@ -26,7 +26,7 @@ LAYERS = [
     {"update", "audits"},
     {"core"},
     {"storage"},
-    {"coordination", "rendezvous"},
+    {"coordination", "rendezvous", "port_filter"},
     {"transport", "lifetime", "turns"},
     {"allreduce"},
     {"strategy"},

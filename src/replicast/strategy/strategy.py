@@ -20,6 +20,7 @@ from replicast.config import read_cluster, start_timeout_secs
 from replicast.coordination import Coordination, MemoryCoordination, ServiceCoordination
 from replicast.errors import ClusterError, NotSupported
 from replicast.lifetime import Lifetime
+from replicast.port_filter import port_limit
 from replicast.strategy import feeding
 from replicast.strategy.building import creating_in_scope, is_built, may_fail, trace_once
 from replicast.strategy.callbacks import Callbacks
@@ -90,6 +91,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         cluster = read_cluster(os.environ)
         self._rank = 0 if cluster is None else cluster.rank
         self._size = 1 if cluster is None else cluster.size
+        limit_port = port_limit(cluster, os.environ)
         if cluster is not None and self._size > 1:
             rendezvous.meet(cluster, start_timeout_secs(os.environ), _tell)
         extended = ReplicatedExtended(
@@ -97,6 +99,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             tf.distribute.cluster_resolver.TFConfigClusterResolver(),
             communication_options or tf.distribute.experimental.CommunicationOptions(),
         )
+        limit_port()
         # Skips MultiWorkerMirroredStrategy's constructor, which would create its own `extended`.
         super(tf.distribute.MultiWorkerMirroredStrategy, self).__init__(extended)
         self.statistics = statistics
