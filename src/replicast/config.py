@@ -6,12 +6,11 @@ set it, and so does `replicast run`. TensorFlow itself hardly checks it, so this
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,6 @@ HOST_ID = "REPLICAST_HOST_ID"
 SHM_DIR = "REPLICAST_SHM_DIR"
 FAULTS = "REPLICAST_FAULTS"
 START_TIMEOUT = "REPLICAST_START_TIMEOUT"
-TRUSTED_NETWORKS = "REPLICAST_TRUSTED_NETWORKS"
-"""Who may connect to TensorFlow's ports: networks such as 10.1.0.0/16,fd00::/8, or "any"."""
-PROGRESS_FILE = "REPLICAST_PROGRESS_FILE"
-PROGRESS_URL = "REPLICAST_PROGRESS_URL"
 LAUNCHED = "REPLICAST_LAUNCHED"
 """Set by `replicast run` for its workers: a launcher on the same host watches their exit codes."""
 PEER_FAILED = 75
@@ -77,10 +72,6 @@ class Cluster:
         )
 
 
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-LOOPBACK: tuple[Network, ...] = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
-
-
 @dataclass(frozen=True, slots=True)
 class Launch:
     """What `replicast run` passes to a worker.
@@ -122,11 +113,11 @@ def read_faults(environ: Mapping[str, str]) -> list[dict[str, Any]]:
         described = json.loads(text)
     except json.JSONDecodeError as error:
         raise ClusterError(
-            f"{FAULTS} is not JSON ({error})", received=_shortened(text), remedy=_FAULTS_EXAMPLE
+            f"{FAULTS} is not JSON ({error})", received=shortened(text), remedy=_FAULTS_EXAMPLE
         ) from None
     if not isinstance(described, list) or not all(isinstance(fault, dict) for fault in described):
         raise ClusterError(
-            f"{FAULTS} is not a list of JSON objects", received=_shortened(text), remedy=_FAULTS_EXAMPLE
+            f"{FAULTS} is not a list of JSON objects", received=shortened(text), remedy=_FAULTS_EXAMPLE
         )
     return described
 
@@ -149,43 +140,6 @@ def start_timeout_secs(environ: Mapping[str, str]) -> float:
     if not 0.0 < secs < float("inf"):
         raise ClusterError(f"{START_TIMEOUT} must be a positive number of seconds", received=repr(text))
     return secs
-
-
-def trusted_networks(environ: Mapping[str, str], addresses: Sequence[str]) -> tuple[Network, ...] | None:
-    """Which networks may connect to TensorFlow's ports: `REPLICAST_TRUSTED_NETWORKS`.
-
-    Args:
-        environ: The environment.
-        addresses: The addresses of all workers. If all are on the loopback, only that is the default.
-
-    Returns:
-        The networks, the loopback included; None for any network: the default between machines, where a
-        worker's connections may come from another address than the one in `TF_CONFIG`.
-
-    Raises:
-        ClusterError: The value is not a list of networks.
-    """
-    text = environ.get(TRUSTED_NETWORKS, "").strip()
-    if text == "any":
-        return None
-    if not text:
-        return LOOPBACK if addresses and all(map(_is_loopback, addresses)) else None
-    try:
-        return LOOPBACK + tuple(ipaddress.ip_network(part.strip()) for part in text.split(","))
-    except ValueError as error:
-        raise ClusterError(
-            f"{TRUSTED_NETWORKS} must be networks separated by commas ({error})",
-            received=_shortened(text),
-            remedy='For example 10.1.0.0/16,fd00::/8, or "any"',
-        ) from None
-
-
-def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def shared_memory_directory(environ: Mapping[str, str]) -> Path:
@@ -241,10 +195,10 @@ def read_cluster(environ: Mapping[str, str]) -> Cluster | None:
         described = json.loads(text)
     except json.JSONDecodeError as error:
         raise ClusterError(
-            f"TF_CONFIG is not JSON ({error})", received=_shortened(text), remedy=_EXAMPLE
+            f"TF_CONFIG is not JSON ({error})", received=shortened(text), remedy=_EXAMPLE
         ) from None
     if not isinstance(described, dict):
-        raise ClusterError("TF_CONFIG is not a JSON object", received=_shortened(text), remedy=_EXAMPLE)
+        raise ClusterError("TF_CONFIG is not a JSON object", received=shortened(text), remedy=_EXAMPLE)
     jobs = _read_jobs(described)
     if not jobs:
         return None
@@ -312,5 +266,6 @@ def _place(described: dict[str, Any], jobs: dict[str, list[str]]) -> Cluster:
     )
 
 
-def _shortened(text: str, limit: int = 200) -> str:
+def shortened(text: str, limit: int = 200) -> str:
+    """The beginning of a value, for an error message."""
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from replicast.config import Cluster, Network, trusted_networks
+from replicast.config import Cluster
+from replicast.options import Network, trusted_networks
 
 logger = logging.getLogger("replicast")
 

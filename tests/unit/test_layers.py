@@ -14,6 +14,7 @@ LAYERS = [
     {
         "errors",
         "config",
+        "options",
         "faults",
         "processes",
         "silence",

@@ -7,8 +7,9 @@ import socket
 
 import pytest
 
-from replicast.config import LOOPBACK, Cluster, Network, trusted_networks
+from replicast.config import Cluster
 from replicast.errors import ClusterError
+from replicast.options import LOOPBACK, Network, trusted_networks
 from replicast.port_filter import limit_port, port_limit
 
 

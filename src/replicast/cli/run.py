@@ -53,7 +53,7 @@ _DIR, _COUNT, _SECS = click.Path(path_type=Path), click.IntRange(min=0), click.F
     type=_SECS,
     default=EndTimeouts().stop_secs,
     metavar="SECS",
-    help="Time to end before workers are killed.",
+    help="Time for the last checkpoint, before workers are killed; docs/schedulers.md says how much.",
 )
 @click.option("--hosts", metavar="H1,H2", help="All machines of the job, in the same order on each.")
 @click.option("--node-rank", default=0, metavar="I", help="The position of this machine in --hosts, from 0.")

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from replicast.config import TRUSTED_NETWORKS, read_cluster, trusted_networks
+from replicast.config import read_cluster
 from replicast.errors import ClusterError
+from replicast.options import TRUSTED_NETWORKS, trusted_networks
 from replicast.supervisor.machine import Machine, this_machine
 from replicast.supervisor.network import outside_addresses, shown
 from replicast.supervisor.ports import hold_free_ports, hold_ports

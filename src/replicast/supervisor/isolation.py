@@ -17,8 +17,8 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
-from replicast.config import PROGRESS_URL
 from replicast.errors import LaunchRefused
+from replicast.options import PROGRESS_URL
 from replicast.supervisor.plan import Job
 
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from replicast.config import TRUSTED_NETWORKS, trusted_networks
+from replicast.options import TRUSTED_NETWORKS, trusted_networks
 from replicast.supervisor.plan import Job, plan_addresses
 
 _SIOCGIFADDR = 0x8915
