@@ -42,7 +42,7 @@ def port_limit(cluster: Cluster | None, environ: Mapping[str, str]) -> Callable[
     Raises:
         ClusterError: `REPLICAST_TRUSTED_NETWORKS` is invalid.
     """
-    if cluster is None or cluster.size == 1:  # TensorFlow opens no port
+    if cluster is None:  # TensorFlow opens no port
         return lambda: None
     networks = trusted_networks(environ, cluster.addresses)
     if networks is None:

@@ -37,7 +37,7 @@ def exposure_line(job: Job, environ: Mapping[str, str], addresses: Sequence[str]
     """
     workers = plan_addresses(job, ports=[0] * job.workers)
     limited = trusted_networks(environ, workers) is not None
-    if limited or environ.get(TRUSTED_NETWORKS) or not addresses or job.world_size == 1:
+    if limited or environ.get(TRUSTED_NETWORKS) or not addresses:
         return ""
     return (
         f"replicast: warning: whoever reaches {shown(addresses)} can run code in the workers: TensorFlow's "
