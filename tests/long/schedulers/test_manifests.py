@@ -1,9 +1,9 @@
-"""The Kubernetes, Kubeflow and Vertex AI examples against the schemas of their packages. `make test-manifests`.
+"""The Kubernetes, Kubeflow and Vertex AI examples against the schemas of their packages. make test-manifests
 
-Nothing here runs on a cluster. Job, Service, NetworkPolicy and PersistentVolumeClaim are checked against the JSON schemas
-of Kubernetes (kubernetes-validate), TrainJob and TrainingRuntime against the models of Kubeflow's Trainer v2
-(kubeflow-trainer-api), TFJob against those of the operator v1 (kubeflow-training), and the job of Vertex AI against
-its protocol buffers (google-cloud-aiplatform).
+Nothing here runs on a cluster. Job, Service, NetworkPolicy and PersistentVolumeClaim are checked against the
+JSON schemas of Kubernetes (kubernetes-validate), TrainJob and TrainingRuntime against the models of
+Kubeflow's Trainer v2 (kubeflow-trainer-api), TFJob against those of the operator v1 (kubeflow-training), and
+the job of Vertex AI against its protocol buffers (google-cloud-aiplatform).
 """
 
 from __future__ import annotations
