@@ -15,9 +15,10 @@ import pytest
 from replicast.errors import ClusterError
 from replicast.options import ProgressTarget, progress_target
 from replicast.replicas.position import Fit, Position
-from replicast.replicas.progress import MAX_METRICS, ProgressReports
+from replicast.replicas.progress import MAX_METRICS, Progress, ProgressReports
 
 SECS = 10.0
+STATUS = Path(__file__).parents[1] / "long" / "schedulers" / "kubeflow_status.json"
 
 
 class Scheduler:
@@ -105,6 +106,21 @@ def test_worker_0_sends_what_kubeflow_expects_with_its_token(scheduler: Schedule
     assert len(status["metrics"]) == MAX_METRICS
     beats.stop(finished=False)
     assert scheduler.received[-1][2]["trainerStatus"]["progressPercentage"] == 37
+
+
+def test_the_body_is_the_one_that_is_checked_against_the_models_of_kubeflow() -> None:
+    progress = Progress(
+        time=1794952626.0,
+        rank=0,
+        attempt=1,
+        step=340,
+        training=True,
+        stepped_at=1794952625.8,
+        percent=37,
+        remaining_secs=61,
+        metrics={"loss": 0.25},
+    )
+    assert progress.kubeflow() == json.loads(STATUS.read_text())
 
 
 def test_other_workers_send_nothing(scheduler: Scheduler) -> None:

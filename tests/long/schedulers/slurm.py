@@ -7,10 +7,11 @@ import secrets
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from tests.hosts.network import Network
+from tests.hosts.network import Host, Network
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 SECS = 30.0
@@ -97,9 +98,8 @@ class Slurm:
         said = self.run("scontrol", "show", "job", "-o", job)
         return next(pair.partition("=")[2] for pair in said.split() if pair.startswith(f"{name}="))
 
-    def wait(self, is_so: object, what: str, secs: float = SECS) -> None:
+    def wait(self, is_so: Callable[[], bool], what: str, secs: float = SECS) -> None:
         """Waits until something is so."""
-        assert callable(is_so)
         ends = time.monotonic() + secs
         while not is_so():
             assert all(daemon.poll() is None for daemon in self._daemons), self.logs()
@@ -133,9 +133,7 @@ class Slurm:
         self._start(self.first, "munged", "--force", "-F", f"--socket={place / 'socket'}", *files)
         self.wait((place / "socket").exists, "socket of munge")
 
-    def _start(self, host: object, *command: str) -> None:
-        assert host in (self.first, self.second)
-        played = self.first if host is self.first else self.second
-        log = self.directory / f"{command[0]}-{played.name}.log"
+    def _start(self, host: Host, *command: str) -> None:
+        log = self.directory / f"{command[0]}-{host.name}.log"
         with log.open("wb") as output:
-            self._daemons.append(played.start(command, env=self.environ, stdout=output))
+            self._daemons.append(host.start(command, env=self.environ, stdout=output))

@@ -35,11 +35,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield slurm
 
 
-def submit(cluster: Slurm, directory: Path, pause_secs: float) -> str:
+def submit(cluster: Slurm, directory: Path, pause_secs: float, *more: str) -> str:
     """The id of a job with one worker on each machine."""
     script = [str(ROOT / "examples/slurm.sh"), str(TRAINING), str(STEPS), str(pause_secs)]
     options = ["--parsable", f"--chdir={directory}", "--cpus-per-task=1", f"--output={directory}/output"]
-    return cluster.run("sbatch", *options, *script, WORKERS="1")
+    return cluster.run("sbatch", *options, *more, *script, WORKERS="1")
 
 
 def output(directory: Path) -> str:
@@ -90,6 +90,14 @@ def test_a_cancelled_job_saves_and_is_not_requeued(cluster: Slurm, tmp_path: Pat
     checkpoints = tmp_path / "runs" / job / "checkpoints"
     cluster.wait(lambda: any(checkpoints.glob("*/COMMITTED")), "last checkpoint", SECS)
     assert cluster.field(job, "Restarts") == "0"
+
+
+def test_a_job_that_reaches_its_time_limit_saves_and_requeues_itself(cluster: Slurm, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path, 5.0, "--time=2", "--signal=TERM@75")  # Slurm counts in minutes
+    cluster.wait(lambda: cluster.field(job, "Restarts") == "1", "requeue", SECS)
+    checkpoints = tmp_path / "runs" / job / "checkpoints"
+    assert any(checkpoints.glob("*/COMMITTED")), output(tmp_path)
+    cluster.run("scancel", job)
 
 
 def test_a_job_whose_script_fails_is_failed_and_not_requeued(cluster: Slurm, tmp_path: Path) -> None:
