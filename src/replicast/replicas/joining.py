@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -48,6 +48,7 @@ class Settings:
     Attributes:
         name: Prefix that separates this model's keys from those of other models; the same on all workers.
         run_dir: The run directory, if there is one.
+        attempt: The number of this attempt of the job; if no launcher counts, known once all have joined.
         durable: Whether the journal is on disk.
         audits: When replicas are compared outside of `fit`.
         may_differ: Patterns for the names of the variables that may differ.
@@ -55,6 +56,7 @@ class Settings:
 
     name: str
     run_dir: Path | None
+    attempt: int
     durable: bool
     limits: Limits
     timeouts: Timeouts
@@ -105,6 +107,7 @@ def settle(
     return Settings(
         name=name,
         run_dir=run_dir,
+        attempt=launch.attempt,
         durable=durability != "memory" and run_dir is not None,
         limits=Limits() if limits is None else limits,
         timeouts=Timeouts() if timeouts is None else timeouts,
@@ -143,19 +146,19 @@ def join(
     local = strategy.statistics == "local"
     may_differ = declared(state.schema, settings.may_differ, local_statistics=local)
     exchange = _agreed(state, strategy, settings)
-    attempt = attempt_of(settings.run_dir, exchange, settings.timeouts.join_secs)
+    settings = replace(settings, attempt=attempt_of(settings.run_dir, exchange, settings.timeouts.join_secs))
     transport = open_transport(strategy.coordination, strategy.rank, strategy.size, os.environ)
     fence = writer = store = None
     if strategy.rank == 0:
-        fence = None if settings.run_dir is None else Fence(settings.run_dir, attempt)
-        writer, store = _writer(state, strategy.size, settings, attempt, fence)
+        fence = None if settings.run_dir is None else Fence(settings.run_dir, settings.attempt)
+        writer, store = _writer(state, strategy.size, settings, fence)
     elif settings.run_dir is not None:
         store = CheckpointStore(settings.run_dir)
-    session = _session(exchange, transport, state, writer, strategy, settings, attempt)
+    session = _session(exchange, transport, state, writer, strategy, settings)
     session.replica.may_differ = may_differ
     session.start()
-    run_files = RunFiles(session, settings.run_dir, attempt, fence)
-    checkpoints = Checkpoints(session, state, store, attempt)
+    run_files = RunFiles(session, settings.run_dir, settings.attempt, fence)
+    checkpoints = Checkpoints(session, state, store, settings.attempt)
     run_files.position = lambda: checkpoints.position
     run_files.start()
     auditing = Auditing(session, state.schema, settings.run_dir, settings.audits)
@@ -165,7 +168,7 @@ def join(
     if writer is not None and settings.run_dir is not None:
         _connect_requests(session, run_files.requests, checkpoints, auditing, training, settings.run_dir)
     return Parts(
-        attempt=attempt,
+        attempt=settings.attempt,
         state=state,
         session=session,
         transport=transport,
@@ -212,7 +215,6 @@ def _session(
     writer: Writer | None,
     strategy: Strategy,
     settings: Settings,
-    attempt: int,
 ) -> Session:
     """This worker's part in the job. Its threads are not started yet."""
     session = Session(
@@ -221,7 +223,7 @@ def _session(
         transport,
         state,
         writer=writer,
-        attempt=attempt,
+        attempt=settings.attempt,
         timeouts=settings.timeouts,
         limits=settings.limits,
         guard=settings.guard,
@@ -245,13 +247,13 @@ def _check_same_model(exchange: Exchange, state: KerasState, timeout_secs: float
 
 
 def _writer(
-    state: KerasState, size: int, settings: Settings, attempt: int, fence: Fence | None
+    state: KerasState, size: int, settings: Settings, fence: Fence | None
 ) -> tuple[Writer, CheckpointStore | None]:
     """Worker 0: the writer of journal entries, and the checkpoint store."""
     if settings.run_dir is None or fence is None:
         return Writer(MemoryJournal()), None
     _warn_if_other_size(settings.run_dir, size)
-    info = RunInfo(FORMAT, state.schema, size, attempt, time.time(), journaled=settings.durable)
+    info = RunInfo(FORMAT, state.schema, size, settings.attempt, time.time(), journaled=settings.durable)
     write_run_info(fence, info)
     journal = FileJournal(settings.run_dir, fence) if settings.durable else MemoryJournal()
     store = CheckpointStore(settings.run_dir, fence)
