@@ -79,7 +79,39 @@ screenshots: $(STAMP) chromium ## The pictures of the page in docs/images
 	$(VENV)/bin/python -m tests.page.screenshots
 
 test-long: $(STAMP) machines ## More of the same: restarts, examples, every training on three workers; takes much longer
-	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup tests/long
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup tests/long --ignore tests/long/schedulers
+
+SLURM := slurmctld slurmd slurm-client munge
+RAY := .venv-ray
+RAY_STAMP := $(RAY)/.ready
+MANIFESTS := .venv-manifests
+MANIFESTS_STAMP := $(MANIFESTS)/.ready
+# These environments have no pytest-xdist and no Hypothesis: the options of pyproject.toml do not fit.
+ALONE := -m pytest -c /dev/null --rootdir . --import-mode importlib -ra
+.PHONY: test-slurm test-ray test-manifests
+test-slurm: $(STAMP) ## examples/slurm.sh on a real Slurm from Debian, on machines played by namespaces; needs root
+	@command -v slurmctld >/dev/null && command -v munged >/dev/null || { \
+	  echo "Installing $(SLURM)"; $(APT) install --no-install-recommends $(SLURM) >/dev/null || { \
+	  $(APT) update >/dev/null && $(APT) install --no-install-recommends $(SLURM) >/dev/null; }; }
+	$(VENV)/bin/python -m pytest tests/long/schedulers/test_slurm.py
+
+test-ray: $(RAY_STAMP) ## examples/ray_train.py on a real Ray, in an environment of its own: a kill, SIGTERM, max_failures
+	PYTHONPATH=. $(RAY)/bin/python $(ALONE) tests/long/schedulers/test_ray.py
+
+test-manifests: $(MANIFESTS_STAMP) ## The Kubernetes, Kubeflow and Vertex AI examples against the schemas of their packages
+	PYTHONPATH=. $(MANIFESTS)/bin/python $(ALONE) tests/long/schedulers/test_manifests.py
+
+$(RAY_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(RAY)/bin/python -m pip install --quiet --editable '.[cpu,demo]' '$(TENSORFLOW)' --group ray
+	@touch $@
+
+$(MANIFESTS_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(MANIFESTS)
+	$(MANIFESTS)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(MANIFESTS)/bin/python -m pip install --quiet --group manifests
+	@touch $@
 
 test-oldest: $(OLDEST_STAMP) ## The worker tests on the oldest supported TensorFlow and Keras
 	$(OLDEST)/bin/python -m pytest --numprocesses 2 --dist loadgroup tests/workers
@@ -152,4 +184,4 @@ $(TORCH_STAMP): pyproject.toml
 	@touch $@
 
 clean: ## Remove what the other targets made
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(DOCS) $(WHEEL) $(TORCH) site .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(DOCS) $(WHEEL) $(TORCH) $(RAY) $(MANIFESTS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

@@ -117,11 +117,11 @@ def read_faults(environ: Mapping[str, str]) -> list[dict[str, Any]]:
         described = json.loads(text)
     except json.JSONDecodeError as error:
         raise ClusterError(
-            f"{FAULTS} is not JSON ({error})", received=_shortened(text), remedy=_FAULTS_EXAMPLE
+            f"{FAULTS} is not JSON ({error})", received=shortened(text), remedy=_FAULTS_EXAMPLE
         ) from None
     if not isinstance(described, list) or not all(isinstance(fault, dict) for fault in described):
         raise ClusterError(
-            f"{FAULTS} is not a list of JSON objects", received=_shortened(text), remedy=_FAULTS_EXAMPLE
+            f"{FAULTS} is not a list of JSON objects", received=shortened(text), remedy=_FAULTS_EXAMPLE
         )
     return described
 
@@ -215,10 +215,10 @@ def read_cluster(environ: Mapping[str, str]) -> Cluster | None:
         described = json.loads(text)
     except json.JSONDecodeError as error:
         raise ClusterError(
-            f"TF_CONFIG is not JSON ({error})", received=_shortened(text), remedy=_EXAMPLE
+            f"TF_CONFIG is not JSON ({error})", received=shortened(text), remedy=_EXAMPLE
         ) from None
     if not isinstance(described, dict):
-        raise ClusterError("TF_CONFIG is not a JSON object", received=_shortened(text), remedy=_EXAMPLE)
+        raise ClusterError("TF_CONFIG is not a JSON object", received=shortened(text), remedy=_EXAMPLE)
     jobs = _read_jobs(described)
     if not jobs:
         return None
@@ -286,5 +286,6 @@ def _place(described: dict[str, Any], jobs: dict[str, list[str]]) -> Cluster:
     )
 
 
-def _shortened(text: str, limit: int = 200) -> str:
+def shortened(text: str, limit: int = 200) -> str:
+    """The beginning of a value, for an error message."""
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"

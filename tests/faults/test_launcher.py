@@ -283,7 +283,7 @@ def test_no_process_is_left_when_the_launcher_is_stopped(
     launched.process.send_signal(signum)
     code, _, err = launched.finish()
     assert code == expected
-    assert "all workers have exited" in err
+    assert "killed before it had exited: worker 0, 1" in err
     told = launched.pid("told-0"), launched.pid("told-1")
     assert told == (signal.SIGTERM, signal.SIGTERM), "also after Ctrl-C: the workers save"
     gone(*pids)

@@ -14,6 +14,7 @@ LAYERS = [
     {
         "errors",
         "config",
+        "options",
         "faults",
         "processes",
         "silence",
@@ -26,7 +27,7 @@ LAYERS = [
     {"update", "audits"},
     {"core"},
     {"storage"},
-    {"coordination", "rendezvous"},
+    {"coordination", "rendezvous", "port_filter"},
     {"transport", "lifetime", "causes", "turns"},
     {"allreduce"},
     {"strategy"},

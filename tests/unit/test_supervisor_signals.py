@@ -144,3 +144,32 @@ def _appears(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < end, f"{path.name} never came"
         time.sleep(0.01)
+
+
+def test_a_thread_sets_the_handler_as_soon_as_the_main_thread_runs_python_code() -> None:
+    ended = ended_script("""
+import threading, time
+ready, told = threading.Event(), threading.Event()
+def train():
+    print(on_sigterm(told.set), flush=True)
+    ready.set()
+threading.Thread(target=train, daemon=True).start()
+while not ready.is_set():
+    time.sleep(0.05)
+os.kill(os.getpid(), signal.SIGTERM)
+print(told.wait(10), flush=True)
+""")
+    assert (ended.returncode, ended.stdout) == (0, "True\nTrue\n"), ended.stderr
+
+
+def test_a_handler_of_ray_which_only_ends_the_process_is_replaced_and_one_of_the_script_is_not() -> None:
+    ended = ended_script("""
+def handler(number, frame):
+    print("the script's")
+for module in ("ray._private.worker", "__main__"):
+    handler.__module__ = module
+    signal.signal(signal.SIGTERM, handler)
+    on_sigterm(lambda: print("ours"))
+    signal.raise_signal(signal.SIGTERM)
+""")
+    assert ended.stdout == "ours\nthe script's\n", ended.stderr

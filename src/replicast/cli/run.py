@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from datetime import datetime
@@ -21,6 +22,8 @@ from replicast.supervisor import (
     parse_tee,
     supervise,
 )
+from replicast.supervisor.isolation import check_isolation
+from replicast.supervisor.isolation import isolate as enter_own_network
 from replicast.supervisor.page import PageAddress, page_beside
 from replicast.supervisor.plan import DEFAULT_PORT
 from replicast.supervisor.program import check_module, check_script
@@ -50,7 +53,7 @@ _DIR, _COUNT, _SECS = click.Path(path_type=Path), click.IntRange(min=0), click.F
     type=_SECS,
     default=EndTimeouts().stop_secs,
     metavar="SECS",
-    help="Time to end before workers are killed.",
+    help="Time for the last checkpoint, before workers are killed; docs/schedulers.md says how much.",
 )
 @click.option(
     "--heartbeat",
@@ -65,6 +68,11 @@ _DIR, _COUNT, _SECS = click.Path(path_type=Path), click.IntRange(min=0), click.F
     "--port", default=DEFAULT_PORT, metavar="P", help="With --hosts: the first worker's port on each."
 )
 @click.option("--serve", metavar="[HOST:]PORT", help="Serve the page of the job too; see `replicast serve`.")
+@click.option(
+    "--isolate",
+    is_flag=True,
+    help="Run the job in a network of its own: nobody can connect to it, and it can connect to nobody.",
+)
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -81,6 +89,7 @@ def run(
     node_rank: int,
     port: int,
     serve: str | None,
+    isolate: bool,
     program: str,
     arguments: tuple[str, ...],
 ) -> None:
@@ -97,6 +106,7 @@ def run(
       replicast run -n 4 --max-restarts 3 --run-dir runs/first train.py
       replicast run -n 2 --tee all -m my_package.train
       replicast run -n 2 --serve 8080 train.py
+      replicast run -n 2 --isolate train.py
       replicast run -n 2 --hosts gpu1,gpu2 --node-rank 0 train.py     (on gpu2: --node-rank 1)
 
     Exit code: 0 when all workers succeeded; else that of the first worker to fail, or 128 plus the number of
@@ -118,6 +128,8 @@ def run(
     check_job(job)
     heartbeat_secs = heartbeat_timeout_secs(os.environ) if heartbeat is None else heartbeat
     environ = {**os.environ, HEARTBEAT_TIMEOUT: f"{heartbeat_secs:g}"}
+    if isolate:
+        check_isolation(job, os.environ)
     shown = parse_tee(tee, job)
     address = PageAddress.parse(serve) if serve is not None else None
     if job.fixed_ports is not None:
@@ -132,8 +144,10 @@ def run(
         timeouts=EndTimeouts(stop_secs=grace, frozen_secs=heartbeat_secs),
         standby=standby,
     )
-    if address is None:
-        sys.exit(supervise(job, settings, environ))
-    with page_beside(address, directory, settings.log_dir, os.environ) as line:
-        click.echo(f"replicast: {line}", err=True)
+    with contextlib.ExitStack() as beside:
+        if address is not None:
+            line = beside.enter_context(page_beside(address, directory, settings.log_dir, os.environ))
+            click.echo(f"replicast: {line}", err=True)
+        if isolate:
+            enter_own_network()  # After the page was started, which stays reachable.
         sys.exit(supervise(job, settings, environ))

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +17,7 @@ from replicast.config import read_launch
 from replicast.core.commands import Ended
 from replicast.core.operation import Timeouts
 from replicast.errors import ClusterError, NotSupported, ReplicastError
+from replicast.replicas.attempts import attempt_of
 from replicast.replicas.auditing import Auditing, AuditPlan, declared
 from replicast.replicas.checkpoints import Checkpoints
 from replicast.replicas.expectation import Expectation
@@ -47,7 +48,7 @@ class Settings:
     Attributes:
         name: Prefix that separates this model's keys from those of other models; the same on all workers.
         run_dir: The run directory, if there is one.
-        attempt: The number of this attempt of the job.
+        attempt: The number of this attempt of the job; if no launcher counts, known once all have joined.
         durable: Whether the journal is on disk.
         audits: When replicas are compared outside of `fit`.
         may_differ: Patterns for the names of the variables that may differ.
@@ -66,8 +67,9 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The objects that exist once the model is built."""
+    """The objects that exist once the model is built, and the number of this attempt of the job."""
 
+    attempt: int
     state: KerasState
     session: Session
     transport: Transport
@@ -144,6 +146,7 @@ def join(
     local = strategy.statistics == "local"
     may_differ = declared(state.schema, settings.may_differ, local_statistics=local)
     exchange = _agreed(state, strategy, settings)
+    settings = replace(settings, attempt=attempt_of(settings.run_dir, exchange, settings.timeouts.join_secs))
     transport = open_transport(strategy.coordination, strategy.rank, strategy.size, os.environ)
     fence = writer = store = None
     if strategy.rank == 0:
@@ -166,6 +169,7 @@ def join(
     if writer is not None and settings.run_dir is not None:
         _connect_requests(session, run_files.requests, checkpoints, auditing, training, settings.run_dir)
     return Parts(
+        attempt=settings.attempt,
         state=state,
         session=session,
         transport=transport,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import keras
 
 from replicast.errors import ReplicastError
+from replicast.options import progress_target
 from replicast.replicas.callback import BoundaryCallback
+from replicast.replicas.checkpoint_writer import numbers
 from replicast.replicas.joining import Parts, Settings, check_not_compiled_again, join
 from replicast.replicas.leaving import leave_on_sigterm
+from replicast.replicas.progress import ProgressReports
 from replicast.replicas.run_state import RunStates
 from replicast.replicas.uncounted import holds_callback, warn_of_missing_callback
 from replicast.replicas.view import ReplicasView
@@ -82,6 +86,7 @@ class ReplicasLifecycle(ReplicasView):
         parts.session.stop()
         parts.run_files.finish()
         told_to = parts.training.leaving.left
+        self._progress.stop(finished=not told_to)
         self._states.ended(parts.session.step, told_to=told_to, at_exit=self._at_exit)
         self._closed = True
         self._strategy.on_fit.remove(self._fit_begins)
@@ -132,7 +137,8 @@ class ReplicasLifecycle(ReplicasView):
         """Joins the other workers. All of them call it, each with a built model."""
         self._parts = parts = join(self.model, self._optimizer, self._strategy, self._settings)
         session = parts.session
-        self._states = RunStates(self._settings.run_dir, session.rank, session.size, self._settings.attempt)
+        self._progress = _report_progress(parts)
+        self._states = RunStates(self._settings.run_dir, session.rank, session.size, parts.attempt)
         self._states.starting()
         self._strategy.before_leaving(self._close_at_the_end, always=self._abandon)
         # Even before training: TensorFlow's handler would swallow SIGTERM, and loading data may take long.
@@ -154,6 +160,7 @@ class ReplicasLifecycle(ReplicasView):
         if self._parts is not None and not self._closed:
             self._parts.session.abandon()
             self._parts.run_files.note_end()
+            self._progress.stop(finished=False)
             self._states.abandoned(self._parts.session.step)
             self._parts.training.leaving.ends = True  # it exits anyway: SIGTERM need not
 
@@ -165,3 +172,19 @@ class ReplicasLifecycle(ReplicasView):
             warn_of_missing_callback(self.rank)
         if self._parts is not None:
             self._parts.uncounted.fit_begins()
+
+
+def _report_progress(parts: Parts) -> ProgressReports:
+    """Starts reports for a scheduler, if the environment asks for them."""
+    session, run_files = parts.session, parts.run_files
+    reports = ProgressReports(
+        progress_target(os.environ, session.rank),
+        rank=session.rank,
+        attempt=parts.attempt,
+        step=lambda: session.step,
+        training=lambda: run_files.training,
+        position=lambda: run_files.position(),
+        metrics=lambda: numbers(run_files.logs or {}),
+    )
+    reports.start()
+    return reports

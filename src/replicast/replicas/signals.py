@@ -1,7 +1,8 @@
-"""SIGTERM as a request to leave, including repeated signals."""
+"""SIGTERM as a request to leave, including repeated signals, also for training outside the main thread."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -12,6 +13,13 @@ from types import FrameType
 from replicast.config import read_launch
 
 REPEAT_SECS = 5.0
+MAIN_THREAD_SECS = 2.5
+"""How long to wait until the main thread runs Python code. That of a Ray worker does so every few seconds."""
+_ONLY_EXITS = ("ray._private.worker",)
+"""Modules whose handlers do no more than the default one: they end the process."""
+_AS_PENDING_CALL = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+_PENDING: list[object] = []
+"""What the main thread will be asked to run: the interpreter holds no reference, and may run it late."""
 
 
 class Handler:
@@ -52,16 +60,34 @@ def on_sigterm(act: Callable[[], object], *, now: Callable[[], float] = time.mon
         now: The time in seconds.
 
     Returns:
-        Whether there is a handler, ours or the script's. Only the main thread can set one.
+        Whether there is a handler, ours or the script's. Only the main thread can set one: from another
+        thread this waits up to `MAIN_THREAD_SECS` until the main thread runs Python code and sets it.
     """
     there = signal.getsignal(signal.SIGTERM)
     if isinstance(there, Handler):
         there.act = act
-    elif there is signal.SIG_DFL:
-        if threading.current_thread() is not threading.main_thread():
-            return False
-        signal.signal(signal.SIGTERM, Handler(act, now))
+    elif there is signal.SIG_DFL or getattr(there, "__module__", None) in _ONLY_EXITS:
+        handler = Handler(act, now)
+        return _in_main_thread(lambda: signal.signal(signal.SIGTERM, handler))
     return True
+
+
+def _in_main_thread(act: Callable[[], object]) -> bool:
+    """Runs a function in the main thread; returns False if that does not run Python code for some time."""
+    if threading.current_thread() is threading.main_thread():
+        act()
+        return True
+    done = threading.Event()
+
+    def run(_: int | None) -> int:
+        act()
+        done.set()
+        return 0
+
+    call = _AS_PENDING_CALL(run)
+    _PENDING.append(call)
+    ctypes.pythonapi.Py_AddPendingCall(call, None)
+    return done.wait(MAIN_THREAD_SECS)
 
 
 def _end() -> None:

@@ -20,6 +20,7 @@ from replicast.config import HEARTBEAT_SECS, heartbeat_timeout_secs, read_cluste
 from replicast.coordination import Coordination, MemoryCoordination, ServiceCoordination
 from replicast.errors import ClusterError, NotSupported
 from replicast.lifetime import Lifetime
+from replicast.port_filter import port_limit
 from replicast.strategy import feeding
 from replicast.strategy.building import creating_in_scope, is_built, may_fail, trace_once
 from replicast.strategy.callbacks import Callbacks
@@ -92,6 +93,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         cluster = read_cluster(os.environ)
         self._rank = 0 if cluster is None else cluster.rank
         self._size = 1 if cluster is None else cluster.size
+        limit_port = port_limit(cluster, os.environ)
         heartbeat_secs = HEARTBEAT_SECS
         if cluster is not None and self._size > 1:
             heartbeat_secs = rendezvous.meet(
@@ -104,6 +106,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
                 communication_options or tf.distribute.experimental.CommunicationOptions(),
                 heartbeat_secs,
             )
+        limit_port()
         # Skips MultiWorkerMirroredStrategy's constructor, which would create its own `extended`.
         super(tf.distribute.MultiWorkerMirroredStrategy, self).__init__(extended)
         self.statistics = statistics

@@ -20,7 +20,9 @@ from pathlib import Path
 
 from replicast.config import read_cluster
 from replicast.errors import ClusterError
+from replicast.options import TRUSTED_NETWORKS, trusted_networks
 from replicast.supervisor.machine import Machine, this_machine
+from replicast.supervisor.network import outside_addresses, shown
 from replicast.supervisor.ports import hold_free_ports, hold_ports
 
 _PROBE = (
@@ -57,6 +59,7 @@ def all_checks(environ: Mapping[str, str]) -> list[Check]:
         check_backend(environ),
         *check_cluster(environ),
         check_free_ports(),
+        check_exposure(environ, outside_addresses()),
         check_shared_memory(_SHARED_MEMORY, lambda place: shutil.disk_usage(place).free),
         check_machine(this_machine(environ)),
     ]
@@ -132,6 +135,27 @@ def check_free_ports() -> Check:
             return Check("Free ports", Verdict.GOOD, "for example " + ", ".join(map(str, ports.numbers)))
     except (OSError, ClusterError) as error:
         return Check("Free ports", Verdict.BROKEN, str(error), "Let this user open ports for listening")
+
+
+def check_exposure(environ: Mapping[str, str], addresses: Sequence[str]) -> Check:
+    """Who can connect to TensorFlow's ports, which ask for no credentials."""
+    subject = "Open ports"
+    chosen = environ.get(TRUSTED_NETWORKS, "")
+    try:
+        trusted_networks(environ, ())
+    except ClusterError as error:
+        return Check(subject, Verdict.BROKEN, str(error), "Correct it, or unset it")
+    if chosen == "any":
+        return Check(subject, Verdict.GOOD, f"{TRUSTED_NETWORKS}=any: a firewall has to protect the workers")
+    if chosen or not addresses:
+        found = f"only {chosen} may connect to workers" if chosen else "this machine has only the loopback"
+        return Check(subject, Verdict.GOOD, found)
+    return Check(
+        subject,
+        Verdict.NOTE,
+        f"{shown(addresses)}: in a job on several machines, whoever reaches them can run code in the workers",
+        f"Set {TRUSTED_NETWORKS} to the job's networks, or use a firewall: SECURITY.md",
+    )
 
 
 def check_shared_memory(place: Path, free_bytes: Callable[[Path], int]) -> Check:

@@ -51,6 +51,7 @@ class EndTimeouts:
         settle_blamed_secs: The same after one exited because of another that has not exited yet: worker 0
             waits up to 10 s for the others before it exits, and is the one to report.
         stop_secs: How long workers may take to exit when asked to, and after one exited because of SIGTERM.
+            They write a last checkpoint. 30 s is what Slurm and Kubernetes give by default.
         stop_failed_secs: The same if the job has failed: there is nothing left to save.
         stop_killed_secs: The same after SIGKILL of one: the others wait for it and come to no boundary.
         kill_secs: How long the kernel may take to end a killed process before the launcher gives up on it.
@@ -61,7 +62,7 @@ class EndTimeouts:
     settle_secs: float = 5.0
     settle_killed_secs: float = 1.0
     settle_blamed_secs: float = 15.0
-    stop_secs: float = 10.0
+    stop_secs: float = 30.0
     stop_failed_secs: float = 2.0
     stop_killed_secs: float = 0.25
     kill_secs: float = 10.0

@@ -111,10 +111,16 @@ def finished_line(who: str, *, step: int | None, secs: float, restarts: int, log
 
 
 def interruption_line(signum: signal.Signals, end: GroupEnd) -> str:
-    """One line: what stopped the group, and whether all workers have exited."""
+    """One line: what stopped the group, and whether all workers have exited by themselves."""
     name = "Ctrl-C" if signum is signal.SIGINT else signum.name
     left = ", ".join(str(rank) for rank in end.left_behind)
+    killed = ", ".join(str(one.rank) for one in end.exits if one.code == -signal.SIGKILL)
     rest = f"could not be killed: worker {left}" if left else "all workers have exited"
+    if killed and not left:
+        rest = (
+            f"killed before it had exited: worker {killed}; the last checkpoint may be missing "
+            "(--grace gives more time)"
+        )
     return f"replicast: stopped by {name}; {rest}"
 
 

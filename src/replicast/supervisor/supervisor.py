@@ -14,6 +14,7 @@ from replicast.errors import ClusterError
 from replicast.supervisor.group import EndTimeouts, Group, GroupEnd
 from replicast.supervisor.interruptions import Interruptions
 from replicast.supervisor.machine import this_machine
+from replicast.supervisor.network import exposure_line, outside_addresses
 from replicast.supervisor.plan import (
     Job,
     absent_workers,
@@ -86,6 +87,9 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
     ):
         if faults:
             screen.tell(faults_line(faults))
+        exposed = exposure_line(job, environ, outside_addresses())
+        if exposed:
+            screen.tell(exposed)
         if absent:
             screen.tell(absent_line(absent, job.world_size))
         taken_over = what_is_taken_over(settings.run_dir)

@@ -1,0 +1,134 @@
+"""Limits who may connect to TensorFlow's port: a packet filter on its socket, without any privilege.
+
+TensorFlow's gRPC server listens on every address of the machine, whatever `TF_CONFIG` says, and asks for no
+credentials: "0.0.0.0" is fixed in its code. So after it has opened the port, this process attaches a filter
+(classic BPF, `SO_ATTACH_FILTER`) to the sockets of that port. The kernel then drops packets from any other
+network; connections that are accepted later inherit the filter. TensorFlow opens the port in a call that
+holds Python's lock, so the filter comes when that call has returned, a fraction of a second later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from replicast.config import Cluster
+from replicast.options import Network, trusted_networks
+
+logger = logging.getLogger("replicast")
+
+_SO_ATTACH_FILTER = 26
+_NETWORK_HEADER = 0xFFF00000
+"""SKF_NET_OFF: offsets from here are in the IP header."""
+_LOAD_BYTE, _LOAD_WORD, _AND, _SHIFT_RIGHT = 0x30, 0x20, 0x54, 0x74
+_JUMP, _JUMP_IF_EQUAL, _RETURN = 0x05, 0x15, 0x06
+_WHOLE_PACKET = 0xFFFFFFFF
+_SOURCE_OFFSET = {4: 12, 6: 8}
+
+Instruction = tuple[int, int, int, int]
+"""Operation, jump if true, jump if false, operand."""
+
+
+def port_limit(cluster: Cluster | None, environ: Mapping[str, str]) -> Callable[[], None]:
+    """Reads who may connect to this worker; call the result once TensorFlow has opened its port.
+
+    Raises:
+        ClusterError: `REPLICAST_TRUSTED_NETWORKS` is invalid.
+    """
+    if cluster is None:  # TensorFlow opens no port
+        return lambda: None
+    networks = trusted_networks(environ, cluster.addresses)
+    if networks is None:
+        return lambda: None
+    return partial(limit_port, int(cluster.addresses[cluster.rank].rpartition(":")[2]), networks)
+
+
+def limit_port(port: int, networks: Sequence[Network]) -> None:
+    """Lets only these networks reach a port of this process. Logs a warning if that cannot be done.
+
+    Args:
+        port: The port that TensorFlow listens on.
+        networks: Where connections may come from.
+    """
+    try:
+        limited = _attach(port, program(networks))
+    except OSError as error:
+        reason = error.strerror or str(error)
+    else:
+        if limited:
+            return
+        reason = "its socket was not found"
+    logger.warning(
+        "TensorFlow's port %d accepts connections from every network (%s). See SECURITY.md", port, reason
+    )
+
+
+def program(networks: Sequence[Network]) -> list[Instruction]:
+    """The filter that accepts packets whose source address is in one of the networks. Pure."""
+    version4 = [step for network in networks if network.version == 4 for step in _accept(network)]
+    version6 = [step for network in networks if network.version == 6 for step in _accept(network)]
+    drop = (_RETURN, 0, 0, 0)
+    return [
+        (_LOAD_BYTE, 0, 0, _NETWORK_HEADER),
+        (_SHIFT_RIGHT, 0, 0, 4),
+        (_JUMP_IF_EQUAL, 1, 0, 4),
+        (_JUMP, 0, 0, len(version4) + 1),
+        *version4,
+        drop,
+        *version6,
+        drop,
+    ]
+
+
+def _accept(network: Network) -> list[Instruction]:
+    """Accepts a packet from a network, else goes on behind the last instruction."""
+    address, mask = network.network_address.packed, network.netmask.packed
+    words = [
+        (place, int.from_bytes(address[place : place + 4]), int.from_bytes(mask[place : place + 4]))
+        for place in range(0, len(address), 4)
+    ]
+    compared = [word for word in words if word[2]] or words[:1]
+    steps: list[Instruction] = []
+    for number, (place, wanted, bits) in enumerate(compared):
+        behind = 3 * (len(compared) - number - 1) + 1
+        steps += [
+            (_LOAD_WORD, 0, 0, _NETWORK_HEADER + _SOURCE_OFFSET[network.version] + place),
+            (_AND, 0, 0, bits),
+            (_JUMP_IF_EQUAL, 0, behind, wanted),
+        ]
+    return [*steps, (_RETURN, 0, 0, _WHOLE_PACKET)]
+
+
+def _attach(port: int, filter_program: Sequence[Instruction]) -> int:
+    """Attaches a filter to every socket of this process that has this port; returns how many there are."""
+    packed = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in filter_program))
+    described = struct.pack("HL", len(filter_program), ctypes.addressof(packed))
+    count = 0
+    for one in _sockets():
+        if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockname()[1] == port:
+            one.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, described)
+            count += 1
+    return count
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """The sockets of this process, each open while it is used."""
+    for entry in sorted(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if not str(entry.readlink()).startswith("socket:"):
+                continue
+            descriptor = os.dup(int(entry.name))
+            try:
+                one = socket.socket(fileno=descriptor)
+            except OSError:
+                os.close(descriptor)
+                continue
+            with one:
+                yield one

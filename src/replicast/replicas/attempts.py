@@ -1,0 +1,39 @@
+"""Which attempt of the job this is, where no launcher counts: under Kubernetes, Ray or a plain TF_CONFIG."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from replicast.config import ATTEMPT, read_launch
+from replicast.errors import FileDamaged
+from replicast.runtime.exchange import Exchange
+from replicast.storage.groups import last_claim
+
+
+def attempt_of(
+    run_dir: Path | None, exchange: Exchange, timeout_secs: float, environ: Mapping[str, str] = os.environ
+) -> int:
+    """The number of this attempt, from 0: the launcher's, else one more than the last in the run directory.
+
+    All workers call it. Worker 0 looks into the run directory and tells the others, who may not see it.
+
+    Args:
+        run_dir: The run directory, if there is one.
+        exchange: Reaches the other workers.
+        timeout_secs: How long to wait for them.
+        environ: The environment.
+    """
+    if ATTEMPT in environ or run_dir is None:
+        return read_launch(environ).attempt
+    counted = str(_next(run_dir)) if exchange.rank == 0 else ""
+    return int(exchange.agree("attempt", counted, timeout_secs)[0])
+
+
+def _next(run_dir: Path) -> int:
+    try:
+        last = last_claim(run_dir)
+    except (FileDamaged, OSError):  # Whoever claims the run directory reports it.
+        return 0
+    return 0 if last is None else last.attempt + 1

@@ -1,0 +1,42 @@
+"""The number of an attempt, where a launcher counts and where none does."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from replicast.coordination import MemoryCoordination
+from replicast.replicas.attempts import attempt_of
+from replicast.runtime.exchange import Exchange
+from replicast.storage.fence import Fence
+
+SECS = 10.0
+
+
+def attempts(run_dir: Path, environ: dict[str, str]) -> list[int]:
+    """What each of two workers is told; the second one cannot see the run directory."""
+    store = MemoryCoordination.Store()
+    exchanges = [
+        Exchange(MemoryCoordination(store), "job", rank, 2, has_left=lambda worker: False) for rank in (0, 1)
+    ]
+    places = (run_dir, run_dir / "not-here")
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda rank: attempt_of(places[rank], exchanges[rank], SECS, environ), (0, 1)))
+
+
+def test_without_a_launcher_every_start_in_a_run_directory_is_the_next_attempt_on_all_workers(
+    tmp_path: Path,
+) -> None:
+    assert attempts(tmp_path, {}) == [0, 0]
+    Fence(tmp_path, attempt=0).release()
+    assert attempts(tmp_path, {}) == [1, 1]
+    Fence(tmp_path, attempt=1).release()
+    assert attempts(tmp_path, {}) == [2, 2]
+
+
+@pytest.mark.parametrize("counted", [0, 7])
+def test_a_launcher_s_number_counts(tmp_path: Path, counted: int) -> None:
+    Fence(tmp_path, attempt=3).release()
+    assert attempts(tmp_path, {"REPLICAST_ATTEMPT": str(counted)}) == [counted, counted]
