@@ -24,6 +24,8 @@ SHM_DIR = "REPLICAST_SHM_DIR"
 FAULTS = "REPLICAST_FAULTS"
 START_TIMEOUT = "REPLICAST_START_TIMEOUT"
 HEARTBEAT_TIMEOUT = "REPLICAST_HEARTBEAT_TIMEOUT"
+JOB_SECRET = "REPLICAST_JOB_SECRET"
+"""With this secret the launchers of a job on several hosts recognise each other. Workers do not see it."""
 LAUNCHED = "REPLICAST_LAUNCHED"
 """Set by `replicast run` for its workers: a launcher on the same host watches their exit codes."""
 PEER_FAILED = 75

@@ -152,7 +152,7 @@ def test_a_port_that_is_taken_is_refused_in_one_line(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("TF_CONFIG", tf_config(port))
         assert f"Port {port} is in use" in refused("run", "train.py")
         monkeypatch.delenv("TF_CONFIG")
-        several = ["--hosts", "a,b", "--port", str(port)]
+        several = ["--hosts", "a,b", "--node-rank", "0", "--port", str(port)]
         assert f"Port {port} is in use" in refused("run", *several, "train.py")
 
 

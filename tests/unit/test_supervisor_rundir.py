@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from replicast.cli import main
 from replicast.config import FAULTS, PEER_FAILED
 from replicast.errors import LaunchRefused
+from replicast.supervisor.attempts import exit_code
 from replicast.supervisor.group import GroupEnd, first_failure
 from replicast.supervisor.plan import Job, absent_workers, planned_faults
 from replicast.supervisor.report import (
@@ -25,7 +26,6 @@ from replicast.supervisor.report import (
 )
 from replicast.supervisor.rundir import locked, make_attempt_dir, make_run_dir, next_attempt
 from replicast.supervisor.states import what_is_taken_over
-from replicast.supervisor.supervisor import exit_code
 from replicast.supervisor.worker import WorkerExit
 
 NOON = datetime(2030, 1, 2, 12, 0, 5)

@@ -10,18 +10,26 @@ from pathlib import Path
 
 import click
 
-from replicast.config import HEARTBEAT_TIMEOUT, MIN_HEARTBEAT_SECS, heartbeat_timeout_secs, read_cluster
+from replicast.config import (
+    HEARTBEAT_TIMEOUT,
+    JOB_SECRET,
+    MIN_HEARTBEAT_SECS,
+    heartbeat_timeout_secs,
+    read_cluster,
+)
 from replicast.errors import LaunchRefused
 from replicast.supervisor import (
     EndTimeouts,
     Job,
     Settings,
-    check_job,
     hold_ports,
     make_run_dir,
     parse_tee,
     supervise,
 )
+from replicast.supervisor.hosts.placing import place_on_hosts
+from replicast.supervisor.hosts.setup import read_secret
+from replicast.supervisor.hosts.timeouts import HostTimeouts, host_timeouts
 from replicast.supervisor.isolation import check_isolation
 from replicast.supervisor.isolation import isolate as enter_own_network
 from replicast.supervisor.page import PageAddress, page_beside
@@ -63,7 +71,31 @@ _DIR, _COUNT, _SECS = click.Path(path_type=Path), click.IntRange(min=0), click.F
     f"and notices a lost host later. [default: {HEARTBEAT_TIMEOUT}, else 10]",
 )
 @click.option("--hosts", metavar="H1,H2", help="All machines of the job, in the same order on each.")
-@click.option("--node-rank", default=0, metavar="I", help="The position of this machine in --hosts, from 0.")
+@click.option("--nnodes", metavar="N", help="Instead of --hosts: how many machines; with --rdzv-endpoint.")
+@click.option(
+    "--node-rank",
+    type=int,
+    metavar="I",
+    help="The index of this machine, from 0. [default: found by its address in --hosts]",
+)
+@click.option(
+    "--rdzv-endpoint",
+    metavar="HOST:PORT",
+    help="Where the launcher of machine 0 waits for the others. [default: the first of --hosts, --port - 1]",
+)
+@click.option(
+    "--join-timeout",
+    type=_SECS,
+    default=HostTimeouts().join_secs,
+    metavar="SECS",
+    help="How long to wait for a machine that is not there, at the start and after a failure.",
+)
+@click.option(
+    "--secret-file",
+    type=_DIR,
+    metavar="FILE",
+    help=f"The secret of a job on several machines. [default: ${JOB_SECRET}]",
+)
 @click.option(
     "--port", default=DEFAULT_PORT, metavar="P", help="With --hosts: the first worker's port on each."
 )
@@ -86,7 +118,11 @@ def run(
     grace: float,
     heartbeat: float | None,
     hosts: str | None,
-    node_rank: int,
+    nnodes: str | None,
+    node_rank: int | None,
+    rdzv_endpoint: str | None,
+    join_timeout: float,
+    secret_file: Path | None,
     port: int,
     serve: str | None,
     isolate: bool,
@@ -107,10 +143,15 @@ def run(
       replicast run -n 2 --tee all -m my_package.train
       replicast run -n 2 --serve 8080 train.py
       replicast run -n 2 --isolate train.py
-      replicast run -n 2 --hosts gpu1,gpu2 --node-rank 0 train.py     (on gpu2: --node-rank 1)
+      replicast run -n 2 --hosts gpu1,gpu2 --run-dir /shared/first train.py        (the same on each)
+      replicast run -n 2 --nnodes 2 --node-rank 0 --rdzv-endpoint gpu1:29400 train.py
+
+    On several machines, start the same command on each. Their launchers act as one: a failure anywhere
+    restarts all, Ctrl-C on one stops all, and all exit with the same code (docs/hosts.md).
 
     Exit code: 0 when all workers succeeded; else that of the first worker to fail, or 128 plus the number of
-    the signal that ended it; 130 after Ctrl-C; 2 when nothing was started.
+    the signal that ended it; 130 after Ctrl-C; 75 when a machine was lost or did not come; 2 when nothing was
+    started.
     """  # noqa: D301 - click wants a real backspace
     (check_module if module else check_script)(program)
     if standby and not max_restarts:
@@ -120,14 +161,14 @@ def run(
     job = Job(
         argv=(sys.executable, *(["-m"] if module else []), program, *arguments),
         workers=workers,
-        hosts=tuple(hosts.split(",")) if hosts is not None else (),
-        node_rank=node_rank,
         port=port,
         given=read_cluster(os.environ),
     )
-    check_job(job)
+    job = place_on_hosts(job, hosts=hosts, nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=rdzv_endpoint)
+    secret = read_secret(os.environ, secret_file) if job.endpoint is not None else b""
     heartbeat_secs = heartbeat_timeout_secs(os.environ) if heartbeat is None else heartbeat
-    environ = {**os.environ, HEARTBEAT_TIMEOUT: f"{heartbeat_secs:g}"}
+    environ = {name: value for name, value in os.environ.items() if name != JOB_SECRET}
+    environ[HEARTBEAT_TIMEOUT] = f"{heartbeat_secs:g}"
     if isolate:
         check_isolation(job, os.environ)
     shown = parse_tee(tee, job)
@@ -143,10 +184,12 @@ def run(
         max_restarts=max_restarts,
         timeouts=EndTimeouts(stop_secs=grace, frozen_secs=heartbeat_secs),
         standby=standby,
+        secret=secret,
+        host_timeouts=host_timeouts(join_secs=join_timeout, heartbeat_secs=heartbeat_secs),
     )
     with contextlib.ExitStack() as beside:
         if address is not None:
-            line = beside.enter_context(page_beside(address, directory, settings.log_dir, os.environ))
+            line = beside.enter_context(page_beside(address, directory, settings.log_dir, environ))
             click.echo(f"replicast: {line}", err=True)
         if isolate:
             enter_own_network()  # After the page was started, which stays reachable.

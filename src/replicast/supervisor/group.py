@@ -16,10 +16,12 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from replicast.config import PEER_FAILED, TOLD_TO_END
 from replicast.supervisor.chatter import wants_chatter
 from replicast.supervisor.frozen import FrozenWorkers
+from replicast.supervisor.hosts.member import End
 from replicast.supervisor.interruptions import STOP_SIGNALS, Interruptions
 from replicast.supervisor.output import Output
 from replicast.supervisor.plan import WorkerPlan
@@ -98,11 +100,34 @@ def first_failure(exits: Sequence[WorkerExit]) -> WorkerExit | None:
     return next(iter(frozen or by_itself or failed), None)
 
 
-def stopping_line(signum: signal.Signals, secs: float) -> str:
-    """One line: what the first Ctrl-C or SIGTERM does."""
+class Peers(Protocol):
+    """The launchers of the other hosts, as the group of this host sees them."""
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when something came from them."""
+
+    def take_ends(self) -> list[End]:
+        """Why this group must end, if it must. Does not block."""
+
+    def tell_failure(self, failure: WorkerExit) -> None:
+        """A worker of this host has failed."""
+
+    def tell_signal(self, signum: signal.Signals) -> None:
+        """This launcher was told to stop."""
+
+
+def stopping_line(signum: signal.Signals, secs: float, host: str = "") -> str:
+    """One line: what the first Ctrl-C or SIGTERM does, and on which other host it came."""
+    if host:
+        return (
+            f"replicast: {_name(signum)} on {host}: the workers save a checkpoint and exit, within {secs:g} s"
+        )
     again = "; Ctrl-C again ends them at once" if signum is signal.SIGINT else ""
-    name = "Ctrl-C" if signum is signal.SIGINT else signum.name
-    return f"replicast: {name}: the workers save a checkpoint and exit, within {secs:g} s{again}"
+    return f"replicast: {_name(signum)}: the workers save a checkpoint and exit, within {secs:g} s{again}"
+
+
+def _name(signum: signal.Signals) -> str:
+    return "Ctrl-C" if signum is signal.SIGINT else signum.name
 
 
 class Group:
@@ -115,6 +140,7 @@ class Group:
         timeouts: The time limits of the stages.
         interruptions: The signals that end the group.
         standbys: Processes that wait to become workers.
+        peers: The launchers of the other hosts of the job.
     """
 
     def __init__(
@@ -126,6 +152,7 @@ class Group:
         timeouts: EndTimeouts,
         interruptions: Interruptions,
         standbys: StandbySet | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self._plans = plans
         self._screen = screen
@@ -133,6 +160,9 @@ class Group:
         self._timeouts = timeouts
         self._interruptions = interruptions
         self._standbys = standbys
+        self._peers = peers
+        self._first_code: int | None = None
+        """The exit code of the worker, here or elsewhere, because of which the group ends."""
         self._workers: list[Worker] = []
         self._exits: dict[int, WorkerExit] = {}
         self._frozen = FrozenWorkers()
@@ -159,6 +189,8 @@ class Group:
 
     def _start(self, selector: selectors.BaseSelector, environ: Mapping[str, str]) -> None:
         selector.register(self._interruptions, selectors.EVENT_READ)
+        if self._peers is not None:
+            selector.register(self._peers, selectors.EVENT_READ, self._peers)
         for plan in self._plans:
             teed = self._screen if plan.rank in self._tee else None
             live = teed is not None and plan.rank == self._screen.live_rank
@@ -190,6 +222,8 @@ class Group:
             elif isinstance(source, Worker):
                 selector.unregister(key.fileobj)
                 self._take_exit(source)
+            elif source is not None:
+                self._take_ends()
             else:
                 self._take_signals()
         if self._deadline is not None and time.monotonic() >= self._deadline:
@@ -200,11 +234,36 @@ class Group:
         if ended is None:
             return
         self._exits[ended.rank] = ended
-        if ended.code != 0 and self._ending <= Ending.SETTLING:
-            secs = self._settle_secs(ended)
-            if self._deadline is not None:  # The others already know: their time does not start again.
-                secs = min(secs, self._deadline - time.monotonic())
-            self._enter(Ending.SETTLING, secs)
+        if ended.code != 0:
+            self._settle(ended.code)
+            first = first_failure(tuple(self._exits.values()))
+            if self._peers is not None and first is not None:
+                self._peers.tell_failure(first)
+
+    def _take_ends(self) -> None:
+        """Other hosts have failed or were told to stop: the group ends as it would because of one here."""
+        for end in self._peers.take_ends() if self._peers is not None else ():
+            if end.stopped_by is not None:
+                if self._interrupted_by is None and self._ending < Ending.STOPPING:
+                    secs = self._timeouts.stop_secs
+                    self._screen.tell(stopping_line(end.stopped_by, secs, end.stopped_where))
+                    self._stop(signal.SIGTERM, secs)
+            elif end.failure is not None:
+                for worker in self._rest():
+                    worker.blamed_as_frozen = worker.blamed_as_frozen or worker.is_frozen()
+                is_lost = end.failure.worker is None
+                self._settle(-signal.SIGKILL if is_lost else end.failure.code)
+
+    def _settle(self, code: int) -> None:
+        """A worker has exited with this code: the others may take some time to exit by themselves."""
+        if self._ending > Ending.SETTLING:
+            return
+        if self._first_code is None:
+            self._first_code = code
+        secs = self._settle_secs(code)
+        if self._deadline is not None:  # The others already know: their time does not start again.
+            secs = min(secs, self._deadline - time.monotonic())
+        self._enter(Ending.SETTLING, secs)
 
     def _rest(self) -> list[Worker]:
         return [worker for worker in self._workers if worker.plan.rank not in self._exits]
@@ -227,19 +286,19 @@ class Group:
         for worker in self._rest():
             worker.blamed_as_frozen = worker.blamed_as_frozen or worker.plan.rank in long
 
-    def _settle_secs(self, ended: WorkerExit) -> float:
+    def _settle_secs(self, code: int) -> float:
         timeouts = self._timeouts
         # A heartbeat is missed after half of the timeout: what another worker fails of before is its own.
-        self._blame_frozen(0.0 if ended.code == PEER_FAILED else timeouts.frozen_secs / 2)
+        self._blame_frozen(0.0 if code == PEER_FAILED else timeouts.frozen_secs / 2)
         if all(worker.is_frozen() for worker in self._rest()):  # None of them will exit by itself.
             return timeouts.settle_killed_secs
-        if ended.code == PEER_FAILED:
+        if code == PEER_FAILED:
             return timeouts.settle_blamed_secs
-        if ended.code == TOLD_TO_END:  # The others are exiting too; one may still write the checkpoint.
+        if code == TOLD_TO_END:  # The others are exiting too; one may still write the checkpoint.
             return max(timeouts.settle_secs, timeouts.stop_secs)
-        if ended.code == -signal.SIGKILL:
+        if code == -signal.SIGKILL:
             return 0.0
-        return timeouts.settle_killed_secs if ended.code < 0 else timeouts.settle_secs
+        return timeouts.settle_killed_secs if code < 0 else timeouts.settle_secs
 
     def _take_signals(self) -> None:
         for signum in self._interruptions.take():
@@ -247,6 +306,8 @@ class Group:
                 self._resize()
             elif self._interrupted_by is None:
                 self._interrupted_by = signum
+                if self._peers is not None:
+                    self._peers.tell_signal(signum)
                 if self._ending < Ending.STOPPING:
                     self._screen.tell(stopping_line(signum, self._timeouts.stop_secs))
                     self._stop(signal.SIGTERM, self._timeouts.stop_secs)  # also after Ctrl-C: they save
@@ -260,8 +321,7 @@ class Group:
             self._kill()
 
     def _stop_failed_secs(self) -> float:
-        first = next(ended for ended in self._exits.values() if ended.code != 0)
-        killed = first.code == -signal.SIGKILL
+        killed = self._first_code == -signal.SIGKILL
         return self._timeouts.stop_killed_secs if killed else self._timeouts.stop_failed_secs
 
     def _stop(self, signum: signal.Signals, within_secs: float) -> None:

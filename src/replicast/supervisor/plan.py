@@ -25,17 +25,26 @@ class Job:
         argv: The program of every worker with its arguments.
         workers: The number of workers on each host.
         hosts: All hosts in rank order; empty for a job on this machine only.
+        nnodes: The number of hosts if `hosts` is empty: then each tells the first one its address.
         node_rank: The index of this host.
         port: On several hosts, the port of each host's first worker; the next workers use the next ports.
+        endpoint: On several hosts, the address at which the first launcher listens for the others.
         given: The cluster that an existing `TF_CONFIG` describes. This process then runs one worker of it.
     """
 
     argv: tuple[str, ...]
     workers: int = 1
     hosts: tuple[str, ...] = ()
+    nnodes: int = 1
     node_rank: int = 0
     port: int = DEFAULT_PORT
+    endpoint: tuple[str, int] | None = None
     given: Cluster | None = None
+
+    @property
+    def nodes(self) -> int:
+        """The number of hosts."""
+        return len(self.hosts) if self.hosts else self.nnodes
 
     @property
     def ranks(self) -> range:
@@ -46,14 +55,14 @@ class Job:
     @property
     def world_size(self) -> int:
         """The number of workers on all machines."""
-        return self.workers * max(1, len(self.hosts)) if self.given is None else self.given.size
+        return self.workers * self.nodes if self.given is None else self.given.size
 
     @property
     def fixed_ports(self) -> tuple[int, ...] | None:
         """The ports that workers on this machine must use; None if any free ports will do."""
         if self.given is not None:
             return (int(self.given.addresses[self.given.rank].rpartition(":")[2]),)
-        if self.hosts:
+        if self.hosts or self.nodes > 1:
             return tuple(range(self.port, self.port + self.workers))
         return None
 
@@ -83,7 +92,7 @@ def check_job(job: Job) -> None:
     """
     if job.workers < 1:
         raise ClusterError("-n must be at least 1", remedy="Try -n 2", received=job.workers)
-    if job.given is not None and (job.workers > 1 or job.hosts):
+    if job.given is not None and (job.workers > 1 or job.hosts or job.nnodes > 1):
         raise ClusterError(
             f"TF_CONFIG already describes a cluster of {job.given.size} in which this process is worker "
             f"{job.given.rank}, so exactly one worker is started here",
@@ -92,8 +101,12 @@ def check_job(job: Job) -> None:
         )
     if job.hosts:
         _check_hosts(job)
+    if job.hosts or job.nnodes > 1:
+        _check_node(job)
     elif job.node_rank != 0:
-        raise ClusterError("--node-rank needs --hosts", remedy="For example: --hosts h1,h2 --node-rank 1")
+        raise ClusterError(
+            "--node-rank needs --hosts or --nnodes", remedy="For example: --hosts h1,h2 --node-rank 1"
+        )
 
 
 def planned_faults(environ: Mapping[str, str]) -> tuple[Fault, ...]:
@@ -129,9 +142,12 @@ def _check_hosts(job: Job) -> None:
             remedy="List every host once and use -n for the number of workers on each",
             received=listed,
         )
-    if not 0 <= job.node_rank < len(job.hosts):
+
+
+def _check_node(job: Job) -> None:
+    if not 0 <= job.node_rank < job.nodes:
         raise ClusterError(
-            f"--node-rank must be from 0 to {len(job.hosts) - 1}: --hosts lists {len(job.hosts)}",
+            f"--node-rank must be from 0 to {job.nodes - 1}: the job has {job.nodes} hosts",
             remedy="It is the index of this machine in --hosts, from 0",
             received=job.node_rank,
         )

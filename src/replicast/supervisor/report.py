@@ -23,7 +23,10 @@ _BOX_COLUMNS = 1000
 
 
 def failure_line(failure: WorkerExit) -> str:
-    """One line: which worker failed, how, after how long, and where its log is."""
+    """One line: which worker failed, how, after how long, and where its log is; its host, if another."""
+    if failure.lost:
+        who = f", says the launcher of {failure.said_by}" if failure.said_by else ""
+        return f"replicast: host {failure.host} was lost: {failure.lost}{who}"
     how = f"failed first: {failure.how}"
     if failure.frozen:
         how = "was stopped (SIGSTOP) and did not continue: killed"
@@ -31,10 +34,13 @@ def failure_line(failure: WorkerExit) -> str:
         said = what_it_says(failure.tail)
         reason = "which its log names" if said is None else f'and says: "{said}"'
         how = f"exited because of another worker, {reason},"
-    return (
-        f"replicast: worker {failure.rank} {how} after {duration(failure.ran_secs)}. "
-        f"Log: {short_path(failure.log)}"
-    )
+    after = f"after {duration(failure.ran_secs)}"
+    if failure.host:
+        return (
+            f"replicast: worker {failure.rank} on {failure.host} {how} {after}, says the launcher of "
+            f"{failure.said_by}. Log on {failure.host}: {failure.log}"
+        )
+    return f"replicast: worker {failure.rank} {how} {after}. Log: {short_path(failure.log)}"
 
 
 def what_it_says(tail: Sequence[str]) -> str | None:
@@ -53,7 +59,7 @@ def sigterm_line(first: WorkerExit, by: str = "") -> str:
     by = "".join(character if character.isprintable() else "?" for character in by)
     told = by or "the group was told to stop (SIGTERM)"
     return (
-        f"replicast: {told}; worker {first.rank} exited first, with "
+        f"replicast: {told}; worker {first.rank}{_on(first)} exited first, with "
         f"{first.code}, after {duration(first.ran_secs)}. Log: {short_path(first.log)}"
     )
 
@@ -75,7 +81,8 @@ def absent_line(absent: Sequence[int], world_size: int) -> str:
 def others_line(end: GroupEnd) -> str:
     """One line on how the other workers exited; empty if there are none."""
     others = sorted(
-        (ended for ended in end.exits if ended != end.first_failure), key=lambda ended: ended.rank
+        (ended for ended in end.exits if end.first_failure is None or ended.rank != end.first_failure.rank),
+        key=lambda ended: ended.rank,
     )
     parts = [f"worker {ended.rank} {_how_ended(ended)}" for ended in others]
     parts += [f"worker {rank} could not be killed" for rank in end.left_behind]
@@ -85,8 +92,14 @@ def others_line(end: GroupEnd) -> str:
 def restart_line(end: GroupEnd, restart: int, max_restarts: int) -> str:
     """One line: which restart this is, why, how many are left."""
     failure = end.first_failure
-    why = f" because worker {failure.rank} failed ({failure.how})" if failure is not None else ""
+    why = "" if failure is None else f" because worker {failure.rank}{_on(failure)} failed ({failure.how})"
+    if failure is not None and failure.lost:
+        why = f" because host {failure.host} was lost ({failure.lost})"
     return f"replicast: restart {restart} of {max_restarts}{why}; {max_restarts - restart} left after it"
+
+
+def _on(failure: WorkerExit) -> str:
+    return f" on {failure.host}" if failure.host else ""
 
 
 def standby_words(workers: int) -> str:
@@ -110,8 +123,8 @@ def finished_line(who: str, *, step: int | None, secs: float, restarts: int, log
     return f"replicast: finished{after}: {', '.join(facts)}, logs in {short_path(logs)}"
 
 
-def interruption_line(signum: signal.Signals, end: GroupEnd) -> str:
-    """One line: what stopped the group, and whether all workers have exited by themselves."""
+def interruption_line(signum: signal.Signals, end: GroupEnd, host: str = "") -> str:
+    """One line: what stopped the group, on which other host, and whether all workers exited in time."""
     name = "Ctrl-C" if signum is signal.SIGINT else signum.name
     left = ", ".join(str(rank) for rank in end.left_behind)
     killed = ", ".join(str(one.rank) for one in end.exits if one.code == -signal.SIGKILL)
@@ -121,7 +134,8 @@ def interruption_line(signum: signal.Signals, end: GroupEnd) -> str:
             f"killed before it had exited: worker {killed}; the last checkpoint may be missing "
             "(--grace gives more time)"
         )
-    return f"replicast: stopped by {name}; {rest}"
+    where = f" on {host}" if host else ""
+    return f"replicast: stopped by {name}{where}; {rest}"
 
 
 def tail_box(failure: WorkerExit, stream: TextIO) -> str:
@@ -131,10 +145,11 @@ def tail_box(failure: WorkerExit, stream: TextIO) -> str:
     from rich.text import Text
 
     console = Console(file=stream)
-    traceback = traceback_in(failure.log, _BEFORE_LINES) if failure.code > 0 else []
+    is_here = failure.code > 0 and not failure.host
+    traceback = traceback_in(failure.log, _BEFORE_LINES) if is_here else []
     lines = [cropped(line, _BOX_COLUMNS) for line in traceback or failure.tail]
     text = Text.from_ansi("\n".join(lines)) if lines else Text("(no output)", style="dim")
-    title = f"worker {failure.rank}" + _what_is_shown(len(lines), is_traceback=bool(traceback))
+    title = f"worker {failure.rank}{_on(failure)}" + _what_is_shown(len(lines), is_traceback=bool(traceback))
     with console.capture() as captured:
         console.print(Panel(text, title=title, title_align="left", border_style="red"))
     return captured.get().rstrip("\n")

@@ -81,7 +81,7 @@ class States:
             step=step,
             worker=None if failure is None else failure.rank,
             reason=reason,
-            last_lines=() if failure is None else tuple(traceback_in(failure.log)) or failure.tail,
+            last_lines=() if failure is None else last_lines(failure),
         )
         try:
             write_change(self._run_dir, change)
@@ -91,8 +91,21 @@ class States:
 
 def why(failure: WorkerExit) -> str:
     """Why a worker failed, in a line: its exception, or how its process ended."""
-    raised = exception_in(traceback_in(failure.log)) if failure.code > 0 and not failure.frozen else ""
-    return raised or failure.how
+    if failure.lost:
+        return f"host {failure.host} was lost: {failure.lost}"
+    if failure.host:
+        return f"{failure.reason or failure.how} on {failure.host}"
+    return exception_of(failure) or failure.how
+
+
+def exception_of(failure: WorkerExit) -> str:
+    """The exception that ended a worker of this host; empty without one."""
+    return exception_in(traceback_in(failure.log)) if failure.code > 0 and not failure.frozen else ""
+
+
+def last_lines(failure: WorkerExit) -> tuple[str, ...]:
+    """What to show of the output of a worker that failed."""
+    return failure.tail if failure.host else tuple(traceback_in(failure.log)) or failure.tail
 
 
 def what_is_taken_over(run_dir: Path) -> str:

@@ -6,12 +6,16 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from replicast.config import TOLD_TO_END, shared_memory_directory
 from replicast.errors import ClusterError
-from replicast.supervisor.group import EndTimeouts, Group, GroupEnd
+from replicast.supervisor.attempts import Attempts, Begin, LocalAttempts, Verdict
+from replicast.supervisor.group import EndTimeouts, Group, GroupEnd, Peers
+from replicast.supervisor.hosts.attempts import HostsAttempts
+from replicast.supervisor.hosts.setup import make_link, secret_line
+from replicast.supervisor.hosts.timeouts import HostTimeouts
 from replicast.supervisor.interruptions import Interruptions
 from replicast.supervisor.machine import this_machine
 from replicast.supervisor.network import exposure_line, outside_addresses
@@ -42,8 +46,6 @@ from replicast.supervisor.screen import Screen, make_screen
 from replicast.supervisor.standby import StandbySet
 from replicast.supervisor.states import States, what_is_taken_over
 
-_UNKILLABLE = 1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -56,6 +58,8 @@ class Settings:
         max_restarts: How often a failed group is restarted.
         timeouts: The time limits of the stages in which a group is ended.
         standby: Whether a second set of processes waits for a restart.
+        secret: The secret of a job on several hosts; empty if there is none.
+        host_timeouts: The time limits between the launchers of several hosts.
     """
 
     run_dir: Path
@@ -64,6 +68,8 @@ class Settings:
     max_restarts: int = 0
     timeouts: EndTimeouts = field(default_factory=EndTimeouts)
     standby: bool = False
+    secret: bytes = b""
+    host_timeouts: HostTimeouts = field(default_factory=HostTimeouts)
 
 
 def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
@@ -84,6 +90,7 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
         Interruptions() as interruptions,
         contextlib.closing(make_screen(sys.stdout, sys.stderr, tee=settings.tee, environ=environ)) as screen,
         _standbys(job, settings, screen) as standbys,
+        _attempts(job, settings, screen, interruptions) as attempts,
     ):
         if faults:
             screen.tell(faults_line(faults))
@@ -96,37 +103,74 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
         if taken_over:
             screen.tell(taken_over)
         states = States(settings.run_dir, screen, job.world_size, writes=0 in job.ranks)
-        first_attempt = next_attempt(settings.log_dir, job.ranks)
-        restarts = 0
+        is_first = True
         while True:
-            attempt = first_attempt + restarts
-            is_last = restarts == settings.max_restarts
+            begun = attempts.begin()
+            if isinstance(begun, Verdict):
+                _report(begun, screen, settings.run_dir, None)
+                states.ended(begun.attempt, begun.end, begun.code or 0, None)
+                return begun.code or 0
 
-            def started(attempt: int = attempt, is_last: bool = is_last) -> None:
-                if attempt == first_attempt:  # Loads numpy, for which the workers need not wait.
-                    states.starting(attempt)
+            def started(begun: Begin = begun, is_first: bool = is_first) -> None:
+                if is_first:  # Loads numpy, for which the workers need not wait.
+                    states.starting(begun.attempt)
                 if standbys is not None:
-                    standbys.begin(attempt, is_last=is_last)
+                    standbys.begin(begun.attempt, is_last=begun.is_last)
 
-            end = _run_attempt(job, settings, attempt, screen, interruptions, environ, standbys, started)
-            _report(end, screen, settings.run_dir, attempt)
-            if exit_code(end) == 0 and settings.tee:
-                finished = finished_line(
-                    _who(job),
-                    step=_last_step(settings.run_dir, attempt),
-                    secs=time.monotonic() - began,
-                    restarts=restarts,
-                    logs=log_path(settings.log_dir, attempt, job.ranks[0]).parent,
-                )
-                screen.tell(finished)
+            known = replace(job, hosts=begun.hosts) if begun.hosts else job
+            end = _run_attempt(
+                known,
+                settings,
+                begun.attempt,
+                screen,
+                interruptions,
+                environ,
+                standbys,
+                attempts.peers,
+                started,
+            )
             if end.first_failure is not None:
                 _remove_shared_memory(environ)
-            if not _may_restart(end) or is_last:
-                states.ended(attempt, end, exit_code(end), _last_step(settings.run_dir, attempt))
-                return exit_code(end)
-            restarts += 1
-            states.restarting(attempt + 1, end)
-            screen.tell(restart_line(end, restarts, settings.max_restarts))
+            verdict = attempts.decide(end)
+            is_first = False
+            _report(verdict, screen, settings.run_dir, begun.attempt)
+            if verdict.code is not None:
+                step = _last_step(settings.run_dir, begun.attempt)
+                if verdict.code == 0 and settings.tee:
+                    finished = finished_line(
+                        _who(job),
+                        step=step,
+                        secs=time.monotonic() - began,
+                        restarts=verdict.restarts,
+                        logs=log_path(settings.log_dir, begun.attempt, job.ranks[0]).parent,
+                    )
+                    screen.tell(finished)
+                states.ended(begun.attempt, verdict.end, verdict.code, step)
+                return verdict.code
+            states.restarting(verdict.attempt, verdict.end)
+            screen.tell(restart_line(verdict.end, verdict.restarts, verdict.max_restarts))
+
+
+@contextlib.contextmanager
+def _attempts(
+    job: Job, settings: Settings, screen: Screen, interruptions: Interruptions
+) -> Iterator[Attempts]:
+    """Who decides about attempts: this launcher, or those of all hosts together."""
+    first = next_attempt(settings.log_dir, job.ranks)
+    if job.endpoint is None:
+        yield LocalAttempts(first, settings.max_restarts)
+        return
+    warning = secret_line(job, settings.secret)
+    if warning:
+        screen.tell(warning)
+    with make_link(
+        job,
+        max_restarts=settings.max_restarts,
+        secret=settings.secret,
+        next_attempt=first,
+        timeouts=settings.host_timeouts,
+    ) as link:
+        yield HostsAttempts(link, job, screen, interruptions)
 
 
 def _remove_shared_memory(environ: Mapping[str, str]) -> None:
@@ -137,22 +181,6 @@ def _remove_shared_memory(environ: Mapping[str, str]) -> None:
         remove_leftovers(shared_memory_directory(environ))
 
 
-def exit_code(end: GroupEnd) -> int:
-    """The launcher's own exit code."""
-    if end.interrupted_by is not None:
-        return 128 + end.interrupted_by
-    if end.first_failure is not None:
-        return end.first_failure.shell_code
-    return _UNKILLABLE if end.left_behind else 0
-
-
-def _may_restart(end: GroupEnd) -> bool:
-    """Whether to restart. Not after SIGTERM: the workers have saved their state, the machine is needed."""
-    if end.first_failure is None or end.interrupted_by is not None or end.left_behind:
-        return False
-    return end.first_failure.code != TOLD_TO_END
-
-
 def _run_attempt(
     job: Job,
     settings: Settings,
@@ -161,6 +189,7 @@ def _run_attempt(
     interruptions: Interruptions,
     environ: Mapping[str, str],
     standbys: StandbySet | None,
+    peers: Peers | None,
     started: Callable[[], None],
 ) -> GroupEnd:
     attempt_dir = make_attempt_dir(settings.log_dir, attempt)
@@ -185,6 +214,7 @@ def _run_attempt(
             timeouts=settings.timeouts,
             interruptions=interruptions,
             standbys=standbys,
+            peers=peers,
         )
         return group.run(environ, started)
 
@@ -239,15 +269,17 @@ def _told_by(run_dir: Path, attempt: int) -> str:
     return "" if told is None else f"stopped by {told.author} at step {told.step}"
 
 
-def _report(end: GroupEnd, screen: Screen, run_dir: Path, attempt: int) -> None:
+def _report(verdict: Verdict, screen: Screen, run_dir: Path, attempt: int | None) -> None:
+    end = verdict.end
     if end.first_failure is not None:
-        if end.first_failure.code == TOLD_TO_END:
+        if end.first_failure.code == TOLD_TO_END and attempt is not None:
             screen.tell(sigterm_line(end.first_failure, _told_by(run_dir, attempt)))
         else:
-            screen.tell(tail_box(end.first_failure, sys.stderr))
+            if not end.first_failure.lost:
+                screen.tell(tail_box(end.first_failure, sys.stderr))
             screen.tell(failure_line(end.first_failure))
         others = others_line(end)
         if others:
             screen.tell(others)
     if end.interrupted_by is not None:
-        screen.tell(interruption_line(end.interrupted_by, end))
+        screen.tell(interruption_line(end.interrupted_by, end, verdict.stopped_on))

@@ -34,6 +34,10 @@ class WorkerExit:
         stopped: Whether the launcher had told it to stop.
         frozen: Whether it was killed, or another worker failed, because a signal such as SIGSTOP had stopped
             it.
+        host: The host that it ran on, if that is not this one.
+        reason: Its exception, as the launcher of another host says.
+        lost: If all workers of a host were lost with it: what happened. `rank` is the first of them.
+        said_by: The host whose launcher says so, if that is not this one.
     """
 
     rank: int
@@ -43,6 +47,10 @@ class WorkerExit:
     tail: tuple[str, ...] = ()
     stopped: bool = False
     frozen: bool = False
+    host: str = ""
+    reason: str = ""
+    lost: str = ""
+    said_by: str = ""
 
     @property
     def shell_code(self) -> int:
@@ -52,6 +60,8 @@ class WorkerExit:
     @property
     def how(self) -> str:
         """How it exited, in words."""
+        if self.lost:
+            return self.lost
         if self.frozen:
             return "stopped by SIGSTOP"
         if self.code >= 0:

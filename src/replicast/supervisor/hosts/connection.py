@@ -1,0 +1,96 @@
+"""A connection between two launchers: messages in, messages out. Nothing here blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import time
+
+from replicast.supervisor.hosts.messages import Hello, Message, from_json, to_json
+from replicast.supervisor.hosts.wire import Wire
+
+_MAX_UNSENT = 1 << 20
+_READ_BYTES = 65536
+
+
+class Connection:
+    """A connection to another launcher: nothing here blocks."""
+
+    def __init__(self, connection: socket.socket, secret: bytes, *, is_first: bool) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = connection
+        self.since = time.monotonic()
+        self.hello: Hello | None = None
+        """The introduction of the other side, once it is accepted."""
+        self.is_refused = False
+        self._wire = Wire(secret, secrets.token_hex(32), is_first=is_first)
+        self._unsent = self._wire.opening()
+        self._waiting: list[Message] = []
+        self.flush()
+
+    def send(self, message: Message) -> None:
+        """Queues a message and sends what the socket takes.
+
+        Raises:
+            OSError: The connection is closed, or the other side does not read.
+        """
+        if not self._wire.is_open:
+            older = [one for one in self._waiting if not isinstance(one, type(message))]
+            self._waiting = [*older, message]
+            return
+        self._unsent += self._wire.pack(to_json(message))
+        if len(self._unsent) > _MAX_UNSENT:
+            raise TimeoutError("the other side does not read")
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what the socket takes."""
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                self._unsent = self._unsent[self.socket.send(self._unsent) :]
+
+    def receive(self) -> list[Message]:
+        """What has arrived.
+
+        Raises:
+            OSError: The connection is closed.
+            ValueError: The other side is no launcher of this job.
+        """
+        try:
+            data = self.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise ConnectionResetError("closed by the other side")
+        if self.is_refused:  # It may read why, and closes the connection then.
+            return []
+        messages = [from_json(fields) for fields in self._wire.feed(data)]
+        if self._wire.is_open and self._waiting:
+            waiting, self._waiting = self._waiting, []
+            for message in waiting:
+                self.send(message)
+        return messages
+
+    def close(self) -> None:
+        """Closes the socket."""
+        self.socket.close()
+
+    @property
+    def peer(self) -> str:
+        """The address of the other side."""
+        with contextlib.suppress(OSError):
+            host, port = self.socket.getpeername()[:2]
+            return shown_address(host, port)
+        return "an unknown address"
+
+
+def is_closed(error: OSError) -> bool:
+    """Whether an error means that the other host has closed the connection: its process has ended."""
+    return isinstance(error, ConnectionResetError | BrokenPipeError | ConnectionAbortedError)
+
+
+def shown_address(host: str, port: int) -> str:
+    """An address as people write it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,156 @@
+"""The first launcher's sockets: it accepts the others, hears their reports and tells them its order."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import socket
+import time
+
+from replicast.supervisor.hosts.connection import Connection, is_closed
+from replicast.supervisor.hosts.events import Event, Tell
+from replicast.supervisor.hosts.leader import Leader
+from replicast.supervisor.hosts.member import Member
+from replicast.supervisor.hosts.messages import (
+    Hello,
+    Identity,
+    Message,
+    Order,
+    Phase,
+    Refused,
+    Report,
+    difference,
+)
+from replicast.supervisor.hosts.timeouts import HostTimeouts
+from replicast.supervisor.hosts.wire import NotAuthentic
+
+_INTRODUCE_SECS = 5.0
+"""A connection over which nobody introduces itself within this time is closed."""
+_MAX_STRANGERS = 64
+
+
+class First:
+    """The first launcher: accepts the others and tells them its order."""
+
+    def __init__(
+        self,
+        leader: Leader,
+        member: Member,
+        session: str,
+        identity: Identity,
+        secret: bytes,
+        timeouts: HostTimeouts,
+        listener: socket.socket,
+    ) -> None:
+        self._leader, self._member = leader, member
+        self._identity, self._secret, self._timeouts = identity, secret, timeouts
+        self._listener = listener
+        self._connections: list[Connection] = []
+        self._sent: Order | None = None
+        self._sent_at = 0.0
+        self._told: collections.deque[str] = collections.deque(maxlen=32)
+        leader.on_joined(0, session, "", time.monotonic())
+
+    def sockets(self) -> list[socket.socket]:
+        """The sockets from which something may come."""
+        return [self._listener, *(one.socket for one in self._connections)]
+
+    def poll(self, readable: list[socket.socket]) -> list[Event]:
+        """Reads what has come, and sends what is due. Call it at least every second."""
+        events: list[Event] = []
+        if self._listener in readable:
+            self._accept()
+        for connection in list(self._connections):
+            if connection.socket in readable:
+                events += self._read(connection)
+        now = time.monotonic()
+        for connection in list(self._connections):
+            if connection.hello is None and now - connection.since >= _INTRODUCE_SECS:
+                self._drop(connection, is_closed=False)
+        self._leader.on_report(0, self._member.report, now)
+        self._leader.on_time(now)
+        self._broadcast(now)
+        events += self._member.on_order(self._leader.order, now)
+        self._leader.on_report(0, self._member.report, now)
+        return events
+
+    def may_leave(self) -> bool:
+        """Whether the thread may end: nobody waits to hear that the job is over."""
+        return self._leader.order.phase is not Phase.OVER or self._leader.everybody_left()
+
+    def close(self) -> None:
+        """Closes all sockets."""
+        self._listener.close()
+        for connection in self._connections:
+            connection.close()
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError:
+            return
+        if sum(one.hello is None for one in self._connections) >= _MAX_STRANGERS:
+            accepted.close()
+            return
+        with contextlib.suppress(OSError):
+            self._connections.append(Connection(accepted, self._secret, is_first=True))
+
+    def _read(self, connection: Connection) -> list[Event]:
+        try:
+            events: list[Event] = []
+            for message in connection.receive():
+                events += self._take(connection, message)
+            return events
+        except NotAuthentic as error:
+            return self._refuse(connection, f"{error}")
+        except OSError as error:
+            self._drop(connection, is_closed=is_closed(error))
+            return []
+        except ValueError:
+            self._drop(connection, is_closed=False)
+            return []
+
+    def _take(self, connection: Connection, message: Message) -> list[Event]:
+        now = time.monotonic()
+        if isinstance(message, Hello) and connection.hello is None:
+            refusal = difference(self._identity, message.identity) or self._leader.refusal(
+                message.node, message.session, now
+            )
+            if refusal:
+                return self._refuse(connection, refusal)
+            for older in [one for one in self._connections if one.hello and one.hello.node == message.node]:
+                self._drop(older, is_closed=False)
+            connection.hello = message
+            self._leader.on_joined(message.node, message.session, message.address, now)
+            connection.send(self._leader.order)
+        elif isinstance(message, Report) and connection.hello is not None:
+            self._leader.on_report(connection.hello.node, message, now)
+        return []
+
+    def _broadcast(self, now: float) -> None:
+        if self._leader.order == self._sent and now - self._sent_at < self._timeouts.beat_secs:
+            return
+        self._sent, self._sent_at = self._leader.order, now
+        for connection in [one for one in self._connections if one.hello is not None]:
+            try:
+                connection.send(self._sent)
+            except OSError as error:
+                self._drop(connection, is_closed=is_closed(error))
+
+    def _drop(self, connection: Connection, *, is_closed: bool) -> None:
+        connection.close()
+        if connection in self._connections:
+            self._connections.remove(connection)
+        if connection.hello is not None and is_closed:
+            self._leader.on_closed(connection.hello.node, connection.hello.session, time.monotonic())
+
+    def _refuse(self, connection: Connection, why: str) -> list[Event]:
+        connection.is_refused = True
+        with contextlib.suppress(OSError):
+            connection.send(Refused(why))
+        # Without the port, which is another one each time.
+        text = f"refused a launcher at {connection.peer.rpartition(':')[0]}: {why}"
+        if text in self._told:
+            return []
+        self._told.append(text)
+        return [Tell(text)]

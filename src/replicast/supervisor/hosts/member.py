@@ -1,0 +1,267 @@
+"""One launcher's part in a job on several hosts: what it does on an order, and without any. Pure.
+
+    idle ── RUN ──→ running ── its workers have exited ──→ ended ── WAIT, RUN of a later attempt ──→ idle
+                       └── END, or the first launcher is lost: end them ──↗ └── OVER ──→ over
+
+The launcher on the first host has one too, so that all hosts act alike.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, replace
+
+from replicast.config import PEER_FAILED
+from replicast.supervisor.hosts.messages import Failure, Order, Phase, Report
+from replicast.supervisor.hosts.presence import Presence
+from replicast.supervisor.hosts.timeouts import HostTimeouts
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start the workers of an attempt."""
+
+    order: Order
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """End the workers: because of a failure, or because the job is stopped by a signal.
+
+    Attributes:
+        failure: The failure, as far as it is known.
+        stopped_by: The signal.
+        stopped_on: The host whose launcher received the signal.
+        stopped_where: Its name.
+    """
+
+    failure: Failure | None = None
+    stopped_by: signal.Signals | None = None
+    stopped_on: int = 0
+    stopped_where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The attempt has failed on all hosts, and another one follows when all are ready."""
+
+    order: Order
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The job is over.
+
+    Attributes:
+        order: The last order, with the exit code; without contact to the first launcher, this one's own.
+        alone: Whether this launcher decided by itself, because the first one is gone.
+    """
+
+    order: Order
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Hosts have been waited for.
+
+    Attributes:
+        secs: For how long.
+        missing: Which; empty if the first launcher waits until workers on other hosts have exited.
+        first_is_lost: Whether the first launcher cannot be reached.
+    """
+
+    secs: float
+    missing: tuple[int, ...]
+    first_is_lost: bool
+
+
+Command = Start | End | Restart | Over | Waiting
+
+
+class Member:
+    """The state machine of one launcher.
+
+    Args:
+        node: The index of this host.
+        next_attempt: The first attempt of which this host has no logs yet.
+        max_restarts: How many restarts the job may need.
+        timeouts: The time limits.
+        now: The time in seconds.
+
+    Attributes:
+        report: The state of this launcher, for the first one.
+        is_over: Whether this launcher has nothing more to do.
+    """
+
+    def __init__(
+        self, node: int, next_attempt: int, max_restarts: int, timeouts: HostTimeouts, now: float
+    ) -> None:
+        self._node = node
+        self._timeouts = timeouts
+        self._presence = Presence(timeouts)
+        self._order = Order(
+            session="", phase=Phase.WAIT, attempt=0, restarts=0, max_restarts=max_restarts, hosts=()
+        )
+        self._told_end: End | None = None
+        self._told_restart = True
+        self._waits_since = now
+        self._next_tell = now + timeouts.tell_after_secs
+        self.report = Report(next_attempt=next_attempt)
+        self.is_over = False
+
+    def on_order(self, order: Order, now: float) -> list[Command]:
+        """The first launcher's order came."""
+        self._presence.hear(now)
+        if self.is_over:
+            return []
+        ended = self._take_other_leader(order)
+        self._order = order
+        if order.phase is Phase.OVER:
+            return [*ended, *self._end_now(), *self._finish(Over(order))]
+        if self.report.running:
+            is_this = order.phase is Phase.RUN and order.attempt == self.report.attempt
+            return ended if is_this or self.report.attempt is None else [*ended, *self._end_now()]
+        if order.phase is Phase.END and order.attempt != self.report.attempt:
+            self._skip(order)
+        commands = self._restart(order) if self._follows(order) else []
+        if order.phase is Phase.RUN and order.attempt != self.report.attempt and self.report.signal is None:
+            return [*commands, *self._start(order)]
+        if order.phase is Phase.RUN:  # The workers here have finished, those of other hosts have not.
+            return commands
+        return [*commands, *self._wait(now, order.missing, first_is_lost=False)]
+
+    def on_closed(self, now: float) -> None:
+        """The first launcher's host has closed the connection, or refused one: nobody listens there."""
+        self._presence.close(now)
+
+    def should_redial(self, now: float) -> bool:
+        """Whether nothing has come over the connection for so long that a new one is better."""
+        heard = self._presence.heard_at
+        return heard is not None and now - heard >= self._timeouts.redial_secs
+
+    def on_time(self, now: float) -> list[Command]:
+        """Some time has passed. Call it at least once a second."""
+        if self.is_over:
+            return []
+        why = self._presence.why_lost(now)
+        if not why:
+            return []
+        if self.report.running:
+            self._waits_since = now
+            return self._end_because(Failure(host=0, why=why, reported_by=self._node))
+        return self._without_leader(why, now)
+
+    def on_failure(self, failure: Failure) -> None:
+        """A worker on this host has failed."""
+        self.report = replace(self.report, failure=failure)
+
+    def on_signal(self, signum: int) -> None:
+        """This launcher was told to stop."""
+        if self.report.signal is None:
+            self.report = replace(self.report, signal=signum)
+
+    def on_group_end(self, failure: Failure | None, now: float, *, left_behind: bool) -> list[Command]:
+        """All workers on this host have exited."""
+        attempt = self.report.attempt
+        self.report = replace(
+            self.report,
+            running=False,
+            failure=self.report.failure if failure is None else failure,
+            left_behind=left_behind,
+            next_attempt=self.report.next_attempt if attempt is None else attempt + 1,
+        )
+        self._waits_since, self._next_tell = now, now + self._timeouts.tell_after_secs
+        if self._order.phase is Phase.OVER:
+            return self._finish(Over(self._order))
+        return self.on_time(now)
+
+    def _take_other_leader(self, order: Order) -> list[Command]:
+        """The first launcher was started again: nobody knows of the attempt that runs here."""
+        before = self._order.session
+        if before in ("", order.session) or not self.report.running:
+            return []
+        lost = Failure(host=0, why="its launcher ended and was started again", reported_by=self._node)
+        return self._end_because(lost)
+
+    def _start(self, order: Order) -> list[Command]:
+        self._told_end, self._told_restart = None, False
+        self.report = replace(
+            self.report, attempt=order.attempt, restarts=order.restarts, running=True, failure=None
+        )
+        return [Start(order)]
+
+    def _skip(self, order: Order) -> None:
+        """The attempt has failed before it was started here."""
+        self._told_restart = False
+        self.report = replace(
+            self.report, attempt=order.attempt, restarts=order.restarts, running=False, failure=None
+        )
+
+    def _follows(self, order: Order) -> bool:
+        """Whether the order is about a later attempt than the one that has ended here."""
+        return self.report.attempt is not None and order.attempt > self.report.attempt
+
+    def _restart(self, order: Order) -> list[Command]:
+        if self._told_restart:
+            return []
+        self._told_restart = True
+        return [Restart(order)]
+
+    def _end_now(self) -> list[Command]:
+        order = self._order
+        stopped = None if order.signal is None else signal.Signals(order.signal)
+        where = dict(enumerate(order.hosts)).get(order.stopped_on, "")
+        return self._tell_end(End(order.failure, stopped, order.stopped_on, where))
+
+    def _end_because(self, failure: Failure) -> list[Command]:
+        """The first launcher is lost. It may think otherwise, and must not take this for a good end."""
+        self._order = replace(self._order, failure=failure)
+        if self.report.failure is None:
+            own = f"its launcher ended its workers, because of the first host: {failure.why}"
+            self.report = replace(
+                self.report, failure=Failure(host=self._node, why=own, reported_by=self._node)
+            )
+        return self._tell_end(End(failure))
+
+    def _tell_end(self, end: End) -> list[Command]:
+        known = self._told_end
+        if not self.report.running or (known is not None and known.stopped_by == end.stopped_by):
+            return []
+        self._told_end = end
+        return [end]
+
+    def _without_leader(self, why: str, now: float) -> list[Command]:
+        order, own = self._order, self.report.failure
+        stopped = self.report.signal if self.report.signal is not None else order.signal
+        if order.phase is Phase.OVER:
+            return self._finish(Over(order))
+        if stopped is not None:
+            return self._finish(Over(replace(order, signal=stopped, code=128 + stopped), alone=True))
+        if own is not None and not own.is_failure:
+            return self._finish(Over(replace(order, failure=own, code=own.shell_code), alone=True))
+        has_run = self.report.attempt is not None
+        lost = Failure(host=0, why=why, reported_by=self._node)
+        gone = replace(order, phase=Phase.OVER, failure=lost, code=PEER_FAILED)
+        if has_run and order.restarts >= order.max_restarts:
+            return self._finish(Over(gone, alone=True))
+        if now - self._waits_since >= self._timeouts.join_secs:
+            lost = replace(lost, why=f"it did not come within {self._timeouts.join_secs:g} s")
+            return self._finish(Over(replace(gone, failure=lost), alone=True))
+        following = replace(order, failure=lost, attempt=order.attempt + 1, restarts=order.restarts + 1)
+        commands = self._restart(following) if has_run else []
+        return [*commands, *self._wait(now, (0,), first_is_lost=True)]
+
+    def _wait(self, now: float, missing: tuple[int, ...], *, first_is_lost: bool) -> list[Command]:
+        if now < self._next_tell:
+            return []
+        self._next_tell = now + self._timeouts.tell_again_secs
+        return [Waiting(now - self._waits_since, missing, first_is_lost)]
+
+    def _finish(self, over: Over) -> list[Command]:
+        if (
+            self.report.running
+        ):  # The workers are being ended; `on_time` or the next order comes back to this.
+            return []
+        self.is_over = True
+        return [over]

@@ -1,0 +1,226 @@
+"""What the launchers of a job tell each other: each message holds the whole state of its side."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from replicast.config import PEER_FAILED, TOLD_TO_END
+from replicast.strictjson import described
+
+MAX_LINES, MAX_COLUMNS = 24, 400
+"""How much of the end of a worker's log a failure carries to the other hosts."""
+
+
+class Phase(enum.Enum):
+    """What the first launcher wants all launchers to do."""
+
+    WAIT = "wait"  # Start nothing: hosts are missing, or still end their workers.
+    RUN = "run"  # Run the attempt.
+    END = "end"  # End the attempt: a worker failed, a host was lost, or somebody stopped the job.
+    OVER = "over"  # The job is over: exit with the code.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why an attempt failed: a worker, or a whole host if `worker` is None.
+
+    Attributes:
+        host: The index of the host.
+        worker: The rank of the worker.
+        code: The worker's exit code, or the negative number of the signal that killed it.
+        frozen: Whether it was stopped by SIGSTOP.
+        ran_secs: How long it ran.
+        log: Its log, on its host.
+        why: How it exited, or its exception; of a host, what happened to it.
+        lines: The end of its output.
+        reported_by: The index of the host whose launcher has seen it.
+    """
+
+    host: int
+    worker: int | None = None
+    code: int = PEER_FAILED
+    frozen: bool = False
+    ran_secs: float = 0.0
+    log: str = ""
+    why: str = ""
+    lines: tuple[str, ...] = ()
+    reported_by: int = 0
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code as in a shell: 128 plus the number of the signal."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether something went wrong: not if the worker saved and exited because it was told to."""
+        return self.code != TOLD_TO_END
+
+
+def first_cause(failures: list[Failure]) -> Failure | None:
+    """The failure to report: a frozen worker, one that failed by itself, a lost host, else the first.
+
+    Args:
+        failures: Of all hosts, in the order in which they became known.
+    """
+    frozen = [failure for failure in failures if failure.frozen]
+    by_itself = [
+        failure for failure in failures if failure.worker is not None and failure.code != PEER_FAILED
+    ]
+    lost = [failure for failure in failures if failure.worker is None]
+    return next(iter(frozen or by_itself or lost or failures), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What must be the same on all hosts of a job."""
+
+    version: str
+    program: tuple[str, ...]
+    workers: int
+    nodes: int
+    hosts: tuple[str, ...]
+    port: int
+    max_restarts: int
+
+
+DIFFERENCES = {
+    "version": "another version of replicast",
+    "program": "another program or other arguments",
+    "workers": "another number of workers (-n)",
+    "nodes": "another number of hosts",
+    "hosts": "other hosts (--hosts)",
+    "port": "another --port",
+    "max_restarts": "another --max-restarts",
+}
+
+
+def difference(ours: Identity, theirs: Identity) -> str:
+    """In words, the first thing in which two launchers differ; empty if they belong together."""
+    for name, what in DIFFERENCES.items():
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        if mine != other:
+            return f"{what}: {_shown(mine)} on the first host, {_shown(other)} here"
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """The first message of a launcher to the first one.
+
+    Attributes:
+        node: The index of its host.
+        session: A random text that names this process.
+        address: The address of its host, for the other hosts.
+        identity: The job that it belongs to.
+    """
+
+    node: int
+    session: str
+    address: str
+    identity: Identity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The state of one launcher.
+
+    Attributes:
+        next_attempt: The first attempt of which this host has no logs yet.
+        attempt: The last attempt that was started or skipped here; None before the first.
+        restarts: The restarts that the job had needed by then.
+        running: Whether its workers run.
+        failure: The first failure among its workers in this attempt.
+        signal: The signal that stopped this launcher, if any.
+        left_behind: Whether a worker could not be killed.
+    """
+
+    next_attempt: int
+    attempt: int | None = None
+    restarts: int = 0
+    running: bool = False
+    failure: Failure | None = None
+    signal: int | None = None
+    left_behind: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What all launchers shall do now.
+
+    Attributes:
+        session: Names the process of the first launcher.
+        attempt: The attempt that it is about.
+        restarts: How many restarts the job has needed.
+        max_restarts: How many it may need.
+        hosts: The address of every host, for `TF_CONFIG`.
+        missing: The hosts that are waited for.
+        failure: Why the attempt, or the one before, failed.
+        signal: The signal that stopped the job, if any.
+        stopped_on: The host whose launcher received it.
+        code: The exit code of every launcher.
+    """
+
+    session: str
+    phase: Phase
+    attempt: int
+    restarts: int
+    max_restarts: int
+    hosts: tuple[str, ...]
+    missing: tuple[int, ...] = ()
+    failure: Failure | None = None
+    signal: int | None = None
+    stopped_on: int = 0
+    code: int = 0
+
+
+_KINDS: dict[str, type[Hello] | type[Report] | type[Order]] = {
+    "hello": Hello,
+    "report": Report,
+    "order": Order,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The first launcher's answer to one that does not belong to the job."""
+
+    why: str
+
+
+Message = Hello | Report | Order | Refused
+
+
+def to_json(message: Message) -> dict[str, Any]:
+    """The JSON object of a message."""
+    if isinstance(message, Refused):
+        return {"refused": message.why}
+    kind = next(name for name, kind in _KINDS.items() if isinstance(message, kind))
+    fields = asdict(message)
+    if isinstance(message, Order):
+        fields["phase"] = message.phase.value
+    return {kind: fields}
+
+
+def from_json(fields: Mapping[str, Any]) -> Message:
+    """Reads a message.
+
+    Raises:
+        ValueError: The object is none.
+    """
+    if len(fields) != 1:
+        raise ValueError(f"not a message of a launcher: {str(fields)[:200]}")
+    ((name, content),) = fields.items()
+    if name == "refused" and isinstance(content, str):
+        return Refused(content)
+    if name not in _KINDS or not isinstance(content, dict):
+        raise ValueError(f"not a message of a launcher: {str(fields)[:200]}")
+    return described(_KINDS[name], name, content)
+
+
+def _shown(value: object) -> str:
+    text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return text[:200] or "none"

@@ -1,0 +1,127 @@
+"""Another launcher's socket: it connects to the first one, again and again if need be."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+
+from replicast.supervisor.hosts.connection import Connection, is_closed, shown_address
+from replicast.supervisor.hosts.events import Event, NotWelcome, Tell
+from replicast.supervisor.hosts.member import Member
+from replicast.supervisor.hosts.messages import Hello, Order, Refused, Report
+from replicast.supervisor.hosts.timeouts import HostTimeouts
+from replicast.supervisor.hosts.wire import NotAuthentic
+
+CONNECT_SECS = 2.0
+_PAUSE_SECS = 0.25
+
+
+class Other:
+    """Another launcher: connects to the first one, again and again if need be."""
+
+    def __init__(
+        self,
+        member: Member,
+        hello: Callable[[str], Hello],
+        secret: bytes,
+        timeouts: HostTimeouts,
+        endpoint: tuple[str, int],
+    ) -> None:
+        self._member, self._hello, self._secret = member, hello, secret
+        self._timeouts = timeouts
+        self._endpoint = endpoint
+        self._connection: Connection | None = None
+        self._next_try = self._connected_at = 0.0
+        self._sent: Report | None = None
+        self._sent_at = 0.0
+        self._told = ""
+
+    def sockets(self) -> list[socket.socket]:
+        """The sockets from which something may come."""
+        return [] if self._connection is None else [self._connection.socket]
+
+    def poll(self, readable: list[socket.socket]) -> list[Event]:
+        """Reads what has come, and sends what is due. Call it at least every second."""
+        events: list[Event] = []
+        self._redial()
+        if self._connection is None and time.monotonic() >= self._next_try and not self._member.is_over:
+            self._connect()
+        if self._connection is not None and self._connection.socket in readable:
+            events += self._read(self._connection)
+        events += self._member.on_time(time.monotonic())
+        self._send_report()
+        return events
+
+    def may_leave(self) -> bool:
+        """Whether the thread may end: nobody waits to hear that the job is over."""
+        return True
+
+    def close(self) -> None:
+        """Closes all sockets."""
+        if self._connection is not None:
+            self._connection.close()
+
+    def _redial(self) -> None:
+        now = time.monotonic()
+        fresh = now - self._connected_at < self._timeouts.redial_secs
+        if self._connection is not None and not fresh and self._member.should_redial(now):
+            self._lost(is_closed=False)
+
+    def _connect(self) -> None:
+        try:
+            connected = socket.create_connection(self._endpoint, timeout=CONNECT_SECS)
+        except ConnectionRefusedError:
+            self._lost(is_closed=True)
+            return
+        except OSError:  # No answer says nothing about the process.
+            self._lost(is_closed=False)
+            return
+        try:
+            address = str(connected.getsockname()[0])
+            self._connection = Connection(connected, self._secret, is_first=False)
+            self._connection.send(self._hello(address))
+            self._sent, self._connected_at = None, time.monotonic()
+        except OSError as error:
+            connected.close()
+            self._lost(is_closed=is_closed(error))
+
+    def _read(self, connection: Connection) -> list[Event]:
+        try:
+            events: list[Event] = []
+            for message in connection.receive():
+                if isinstance(message, Refused):
+                    return [NotWelcome(message.why)]
+                if isinstance(message, Order):
+                    events += self._member.on_order(message, time.monotonic())
+            return events
+        except NotAuthentic as error:
+            self._lost(is_closed=False)
+            said, self._told = self._told, str(error)
+            return [] if said == self._told else [Tell(f"{shown_address(*self._endpoint)}: {error}")]
+        except OSError as error:
+            self._lost(is_closed=is_closed(error))
+            return []
+        except ValueError:
+            self._lost(is_closed=False)
+            return []
+
+    def _send_report(self) -> None:
+        now, report = time.monotonic(), self._member.report
+        if self._connection is None or (
+            report == self._sent and now - self._sent_at < self._timeouts.beat_secs
+        ):
+            return
+        try:
+            self._connection.send(report)
+            self._sent, self._sent_at = report, now
+        except OSError as error:
+            self._lost(is_closed=is_closed(error))
+
+    def _lost(self, *, is_closed: bool) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        self._next_try = time.monotonic() + _PAUSE_SECS
+        if is_closed:
+            self._member.on_closed(time.monotonic())

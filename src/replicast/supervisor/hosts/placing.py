@@ -1,0 +1,56 @@
+"""Which hosts a job has and which of them this is, from the options of `replicast run`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from replicast.errors import ClusterError
+from replicast.supervisor.hosts.setup import own_node, parse_endpoint, parse_nnodes
+from replicast.supervisor.plan import Job, check_job
+
+
+def place_on_hosts(
+    job: Job,
+    *,
+    hosts: str | None = None,
+    nnodes: str | None = None,
+    node_rank: int | None = None,
+    rdzv_endpoint: str | None = None,
+) -> Job:
+    """The job with its hosts, the index of this one, and where the launchers meet.
+
+    Args:
+        job: The job, without hosts.
+        hosts: `--hosts`.
+        nnodes: `--nnodes`.
+        node_rank: `--node-rank`.
+        rdzv_endpoint: `--rdzv-endpoint`.
+
+    Raises:
+        ClusterError: An option is invalid or does not fit the others.
+    """
+    listed = tuple(hosts.split(",")) if hosts is not None else ()
+    count = parse_nnodes(nnodes) if nnodes is not None else max(1, len(listed))
+    endpoint = parse_endpoint(rdzv_endpoint) if rdzv_endpoint is not None else None
+    if listed and count != len(listed):
+        raise ClusterError(
+            f"--nnodes {count} does not fit --hosts, which lists {len(listed)}", remedy="Give one of them"
+        )
+    if count > 1 and not listed and endpoint is None:
+        raise ClusterError(
+            "--nnodes needs --rdzv-endpoint, the address of the first launcher",
+            remedy="For example: --nnodes 2 --node-rank 0 --rdzv-endpoint h1:29400",
+        )
+    job = replace(job, hosts=listed, nnodes=count, node_rank=0 if node_rank is None else node_rank)
+    check_job(job)
+    if count == 1:
+        return job
+    if node_rank is None:
+        if not listed:
+            raise ClusterError("--nnodes needs --node-rank, the index of this machine, from 0")
+        job = replace(job, node_rank=own_node(listed))
+    if endpoint is None:
+        if job.port < 2:
+            raise ClusterError("--port must leave room for the launcher's port before it", received=job.port)
+        endpoint = (listed[0], job.port - 1)
+    return replace(job, endpoint=endpoint)

@@ -1,0 +1,192 @@
+"""What the launchers of a job need to meet: the address of the first one, its socket, and the secret."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from replicast.config import JOB_SECRET
+from replicast.errors import ClusterError, LaunchRefused
+from replicast.supervisor.hosts.connection import shown_address
+from replicast.supervisor.hosts.link import Link, first_link, other_link
+from replicast.supervisor.hosts.messages import Identity
+from replicast.supervisor.hosts.timeouts import HostTimeouts
+from replicast.supervisor.plan import Job
+
+DEFAULT_RDZV_PORT = 29400
+_MAX_SECRET_BYTES = 4096
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """The address in `--rdzv-endpoint HOST[:PORT]`.
+
+    Raises:
+        ClusterError: It is none.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        host, port = text, str(DEFAULT_RDZV_PORT)
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise ClusterError(
+            "--rdzv-endpoint must be the host and port of the first launcher",
+            remedy="For example: --rdzv-endpoint h1:29400",
+            received=text,
+        )
+    return host, int(port)
+
+
+def parse_nnodes(text: str) -> int:
+    """The number in `--nnodes`.
+
+    Raises:
+        ClusterError: It is none, or a range as `torchrun` takes it.
+    """
+    if ":" in text and all(part.isdigit() for part in text.split(":")):
+        raise ClusterError(
+            "--nnodes must be one number: a job has the same hosts until it ends",
+            remedy="To continue with fewer or more hosts, start it again with the same --run-dir",
+            received=text,
+        )
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ClusterError("--nnodes must be a number, at least 1", received=text)
+    return int(text)
+
+
+def own_node(hosts: Sequence[str]) -> int:
+    """The index of this machine in the list of hosts: the one whose address is an address of this machine.
+
+    Raises:
+        ClusterError: None is, or several are.
+    """
+    found = [node for node, host in enumerate(hosts) if _is_here(host)]
+    if len(found) == 1:
+        return found[0]
+    why = "none of --hosts is" if not found else "several of --hosts are"
+    raise ClusterError(
+        f"Which host this is cannot be found out: {why} an address of this machine",
+        remedy="Say it with --node-rank, the index of this machine in --hosts, from 0",
+        received=",".join(hosts),
+    )
+
+
+def _is_here(host: str) -> bool:
+    try:
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in addresses:
+        with socket.socket(family, kind, protocol) as tried:
+            try:
+                tried.bind(address)
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def read_secret(environ: Mapping[str, str], file: Path | None) -> bytes:
+    """The secret of the job: from a file, else from the environment; empty if there is none.
+
+    Raises:
+        LaunchRefused: The file cannot be read, or is empty.
+    """
+    if file is None:
+        return environ.get(JOB_SECRET, "").strip().encode()
+    try:
+        with file.open("rb") as opened:
+            secret = opened.read(_MAX_SECRET_BYTES).strip()
+    except OSError as error:
+        raise LaunchRefused(
+            f"--secret-file {file} cannot be read ({error.strerror})", remedy="Check its path and its rights"
+        ) from None
+    if not secret:
+        raise LaunchRefused(f"--secret-file {file} is empty", remedy="For example: openssl rand -hex 32")
+    return secret
+
+
+def listen(endpoint: tuple[str, int]) -> socket.socket:
+    """A socket that listens at an address of this machine, and at no other.
+
+    Raises:
+        ClusterError: The address is not of this machine, or its port is in use.
+    """
+    host, port = endpoint
+    shown = shown_address(host, port)
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        raise ClusterError(
+            f"The name of the first host has no address: {host}", remedy="Correct it, or the DNS"
+        ) from None
+    family, _, _, _, address = addresses[0]
+    try:
+        listener = socket.create_server((str(address[0]), port), family=family, backlog=1024)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ClusterError(
+                f"Another process listens at {shown}, where the first launcher must: another job?",
+                remedy="Give each job an address of its own: --rdzv-endpoint HOST:PORT, or another --port",
+            ) from None
+        raise ClusterError(
+            f"This machine cannot listen at {shown}, the address of the first host ({error.strerror})",
+            remedy="Give --node-rank 0 on the first host alone, by a name or address that is its own",
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+def identity_of(job: Job, max_restarts: int) -> Identity:
+    """What must be the same on all hosts of a job."""
+    return Identity(
+        version=metadata.version("replicast"),
+        program=job.argv[1:],
+        workers=job.workers,
+        nodes=job.nodes,
+        hosts=job.hosts,
+        port=job.port,
+        max_restarts=max_restarts,
+    )
+
+
+def make_link(
+    job: Job, *, max_restarts: int, secret: bytes, next_attempt: int, timeouts: HostTimeouts
+) -> Link:
+    """The link of this host's launcher with those of the others.
+
+    Raises:
+        ClusterError: This is the first host, and its address cannot be used.
+    """
+    if job.endpoint is None:
+        raise ValueError("A job on several hosts has an endpoint")
+    identity = identity_of(job, max_restarts)
+    if job.node_rank == 0:
+        return first_link(
+            names=job.hosts or (job.endpoint[0], *("" for _ in range(job.nodes - 1))),
+            identity=identity,
+            secret=secret,
+            next_attempt=next_attempt,
+            timeouts=timeouts,
+            listener=listen(job.endpoint),
+        )
+    return other_link(
+        node=job.node_rank,
+        identity=identity,
+        secret=secret,
+        next_attempt=next_attempt,
+        timeouts=timeouts,
+        endpoint=job.endpoint,
+    )
+
+
+def secret_line(job: Job, secret: bytes) -> str:
+    """One line on a missing secret; empty if there is one."""
+    if secret or job.endpoint is None:
+        return ""
+    return (
+        f"replicast: warning: {JOB_SECRET} is not set: whoever reaches {shown_address(*job.endpoint)} can "
+        "stop this job or take the place of a host; set it to the same random text on all hosts"
+    )

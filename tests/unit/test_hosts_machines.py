@@ -1,0 +1,318 @@
+"""Launchers on several hosts act as one, in virtual time: crashes, cut links, late hosts, signals."""
+
+from __future__ import annotations
+
+import random
+import signal
+
+import pytest
+
+from replicast.supervisor.hosts.leader import Leader
+from replicast.supervisor.hosts.member import Over, Restart, Waiting
+from replicast.supervisor.hosts.messages import Failure as Failed
+from replicast.supervisor.hosts.messages import Identity, Phase, difference, first_cause
+from replicast.supervisor.hosts.timeouts import HostTimeouts
+from tests.unit.launchers import World
+
+KILLED, PEER, TOLD = -9, 75, 143
+
+
+def started(hosts: int = 2, *, max_restarts: int = 3, seed: int = 0) -> World:
+    world = World(hosts, max_restarts=max_restarts, seed=seed)
+    world.boot()
+    world.run(2.0)
+    assert world.running() == [0] * hosts
+    return world
+
+
+def restarts_seen(world: World) -> list[list[tuple[int, int]]]:
+    """Attempt and count of every restart, as each host's screen shows them."""
+    return [
+        [
+            (one.order.attempt, one.order.restarts)
+            for one in world.said(node, Restart)
+            if isinstance(one, Restart)
+        ]
+        for node in range(world.hosts)
+    ]
+
+
+def causes(world: World) -> list[Failed | None]:
+    return [over.order.failure for node in range(world.hosts) for over in world.said(node, Over)]  # type: ignore[union-attr]
+
+
+def test_a_death_on_any_host_restarts_all_hosts_within_a_second() -> None:
+    for node in range(3):
+        world = started(3)
+        world.fail(node)
+        world.run(1.5)
+        assert world.running() == [1, 1, 1]
+        assert restarts_seen(world) == [[(1, 1)]] * 3
+
+
+def test_every_host_has_the_same_first_cause_count_and_exit_code() -> None:
+    world = started(3, max_restarts=1)
+    world.fail(2)
+    world.run(2.0)
+    world.fail(1, code=4)
+    world.run(2.0)
+    assert world.codes() == [4, 4, 4]
+    assert [(cause.host, cause.worker, cause.reported_by) for cause in causes(world) if cause] == [
+        (1, 1, 1)
+    ] * 3
+
+
+def test_a_worker_that_ends_because_of_another_is_not_the_cause() -> None:
+    world = started(2, max_restarts=0)
+    world.of(0).ends_in_secs = world.of(1).ends_in_secs = 5.0
+    world.fail(0, code=PEER)
+    world.run(1.0)
+    world.fail(1, code=4)
+    world.run(10.0)
+    assert world.codes() == [4, 4]
+
+
+def test_the_first_cause_prefers_who_failed_by_itself() -> None:
+    peer, lost = Failed(host=0, worker=0, code=PEER), Failed(host=1)
+    own, frozen = Failed(host=2, worker=4, code=1), Failed(host=2, worker=5, code=KILLED, frozen=True)
+    assert first_cause([]) is None
+    assert first_cause([peer]) is peer
+    assert first_cause([peer, lost]) is lost
+    assert first_cause([peer, lost, own]) is own
+    assert first_cause([peer, lost, own, frozen]) is frozen
+
+
+def test_all_workers_that_end_well_end_the_job_well_even_if_not_at_once() -> None:
+    world = started(2)
+    world.finish(1)
+    world.run(300.0)
+    assert world.running() == [0, None], "it waits for the other host, whose worker may still fail"
+    world.finish(0)
+    world.run(3.0)
+    assert world.codes() == [0, 0]
+
+
+def test_a_worker_that_fails_after_another_host_has_finished_restarts_both() -> None:
+    world = started(2)
+    world.finish(1)
+    world.run(5.0)
+    world.fail(0)
+    world.run(3.0)
+    assert world.running() == [1, 1]
+
+
+@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_one_launcher_stops_all_without_a_restart(node: int, signum: int, code: int) -> None:
+    world = started(2)
+    world.signal(node, signum)
+    world.run(3.0)
+    assert world.codes() == [code, code]
+    assert restarts_seen(world) == [[], []]
+    assert [over.order.stopped_on for over in (*world.said(0, Over), *world.said(1, Over))] == [node, node]  # type: ignore[union-attr]
+
+
+def test_workers_that_saved_because_they_were_told_to_are_not_restarted() -> None:
+    world = started(2)
+    world.fail(1, code=TOLD)
+    world.run(3.0)
+    assert world.codes() == [TOLD, TOLD]
+
+
+def test_a_launcher_that_is_killed_and_started_again_joins_the_same_job() -> None:
+    world = started(2)
+    world.kill(1)
+    world.run(10.0)
+    assert world.running() == [None, None], "the other host has ended its workers"
+    world.boot(1)
+    world.run(2.0)
+    assert world.running() == [1, 1]
+    assert world.of(0).leader is not None
+    assert world.of(0).member.report.restarts == 1
+
+
+def test_a_launcher_that_comes_back_at_once_is_not_taken_for_the_old_one() -> None:
+    world = started(2)
+    world.kill(1)
+    world.run(0.1)
+    world.boot(1)
+    world.run(3.0)
+    assert world.running() == [1, 1]
+
+
+def test_the_first_launcher_that_is_killed_and_started_again_continues_the_count() -> None:
+    world = started(2)
+    world.fail(0)
+    world.run(3.0)
+    world.kill(0)
+    world.run(10.0)
+    assert world.running() == [None, None]
+    world.boot(0)
+    world.run(3.0)
+    assert world.running() == [2, 2]
+    assert world.of(0).member.report.restarts == world.of(1).member.report.restarts == 2
+
+
+def test_without_a_restart_left_nobody_waits_for_a_lost_host() -> None:
+    for node in (0, 1):
+        world = started(2, max_restarts=0)
+        world.kill(node)
+        world.run(5.0)
+        assert world.codes()[1 - node] == PEER
+
+
+def test_a_host_that_does_not_come_is_named_and_the_job_ends() -> None:
+    world = World(3)
+    world.boot(0, 1)
+    world.run(60.0)
+    assert world.codes() == [None, None, None]
+    waits = [one for one in world.said(1, Waiting) if isinstance(one, Waiting)]
+    assert [one.missing for one in waits] == [(2,), (2,)], "after 10 s and 30 s later"
+    world.run(70.0)
+    assert world.codes() == [PEER, PEER, None]
+    assert {cause.host for cause in causes(world) if cause} == {2}
+    assert "did not come within 120 s" in causes(world)[0].why  # type: ignore[union-attr]
+
+
+def test_a_launcher_whose_first_one_does_not_come_says_so_and_ends() -> None:
+    world = World(2)
+    world.boot(1)
+    world.run(119.0)
+    assert [one.first_is_lost for one in world.said(1, Waiting)] == [True] * 4  # type: ignore[union-attr]
+    world.run(3.0)
+    assert world.codes() == [None, PEER]
+    assert causes(world)[0].host == 0  # type: ignore[union-attr]
+
+
+def test_a_late_host_starts_the_job() -> None:
+    world = World(2)
+    world.boot(0)
+    world.run(100.0)
+    world.boot(1)
+    world.run(2.0)
+    assert world.running() == [0, 0]
+
+
+def test_a_connection_that_is_reset_while_both_launchers_live_changes_nothing() -> None:
+    world = started(2)
+    for _ in range(5):
+        world.drop_connections(1)
+        world.run(3.0)
+    assert world.running() == [0, 0]
+
+
+def test_a_link_that_is_down_for_some_seconds_changes_nothing() -> None:
+    world = started(2)
+    world.cut = {1}
+    world.run(20.0)
+    world.cut = set()
+    world.run(20.0)
+    assert world.running() == [0, 0]
+
+
+def test_a_link_that_stays_down_ends_both_sides_and_they_meet_again() -> None:
+    world = started(2)
+    world.cut = {1}
+    world.run(32.0)
+    assert world.running() == [None, None]
+    world.run(60.0)
+    world.cut = set()
+    world.run(3.0)
+    assert world.running() == [1, 1]
+
+
+def test_a_link_that_never_returns_ends_both_sides_with_the_name_of_the_other() -> None:
+    world = started(2)
+    world.cut = {1}
+    world.run(160.0)
+    assert world.codes() == [PEER, PEER]
+    assert [cause.host for cause in causes(world) if cause] == [1, 0]
+
+
+def test_the_attempt_is_one_of_which_no_host_has_logs() -> None:
+    world = World(2)
+    world.last_attempts[1] = 6
+    world.boot()
+    world.run(2.0)
+    assert world.running() == [7, 7]
+
+
+def test_a_second_launcher_of_a_host_is_refused_and_one_of_a_silent_host_is_not() -> None:
+    leader = Leader(("a", "b"), "first", 0, HostTimeouts(), 0.0)
+    leader.on_joined(1, "one", "10.0.0.1", 0.0)
+    assert "connected already, from 10.0.0.1" in leader.refusal(1, "two", 1.0)
+    assert leader.refusal(1, "one", 1.0) == ""
+    assert leader.refusal(1, "two", 6.0) == "", "the machine was reset, and nobody told us"
+    assert "from 0 to 1. Received: 2" in leader.refusal(2, "two", 0.0)
+
+
+IDENTITY = Identity(
+    version="1", program=("train.py",), workers=2, nodes=2, hosts=("a", "b"), port=5, max_restarts=0
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"version": "2"}, "another version of replicast: 1 on the first host, 2 here"),
+        (
+            {"program": ("train.py", "--lr", "1")},
+            "other arguments: train.py on the first host, train.py --lr 1",
+        ),
+        ({"workers": 3}, "another number of workers (-n): 2 on the first host, 3 here"),
+        ({"nodes": 3}, "another number of hosts"),
+        ({"hosts": ("b", "a")}, "other hosts (--hosts): a b on the first host, b a here"),
+        ({"max_restarts": 1}, "another --max-restarts"),
+        ({}, ""),
+    ],
+)
+def test_what_differs_between_launchers_is_named(changed: dict[str, object], said: str) -> None:
+    theirs = {name: getattr(IDENTITY, name) for name in Identity.__dataclass_fields__} | changed
+    found = difference(IDENTITY, Identity(**theirs))  # type: ignore[arg-type]
+    assert said in found
+    assert bool(found) == bool(changed)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_happens_all_hosts_run_one_attempt_at_a_time_and_all_end(seed: int) -> None:
+    """Random crashes, cuts, resets and failures; `World` checks that no two attempts overlap."""
+    chance = random.Random(seed)
+    hosts = chance.choice([2, 3])
+    world = World(hosts, max_restarts=50, seed=seed, timeouts=HostTimeouts(join_secs=400.0))
+    world.boot()
+    for _ in range(12):
+        world.run(chance.choice([0.05, 0.4, 1.0, 3.0, 10.0, 35.0]))
+        _disturb(world, chance)
+    world.cut = set()
+    for node in range(hosts):
+        if world.launchers[node] is None:
+            world.boot(node)
+    world.run(60.0)
+    leader = world.of(0).leader
+    assert leader is not None
+    assert leader.order.phase is Phase.RUN, leader.order
+    assert world.running() == [leader.order.attempt] * hosts
+    for node in range(hosts):
+        world.finish(node)
+    world.run(3.0)
+    assert world.codes() == [0] * hosts
+    counts = [attempt for _, node, attempt in world.starts if node == 0]
+    assert counts == sorted(set(counts))
+
+
+def _disturb(world: World, chance: random.Random) -> None:
+    node = chance.randrange(world.hosts)
+    match chance.choice(["fail", "kill", "boot", "cut", "mend", "reset"]):
+        case "fail" if world.running()[node] is not None:
+            world.fail(node, chance.choice([KILLED, PEER, 1]))
+        case "kill" if world.launchers[node] is not None:
+            world.kill(node)
+        case "boot":
+            for absent in [number for number, it in enumerate(world.launchers) if it is None]:
+                world.boot(absent)
+        case "cut":
+            world.cut = {node}
+        case "mend":
+            world.cut = set()
+        case "reset" if node and world.launchers[0] is not None and world.launchers[node] is not None:
+            world.drop_connections(node)
