@@ -99,8 +99,8 @@ def eventually(condition: Callable[[], bool], otherwise: str, secs: float = DEAD
         time.sleep(0.01)
 
 
-def noted_pid(path: Path) -> int:
-    eventually(lambda: path.exists() and path.read_text().strip().isdigit(), f"{path.name} never came")
+def noted_pid(path: Path, secs: float = DEADLINE_SECS) -> int:
+    eventually(path.exists, f"{path.name} never came", secs)
     return int(path.read_text())
 
 

@@ -4,27 +4,74 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import click
 
 from replicast.supervisor.checks import Check, Verdict, all_checks, check_two_workers
+from replicast.supervisor.plan import DEFAULT_PORT, Job
 
 _STYLES = {Verdict.GOOD: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "red"}
 
 
-@click.command()
+@click.command(context_settings={"show_default": True})
 @click.option("--deep", is_flag=True, help="Also start two tiny workers that sum a number; takes seconds.")
-def doctor(deep: bool) -> None:
-    """Check this machine, and say how to fix what is wrong.
+@click.option(
+    "--hosts", metavar="H1,H2", help="Can these machines be a job? Run it on each at the same time."
+)
+@click.option(
+    "--node-rank", type=int, metavar="I", help="With --hosts: the index of this machine. [default: found]"
+)
+@click.option(
+    "--port", default=DEFAULT_PORT, metavar="P", help="With --hosts: the first worker's port on each."
+)
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="With --hosts: a run directory that all should see.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    default=60.0,
+    metavar="SECS",
+    help="With --hosts: how long to wait for the other machines.",
+)
+@click.option(
+    "--secret-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With --hosts: as for replicast run.",
+)
+def doctor(
+    deep: bool,
+    hosts: str | None,
+    node_rank: int | None,
+    port: int,
+    run_dir: Path | None,
+    timeout: float,
+    secret_file: Path | None,
+) -> None:
+    """Check this machine, or the machines of a job, and say how to fix what is wrong.
+
+    With --hosts, start the same command on each machine at the same time, as you would start `replicast run`.
+    They meet at the first one, and each prints the same table: names, ports, clocks, versions, shared memory,
+    and who sees the run directory. A machine that does not come is named.
 
     \b
     Examples:
       replicast doctor
       replicast doctor --deep
+      replicast doctor --hosts gpu1,gpu2 --run-dir /shared/first            (the same on gpu1 and gpu2)
+      for h in gpu1 gpu2; do ssh $h replicast doctor --hosts gpu1,gpu2 & done; wait
 
     Exit code: 0 when nothing is broken, 1 when something must be fixed first.
     """  # noqa: D301 - click wants a real backspace
-    checks = all_checks(os.environ)
+    if hosts is not None:
+        checks = _check_hosts(hosts, node_rank, port, run_dir, timeout, secret_file)
+    else:
+        checks = all_checks(os.environ)
     if deep:
         checks.append(_try_two_workers())
     _print_table(checks)
@@ -32,7 +79,36 @@ def doctor(deep: bool) -> None:
     if broken:
         click.echo(f"To be fixed first: {', '.join(broken)}.")
         sys.exit(1)
-    click.echo("All is well." if deep else "All is well. `replicast doctor --deep` tries two real workers.")
+    if hosts is not None:
+        click.echo("These hosts can be a job.")
+    else:
+        click.echo(
+            "All is well." if deep else "All is well. `replicast doctor --deep` tries two real workers."
+        )
+
+
+def _check_hosts(
+    hosts: str,
+    node_rank: int | None,
+    port: int,
+    run_dir: Path | None,
+    timeout: float,
+    secret_file: Path | None,
+) -> list[Check]:
+    from replicast.supervisor.hosts.placing import place_on_hosts
+    from replicast.supervisor.hosts.setup import read_secret
+    from replicast.supervisor.hosts.visit import check_hosts
+
+    job = place_on_hosts(Job(argv=(), port=port), hosts=hosts, node_rank=node_rank)
+    secret = read_secret(os.environ, secret_file)
+
+    def say(line: str) -> None:
+        click.echo(f"replicast: {line}", err=True)
+
+    directory = run_dir.absolute() if run_dir is not None else None
+    return check_hosts(
+        job, secret=secret, timeout_secs=timeout, run_dir=directory, environ=os.environ, report=say
+    )
 
 
 def _try_two_workers() -> Check:

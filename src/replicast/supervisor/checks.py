@@ -29,7 +29,8 @@ _PROBE = (
     "replicast.supervisor.probe"  # By its name: run as a script, its neighbours would hide modules of Python.
 )
 _DEEP_SECS, _END_SECS, _CONNECT_SECS = 120.0, 30.0, 1.0
-_SHARED_MEMORY, _LITTLE_SHARED_MEMORY = Path("/dev/shm"), 256 * 2**20
+_SHARED_MEMORY = Path("/dev/shm")
+LITTLE_SHARED_MEMORY = 256 * 2**20
 
 
 class Verdict(enum.Enum):
@@ -54,8 +55,8 @@ def all_checks(environ: Mapping[str, str]) -> list[Check]:
     """Everything that can be checked without starting a worker."""
     return [
         check_python(sys.version_info[:3]),
-        check_tensorflow(_installed("tensorflow", "tensorflow-cpu")),
-        check_keras(_installed("keras", "keras-nightly")),
+        check_tensorflow(installed("tensorflow", "tensorflow-cpu")),
+        check_keras(installed("keras", "keras-nightly")),
         check_backend(environ),
         *check_cluster(environ),
         check_free_ports(),
@@ -164,7 +165,7 @@ def check_shared_memory(place: Path, free_bytes: Callable[[Path], int]) -> Check
         return Check("Shared memory", Verdict.BROKEN, f"{place} is missing or not writable", "Mount a tmpfs")
     free = free_bytes(place)
     found = f"{free / 2**20:,.0f} MiB free in {place}"
-    if free < _LITTLE_SHARED_MEMORY:
+    if free < LITTLE_SHARED_MEMORY:
         return Check("Shared memory", Verdict.NOTE, found, "In a container: docker run --shm-size=2g")
     return Check("Shared memory", Verdict.GOOD, found)
 
@@ -250,7 +251,8 @@ def _check_own_port(address: str) -> Check:
     return Check("Own port", Verdict.GOOD, f"{address} is free")
 
 
-def _installed(*names: str) -> dict[str, str]:
+def installed(*names: str) -> dict[str, str]:
+    """The versions of those distributions that are installed."""
     versions = {}
     for name in names:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -1,0 +1,284 @@
+"""How the hosts of a planned job meet for `replicast doctor --hosts`: all send what they know to the first.
+
+    host K → host 0    its `Facts`
+    host 0 → host K    "clock", some times; K answers with its time
+    host 0 → host K    `Look`: when all have come, or the time is over
+    host K → host 0    `Found`
+    host 0 → host K    the table, which every host prints
+
+Everything blocks, each step with a deadline. Lines are those of `wire.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from replicast.errors import ClusterError
+from replicast.strictjson import described
+from replicast.supervisor.checks import Check, Verdict
+from replicast.supervisor.hosts.connection import shown_address
+from replicast.supervisor.hosts.diagnosis import Evidence, diagnose
+from replicast.supervisor.hosts.facts import Facts, Found, Look, gather_facts, look_around, now
+from replicast.supervisor.hosts.setup import listen
+from replicast.supervisor.hosts.wire import NotAuthentic, Wire
+from replicast.supervisor.plan import Job
+
+_STEP_SECS = 5.0
+_LOOK_SECS_PER_HOST = 3.0
+_PAUSE_SECS = 0.2
+_PINGS = 5
+
+
+class _Talk:
+    """A blocking connection over which authenticated JSON objects go.
+
+    Raises:
+        OSError: From every method: the other side is gone, or too late.
+        ValueError: From every method: it is no doctor of this job.
+    """
+
+    def __init__(self, connection: socket.socket, secret: bytes, *, is_first: bool) -> None:
+        self._connection = connection
+        self._wire = Wire(secret, secrets.token_hex(32), is_first=is_first)
+        self._messages: list[dict[str, Any]] = []
+        connection.settimeout(_STEP_SECS)
+        connection.sendall(self._wire.opening())
+        while not self._wire.is_open:
+            self._read(time.monotonic() + _STEP_SECS)
+
+    def send(self, message: dict[str, Any]) -> None:
+        self._connection.settimeout(_STEP_SECS)
+        self._connection.sendall(self._wire.pack(message))
+
+    def receive(self, secs: float) -> dict[str, Any]:
+        until = time.monotonic() + secs
+        while not self._messages:
+            self._read(until)
+        return self._messages.pop(0)
+
+    def _read(self, until: float) -> None:
+        self._connection.settimeout(max(0.01, until - time.monotonic()))
+        data = self._connection.recv(65536)
+        if not data:
+            raise ConnectionResetError("closed by the other side")
+        self._messages += self._wire.feed(data)
+
+
+class Visit:
+    """One run of `replicast doctor --hosts` on one host.
+
+    Args:
+        hosts: All hosts.
+        port: The port of the first worker on each.
+        secret: The secret of the job; empty if there is none.
+        timeout_secs: How long to wait for the others.
+        run_dir: The run directory, if it shall be looked for.
+        report: Called with a line of text while others are missing.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        port: int,
+        secret: bytes,
+        timeout_secs: float,
+        run_dir: Path | None,
+        report: Callable[[str], object],
+    ) -> None:
+        self._hosts, self._port, self._secret = hosts, port, secret
+        self._timeout_secs, self._run_dir, self._report = timeout_secs, run_dir, report
+        self._look_secs = _LOOK_SECS_PER_HOST * len(hosts) + _STEP_SECS
+
+    def host(self, own: Facts, listener: socket.socket) -> list[Check]:
+        """On the first host: waits for the others, and tells all what was found."""
+        with contextlib.ExitStack() as stack:
+            came = self._gather(stack, listener, own)
+            facts = {0: own} | {node: one for node, (one, _) in sorted(came.items())}
+            talks = {node: talk for node, (_, talk) in sorted(came.items())}
+            clocks = {0: 0.0} | self._clocks(talks)
+            with _mark(self._run_dir) as mark:
+                found = self._all_look(talks, Look(present=tuple(facts), mark=mark))
+            evidence = Evidence(self._hosts, self._port, facts, found, clocks, self._timeout_secs)
+            checks = diagnose(evidence)
+            for talk in talks.values():
+                with contextlib.suppress(OSError):
+                    talk.send({"table": [_to_json(check) for check in checks]})
+            return checks
+
+    def join(self, own: Facts, endpoint: tuple[str, int]) -> list[Check]:
+        """On another host: goes to the first one and does what it asks.
+
+        Raises:
+            ClusterError: The first host did not come, or has left.
+        """
+        connection, talk = self._connect(endpoint)
+        with connection:
+            try:
+                talk.send({"facts": asdict(own)})
+                while True:
+                    message = talk.receive(self._timeout_secs + self._look_secs)
+                    if "clock" in message:
+                        talk.send({"clock": now()})
+                    elif "look" in message:
+                        look = described(Look, "look", message["look"])
+                        found = look_around(look, self._hosts, self._port, self._run_dir)
+                        talk.send({"found": asdict(found)})
+                    else:
+                        return [_from_json(fields) for fields in message["table"]]
+            except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+                raise ClusterError(f"The first host has left before the end ({error})") from None
+
+    def _gather(
+        self, stack: contextlib.ExitStack, listener: socket.socket, own: Facts
+    ) -> dict[int, tuple[Facts, _Talk]]:
+        came: dict[int, tuple[Facts, _Talk]] = {}
+        until = time.monotonic() + self._timeout_secs
+        listener.setblocking(True)
+        self._report(self._missing({own.node}))
+        while len(came) < len(self._hosts) - 1 and time.monotonic() < until:
+            listener.settimeout(max(0.01, until - time.monotonic()))
+            try:
+                connection = stack.enter_context(listener.accept()[0])
+                talk = _Talk(connection, self._secret, is_first=True)
+                facts = described(Facts, "facts", talk.receive(_STEP_SECS)["facts"])
+            except NotAuthentic as error:
+                self._report(f"refused a host: {error}")
+                continue
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+            if facts.node in range(1, len(self._hosts)) and len(facts.addresses) == len(self._hosts):
+                came[facts.node] = facts, talk
+                if len(came) < len(self._hosts) - 1:
+                    self._report(self._missing({0, *came}))
+        return came
+
+    def _missing(self, came: set[int]) -> str:
+        missing = [host for node, host in enumerate(self._hosts) if node not in came]
+        return f"waiting for {', '.join(missing)}, at most {self._timeout_secs:.0f} s"
+
+    @staticmethod
+    def _clocks(talks: dict[int, _Talk]) -> dict[int, float]:
+        """How far each clock is ahead of this one's: the best of some round trips."""
+        ahead: dict[int, float] = {}
+        for node, talk in talks.items():
+            trips = []
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                for _ in range(_PINGS):
+                    sent = now()
+                    talk.send({"clock": sent})
+                    theirs = float(talk.receive(_STEP_SECS)["clock"])
+                    received = now()
+                    trips.append((received - sent, theirs - (sent + received) / 2))
+            if trips:
+                ahead[node] = min(trips)[1]
+        return ahead
+
+    def _all_look(self, talks: dict[int, _Talk], look: Look) -> dict[int, Found]:
+        for talk in talks.values():
+            with contextlib.suppress(OSError):
+                talk.send({"look": asdict(look)})
+        found = {0: look_around(look, self._hosts, self._port, self._run_dir)}
+        for node, talk in talks.items():
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                found[node] = described(Found, "found", talk.receive(self._look_secs)["found"])
+        return found
+
+    def _connect(self, endpoint: tuple[str, int]) -> tuple[socket.socket, _Talk]:
+        shown, why = shown_address(*endpoint), ""
+        until, told = time.monotonic() + self._timeout_secs, ""
+        while time.monotonic() < until:
+            connection = None
+            try:
+                connection = socket.create_connection(endpoint, timeout=_STEP_SECS)
+                return connection, _Talk(connection, self._secret, is_first=False)
+            except (OSError, ValueError) as error:
+                why = str(error)
+                if connection is not None:
+                    connection.close()
+            if told != why:
+                told = why
+                waits = f"waiting for {self._hosts[0]} at {shown}, at most {self._timeout_secs:.0f} s ({why})"
+                self._report(waits)
+            time.sleep(_PAUSE_SECS)
+        raise ClusterError(
+            f"{self._hosts[0]} did not answer at {shown} within {self._timeout_secs:.0f} s ({why})",
+            remedy=f"Start the same command on {self._hosts[0]} at the same time, and open this port there",
+        )
+
+
+def check_hosts(
+    job: Job,
+    *,
+    secret: bytes,
+    timeout_secs: float,
+    run_dir: Path | None,
+    environ: Mapping[str, str],
+    report: Callable[[str], object],
+) -> list[Check]:
+    """Meets the other hosts of a job and returns the checks of all; the same on each.
+
+    Args:
+        job: The hosts, which of them this is, and the port of the first worker on each.
+        secret: The secret of the job; empty if there is none.
+        timeout_secs: How long to wait for the others.
+        run_dir: The run directory, if it shall be looked for.
+        environ: The environment.
+        report: Called with a line of text while others are missing.
+
+    Raises:
+        ClusterError: There are not two hosts, or the first one did not come or cannot listen.
+    """
+    if job.endpoint is None:
+        raise ClusterError("--hosts must list at least two hosts", received=",".join(job.hosts))
+    node = job.node_rank
+    with contextlib.ExitStack() as stack:
+        taken = ""
+        try:  # The others try to connect to it.
+            stack.enter_context(listen((job.hosts[node], job.port)))
+        except ClusterError:
+            taken = f"{job.hosts[node]}:{job.port} cannot be used on {job.hosts[node]}"
+        own = gather_facts(node, job.hosts, environ, run_dir, taken)
+        visit = Visit(job.hosts, job.port, secret, timeout_secs, run_dir, report)
+        if node == 0:
+            return visit.host(own, stack.enter_context(listen(job.endpoint)))
+        return visit.join(own, job.endpoint)
+
+
+@contextlib.contextmanager
+def _mark(run_dir: Path | None) -> Iterator[str]:
+    """A file in the run directory that other hosts can look for; yields its name, empty if there is none."""
+    if run_dir is None:
+        yield ""
+        return
+    mark = run_dir / f"doctor-{secrets.token_hex(8)}"
+    try:
+        mark.touch()
+    except OSError:
+        yield ""
+        return
+    try:
+        yield mark.name
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def _to_json(check: Check) -> dict[str, str]:
+    return {
+        "subject": check.subject,
+        "verdict": check.verdict.name,
+        "found": check.found,
+        "remedy": check.remedy,
+    }
+
+
+def _from_json(fields: dict[str, Any]) -> Check:
+    return Check(
+        str(fields["subject"]), Verdict[fields["verdict"]], str(fields["found"]), str(fields["remedy"])
+    )

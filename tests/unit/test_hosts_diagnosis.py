@@ -1,0 +1,95 @@
+"""Can these hosts be a job? What is said of differences, from what each host has found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from replicast.supervisor.checks import Check, Verdict
+from replicast.supervisor.hosts.diagnosis import Evidence, diagnose
+from replicast.supervisor.hosts.facts import Facts, Found
+
+GOOD, NOTE, BROKEN = Verdict.GOOD, Verdict.NOTE, Verdict.BROKEN
+VERSIONS = {"Python": "3.11.2", "TensorFlow": "2.21.0", "Keras": "3.15.1", "replicast": "0.1.0"}
+HOSTS = ("h1", "h2")
+
+
+def facts(node: int, **changes: Any) -> Facts:
+    known: dict[str, Any] = {
+        "node": node,
+        "name": HOSTS[node],
+        "versions": VERSIONS,
+        "addresses": ("10.0.0.1", "10.0.0.2"),
+        "shared_bytes": 2**30,
+        "cores": 8,
+        "gpus": 0,
+        "run_dir": "writable",
+    }
+    return Facts(**{**known, **changes})
+
+
+FOUND = Found(reach={"0": "answers", "1": "answers"}, sees_mark=True)
+WELL = Evidence(HOSTS, 29500, {0: facts(0), 1: facts(1)}, {0: FOUND, 1: FOUND}, {0: 0.0, 1: 0.01}, 60.0)
+
+
+def check_of(evidence: Evidence, subject: str) -> Check:
+    (found,) = [check for check in diagnose(evidence) if check.subject == subject]
+    return found
+
+
+def second(**changes: Any) -> Evidence:
+    return replace(WELL, facts={0: facts(0), 1: facts(1, **changes)})
+
+
+def test_hosts_that_are_alike_are_good() -> None:
+    assert {check.verdict for check in diagnose(WELL)} == {GOOD}
+
+
+@pytest.mark.parametrize(
+    ("evidence", "subject", "verdict", "said"),
+    [
+        (replace(WELL, facts={0: facts(0)}), "Hosts", BROKEN, "h2 did not come within 60 s"),
+        (second(addresses=("10.0.0.1", "127.0.1.1")), "Names", BROKEN, "h2 is 127.0.1.1 on h2"),
+        (second(addresses=("", "10.0.0.2")), "Names", BROKEN, "h1 has no address on h2"),
+        (second(addresses=("10.9.0.1", "10.0.0.2")), "Names", NOTE, "h1 is 10.0.0.1 on h1, 10.9.0.1 on h2"),
+        (second(port="h2:29500 cannot be used on h2"), "Ports", BROKEN, "h2:29500 cannot be used"),
+        (
+            replace(WELL, found={0: FOUND, 1: Found(reach={"0": "timed out"}, sees_mark=True)}),
+            "Ports",
+            BROKEN,
+            "h1:29500 from h2: timed out",
+        ),
+        (replace(WELL, found={0: FOUND}), "Ports", NOTE, "not known from h2"),
+        (replace(WELL, clocks={0: 0.0, 1: -75.0}), "Clocks", NOTE, "75.0 s apart: h1 +0.0 s, h2 -75.0 s"),
+        (
+            second(versions={**VERSIONS, "TensorFlow": "2.20.0"}),
+            "TensorFlow",
+            BROKEN,
+            "2.21.0 on h1; 2.20.0 on h2",
+        ),
+        (second(versions={**VERSIONS, "Keras": ""}), "Keras", BROKEN, "not installed on h2"),
+        (second(versions={**VERSIONS, "Python": "3.11.9"}), "Python", NOTE, "3.11.9 on h2"),
+        (second(versions={**VERSIONS, "Python": "3.12.0"}), "Python", BROKEN, "3.12.0 on h2"),
+        (second(shared_bytes=2**20), "Shared memory", NOTE, "1 MiB free at least, on h2"),
+        (second(shared_bytes=None), "Shared memory", BROKEN, "none on h2"),
+        (second(cores=4), "Cores and GPUs", NOTE, "8 and none on h1; 4 and none on h2"),
+        (
+            replace(WELL, found={0: FOUND, 1: replace(FOUND, sees_mark=False)}),
+            "Run directory",
+            NOTE,
+            "h2: not the one of h1",
+        ),
+        (
+            replace(WELL, facts={0: facts(0, run_dir="not writable"), 1: facts(1)}),
+            "Run directory",
+            BROKEN,
+            "not writable on h1",
+        ),
+    ],
+)
+def test_what_differs_is_named(evidence: Evidence, subject: str, verdict: Verdict, said: str) -> None:
+    check = check_of(evidence, subject)
+    assert check.verdict is verdict
+    assert said in check.found
