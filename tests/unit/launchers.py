@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from replicast.supervisor.hosts.leader import Leader
 from replicast.supervisor.hosts.member import Command, End, Member, Over, Restart, Start, Waiting
-from replicast.supervisor.hosts.messages import Failure, Order, Report, from_json, to_json
+from replicast.supervisor.hosts.messages import Failure, Order, Phase, Report, from_json, to_json
 from replicast.supervisor.hosts.timeouts import HostTimeouts
 
 TICK_SECS = 0.25
@@ -247,6 +247,7 @@ class World:
                 self._end_later(launcher, launcher.member.report.failure)
             elif isinstance(command, Over):
                 assert launcher.running is None, "a launcher left its workers"
+                assert command.order.phase is Phase.OVER
                 launcher.over = command
                 if launcher.leader is None:
                     self._leave(launcher)

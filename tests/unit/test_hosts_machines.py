@@ -112,6 +112,27 @@ def test_a_signal_to_one_launcher_stops_all_without_a_restart(node: int, signum:
     assert [over.order.stopped_on for over in (*world.said(0, Over), *world.said(1, Over))] == [node, node]  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_stopped_job_ends_on_both_sides_although_the_link_is_cut(node: int) -> None:
+    world = started(2)
+    world.of(0).ends_in_secs = world.of(1).ends_in_secs = 5.0
+    world.signal(node, signal.SIGTERM)
+    world.run(1.0)
+    world.cut = {1}
+    world.run(12.0)
+    assert world.codes() == [143, 143], "within the grace period of a scheduler"
+
+
+def test_a_launcher_without_contact_can_be_stopped() -> None:
+    world = started(2)
+    world.cut = {1}
+    world.run(1.0)
+    for node in (0, 1):
+        world.signal(node, signal.SIGINT)
+    world.run(7.0)
+    assert world.codes() == [130, 130]
+
+
 def test_workers_that_saved_because_they_were_told_to_are_not_restarted() -> None:
     world = started(2)
     world.fail(1, code=TOLD)

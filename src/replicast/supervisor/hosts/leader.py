@@ -114,7 +114,7 @@ class Leader:
     def on_time(self, now: float) -> None:
         """Some time has passed. Call it at least once a second."""
         for node, host in enumerate(self._hosts):
-            why = host.presence.why_lost(now)
+            why = host.presence.why_lost(now, is_stopping=self.order.signal is not None)
             if why and self._is_under_way() and not host.has_ended(self.order.attempt):
                 self._lose(node, why)
         self._advance(now)

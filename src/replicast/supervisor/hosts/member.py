@@ -144,8 +144,9 @@ class Member:
         """Some time has passed. Call it at least once a second."""
         if self.is_over:
             return []
-        why = self._presence.why_lost(now)
-        if not why:
+        is_stopping = self.report.signal is not None or self._order.signal is not None
+        why = self._presence.why_lost(now, is_stopping=is_stopping)
+        if not why or (is_stopping and self.report.running):  # They have the grace period, whatever happens.
             return []
         if self.report.running:
             self._waits_since = now
@@ -232,17 +233,18 @@ class Member:
         return [end]
 
     def _without_leader(self, why: str, now: float) -> list[Command]:
+        if self._order.phase is Phase.OVER:
+            return self._finish(Over(self._order))
         order, own = self._order, self.report.failure
+        over = replace(order, phase=Phase.OVER)
         stopped = self.report.signal if self.report.signal is not None else order.signal
-        if order.phase is Phase.OVER:
-            return self._finish(Over(order))
         if stopped is not None:
-            return self._finish(Over(replace(order, signal=stopped, code=128 + stopped), alone=True))
+            return self._finish(Over(replace(over, signal=stopped, code=128 + stopped), alone=True))
         if own is not None and not own.is_failure:
-            return self._finish(Over(replace(order, failure=own, code=own.shell_code), alone=True))
+            return self._finish(Over(replace(over, failure=own, code=own.shell_code), alone=True))
         has_run = self.report.attempt is not None
         lost = Failure(host=0, why=why, reported_by=self._node)
-        gone = replace(order, phase=Phase.OVER, failure=lost, code=PEER_FAILED)
+        gone = replace(over, failure=lost, code=PEER_FAILED)
         if has_run and order.restarts >= order.max_restarts:
             return self._finish(Over(gone, alone=True))
         if now - self._waits_since >= self._timeouts.join_secs:

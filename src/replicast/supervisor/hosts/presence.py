@@ -29,13 +29,18 @@ class Presence:
         if self._closed_at is None:
             self._closed_at = now
 
-    def why_lost(self, now: float) -> str:
-        """What happened if the other side counts as lost; empty if it does not."""
+    def why_lost(self, now: float, *, is_stopping: bool = False) -> str:
+        """What happened if the other side counts as lost; empty if it does not.
+
+        Args:
+            now: The time in seconds.
+            is_stopping: Whether the job is being stopped: then nobody waits long.
+        """
         if self.heard_at is None:
             return "it has not come"
-        silent_secs = now - self.heard_at
-        if silent_secs >= self._timeouts.silent_secs:
-            return f"nothing was heard of it for {self._timeouts.silent_secs:.0f} s"
+        at_most_secs = self._timeouts.leave_secs if is_stopping else self._timeouts.silent_secs
+        if now - self.heard_at >= at_most_secs:
+            return f"nothing was heard of it for {at_most_secs:.0f} s"
         if self._closed_at is not None and now - self._closed_at >= self._timeouts.reconnect_secs:
             return "its connection was closed, as when its process or machine ends"
         return ""

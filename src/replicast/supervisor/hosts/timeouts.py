@@ -18,7 +18,8 @@ class HostTimeouts:
             has ended if it does not.
         redial_secs: After this time without a message a launcher connects again: after a pause of the
             network, TCP itself may take as long as the pause once more.
-        leave_secs: How long the first launcher waits until all others know that the job is over.
+        leave_secs: How long the first launcher waits until all others know that the job is over, and how long
+            a host may be silent when the job is being stopped.
         tell_after_secs: After this time a launcher says for whom it waits.
         tell_again_secs: How often it does so again.
     """
