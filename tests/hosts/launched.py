@@ -1,8 +1,8 @@
 """A training that `replicast run` starts on several hosts: the same final bits whatever disturbs it.
 
-Its argument is a directory for notes. It saves every 20 steps; its last worker proposes an update at step 30
-and another one, for step 70, at step 31. At step 50 it notes its pid, and stays there while `hold-ATTEMPT`
-exists, so that whatever shall disturb it does so in the middle.
+Its argument is a directory for notes. It saves every 20 steps. Its last worker proposes an update at step 30
+and another one, for step 70, at step 31; worker 0 proposes one at step 44. At step 50 it notes its pid, and
+stays there while `hold-ATTEMPT` exists, so that whatever shall disturb it does so in the middle.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ class Moments(keras.callbacks.Callback):
             replicas.propose(replicast.Update(note="now").add("dense_1/bias", bias))
         if step == 31 and is_last:
             replicas.propose(replicast.Update(note="later").scale("dense/kernel", 0.9), at_step=70)
-        if step in (30, 31):
-            replicas.sync()  # so that both are decided at these steps in every job
+        if step == 44 and replicas.rank == 0:
+            replicas.propose(replicast.Update(note="replayed").add("dense_1/bias", -bias))
+        if step in (30, 31, 44):
+            replicas.sync()  # so that all are decided at these steps in every job
         if step == 50:
             note(f"pid-{attempt}", os.getpid())
         while step == 50 and (notes / f"hold-{attempt}").exists():
@@ -70,4 +72,7 @@ model.fit(
 )
 values = {variable.path: variable.numpy() for variable in model.variables}
 values |= {f"optimizer/{variable.path}": variable.numpy() for variable in model.optimizer.variables}
+np.savez(
+    notes / f"values-{replicas.rank}.npz", **{path.replace("/", ":"): array for path, array in values.items()}
+)
 note("final", f"from {began_at} to {replicas.step} in attempt {attempt}: {digest_state(values)}")
