@@ -171,6 +171,8 @@ def run(
     environ[HEARTBEAT_TIMEOUT] = f"{heartbeat_secs:g}"
     if isolate:
         check_isolation(job, os.environ)
+    if job.endpoint is not None and run_dir is None:
+        click.echo("replicast: --run-dir is not given: each host makes a run directory of its own", err=True)
     shown = parse_tee(tee, job)
     address = PageAddress.parse(serve) if serve is not None else None
     if job.fixed_ports is not None:

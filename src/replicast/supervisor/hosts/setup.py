@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +19,7 @@ from replicast.supervisor.plan import Job
 
 DEFAULT_RDZV_PORT = 29400
 _MAX_SECRET_BYTES = 4096
+_NAME_SECS, _PAUSE_SECS = 10.0, 0.5
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
@@ -108,21 +110,29 @@ def read_secret(environ: Mapping[str, str], file: Path | None) -> bytes:
     return secret
 
 
-def listen(endpoint: tuple[str, int]) -> socket.socket:
+def listen(endpoint: tuple[str, int], *, name_secs: float = 0.0) -> socket.socket:
     """A socket that listens at an address of this machine, and at no other.
+
+    Args:
+        endpoint: The address.
+        name_secs: How long to wait for a name that has no address yet, as that of a pod that has just begun.
 
     Raises:
         ClusterError: The address is not of this machine, or its port is in use.
     """
     host, port = endpoint
     shown = shown_address(host, port)
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:
-        raise ClusterError(
-            f"The name of the first host has no address: {host}", remedy="Correct it, or the DNS"
-        ) from None
-    family, _, _, _, address = addresses[0]
+    until = time.monotonic() + name_secs
+    while True:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            break
+        except OSError:
+            if time.monotonic() >= until:
+                raise ClusterError(
+                    f"The name of the first host has no address: {host}", remedy="Correct it, or the DNS"
+                ) from None
+            time.sleep(_PAUSE_SECS)
     try:
         listener = socket.create_server((str(address[0]), port), family=family, backlog=1024)
     except OSError as error:
@@ -170,7 +180,7 @@ def make_link(
             secret=secret,
             next_attempt=next_attempt,
             timeouts=timeouts,
-            listener=listen(job.endpoint),
+            listener=listen(job.endpoint, name_secs=_NAME_SECS),
         )
     return other_link(
         node=job.node_rank,
