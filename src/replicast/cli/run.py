@@ -171,14 +171,14 @@ def run(
     environ[HEARTBEAT_TIMEOUT] = f"{heartbeat_secs:g}"
     if isolate:
         check_isolation(job, os.environ)
-    if job.endpoint is not None and run_dir is None:
-        click.echo("replicast: --run-dir is not given: each host makes a run directory of its own", err=True)
     shown = parse_tee(tee, job)
     address = PageAddress.parse(serve) if serve is not None else None
     if job.fixed_ports is not None:
         hold_ports(job.fixed_ports).release()  # Refused here, before a run directory is made.
     name = program.rpartition(".")[2] if module else Path(program).stem
     directory = make_run_dir(run_dir, program=name, now=datetime.now())
+    if job.endpoint is not None and run_dir is None:
+        click.echo("replicast: --run-dir is not given: each host makes a run directory of its own", err=True)
     settings = Settings(
         run_dir=directory,
         log_dir=log_dir.absolute() if log_dir is not None else directory / "logs",
