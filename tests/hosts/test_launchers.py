@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from replicast.storage.states import State, changes
 from tests.hosts.launchers import SECRET, Machines, eventually, lines_with, machines, noted_pid
 from tests.hosts.network import missing
 
@@ -63,6 +64,27 @@ def test_a_death_on_either_host_restarts_both_with_one_cause_and_one_count(two: 
     assert "worker 0 failed after" not in first.text + second.text
     logs = [(two.directory / f"run/logs/attempt-{k}/worker-1.log").read_text() for k in range(3)]
     assert logs == ["secret: None\n"] * 3, "workers do not need it"
+
+
+def test_the_worker_that_was_stopped_is_blamed_and_not_the_one_that_noticed(two: Machines) -> None:
+    notices = """
+if rank == 0:
+    while not Path("stopped").exists():
+        time.sleep(0.01)
+    print("replicast: worker 1 was lost: it does not answer heartbeats", flush=True)
+    sys.exit(75)
+"""
+    script = WAITS.replace("while not Path(f", notices + "while not Path(f")
+    (two.directory / "train.py").write_text(script)
+    first, second = two.launch_all("--run-dir", "run", "train.py")
+    os.kill(noted_pid(two.directory / "pid-0-1"), signal.SIGSTOP)
+    noted_pid(two.directory / "pid-0-0")
+    (two.directory / "stopped").touch()
+    assert (first.finish(), second.finish()) == (137, 137)
+    assert "worker 1 on 10.77.0.2 was stopped (SIGSTOP) and did not continue" in first.text
+    assert "worker 1 was stopped (SIGSTOP) and did not continue" in second.text
+    last = changes(two.directory / "run")[-1]
+    assert (last.state, last.worker, last.reason) == (State.FAILED, 1, "stopped by SIGSTOP on 10.77.0.2")
 
 
 @pytest.mark.parametrize(("node", "signum", "code"), [(0, signal.SIGTERM, 143), (1, signal.SIGINT, 130)])
