@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import signal
+from dataclasses import replace
 
 import pytest
 
 from replicast.supervisor.hosts.leader import Leader
-from replicast.supervisor.hosts.member import Over, Restart, Waiting
+from replicast.supervisor.hosts.member import End, Member, Over, Restart, Start, Waiting
 from replicast.supervisor.hosts.messages import Failure as Failed
-from replicast.supervisor.hosts.messages import Identity, Phase, difference, first_cause
+from replicast.supervisor.hosts.messages import Identity, Order, Phase, Report, difference, first_cause
 from replicast.supervisor.hosts.timeouts import HostTimeouts
 from tests.unit.launchers import World
 
@@ -80,6 +81,43 @@ def test_the_first_cause_prefers_who_failed_by_itself() -> None:
     assert first_cause([peer, lost]) is lost
     assert first_cause([peer, lost, own]) is own
     assert first_cause([peer, lost, own, frozen]) is frozen
+
+
+def test_the_first_cause_is_the_first_that_failed_by_itself_on_any_host() -> None:
+    leader = Leader(("a", "b"), "first", 0, HostTimeouts(), 0.0)
+    leader.on_joined(0, "first", "", 0.0)
+    leader.on_joined(1, "other", "10.0.0.1", 0.0)
+    for node in (0, 1):
+        leader.on_report(node, Report(next_attempt=0), 0.1)
+    told = [(0, 0, PEER), (1, 1, 4), (0, 2, 5)]  # Worker 0 noticed; then worker 1 and worker 2 failed.
+    for node, worker, code in told:
+        failure = Failed(host=node, worker=worker, code=code, reported_by=node)
+        leader.on_report(node, Report(next_attempt=0, attempt=0, running=True, failure=failure), 0.2)
+    assert leader.order.failure is not None
+    assert leader.order.failure.worker == 1
+    details = Failed(host=1, worker=1, code=4, lines=("the end of its log",), reported_by=1)
+    leader.on_report(1, Report(next_attempt=1, attempt=0, failure=details), 0.3)
+    assert leader.order.failure == details, "what follows about the same worker changes no order"
+
+
+def test_a_launcher_that_ended_its_workers_for_want_of_the_first_does_not_report_a_good_end() -> None:
+    member = Member(1, 0, 3, HostTimeouts(), 0.0)
+    run = Order(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=3, hosts=("a", "b"))
+    assert member.on_order(run, 0.1) == [Start(run)]
+    assert [type(one) for one in member.on_time(40.0)] == [End]
+    member.on_group_end(None, 41.0, left_behind=False)
+    assert member.report.failure is not None
+    assert "because of the first host: nothing was heard of it for 30 s" in member.report.failure.why
+
+
+def test_a_launcher_whose_first_one_was_started_again_ends_its_workers_and_says_why() -> None:
+    member = Member(1, 0, 3, HostTimeouts(), 0.0)
+    run = Order(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=3, hosts=("a", "b"))
+    member.on_order(run, 0.1)
+    (end,) = member.on_order(replace(run, session="t", phase=Phase.WAIT), 0.2)
+    assert isinstance(end, End)
+    assert end.failure is not None
+    assert end.failure.why == "its launcher ended and was started again"
 
 
 def test_all_workers_that_end_well_end_the_job_well_even_if_not_at_once() -> None:

@@ -248,11 +248,12 @@ class Group:
                     secs = self._timeouts.stop_secs
                     self._screen.tell(stopping_line(end.stopped_by, secs, end.stopped_where))
                     self._stop(signal.SIGTERM, secs)
-            elif end.failure is not None:
+            else:
                 for worker in self._rest():
                     worker.blamed_as_frozen = worker.blamed_as_frozen or worker.is_frozen()
-                is_lost = end.failure.worker is None
-                self._settle(-signal.SIGKILL if is_lost else end.failure.code)
+                is_of_worker = end.failure is not None and end.failure.worker is not None
+                # After the loss of a host, the others wait in vain as after that of a killed worker.
+                self._settle(end.failure.code if end.failure and is_of_worker else -signal.SIGKILL)
 
     def _settle(self, code: int) -> None:
         """A worker has exited with this code: the others may take some time to exit by themselves."""

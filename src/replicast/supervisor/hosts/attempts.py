@@ -77,14 +77,20 @@ class HostsAttempts:
         ends = []
         for event in self._link.take():
             if isinstance(event, End):
-                mine = event.failure is not None and event.failure.host == self._job.node_rank
-                ends += [] if mine and event.stopped_by is None else [event]
+                ends += [] if self._is_known(event) else [event]
             elif isinstance(event, Broken | NotWelcome):
                 ends.append(End(Failure(host=self._job.node_rank)))
                 self._events.append(event)
             elif not self._tell(event):
                 self._events.append(event)
         return ends
+
+    def _is_known(self, end: End) -> bool:
+        """Whether the group of this host ends already, because one of its own workers failed."""
+        failure = end.failure
+        if failure is None or failure.worker is None or end.stopped_by is not None:
+            return False
+        return failure.host == self._job.node_rank
 
     def tell_failure(self, failure: WorkerExit) -> None:
         """A worker of this host has failed."""
