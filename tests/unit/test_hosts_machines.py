@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import random
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from replicast.supervisor import hosts
 from replicast.supervisor.hosts.leader import Leader
 from replicast.supervisor.hosts.member import End, Member, Over, Restart, Start, Waiting
 from replicast.supervisor.hosts.messages import Failure as Failed
@@ -375,3 +378,25 @@ def _disturb(world: World, chance: random.Random) -> None:
             world.cut = set()
         case "reset" if node and world.launchers[0] is not None and world.launchers[node] is not None:
             world.drop_connections(node)
+
+
+@pytest.mark.parametrize(
+    "name", ["diagnosis", "leader", "member", "messages", "presence", "timeouts", "wire"]
+)
+def test_the_decisions_have_no_clocks_sockets_threads_or_files(name: str) -> None:
+    tree = ast.parse((Path(hosts.__file__).parent / f"{name}.py").read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    allowed = {
+        "signal",
+        "ipaddress",
+        "hashlib",
+        "hmac",
+        "json",
+        "enum",
+        "dataclasses",
+        "typing",
+        "__future__",
+    }
+    others = {one for one in imported - allowed if not one.startswith(("replicast.", "collections"))}
+    assert not others

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from replicast.config import TOLD_TO_END, shared_memory_directory
 from replicast.errors import ClusterError
 from replicast.supervisor.attempts import Attempts, Begin, LocalAttempts, Verdict
-from replicast.supervisor.group import EndTimeouts, Group, GroupEnd, Peers
+from replicast.supervisor.group import EndTimeouts, Group, GroupEnd
 from replicast.supervisor.hosts.attempts import HostsAttempts
 from replicast.supervisor.hosts.setup import make_link, secret_line
 from replicast.supervisor.hosts.timeouts import HostTimeouts
@@ -82,7 +82,6 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
     Raises:
         ReplicastError: The job was refused before anything was started.
     """
-    began = time.monotonic()
     check_job(job)
     faults, absent = planned_faults(environ), absent_workers(job, environ)
     with (
@@ -102,53 +101,97 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
         taken_over = what_is_taken_over(settings.run_dir)
         if taken_over:
             screen.tell(taken_over)
-        states = States(settings.run_dir, screen, job.world_size, writes=0 in job.ranks)
-        is_first = True
+        return _Supervision(job, settings, environ, screen, interruptions, standbys, attempts).run()
+
+
+class _Supervision:
+    """One attempt after another, until the job is over."""
+
+    def __init__(
+        self,
+        job: Job,
+        settings: Settings,
+        environ: Mapping[str, str],
+        screen: Screen,
+        interruptions: Interruptions,
+        standbys: StandbySet | None,
+        attempts: Attempts,
+    ) -> None:
+        self._began = time.monotonic()
+        self._job, self._settings, self._environ = job, settings, environ
+        self._screen, self._interruptions = screen, interruptions
+        self._standbys, self._attempts = standbys, attempts
+        self._states = States(settings.run_dir, screen, job.world_size, writes=0 in job.ranks)
+        self._is_first = True
+
+    def run(self) -> int:
+        """Returns the exit code of the launcher."""
         while True:
-            begun = attempts.begin()
+            begun = self._attempts.begin()
             if isinstance(begun, Verdict):
-                _report(begun, screen, settings.run_dir, None)
-                states.ended(begun.attempt, begun.end, begun.code or 0, None)
+                _report(begun, self._screen, self._settings.run_dir, None)
+                self._states.ended(begun.attempt, begun.end, begun.code or 0, None)
                 return begun.code or 0
-
-            def started(begun: Begin = begun, is_first: bool = is_first) -> None:
-                if is_first:  # Loads numpy, for which the workers need not wait.
-                    states.starting(begun.attempt)
-                if standbys is not None:
-                    standbys.begin(begun.attempt, is_last=begun.is_last)
-
-            known = replace(job, hosts=begun.hosts) if begun.hosts else job
-            end = _run_attempt(
-                known,
-                settings,
-                begun.attempt,
-                screen,
-                interruptions,
-                environ,
-                standbys,
-                attempts.peers,
-                started,
-            )
-            if end.first_failure is not None:
-                _remove_shared_memory(environ)
-            verdict = attempts.decide(end)
-            is_first = False
-            _report(verdict, screen, settings.run_dir, begun.attempt)
+            end = self._run_attempt(begun)
+            verdict = self._attempts.decide(end)
+            if any(ended.code for ended in end.exits):
+                _remove_shared_memory(self._environ)
+            _report(verdict, self._screen, self._settings.run_dir, begun.attempt)
             if verdict.code is not None:
-                step = _last_step(settings.run_dir, begun.attempt)
-                if verdict.code == 0 and settings.tee:
-                    finished = finished_line(
-                        _who(job),
-                        step=step,
-                        secs=time.monotonic() - began,
-                        restarts=verdict.restarts,
-                        logs=log_path(settings.log_dir, begun.attempt, job.ranks[0]).parent,
-                    )
-                    screen.tell(finished)
-                states.ended(begun.attempt, verdict.end, verdict.code, step)
+                self._finish(begun.attempt, verdict, verdict.code)
                 return verdict.code
-            states.restarting(verdict.attempt, verdict.end)
-            screen.tell(restart_line(verdict.end, verdict.restarts, verdict.max_restarts))
+            self._states.restarting(verdict.attempt, verdict.end)
+            self._screen.tell(restart_line(verdict.end, verdict.restarts, verdict.max_restarts))
+
+    def _run_attempt(self, begun: Begin) -> GroupEnd:
+        job = replace(self._job, hosts=begun.hosts) if begun.hosts else self._job
+        attempt_dir = make_attempt_dir(self._settings.log_dir, begun.attempt)
+        with _hold_ports(job) as ports:
+            plans = plan_workers(
+                job,
+                ports=ports.numbers,
+                attempt=begun.attempt,
+                run_dir=self._settings.run_dir,
+                log_dir=self._settings.log_dir,
+                machine=this_machine(self._environ),
+                environ=self._environ,
+            )
+            self._screen.tell(
+                f"replicast: {_who(job)}, attempt {begun.attempt}, logs in {short_path(attempt_dir)}; "
+                "starting, which takes some seconds"
+                + ("" if self._standbys is None else standby_words(job.workers))
+            )
+            group = Group(
+                plans,
+                screen=self._screen,
+                tee=self._settings.tee,
+                timeouts=self._settings.timeouts,
+                interruptions=self._interruptions,
+                standbys=self._standbys,
+                peers=self._attempts.peers,
+            )
+            return group.run(self._environ, lambda: self._started(begun))
+
+    def _started(self, begun: Begin) -> None:
+        """The workers were started: this loads numpy or starts processes, for which they need not wait."""
+        if self._is_first:
+            self._states.starting(begun.attempt)
+        self._is_first = False
+        if self._standbys is not None:
+            self._standbys.begin(begun.attempt, is_last=begun.is_last)
+
+    def _finish(self, attempt: int, verdict: Verdict, code: int) -> None:
+        step = _last_step(self._settings.run_dir, attempt)
+        if code == 0 and self._settings.tee:
+            finished = finished_line(
+                _who(self._job),
+                step=step,
+                secs=time.monotonic() - self._began,
+                restarts=verdict.restarts,
+                logs=log_path(self._settings.log_dir, attempt, self._job.ranks[0]).parent,
+            )
+            self._screen.tell(finished)
+        self._states.ended(attempt, verdict.end, code, step)
 
 
 @contextlib.contextmanager
@@ -179,44 +222,6 @@ def _remove_shared_memory(environ: Mapping[str, str]) -> None:
 
     with contextlib.suppress(ClusterError):  # the directory may be gone
         remove_leftovers(shared_memory_directory(environ))
-
-
-def _run_attempt(
-    job: Job,
-    settings: Settings,
-    attempt: int,
-    screen: Screen,
-    interruptions: Interruptions,
-    environ: Mapping[str, str],
-    standbys: StandbySet | None,
-    peers: Peers | None,
-    started: Callable[[], None],
-) -> GroupEnd:
-    attempt_dir = make_attempt_dir(settings.log_dir, attempt)
-    with _hold_ports(job) as ports:
-        plans = plan_workers(
-            job,
-            ports=ports.numbers,
-            attempt=attempt,
-            run_dir=settings.run_dir,
-            log_dir=settings.log_dir,
-            machine=this_machine(environ),
-            environ=environ,
-        )
-        screen.tell(
-            f"replicast: {_who(job)}, attempt {attempt}, logs in {short_path(attempt_dir)}; starting, which "
-            "takes some seconds" + ("" if standbys is None else standby_words(job.workers))
-        )
-        group = Group(
-            plans,
-            screen=screen,
-            tee=settings.tee,
-            timeouts=settings.timeouts,
-            interruptions=interruptions,
-            standbys=standbys,
-            peers=peers,
-        )
-        return group.run(environ, started)
 
 
 @contextlib.contextmanager
