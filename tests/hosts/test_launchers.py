@@ -132,11 +132,13 @@ def test_a_host_that_does_not_come_is_named_and_the_others_end(two: Machines) ->
     assert "host 10.77.0.1 was lost: it did not come within 1 s" in other.text
 
 
-def test_torchrun_s_options_are_known(two: Machines) -> None:
+def test_torchrun_s_options_are_known_and_all_use_one_run_directory(two: Machines) -> None:
     (two.directory / "finish-0").touch()
-    options = ("--nnodes", "2", "--rdzv-endpoint", "10.77.0.1:29400", "--run-dir", "run")
-    launched = [two.launch(node, "--node-rank", str(node), *options, "train.py") for node in range(2)]
-    assert [one.finish() for one in launched] == [0, 0]
+    options = ("--nnodes", "2", "--rdzv-endpoint", "10.77.0.1:29400", "train.py")
+    launched = [two.launch(node, "--node-rank", str(node), *options) for node in (1, 0)]
+    assert [one.finish() for one in launched] == [0, 0], launched[0].text
+    (run,) = (two.directory / "runs").iterdir()
+    assert {log.name for log in run.glob("logs/attempt-0/*.log")} == {"worker-0.log", "worker-1.log"}
 
 
 def test_launchers_that_do_not_belong_together_are_refused(two: Machines) -> None:

@@ -29,12 +29,14 @@ from replicast.supervisor import (
 )
 from replicast.supervisor.hosts.placing import place_on_hosts
 from replicast.supervisor.hosts.setup import read_secret
+from replicast.supervisor.hosts.talk import ask_run_name
 from replicast.supervisor.hosts.timeouts import HostTimeouts, host_timeouts
 from replicast.supervisor.isolation import check_isolation
 from replicast.supervisor.isolation import isolate as enter_own_network
 from replicast.supervisor.page import PageAddress, page_beside
 from replicast.supervisor.plan import DEFAULT_PORT
 from replicast.supervisor.program import check_module, check_script
+from replicast.supervisor.rundir import RUNS
 
 _DIR, _COUNT, _SECS = click.Path(path_type=Path), click.IntRange(min=0), click.FloatRange(min=0)
 
@@ -176,9 +178,15 @@ def run(
     if job.fixed_ports is not None:
         hold_ports(job.fixed_ports).release()  # Refused here, before a run directory is made.
     name = program.rpartition(".")[2] if module else Path(program).stem
+    if run_dir is None and job.endpoint is not None and job.node_rank > 0:
+        run_dir = RUNS / ask_run_name(
+            job.endpoint,
+            job.node_rank,
+            secret,
+            timeout_secs=join_timeout,
+            report=lambda line: click.echo(f"replicast: {line}", err=True),
+        )
     directory = make_run_dir(run_dir, program=name, now=datetime.now())
-    if job.endpoint is not None and run_dir is None:
-        click.echo("replicast: --run-dir is not given: each host makes a run directory of its own", err=True)
     settings = Settings(
         run_dir=directory,
         log_dir=log_dir.absolute() if log_dir is not None else directory / "logs",

@@ -211,6 +211,7 @@ def _attempts(
         max_restarts=settings.max_restarts,
         secret=settings.secret,
         next_attempt=first,
+        run_name=settings.run_dir.name,
         timeouts=settings.host_timeouts,
     ) as link:
         yield HostsAttempts(link, job, screen, interruptions)

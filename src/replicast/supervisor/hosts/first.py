@@ -12,6 +12,7 @@ from replicast.supervisor.hosts.events import Event, Tell
 from replicast.supervisor.hosts.leader import Leader
 from replicast.supervisor.hosts.member import Member
 from replicast.supervisor.hosts.messages import (
+    Ask,
     Hello,
     Identity,
     Message,
@@ -19,6 +20,7 @@ from replicast.supervisor.hosts.messages import (
     Phase,
     Refused,
     Report,
+    Told,
     difference,
 )
 from replicast.supervisor.hosts.timeouts import HostTimeouts
@@ -41,10 +43,11 @@ class First:
         secret: bytes,
         timeouts: HostTimeouts,
         listener: socket.socket,
+        run_name: str,
     ) -> None:
         self._leader, self._member = leader, member
         self._identity, self._secret, self._timeouts = identity, secret, timeouts
-        self._listener = listener
+        self._listener, self._run_name = listener, run_name
         self._connections: list[Connection] = []
         self._sent: Order | None = None
         self._sent_at = 0.0
@@ -123,6 +126,8 @@ class First:
             connection.hello = message
             self._leader.on_joined(message.node, message.session, message.address, now)
             connection.send(self._leader.order)
+        elif isinstance(message, Ask):
+            connection.send(Told(self._run_name))
         elif isinstance(message, Report) and connection.hello is not None:
             self._leader.on_report(connection.hello.node, message, now)
         return []

@@ -121,6 +121,7 @@ def first_link(
     next_attempt: int,
     timeouts: HostTimeouts,
     listener: socket.socket,
+    run_name: str,
 ) -> Link:
     """The link of the first launcher, which decides.
 
@@ -131,11 +132,12 @@ def first_link(
         next_attempt: The first attempt of which this host has no logs yet.
         timeouts: The time limits.
         listener: A listening socket at the address of the first launcher; closed with the link.
+        run_name: The name of the run directory, for launchers that were given none.
     """
     now, session = time.monotonic(), secrets.token_hex(8)
     leader = Leader(names, session, identity.max_restarts, timeouts, now)
     member = Member(0, next_attempt, identity.max_restarts, timeouts, now)
-    service = First(leader, member, session, identity, secret, timeouts, listener)
+    service = First(leader, member, session, identity, secret, timeouts, listener, run_name)
     return Link(member, service, timeouts.leave_secs)
 
 

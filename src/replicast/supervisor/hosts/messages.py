@@ -177,11 +177,18 @@ class Order:
     code: int = 0
 
 
-_KINDS: dict[str, type[Hello] | type[Report] | type[Order]] = {
-    "hello": Hello,
-    "report": Report,
-    "order": Order,
-}
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A launcher without `--run-dir` asks the first one for the name of the run directory."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The first launcher's answer."""
+
+    run_name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +198,14 @@ class Refused:
     why: str
 
 
-Message = Hello | Report | Order | Refused
+_KINDS: dict[str, type[Hello] | type[Report] | type[Order] | type[Ask] | type[Told]] = {
+    "hello": Hello,
+    "report": Report,
+    "order": Order,
+    "ask": Ask,
+    "told": Told,
+}
+Message = Hello | Report | Order | Ask | Told | Refused
 
 
 def to_json(message: Message) -> dict[str, Any]:

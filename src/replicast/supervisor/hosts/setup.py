@@ -163,7 +163,13 @@ def identity_of(job: Job, max_restarts: int) -> Identity:
 
 
 def make_link(
-    job: Job, *, max_restarts: int, secret: bytes, next_attempt: int, timeouts: HostTimeouts
+    job: Job,
+    *,
+    max_restarts: int,
+    secret: bytes,
+    next_attempt: int,
+    run_name: str,
+    timeouts: HostTimeouts,
 ) -> Link:
     """The link of this host's launcher with those of the others.
 
@@ -181,6 +187,7 @@ def make_link(
             next_attempt=next_attempt,
             timeouts=timeouts,
             listener=listen(job.endpoint, name_secs=_NAME_SECS),
+            run_name=run_name,
         )
     return other_link(
         node=job.node_rank,

@@ -27,48 +27,13 @@ from replicast.supervisor.hosts.connection import shown_address
 from replicast.supervisor.hosts.diagnosis import Evidence, diagnose
 from replicast.supervisor.hosts.facts import Facts, Found, Look, gather_facts, look_around, now
 from replicast.supervisor.hosts.setup import listen
-from replicast.supervisor.hosts.wire import NotAuthentic, Wire
+from replicast.supervisor.hosts.talk import STEP_SECS, Talk
+from replicast.supervisor.hosts.wire import NotAuthentic
 from replicast.supervisor.plan import Job
 
-_STEP_SECS = 5.0
 _LOOK_SECS_PER_HOST = 3.0
 _PAUSE_SECS = 0.2
 _PINGS = 5
-
-
-class _Talk:
-    """A blocking connection over which authenticated JSON objects go.
-
-    Raises:
-        OSError: From every method: the other side is gone, or too late.
-        ValueError: From every method: it is no doctor of this job.
-    """
-
-    def __init__(self, connection: socket.socket, secret: bytes, *, is_first: bool) -> None:
-        self._connection = connection
-        self._wire = Wire(secret, secrets.token_hex(32), is_first=is_first)
-        self._messages: list[dict[str, Any]] = []
-        connection.settimeout(_STEP_SECS)
-        connection.sendall(self._wire.opening())
-        while not self._wire.is_open:
-            self._read(time.monotonic() + _STEP_SECS)
-
-    def send(self, message: dict[str, Any]) -> None:
-        self._connection.settimeout(_STEP_SECS)
-        self._connection.sendall(self._wire.pack(message))
-
-    def receive(self, secs: float) -> dict[str, Any]:
-        until = time.monotonic() + secs
-        while not self._messages:
-            self._read(until)
-        return self._messages.pop(0)
-
-    def _read(self, until: float) -> None:
-        self._connection.settimeout(max(0.01, until - time.monotonic()))
-        data = self._connection.recv(65536)
-        if not data:
-            raise ConnectionResetError("closed by the other side")
-        self._messages += self._wire.feed(data)
 
 
 class Visit:
@@ -94,7 +59,7 @@ class Visit:
     ) -> None:
         self._hosts, self._port, self._secret = hosts, port, secret
         self._timeout_secs, self._run_dir, self._report = timeout_secs, run_dir, report
-        self._look_secs = _LOOK_SECS_PER_HOST * len(hosts) + _STEP_SECS
+        self._look_secs = _LOOK_SECS_PER_HOST * len(hosts) + STEP_SECS
 
     def host(self, own: Facts, listener: socket.socket) -> list[Check]:
         """On the first host: waits for the others, and tells all what was found."""
@@ -137,8 +102,8 @@ class Visit:
 
     def _gather(
         self, stack: contextlib.ExitStack, listener: socket.socket, own: Facts
-    ) -> dict[int, tuple[Facts, _Talk]]:
-        came: dict[int, tuple[Facts, _Talk]] = {}
+    ) -> dict[int, tuple[Facts, Talk]]:
+        came: dict[int, tuple[Facts, Talk]] = {}
         until = time.monotonic() + self._timeout_secs
         listener.setblocking(True)
         self._report(self._missing({own.node}))
@@ -146,8 +111,8 @@ class Visit:
             listener.settimeout(max(0.01, until - time.monotonic()))
             try:
                 connection = stack.enter_context(listener.accept()[0])
-                talk = _Talk(connection, self._secret, is_first=True)
-                facts = described(Facts, "facts", talk.receive(_STEP_SECS)["facts"])
+                talk = Talk(connection, self._secret, is_first=True)
+                facts = described(Facts, "facts", talk.receive(STEP_SECS)["facts"])
             except NotAuthentic as error:
                 self._report(f"refused a host: {error}")
                 continue
@@ -164,7 +129,7 @@ class Visit:
         return f"waiting for {', '.join(missing)}, at most {self._timeout_secs:.0f} s"
 
     @staticmethod
-    def _clocks(talks: dict[int, _Talk]) -> dict[int, float]:
+    def _clocks(talks: dict[int, Talk]) -> dict[int, float]:
         """How far each clock is ahead of this one's: the best of some round trips."""
         ahead: dict[int, float] = {}
         for node, talk in talks.items():
@@ -173,14 +138,14 @@ class Visit:
                 for _ in range(_PINGS):
                     sent = now()
                     talk.send({"clock": sent})
-                    theirs = float(talk.receive(_STEP_SECS)["clock"])
+                    theirs = float(talk.receive(STEP_SECS)["clock"])
                     received = now()
                     trips.append((received - sent, theirs - (sent + received) / 2))
             if trips:
                 ahead[node] = min(trips)[1]
         return ahead
 
-    def _all_look(self, talks: dict[int, _Talk], look: Look) -> dict[int, Found]:
+    def _all_look(self, talks: dict[int, Talk], look: Look) -> dict[int, Found]:
         for talk in talks.values():
             with contextlib.suppress(OSError):
                 talk.send({"look": asdict(look)})
@@ -190,14 +155,14 @@ class Visit:
                 found[node] = described(Found, "found", talk.receive(self._look_secs)["found"])
         return found
 
-    def _connect(self, endpoint: tuple[str, int]) -> tuple[socket.socket, _Talk]:
+    def _connect(self, endpoint: tuple[str, int]) -> tuple[socket.socket, Talk]:
         shown, why = shown_address(*endpoint), ""
         until, told = time.monotonic() + self._timeout_secs, ""
         while time.monotonic() < until:
             connection = None
             try:
-                connection = socket.create_connection(endpoint, timeout=_STEP_SECS)
-                return connection, _Talk(connection, self._secret, is_first=False)
+                connection = socket.create_connection(endpoint, timeout=STEP_SECS)
+                return connection, Talk(connection, self._secret, is_first=False)
             except (OSError, ValueError) as error:
                 why = str(error)
                 if connection is not None:
