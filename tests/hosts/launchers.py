@@ -31,8 +31,8 @@ class Launched:
     def text(self) -> str:
         return self.output.read_text(errors="replace")
 
-    def wait_for(self, text: str) -> None:
-        eventually(lambda: text in self.text or self.process.poll() is not None, f"{text!r} never came")
+    def wait_for(self, text: str, secs: float = DEADLINE_SECS) -> None:
+        eventually(lambda: text in self.text or self.process.poll() is not None, f"{text!r} never came", secs)
         assert text in self.text, self.text
 
     def finish(self, secs: float = DEADLINE_SECS) -> int:

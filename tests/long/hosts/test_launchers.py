@@ -21,9 +21,10 @@ SECS = 240.0
 class Job:
     """Two machines with a launcher each, and `-n` workers on each machine."""
 
-    def __init__(self, two: Machines, workers: int) -> None:
+    def __init__(self, two: Machines, workers: int, *more: str) -> None:
         self.two, self.workers = two, workers
-        self.options = ("-n", str(workers), "--max-restarts", "2", "--run-dir", "run", str(SCRIPT), ".")
+        restarts = ("--max-restarts", "2", *more)
+        self.options = ("-n", str(workers), *restarts, "--run-dir", "run", str(SCRIPT), ".")
         self.launched: list[Launched] = []
 
     def start(self) -> None:
@@ -89,6 +90,21 @@ def test_a_worker_that_is_killed(two: Machines, undisturbed: tuple[int, str], ho
         where = "" if launched.host is two.hosts[host] else f" on {two.hosts[host].address}"
         assert f"restart 1 of 2 because worker {victim}{where} failed (killed by SIGKILL)" in launched.text
         assert "restart 2 of 2" not in launched.text
+    assert job.bits() == bits
+    assert job.finals()[0].startswith("from 40 to 120 in attempt 1")
+
+
+def test_the_standbys_of_both_hosts_take_over(two: Machines, undisturbed: tuple[int, str]) -> None:
+    workers, bits = undisturbed
+    job = Job(two, workers, "--standby")
+    job.hold(0)
+    job.start()
+    pids = job.pids(0)
+    for launched in job.launched:
+        launched.wait_for("replicast: standby: ", SECS)
+        launched.wait_for(" for a restart and take ", SECS)
+    os.kill(pids[-1], signal.SIGKILL)
+    assert job.codes() == [0, 0]
     assert job.bits() == bits
     assert job.finals()[0].startswith("from 40 to 120 in attempt 1")
 
