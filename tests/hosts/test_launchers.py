@@ -66,6 +66,19 @@ def test_a_death_on_either_host_restarts_both_with_one_cause_and_one_count(two: 
     assert logs == ["secret: None\n"] * 3, "workers do not need it"
 
 
+def test_three_hosts_name_the_same_first_failure_and_exit_alike(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WAITS)
+    with machines(tmp_path, hosts=3) as three:
+        launched = three.launch_all("--run-dir", "run", "train.py")
+        pids = [noted_pid(tmp_path / f"pid-0-{rank}") for rank in range(3)]
+        os.kill(pids[1], signal.SIGKILL)
+        assert [one.finish() for one in launched] == [137, 137, 137]
+        named = lines_with(launched, "failed first")
+        assert [len(lines) for lines in named] == [1, 1, 1]
+        assert "worker 1 on 10.77.0.2 failed first: killed by SIGKILL" in named[0][0]
+        assert named[0][0].split(" after ")[0] == named[2][0].split(" after ")[0]
+
+
 def test_the_worker_that_was_stopped_is_blamed_and_not_the_one_that_noticed(two: Machines) -> None:
     notices = """
 if rank == 0:
