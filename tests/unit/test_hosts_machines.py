@@ -15,7 +15,7 @@ from replicast.supervisor.hosts.leader import Leader
 from replicast.supervisor.hosts.member import End, Member, Over, Restart, Start, Waiting
 from replicast.supervisor.hosts.messages import Failure as Failed
 from replicast.supervisor.hosts.messages import Identity, Order, Phase, Report, difference, first_cause
-from replicast.supervisor.hosts.timeouts import HostTimeouts
+from replicast.supervisor.hosts.timeouts import HostTimeouts, host_timeouts
 from tests.unit.launchers import World
 
 KILLED, PEER, TOLD = -9, 75, 143
@@ -378,6 +378,11 @@ def _disturb(world: World, chance: random.Random) -> None:
             world.cut = set()
         case "reset" if node and world.launchers[0] is not None and world.launchers[node] is not None:
             world.drop_connections(node)
+
+
+def test_launchers_are_more_patient_than_their_workers() -> None:
+    assert host_timeouts(join_secs=5.0, heartbeat_secs=10.0).silent_secs == 30.0
+    assert host_timeouts(join_secs=5.0, heartbeat_secs=60.0) == HostTimeouts(join_secs=5.0, silent_secs=120.0)
 
 
 @pytest.mark.parametrize(
