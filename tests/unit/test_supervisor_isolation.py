@@ -131,7 +131,8 @@ def test_the_page_of_an_isolated_job_is_reachable_and_ctrl_c_ends_it(tmp_path: P
 @pytest.mark.parametrize(
     ("tf_config", "options", "said"),
     [
-        ("", ("--hosts", "a,b"), "for a job on one machine"),
+        ("", ("--hosts", "a,b", "--node-rank", "0"), "for a job on one machine"),
+        ("", ("--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "a"), "Leave out --nnodes"),
         (
             '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}',
             ("-n", "1"),

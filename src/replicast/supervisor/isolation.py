@@ -32,8 +32,8 @@ def check_isolation(job: Job, environ: Mapping[str, str]) -> None:
     Raises:
         LaunchRefused: It cannot; the message says why, and what to do.
     """
-    if job.hosts or job.given is not None:
-        others = "--hosts" if job.hosts else "TF_CONFIG"
+    if job.hosts or job.nodes > 1 or job.given is not None:
+        others = "TF_CONFIG" if job.given is not None else "--hosts" if job.hosts else "--nnodes"
         raise LaunchRefused(
             "--isolate is for a job on one machine: workers elsewhere could not reach this one",
             remedy=f"Leave out {others}, {_WITHOUT}",

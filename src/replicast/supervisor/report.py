@@ -127,7 +127,9 @@ def interruption_line(signum: signal.Signals, end: GroupEnd, host: str = "") -> 
     """One line: what stopped the group, on which other host, and whether all workers exited in time."""
     name = "Ctrl-C" if signum is signal.SIGINT else signum.name
     left = ", ".join(str(rank) for rank in end.left_behind)
-    killed = ", ".join(str(one.rank) for one in end.exits if one.code == -signal.SIGKILL)
+    killed = ", ".join(
+        str(rank) for rank in sorted(one.rank for one in end.exits if one.code == -signal.SIGKILL)
+    )
     rest = f"could not be killed: worker {left}" if left else "all workers have exited"
     if killed and not left:
         rest = (
