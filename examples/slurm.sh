@@ -20,7 +20,7 @@ WORKERS=${WORKERS:-2}
 # The same list, in the same order, on every machine; SLURM_NODEID is the machine's index in it.
 HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
 # Two jobs may share a machine: use ports that depend on the job.
-PORT=$((20000 + SLURM_JOB_ID % 10000))
+PORT=$((10000 + SLURM_JOB_ID % 1000 * 20))  # 20 ports for each job, below those that the system gives out
 # TensorFlow's ports ask nobody for credentials (SECURITY.md): name the network of the compute nodes here.
 # export REPLICAST_TRUSTED_NETWORKS=10.1.0.0/16
 # A requeued job has the same id, so it finds the checkpoints of its earlier starts.
