@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from replicast.coordination import Coordination, MemoryCoordination
 from replicast.errors import UpdateRefused
 from replicast.runtime.codec import decode, encode
 from replicast.transport import MemoryTransport, Parcel, SharedMemoryTransport, Transport
+from tests.unit.chains import chain_of
 
 WAIT_SECS = 30.0
 SOON_SECS = 0.05
@@ -247,6 +249,8 @@ PROMISES: list[Callable[[Worker], Any]] = [
     a_parcel_that_never_comes_is_refused_in_time,
 ]
 MAKERS: list[str] = ["memory", "shared"]
+CHAINS = ["ab", "abc", "aab", "abb", "aba"]
+"""The host of each worker."""
 
 
 def run_on_threads(promise: Callable[[Worker], Any], transports: Sequence[Transport]) -> None:
@@ -280,3 +284,12 @@ def test_transport(promise: Callable[[Worker], Any], kind: str, size: int, tmp_p
     run_on_threads(promise, transports)
     assert not board.buffers, "something is left behind"
     assert not list(tmp_path.iterdir()), "something is left behind"
+
+
+@pytest.mark.parametrize("hosts", CHAINS)
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+def test_chain(promise: Callable[[Worker], Any], hosts: str, tmp_path: Path) -> None:
+    threads = threading.active_count()
+    run_on_threads(promise, chain_of(hosts, tmp_path))
+    assert not list(tmp_path.iterdir()), "something is left behind"
+    assert threading.active_count() == threads, "a thread is left behind"

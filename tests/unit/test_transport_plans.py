@@ -173,7 +173,7 @@ def opened(hosts: list[str], place: Path) -> list[Transport]:
 
     def open_one(rank: int) -> Transport:
         environ = {"REPLICAST_HOST_ID": hosts[rank], "REPLICAST_SHM_DIR": str(place)}
-        return open_transport(MemoryCoordination(store), rank, len(hosts), environ)
+        return open_transport(MemoryCoordination(store), rank, len(hosts), environ, "replicas-1")
 
     with ThreadPoolExecutor(len(hosts)) as threads:
         return list(threads.map(open_one, range(len(hosts))))
@@ -201,7 +201,7 @@ def test_workers_that_do_not_publish_their_host_are_named(
     monkeypatch.setattr(opening, "OPEN_SECS", 0.01)
     coordination = MemoryCoordination(MemoryCoordination.Store())
     with pytest.raises(JobFailed, match=r"Received: nothing from workers 0, 2") as caught:
-        open_transport(coordination, 1, 3, {"REPLICAST_SHM_DIR": str(tmp_path)})
+        open_transport(coordination, 1, 3, {"REPLICAST_SHM_DIR": str(tmp_path)}, "replicas-1")
     assert caught.value.worker == 0
 
 

@@ -374,7 +374,7 @@ def test_only_files_of_this_user_with_our_name_are_removed_or_mapped(
     parcel = transport.publish("one", [some(10)])
     other_user = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: other_user)
-    (place / f"{PREFIX}job-one").rename(transport._path("one"))
+    (place / f"{PREFIX}job-one").rename(transport.path("one"))
     with pytest.raises(UpdateRefused, match="waited"):
         transport.receive(parcel, 0.01)
     transport.close()

@@ -151,9 +151,11 @@ def test_no_room_on_one_host_is_refused_by_all_and_training_continues(
     assert f"-{TWO_HOSTS[0][source]}-" in source_file
 
 
-def opened_together(_: Any, hosts: Sequence[str], directory: Path) -> str:
+def opened_together(_: Any, hosts: Sequence[str], directory: Path, knows_address: Sequence[bool]) -> str:
     environ = {"REPLICAST_SHM_DIR": str(directory), "REPLICAST_HOST_ID": hosts[rank()]}
-    transport = open_transport(ServiceCoordination(), rank(), len(hosts), environ)
+    if knows_address[rank()]:
+        environ["TF_CONFIG"] = os.environ["TF_CONFIG"]
+    transport = open_transport(ServiceCoordination(), rank(), len(hosts), environ, "opened")
     worker = Worker(transport, ServiceCoordination(), rank(), len(hosts), f"opened-{directory.name}")
     try:
         assert_same(worker.received([some(10)]), [some(10)])
@@ -163,7 +165,13 @@ def opened_together(_: Any, hosts: Sequence[str], directory: Path) -> str:
         transport.close()
 
 
-def test_workers_on_two_hosts_find_out_and_broadcast(pool3: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("knows_address", "kind"),
+    [((True, True, True), "ChainTransport"), ((True, False, True), "BroadcastTransport")],
+)
+def test_workers_on_two_hosts_find_out_and_connect_or_broadcast(
+    pool3: Pool, knows_address: Sequence[bool], kind: str, tmp_path: Path
+) -> None:
     pool3.run(forget_hosts)  # other tests of this pool have said where they are
-    assert set(pool3.run(opened_together, TWO_HOSTS[0], tmp_path)) == {"BroadcastTransport"}
+    assert set(pool3.run(opened_together, TWO_HOSTS[0], tmp_path, knows_address)) == {kind}
     assert not list(tmp_path.iterdir())

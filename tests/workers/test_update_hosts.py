@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import replicast
-from replicast.transport import BroadcastTransport
+from replicast.transport import BroadcastTransport, ChainTransport, Transport
 from replicast.update.update import Update
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, digest
@@ -37,23 +37,35 @@ HOSTS = [("a", "b", "b"), ("a", "a", "b")]
 
 
 @contextlib.contextmanager
-def on_host(strategy: Any, hosts: Sequence[str]) -> Iterator[None]:
+def on_host(strategy: Any, hosts: Sequence[str], kind: type[Transport] = ChainTransport) -> Iterator[None]:
+    """A worker that does not know its address cannot listen there: then all use TensorFlow's broadcast."""
     with mock.patch.dict(os.environ, {"REPLICAST_HOST_ID": hosts[strategy.rank]}):
+        if kind is BroadcastTransport and strategy.rank == 1:
+            del os.environ["TF_CONFIG"]
         yield
 
 
-def reaches_all_hosts(strategy: Any, hosts: Sequence[str], way: str, directory: Path) -> dict[str, Any]:
-    with on_host(strategy, hosts), transports_opened() as opened:
+def reaches_all_hosts(
+    strategy: Any, hosts: Sequence[str], way: str, kind: type[Transport], directory: Path
+) -> dict[str, Any]:
+    with on_host(strategy, hosts, kind), transports_opened() as opened:
         found = reaches_all(strategy, way, directory)
-    assert [type(transport) for transport in opened] == [BroadcastTransport]
+    assert [type(transport) for transport in opened] == [kind]
     return found
 
 
-@pytest.mark.parametrize(("hosts", "way"), [(HOSTS[0], WAYS[0]), (HOSTS[1], WAYS[1]), (HOSTS[0], WAYS[2])])
+@pytest.mark.parametrize(
+    ("hosts", "way", "kind"),
+    [
+        (HOSTS[0], WAYS[0], ChainTransport),
+        (HOSTS[1], WAYS[1], ChainTransport),
+        (HOSTS[0], WAYS[2], BroadcastTransport),
+    ],
+)
 def test_updates_of_three_sources_reach_the_workers_of_two_hosts_at_one_step(
-    pool3: Pool, hosts: Sequence[str], way: str, tmp_path: Path
+    pool3: Pool, hosts: Sequence[str], way: str, kind: type[Transport], tmp_path: Path
 ) -> None:
-    assert_reached(pool3.run(reaches_all_hosts, hosts, way, tmp_path))
+    assert_reached(pool3.run(reaches_all_hosts, hosts, way, kind, tmp_path))
 
 
 def many_while_training(strategy: Any, hosts: Sequence[str]) -> dict[str, Any]:
@@ -68,7 +80,7 @@ def many_while_training(strategy: Any, hosts: Sequence[str]) -> dict[str, Any]:
             replicas.propose(update.add("dense/kernel", value).scale("dense/kernel", 0.99))
 
     with on_host(strategy, hosts), transports_opened() as opened, replicas_of(model) as replicas:
-        assert isinstance(opened[0], BroadcastTransport)
+        assert isinstance(opened[0], ChainTransport)
         seen = train(replicas, "fit", act, lambda: len(replicas.history) == 18)
         order = [(receipt.sequence, receipt.id, receipt.step) for receipt in replicas.history]
         if strategy.rank == 2:

@@ -13,7 +13,7 @@ import pytest
 import replicast
 from replicast.core.stage import Stage
 from replicast.storage.runfiles import last_metrics
-from replicast.transport import BroadcastTransport
+from replicast.transport import ChainTransport
 from replicast.update.update import Update
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all, state
@@ -168,7 +168,7 @@ def one_after_the_other(strategy: Any, host: str) -> list[Any]:
             model = perceptron(strategy)
             with transports_opened() as opened:
                 replicas = replicast.Replicas(model, durability="memory")
-            assert isinstance(opened[0], BroadcastTransport)
+            assert isinstance(opened[0], ChainTransport)
             mark = Update(note="x" * 1000 * number).add("dense_1/bias", np.full(CLASSES, 9.0, np.float32))
             ticket = replicas.propose(mark) if strategy.rank == 0 else None
             quietly(replicas, lambda step: None, lambda ticket=ticket: ticket is None or ticket.done())

@@ -53,6 +53,10 @@ class SharedFile:
         """Its size."""
         return len(self.buffer)
 
+    def descriptor(self) -> int:
+        """Another descriptor of the file, which the caller closes."""
+        return os.dup(self._descriptor)
+
     def complete(self, path: Path) -> None:
         """Links the written file to its name, so that others can map it.
 

@@ -26,6 +26,11 @@ def leaders_of(hosts: tuple[str, ...]) -> dict[str, int]:
     return leaders
 
 
+def predecessor(leaders: tuple[int, ...], rank: int) -> int:
+    """The leader before this one on the ring: a chain of hosts is the ring, cut before its source."""
+    return leaders[leaders.index(rank) - 1]
+
+
 def group_key(leaders: tuple[int, ...]) -> int:
     """The key of the group of these workers. TensorFlow requires that equal groups have equal keys."""
     return _FIRST_GROUP + zlib.crc32(repr(leaders).encode()) % (_LAST_KEY - _FIRST_GROUP)

@@ -106,10 +106,14 @@ def aligned_buffer(nbytes: int) -> Bytes:
     return raw[start : start + nbytes]
 
 
+def piece_bytes(piece: Piece) -> int:
+    """The size of an array, without padding."""
+    return int(np.prod(piece.shape, dtype=np.int64)) * _dtype_named(piece.dtype).itemsize
+
+
 def _view(buffer: Bytes, piece: Piece) -> npt.NDArray[Any]:
-    dtype = _dtype_named(piece.dtype)
-    size = int(np.prod(piece.shape, dtype=np.int64)) * dtype.itemsize
-    return buffer[piece.offset : piece.offset + size].view(dtype).reshape(piece.shape)
+    content = buffer[piece.offset : piece.offset + piece_bytes(piece)]
+    return content.view(_dtype_named(piece.dtype)).reshape(piece.shape)
 
 
 def _dtype_named(name: str) -> np.dtype[Any]:

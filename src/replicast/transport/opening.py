@@ -12,17 +12,29 @@ from replicast.coordination import Coordination
 from replicast.errors import JobFailed
 from replicast.transport.base import Transport
 from replicast.transport.broadcast import BroadcastTransport
+from replicast.transport.chain import ChainTransport
+from replicast.transport.chain_opening import ChainOpening
+from replicast.transport.keys import leaders_of
 from replicast.transport.shared import SharedMemoryTransport
 
 OPEN_SECS = 120.0
 _PREFIX = "replicast/transport"
 
 
-def open_transport(coordination: Coordination, rank: int, size: int, environ: Mapping[str, str]) -> Transport:
+def open_transport(
+    coordination: Coordination, rank: int, size: int, environ: Mapping[str, str], name: str
+) -> Transport:
     """The transport for this job. On every worker; blocks until all have published their host.
 
+    Args:
+        coordination: The keys that all workers share.
+        rank: The rank of this worker.
+        size: The number of workers.
+        environ: The environment variables.
+        name: The same on all workers, and different for each transport of a job.
+
     Raises:
-        JobFailed: A worker did not do so within two minutes.
+        JobFailed: A worker did not do its part within two minutes.
         ClusterError: `REPLICAST_SHM_DIR` cannot be used.
     """
     hosts, job = hosts_of_job(_PREFIX, coordination, rank, size, environ)
@@ -31,8 +43,14 @@ def open_transport(coordination: Coordination, rank: int, size: int, environ: Ma
         return SharedMemoryTransport(job, rank, directory=directory, local_ranks=range(size))
     # With REPLICAST_HOST_ID, several hosts may be one machine: their files must have different names.
     local_ranks = [local for local, host in enumerate(hosts) if host == hosts[rank]]
-    name = _job_on_host(job, hosts[rank])
-    shared = SharedMemoryTransport(name, rank, directory=directory, local_ranks=local_ranks)
+    files = _job_on_host(job, hosts[rank])
+    shared = SharedMemoryTransport(files, rank, directory=directory, local_ranks=local_ranks)
+    leaders = tuple(leaders_of(hosts).values())
+    keys = f"{job}/{name}"
+    opening = ChainOpening(coordination, rank, leaders, f"{_PREFIX}/{keys}", environ, OPEN_SECS)
+    is_chain, ends = opening.open()
+    if is_chain:
+        return ChainTransport(shared, coordination, rank, hosts, keys, ends)
     return BroadcastTransport(shared, coordination, rank, hosts, job)
 
 

@@ -12,7 +12,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ class SharedMemoryTransport(Transport):
             blocks = write_out(arrays, pieces, file.buffer)
             name = self._names.setdefault(file, parcel_id) if to_read else ""
             if name in ("", parcel_id):
-                file.complete(self._path(parcel_id))
+                file.complete(self.path(parcel_id))
         except BaseException:
             self._remove(file)
             raise
@@ -102,7 +102,7 @@ class SharedMemoryTransport(Transport):
         file = self._published.pop(parcel_id, None)
         if file is None:
             return
-        if reuse and file in self._names and self._is_worth_keeping(file.nbytes):
+        if reuse and file in self._names and self.is_worth_keeping(file.nbytes):
             with self._lock:
                 if not self._closed:
                     file, self._kept = self._kept, file
@@ -129,23 +129,41 @@ class SharedMemoryTransport(Transport):
             name, known = self._mapped.get(parcel.source, ("", None))
         if known is not None and name == parcel.memory:
             return known
+        with self._opened(parcel, timeout_secs) as descriptor:
+            if not parcel.memory:
+                return map_private(descriptor, parcel.nbytes)
+            found = map_to_read(descriptor, os.fstat(descriptor).st_size)
+        if self.is_worth_keeping(len(found)):  # else the source frees it, and a mapping would hold it
+            with self._lock:
+                self._mapped[parcel.source] = parcel.memory, found
+        return found
+
+    def descriptor(self, parcel: Parcel, timeout_secs: float) -> int:
+        """Waits for the bytes of a parcel; a descriptor of their file, which the caller closes.
+
+        Raises:
+            UpdateRefused: They did not arrive in time, or the file is too short.
+        """
+        with self._opened(parcel, timeout_secs) as descriptor:
+            return os.dup(descriptor)
+
+    @contextlib.contextmanager
+    def _opened(self, parcel: Parcel, timeout_secs: float) -> Iterator[int]:
+        path = self.path(parcel.memory or parcel.id)
         until = time.monotonic() + timeout_secs
-        while True:
-            path = self._path(parcel.memory or parcel.id)
-            with contextlib.suppress(FileNotFoundError), opened(path) as descriptor:
-                size = os.fstat(descriptor).st_size
-                if size < parcel.nbytes:  # reading past the end would kill this process
-                    raise damaged(parcel, f"{parcel.nbytes:,} bytes", f"{size:,} bytes", self._rank)
-                if not parcel.memory:
-                    return map_private(descriptor, parcel.nbytes)
-                found = map_to_read(descriptor, size)
-                if self._is_worth_keeping(size):  # else the source frees it, and a mapping would hold it
-                    with self._lock:
-                        self._mapped[parcel.source] = parcel.memory, found
-                return found
-            if time.monotonic() >= until:
-                raise not_arrived(parcel, timeout_secs, self._rank, parcel.source)
-            time.sleep(_POLL_SECS)
+        with contextlib.ExitStack() as stack:
+            while True:
+                try:
+                    descriptor = stack.enter_context(opened(path))
+                    break
+                except FileNotFoundError:
+                    if time.monotonic() >= until:
+                        raise not_arrived(parcel, timeout_secs, self._rank, parcel.source) from None
+                time.sleep(_POLL_SECS)
+            size = os.fstat(descriptor).st_size
+            if size < parcel.nbytes:  # reading past the end would kill this process
+                raise damaged(parcel, f"{parcel.nbytes:,} bytes", f"{size:,} bytes", self._rank)
+            yield descriptor
 
     def reserve(self, nbytes: int, *, to_read: bool = False) -> SharedFile:
         """A file for a parcel, which the caller completes or removes.
@@ -173,10 +191,11 @@ class SharedMemoryTransport(Transport):
 
     def complete(self, parcel_id: str, file: SharedFile) -> None:
         """Makes a written parcel visible to the workers of this host, until this worker releases it."""
-        file.complete(self._path(parcel_id))
+        file.complete(self.path(parcel_id))
         self._published[parcel_id] = file
 
-    def _is_worth_keeping(self, nbytes: int) -> bool:
+    def is_worth_keeping(self, nbytes: int) -> bool:
+        """Whether files of this size together may be kept by one worker of this host."""
         try:
             status = os.statvfs(self._directory)
         except OSError:  # the directory may be gone
@@ -188,7 +207,8 @@ class SharedMemoryTransport(Transport):
         self._names.pop(file, None)
         file.remove()
 
-    def _path(self, parcel_id: str) -> Path:
+    def path(self, parcel_id: str) -> Path:
+        """Where the file of a parcel has its name."""
         return self._directory / f"{name_prefix()}{self._job}-{parcel_id}"
 
     def _no_room(self, nbytes: int, free: int) -> UpdateRefused:

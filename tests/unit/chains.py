@@ -1,0 +1,45 @@
+"""Chains of hosts for tests: threads act as workers, one directory acts as the memory of all hosts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from replicast.coordination import MemoryCoordination
+from replicast.transport import ChainTransport, SharedMemoryTransport
+from replicast.transport.chain_opening import ChainOpening
+from replicast.transport.keys import leaders_of
+
+
+def environment(
+    rank: int, hosts: Sequence[str], directory: Path, addresses: Sequence[str] | None = None
+) -> dict[str, str]:
+    """The environment of a worker; by default all have addresses of their own on the loopback network."""
+    named = addresses or [f"127.0.0.{rank + 1}" for rank in range(len(hosts))]
+    cluster = {"worker": [f"{address}:{2222 + number}" for number, address in enumerate(named)]}
+    return {
+        "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}}),
+        "REPLICAST_HOST_ID": hosts[rank],
+        "REPLICAST_SHM_DIR": str(directory),
+    }
+
+
+def chain_of(
+    hosts: Sequence[str], directory: Path, store: MemoryCoordination.Store | None = None
+) -> list[ChainTransport]:
+    """The transports of all workers. Each verifies all that it receives."""
+    leaders = tuple(leaders_of(tuple(hosts)).values())
+    store = store or MemoryCoordination.Store()
+
+    def open_one(rank: int) -> ChainTransport:
+        coordination = MemoryCoordination(store)
+        environ = environment(rank, hosts, directory)
+        is_chain, ends = ChainOpening(coordination, rank, leaders, "chain", environ, 30.0).open()
+        assert is_chain
+        shared = SharedMemoryTransport(f"job-{hosts[rank]}", rank, directory=directory)
+        return ChainTransport(shared, coordination, rank, tuple(hosts), "job", ends)
+
+    with ThreadPoolExecutor(len(hosts)) as threads:
+        return list(threads.map(open_one, range(len(hosts))))

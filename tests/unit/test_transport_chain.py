@@ -1,0 +1,672 @@
+"""The chain of hosts: who gets the bytes from whom, and what happens when a link, a host or a stranger fails.
+
+Threads act as workers; each has its own address on the loopback network, 127.0.0.1 is worker 0.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicast.coordination import MemoryCoordination
+from replicast.errors import UpdateRefused
+from replicast.mapping import aligned
+from replicast.transport import (
+    BroadcastTransport,
+    ChainTransport,
+    Parcel,
+    Piece,
+    Transport,
+    fetch,
+    handshake,
+    open_transport,
+    server,
+    wire,
+)
+from replicast.transport.holdings import Holdings, Ready, Refused, Waiting
+from replicast.transport.keys import predecessor
+from replicast.transport.layout import lay_out
+from replicast.transport.link import Link
+from replicast.transport.segments import MAX_DAMAGED, SEGMENT_BYTES, Missing, segments_of
+from replicast.transport.server import Server
+from replicast.update.blocks import BLOCK_BYTES
+from tests.unit.chains import chain_of, environment
+
+SECRET = b"s" * 32
+ARRAYS = [np.arange(count, dtype=np.float32) for count in (300_000, 3, 900_000, 0, 1_500_000)]
+"""Of 1.2 MB, 12 bytes, 3.6 MB, nothing, and 6 MB in two blocks: five segments."""
+SEGMENTS = 5
+Send = Callable[[socket.socket, int, Any], None]
+real_send: Send = server._send
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def several_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for parcels as small as these."""
+    monkeypatch.setattr(fetch, "STREAM_BYTES", 1 << 20)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short times, so that what is silent is noticed soon."""
+    monkeypatch.setattr(wire, "SILENT_SECS", 0.3)
+    monkeypatch.setattr(fetch, "SILENT_SECS", 0.3)
+    monkeypatch.setattr(server, "BEAT_SECS", 0.05)
+    monkeypatch.setattr(handshake, "HANDSHAKE_SECS", 1.0)
+
+
+def close(transports: list[ChainTransport]) -> None:
+    for transport in transports:
+        transport.close()
+
+
+def receive_on_all(
+    threads: ThreadPoolExecutor, transports: list[ChainTransport], parcel: Parcel, timeout_secs: float = 20.0
+) -> list[Future[list[np.ndarray]]]:
+    return [threads.submit(transport.receive, parcel, timeout_secs) for transport in transports]
+
+
+def assert_arrived(received: list[Future[list[np.ndarray]]]) -> None:
+    for one in received:
+        for found, sent in zip(one.result(), ARRAYS, strict=True):
+            assert found.tobytes() == sent.tobytes()
+
+
+def sender(connection: socket.socket) -> int:
+    """The worker whose end of a connection this is."""
+    return int(connection.getsockname()[0].rpartition(".")[2]) - 1
+
+
+def parcel_of(*counts: int) -> Parcel:
+    starts = [0, *itertools.accumulate(aligned(count) for count in counts)]
+    pieces = tuple(Piece("uint8", (count,), start) for count, start in zip(counts, starts, strict=False))
+    return Parcel("p", 0, starts[-1], pieces, "")
+
+
+# Who gets what from whom: no I/O.
+
+
+@given(st.lists(st.integers(0, 3 * BLOCK_BYTES), max_size=12))
+def test_every_block_is_in_exactly_one_segment_and_segments_are_in_order(counts: list[int]) -> None:
+    parcel = parcel_of(*counts)
+    segments = segments_of(parcel)
+    blocks = [block for segment in segments for block in segment.blocks]
+    assert [block.number for block in blocks] == list(range(len(blocks)))
+    assert sum(block.stop - block.start for block in blocks) == sum(counts)
+    at = 0
+    for segment in segments:
+        assert at <= segment.start < segment.stop <= parcel.nbytes
+        assert (segment.start, segment.stop) == (segment.blocks[0].start, segment.blocks[-1].stop)
+        assert segment.stop - segment.start <= (SEGMENT_BYTES if len(segment.blocks) > 1 else BLOCK_BYTES)
+        at = segment.stop
+
+
+def test_many_small_arrays_are_few_segments() -> None:
+    assert len(segments_of(parcel_of(*[100] * 5000))) == 1
+    assert segments_of(parcel_of()) == ()
+
+
+def test_the_parcel_of_these_tests_has_the_segments_that_they_count_on() -> None:
+    pieces, nbytes = lay_out(ARRAYS)
+    assert len(segments_of(Parcel("p", 0, nbytes, pieces, ""))) == SEGMENTS
+
+
+def test_a_segment_is_with_one_stream_until_it_arrives_or_is_given_back() -> None:
+    missing = Missing(3)
+    assert [missing.take() for _ in range(4)] == [0, 1, 2, None]
+    missing.give_back([2, 0])
+    assert [missing.take(), missing.take(), missing.take()] == [0, 2, None]
+    for segment in (0, 2):
+        missing.arrived(segment)
+    assert not missing.complete
+    missing.arrived(1)
+    assert missing.complete
+
+
+def test_a_segment_that_is_always_damaged_is_given_up() -> None:
+    missing = Missing(1)
+    for _ in range(MAX_DAMAGED - 1):
+        assert missing.take() == 0
+        assert missing.damaged(0)
+    assert missing.take() == 0
+    assert not missing.damaged(0)
+    assert missing.take() is None
+
+
+@pytest.mark.parametrize("leaders", [(0, 1), (0, 2, 5), (0, 3, 4, 9)])
+def test_from_every_source_the_hosts_are_a_chain(leaders: tuple[int, ...]) -> None:
+    for source in leaders:
+        reached = [source]
+        while len(reached) < len(leaders):
+            reached += [one for one in leaders if predecessor(leaders, one) == reached[-1]]
+        assert sorted(reached) == list(leaders)
+
+
+def test_what_a_host_has_is_told_from_what_it_waits_for_and_from_what_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    segments = segments_of(parcel_of(BLOCK_BYTES, BLOCK_BYTES))
+    holdings = Holdings(7)
+    assert holdings.find("p", 0, 0.0) == Waiting(7)
+    holdings.add("p", os.open(tmp_path / "file", os.O_RDONLY), segments, arrives_from=3)
+    holdings.arrived("p", 1)
+    assert holdings.find("p", 0, 0.0) == Waiting(3)
+    holdings.waits_for("p", 1)
+    assert holdings.find("p", 0, 0.0) == Waiting(1)
+    found = holdings.find("p", 1, 0.0)
+    assert isinstance(found, Ready)
+    holdings.remove("p")
+    assert os.read(found.descriptor, 1) == b"x"  # what is being sent stays open
+    os.close(found.descriptor)
+    gone = holdings.find("p", 1, 0.0)
+    assert isinstance(gone, Refused)
+    assert "Worker 7 has released parcel 'p'" in gone.refusal["problem"]
+    assert isinstance(holdings.find("p", 2, 0.0), Refused)
+
+
+# What goes over the links.
+
+
+def test_each_link_carries_the_bytes_once(
+    tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: Counter[int] = Counter()
+
+    def counted(connection: socket.socket, descriptor: int, segment: Any) -> None:
+        sent[sender(connection)] += segment.stop - segment.start
+        real_send(connection, descriptor, segment)
+
+    monkeypatch.setattr(server, "_send", counted)
+    transports = chain_of("abbc", tmp_path)
+    parcel = transports[3].publish("one", ARRAYS)
+    assert_arrived(receive_on_all(threads, transports, parcel))
+    total = sum(array.nbytes for array in ARRAYS)
+    assert {worker: round(count / total, 3) for worker, count in sent.items()} == {3: 1.0, 0: 1.0}
+    close(transports)
+
+
+def test_a_host_forwards_what_it_has_before_it_has_all(
+    tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last_host_has_one = threading.Event()
+
+    def sending(connection: socket.socket, descriptor: int, segment: Any) -> None:
+        if sender(connection) == 0 and segment.blocks[-1].number == SEGMENTS - 1:
+            assert last_host_has_one.wait(20), "nothing was forwarded"
+        real_send(connection, descriptor, segment)
+        if sender(connection) == 1:
+            last_host_has_one.set()
+
+    monkeypatch.setattr(server, "_send", sending)
+    transports = chain_of("abc", tmp_path)
+    parcel = transports[0].publish("one", ARRAYS)
+    assert_arrived(receive_on_all(threads, transports, parcel))
+    close(transports)
+
+
+def test_memory_on_other_hosts_is_used_again_when_the_source_uses_its_own_again(
+    tmp_path: Path, threads: ThreadPoolExecutor
+) -> None:
+    transports = chain_of("abb", tmp_path)
+    files = []
+    for number in range(4):
+        content = [np.full(500_000, number, np.float32)]
+        parcel = transports[0].publish(f"p{number}", content, to_read=True)
+        received = [one.result() for one in receive_on_all(threads, transports, parcel)]
+        assert all(arrays[0].tobytes() == content[0].tobytes() for arrays in received)
+        files.append(sorted(path.name for path in tmp_path.iterdir()))
+        if number == 1:
+            transports[1].release("p1")  # the leader may be slower than the source and its next parcel
+        transports[0].release(parcel.id, reuse=True)
+    assert len(files[0]) == 2
+    assert all(found == files[0] for found in files)
+    close(transports)
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_on_other_hosts_is_given_back_when_its_source_gives_its_own_back(
+    tmp_path: Path, threads: ThreadPoolExecutor
+) -> None:
+    transports = chain_of("ab", tmp_path)
+    for number in range(3):  # each needs more than the last one, so none can be used again
+        content = [np.full(300_000 * (number + 1), number, np.float32)]
+        parcel = transports[0].publish(f"p{number}", content, to_read=True)
+        for one in receive_on_all(threads, transports, parcel):
+            assert one.result()[0].tobytes() == content[0].tobytes()
+        transports[1].release(parcel.id)
+        transports[0].release(parcel.id, reuse=True)
+    assert len(list(tmp_path.iterdir())) == 2
+    close(transports)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_transfer_leaves_no_keys_behind_and_the_secret_is_gone_before_the_first(
+    tmp_path: Path, threads: ThreadPoolExecutor
+) -> None:
+    store = MemoryCoordination.Store()
+    transports = chain_of("abb", tmp_path, store)
+    opened = set(store.values)
+    assert not any("secret" in key for key in opened)
+    parcel = transports[0].publish("one", ARRAYS)
+    assert_arrived(receive_on_all(threads, transports, parcel))
+    assert set(store.values) - opened == {"replicast/transport/job/one/here/1"}
+    for transport in transports:
+        transport.release("one")
+    assert set(store.values) == opened
+    close(transports)
+
+
+# Links and hosts that fail.
+
+
+def test_a_broken_connection_is_opened_again_and_only_what_is_missing_is_sent(
+    tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: Counter[int] = Counter()
+    breaks = [4, 2]
+
+    def breaking(connection: socket.socket, descriptor: int, segment: Any) -> None:
+        number = segment.blocks[0].number
+        if number in breaks:
+            breaks.remove(number)
+            connection.sendall(b"\0" * 1000)
+            raise ConnectionResetError
+        real_send(connection, descriptor, segment)
+        sent[number] += 1
+
+    monkeypatch.setattr(server, "_send", breaking)
+    transports = chain_of("ab", tmp_path)
+    parcel = transports[0].publish("one", ARRAYS)
+    assert_arrived(receive_on_all(threads, transports, parcel))
+    assert breaks == []
+    assert len(sent) == SEGMENTS
+    assert sum(sent.values()) <= SEGMENTS + 2 * fetch.STREAMS * fetch.IN_FLIGHT
+    close(transports)
+
+
+def damage(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
+    """Flips a bit of what arrives, so many times; returns what is left of them."""
+    left = [times]
+    real = wire.receive_into
+
+    def damaging(connection: socket.socket, view: memoryview) -> None:
+        real(connection, view)
+        if left[0] > 0 and len(view) > 10_000:
+            left[0] -= 1
+            view[5] ^= 1
+
+    monkeypatch.setattr(fetch, "receive_into", damaging)
+    return left
+
+
+def test_a_block_that_arrives_damaged_is_fetched_again(
+    tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = damage(monkeypatch, 2)
+    transports = chain_of("abc", tmp_path)
+    parcel = transports[0].publish("one", ARRAYS)
+    assert_arrived(receive_on_all(threads, transports, parcel))
+    assert left == [0]
+    close(transports)
+
+
+def test_a_host_that_gets_only_damaged_bytes_refuses_for_the_hosts_after_it_and_forwards_none(
+    tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage(monkeypatch, 10**6)
+    transports = chain_of("abcc", tmp_path)
+    parcel = transports[0].publish("one", [ARRAYS[0]])
+    source, *others = receive_on_all(threads, transports, parcel)
+    assert source.result()[0].tobytes() == ARRAYS[0].tobytes()
+    for other in others:
+        with pytest.raises(UpdateRefused, match="from worker 0 arrived damaged at worker 1"):
+            other.result()
+    assert len(list(tmp_path.iterdir())) == 1, "a file of a host that refused is left behind"
+    close(transports)
+
+
+def test_a_host_without_room_refuses_for_the_hosts_after_it_and_the_next_parcel_passes(
+    tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transports = chain_of("abcc", tmp_path)
+    parcel = transports[0].publish("one", ARRAYS)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(UpdateRefused, match="Worker 1 has no room"):
+            transports[1].receive(parcel, 5.0)
+    transports[1].release("one")  # it may be told to discard it before the next host asks for it
+    for other in receive_on_all(threads, transports[2:], parcel):
+        with pytest.raises(UpdateRefused, match="Worker 1 has no room"):
+            other.result()
+    for transport in transports:
+        transport.release("one")
+    assert_arrived(receive_on_all(threads, transports, transports[0].publish("two", ARRAYS)))
+    close(transports)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_host_that_dies_during_a_transfer_is_named_and_the_others_end_in_time(
+    tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+
+    def dying(connection: socket.socket, descriptor: int, segment: Any) -> None:
+        if sender(connection) == 1:
+            begun.set()
+            raise ConnectionResetError
+        real_send(connection, descriptor, segment)
+
+    monkeypatch.setattr(server, "_send", dying)
+    transports = chain_of("abc", tmp_path)
+    parcel = transports[0].publish("one", ARRAYS)
+    _, _, last = receive_on_all(threads, transports, parcel, 2.0)
+    assert begun.wait(20)
+    transports[1].close()
+    with pytest.raises(UpdateRefused, match=r"Worker 2 waited .* for parcel 'one' from worker 1"):
+        last.result()
+    close(transports)
+
+
+@pytest.mark.usefixtures("quick")
+def test_every_host_names_the_frozen_one_and_not_the_one_that_waits_for_it(
+    tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thawed = threading.Event()
+
+    def freezing(connection: socket.socket, descriptor: int, segment: Any) -> None:
+        if sender(connection) == 0:
+            thawed.wait(20)
+        real_send(connection, descriptor, segment)
+
+    monkeypatch.setattr(server, "_send", freezing)
+    transports = chain_of("abccd", tmp_path)
+    parcel = transports[0].publish("one", ARRAYS)
+    others = receive_on_all(threads, transports, parcel, 1.5)[1:]
+    for other in others:
+        with pytest.raises(UpdateRefused, match="from worker 0"):
+            other.result()
+    thawed.set()
+    assert len(list(tmp_path.iterdir())) == 1
+    close(transports)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_host_that_was_frozen_for_a_while_goes_on_where_it_was(
+    tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    froze = threading.Event()
+
+    def freezing(connection: socket.socket, descriptor: int, segment: Any) -> None:
+        if sender(connection) == 0 and not froze.is_set():
+            froze.set()
+            time.sleep(3 * wire.SILENT_SECS)
+        real_send(connection, descriptor, segment)
+
+    monkeypatch.setattr(server, "_send", freezing)
+    transports = chain_of("abc", tmp_path)
+    assert_arrived(receive_on_all(threads, transports, transports[0].publish("one", ARRAYS)))
+    assert froze.is_set()
+    close(transports)
+
+
+def test_closing_ends_a_transfer_that_waits(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
+    transports = chain_of("ab", tmp_path)
+    parcel = transports[0].publish("one", ARRAYS)  # and worker 0 never receives it
+    waits = threads.submit(transports[1].receive, parcel, 600.0)
+    while not waits.running():
+        time.sleep(0.001)
+    transports[1].close()
+    with pytest.raises(UpdateRefused, match="Worker 1 has closed its connections"):
+        waits.result(20)
+    close(transports)
+
+
+# Readers and strangers.
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Server]:
+    """Worker 0 with one parcel of one segment, larger than what the system buffers."""
+    (tmp_path / "file").write_bytes(bytes(BLOCK_BYTES))
+    holdings = Holdings(0)
+    descriptor = os.open(tmp_path / "file", os.O_RDONLY)
+    holdings.add("p", descriptor, segments_of(parcel_of(BLOCK_BYTES)), arrives_from=None)
+    one = Server("127.0.0.1", SECRET, holdings)
+    yield one
+    one.close()
+    holdings.clear()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replicast-chain")]
+
+
+def senders() -> int:
+    return sum(thread.name == "replicast-chain-send" for thread in threading.enumerate())
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Waits for what the other side does: whether it closes the connection and sends nothing before."""
+    try:
+        return connection.recv(1000) == b""
+    except ConnectionResetError:
+        return True
+
+
+def eventually(happens: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + 20
+    while not happens():
+        assert time.monotonic() < until, what
+        time.sleep(0.005)
+
+
+def ask_and_take(link: Link) -> None:
+    connection = link.take()
+    wire.send_request(connection, "p", 0)
+    kind, count = wire.receive_answer(connection)
+    assert (kind, count) == (wire.Kind.SEGMENT, BLOCK_BYTES)
+    wire.receive_bytes(connection, count)
+    link.give_back(connection)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_reader_that_takes_nothing_holds_up_no_other_and_is_given_up(served: Server) -> None:
+    slow, fast = (Link("127.0.0.1", served.port, SECRET, rank) for rank in (1, 2))
+    connection = slow.take()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    for _ in range(4):
+        wire.send_request(connection, "p", 0)
+    ask_and_take(fast)
+    fast.close()
+    eventually(lambda: senders() == 0, "the server still waits for the slow reader")
+    slow.drop(connection)
+    slow.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_reader_that_takes_a_little_at_a_time_is_given_up_too(
+    served: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "SEGMENT_SECS", 0.3)
+    link = Link("127.0.0.1", served.port, SECRET, 1)
+    connection = link.take()
+    for _ in range(8):
+        wire.send_request(connection, "p", 0)
+    eventually(lambda: bool(connection.recv(2000)) and senders() == 0, "it is still served")
+    link.drop(connection)
+    link.close()
+
+
+def test_connections_are_used_again(served: Server) -> None:
+    link = Link("127.0.0.1", served.port, SECRET, 1)
+    for _ in range(5):
+        ask_and_take(link)
+    assert senders() == 1
+    link.close()
+
+
+@pytest.mark.parametrize("secret", [b"", b"S" * 32, SECRET[:-1]])
+def test_whoever_does_not_know_the_secret_gets_nothing(secret: bytes, served: Server) -> None:
+    link = Link("127.0.0.1", served.port, secret, 1)
+    with pytest.raises(OSError, match=r"closed by the other side|reset by peer"):
+        link.take()
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as stranger:
+        greeting = stranger.recv(1000)
+        assert len(greeting) < 100
+        assert SECRET not in greeting
+        stranger.sendall(greeting + b"\0" * 200)
+        assert is_closed(stranger)
+    link.close()
+    ask_and_take(right := Link("127.0.0.1", served.port, SECRET, 1))
+    right.close()
+
+
+def test_a_proof_that_was_overheard_is_worth_nothing(served: Server) -> None:
+    def listening() -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", served.port), timeout=20)
+        connection.recv(1000)
+        return connection
+
+    with socket.create_server(("127.0.0.1", 0)) as impostor, ThreadPoolExecutor(1) as threads:
+        port = impostor.getsockname()[1]
+        victim = threads.submit(Link("127.0.0.1", port, SECRET, 1).take)
+        relayed, _ = impostor.accept()
+        relayed.sendall(b"replicast-chain-1" + bytes(32))
+        proof = relayed.recv(1000)
+        assert len(proof) == 68
+        with listening() as replaying:
+            replaying.sendall(proof)
+            assert is_closed(replaying)
+        relayed.sendall(proof[-32:])  # nor is the victim's own proof an answer to it
+        with pytest.raises(ConnectionError, match="does not know the secret"):
+            victim.result()
+        relayed.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_strangers_are_few_and_gone_soon_and_keep_no_peer_out(served: Server) -> None:
+    strangers = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(200)]
+    ask_and_take(link := Link("127.0.0.1", served.port, SECRET, 1))
+    eventually(lambda: senders() <= server.MAX_STRANGERS + 1, "too many strangers have a thread")
+    eventually(lambda: senders() == 1, "strangers that say nothing stay")
+    for stranger in strangers:
+        stranger.close()
+    link.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_stranger_that_sends_a_byte_now_and_then_is_gone_as_soon(served: Server) -> None:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as stranger:
+        began = time.monotonic()
+        with pytest.raises(OSError):  # noqa: PT011, PT012 - reset, or a broken pipe
+            for _ in range(67):
+                stranger.sendall(b"x")
+                time.sleep(0.1)
+        assert time.monotonic() - began < 6.0, "the connection was open as long as bytes came"
+
+
+def test_the_port_is_open_at_the_named_address_only(served: Server) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", served.port), timeout=20)
+    for everywhere in ("0.0.0.0", "::"):
+        with pytest.raises(OSError, match=r"all addresses|not supported|Cannot assign"):
+            Server(everywhere, SECRET, Holdings(0))
+
+
+def test_an_authenticated_peer_that_talks_nonsense_is_closed(served: Server) -> None:
+    link = Link("127.0.0.1", served.port, SECRET, 1)
+    connection = link.take()
+    connection.sendall(b"\xff" * 1000)
+    with pytest.raises(OSError):  # noqa: PT011 - closed, or reset
+        wire.receive_bytes(connection, 1)
+    link.drop(connection)
+    ask_and_take(link)
+    link.close()
+
+
+# Which transport a job has.
+
+
+def opened(
+    hosts: str, place: Path, addresses: list[str], store: MemoryCoordination.Store, name: str = "replicas-1"
+) -> list[Transport]:
+    def open_one(rank: int) -> Transport:
+        environ = environment(rank, hosts, place, addresses)
+        return open_transport(MemoryCoordination(store), rank, len(hosts), environ, name)
+
+    with ThreadPoolExecutor(len(hosts)) as threads:
+        return list(threads.map(open_one, range(len(hosts))))
+
+
+def test_hosts_that_reach_each_other_are_a_chain_also_for_a_second_model(
+    tmp_path: Path, threads: ThreadPoolExecutor
+) -> None:
+    store = MemoryCoordination.Store()
+    for name in ("replicas-1", "replicas-2"):
+        transports: Any = opened("aba", tmp_path, ["127.0.0.1", "localhost", "127.0.0.3"], store, name)
+        assert {type(transport) for transport in transports} == {ChainTransport}
+        assert_arrived(receive_on_all(threads, transports, transports[2].publish("one", ARRAYS)))
+        close(transports)
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("192.0.2.1", "worker 1 cannot listen at 192.0.2.1"),
+        ("0.0.0.0", "all addresses of a host"),
+        ("no-such-host.invalid", "worker 1 cannot listen at no-such-host.invalid"),
+    ],
+)
+def test_all_workers_fall_back_if_one_cannot_listen_at_its_address_and_the_log_says_so_once(
+    address: str, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = MemoryCoordination.Store()
+    with caplog.at_level(logging.INFO, "replicast"):
+        transports = opened("abca", tmp_path, ["127.0.0.1", address, "127.0.0.3", "127.0.0.1"], store)
+    assert {type(transport) for transport in transports} == {BroadcastTransport}
+    (said,) = [record for record in caplog.records if "go between the 3 hosts" in record.message]
+    assert why in said.message
+    assert said.levelname == "WARNING"
+    for transport in transports:
+        transport.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replicast-chain")]
+
+
+def test_all_workers_fall_back_if_one_cannot_reach_the_host_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = Link.take
+
+    def filtered(link: Link, *timeout: float) -> socket.socket:
+        if link._rank == 2:
+            raise TimeoutError("timed out")
+        return real(link, *timeout)
+
+    monkeypatch.setattr(Link, "take", filtered)
+    addresses = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+    transports = opened("abc", tmp_path, addresses, MemoryCoordination.Store())
+    assert {type(transport) for transport in transports} == {BroadcastTransport}
+    assert "worker 2 cannot reach worker 1 at 127.0.0.2:" in caplog.text
+    for transport in transports:
+        transport.close()
