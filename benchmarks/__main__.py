@@ -17,9 +17,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from benchmarks import checkpoint, checkpoint_restart, document, growth, report, step, update
+from benchmarks import checkpoint, checkpoint_restart, document, growth, hosts, report, step, update
 from benchmarks.audit import AUDIT
-from benchmarks.hosts import HOSTS
 from benchmarks.idle import IDLE
 from benchmarks.page import PAGE
 from benchmarks.question import Say
@@ -40,7 +39,7 @@ QUESTIONS = {
         *update.QUESTIONS,
         STALL,
         ROWS,
-        HOSTS,
+        *hosts.QUESTIONS,
         checkpoint.CHECKPOINT,
         AUDIT,
         IDLE,

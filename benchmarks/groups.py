@@ -52,14 +52,19 @@ def group_of(pool: str, workers: int) -> Group:
     """The processes of a contestant.
 
     Args:
-        pool: "replicast", "stock" (MWMS as it is), "hosts" (replicast, a host id each), "torch", "mpi",
-            or "page" (a job with its server).
+        pool: "replicast", "stock" (MWMS as it is), "torch", "mpi", "page" (a job with its server), or
+            "hosts" (replicast, each worker on a machine of its own, which namespaces play). Links between
+            hosts may have a rate: "hosts:1gbit".
         workers: How many.
     """
     if pool == "page":
         from benchmarks.page import PageGroup
 
         return PageGroup()
+    if pool.startswith("hosts"):
+        from benchmarks.hosts_group import HostWorkers
+
+        return HostWorkers(pool, workers)
     return Workers(pool, workers)
 
 
@@ -154,8 +159,10 @@ class Workers:
             self._popen([launcher, "-n", str(self._size), *worker], {})
             return
         self._ports = hold_free_ports(self._size + 1)
+        *ports, rendezvous = self._ports.numbers
+        addresses = [f"127.0.0.1:{port}" for port in ports]
         for rank in range(self._size):
-            self._popen(worker, _cluster(rank, self._ports.numbers))
+            self._popen(worker, cluster_of(rank, addresses, rendezvous))
 
     def _popen(self, command: list[str], cluster: dict[str, str]) -> None:
         inherited = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
@@ -234,14 +241,14 @@ class Workers:
         return lines[-1][:200]
 
 
-def _cluster(rank: int, ports: tuple[int, ...]) -> dict[str, str]:
-    *workers, rendezvous = ports
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in workers]}
+def cluster_of(rank: int, addresses: list[str], rendezvous: int = 0) -> dict[str, str]:
+    """The environment of a worker: the addresses of all."""
+    cluster = {"worker": addresses}
     config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})
     return {
-        **({"TF_CONFIG": config} if len(workers) > 1 else {}),
+        **({"TF_CONFIG": config} if len(addresses) > 1 else {}),
         "RANK": str(rank),
-        "WORLD_SIZE": str(len(workers)),
+        "WORLD_SIZE": str(len(addresses)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(rendezvous),
     }

@@ -1,25 +1,101 @@
-"""The question about hosts: the update of 100 MB between two hosts, both simulated by this machine."""
+"""The questions about hosts: an update between machines, which network namespaces of this one play."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from benchmarks.question import TURNS, Contestant, Question, Ratio
-from benchmarks.update import BROADCAST_EACH, BROADCAST_FUSED
 from benchmarks.update_task import Task
 
-REPLICAST = Contestant("replicast propose, a host id each", "hosts", "benchmarks.update_replicast:Propose")
-HOSTS = Question(
+MODULE = "benchmarks.hosts_replicast"
+SHARED = "All hosts share the cores of this machine: each link costs the time of one core and a half."
+
+
+def contestant(name: str, factory: str, rate: str, **options: Any) -> Contestant:
+    return replace(Contestant(name, f"hosts:{rate}", factory), **options)
+
+
+def socket(rate: str) -> Contestant:
+    return contestant("floor: one plain TCP socket", f"{MODULE}:PlainSocket", rate, role="floor")
+
+
+def chain(rate: str, hosts: int = 2) -> Contestant:
+    name = f"replicast, the transport alone, {hosts} hosts"
+    return contestant(name, f"{MODULE}:Transfer", rate, workers=hosts)
+
+
+def propose(rate: str) -> Contestant:
+    return contestant("replicast propose, until applied", "benchmarks.update_replicast:Propose", rate)
+
+
+def broadcast(rate: str) -> Contestant:
+    factory = "benchmarks.peers.mirrored:BroadcastFused"
+    return contestant("TF broadcast fused + add", factory, rate, role="peer")
+
+
+def fallback(rate: str) -> Contestant:
+    name = "replicast where hosts cannot connect: TF broadcast"
+    return contestant(name, f"{MODULE}:BroadcastTransfer", f"{rate}:broadcast", role="part")
+
+
+def shaped(rate: str, bits_per_second: float, megabytes: int, *, four_hosts: bool) -> Question:
+    """An update over links of a given rate."""
+    task = Task(megabytes=megabytes)
+    line_ms = megabytes * 8e6 / bits_per_second * 1e3
+    two, four = chain(rate), chain(rate, 4)
+    ratios = [Ratio(f"line's time ({line_ms:.0f} ms) x / transport", two, line_ms, "at most", 1 / 0.9)]
+    ratios += [Ratio("4 hosts / 2 hosts", four, two, "at most", 1.25)] if four_hosts else []
+    ratios += [Ratio("TF broadcast / replicast propose", broadcast(rate), propose(rate))]
+    return Question(
+        name=f"hosts-{rate}",
+        title=f"An update of {task} between hosts with links of {rate.replace('bit', ' bit')}/s",
+        unit="ms until the last host has it",
+        contestants=(two, *([four] if four_hosts else []), socket(rate), propose(rate), broadcast(rate)),
+        task=task,
+        ratios=tuple(ratios),
+        notes=(TURNS, "Each host's link is shaped by tc tbf, where it sends."),
+        budget_secs=80.0,
+    )
+
+
+UNSHAPED = Question(
     name="hosts",
-    title=f"An update of {Task()} between 2 hosts",
-    unit="ms until the last has applied",
-    contestants=(REPLICAST, BROADCAST_FUSED, BROADCAST_EACH),
+    title=f"An update of {Task()} between hosts, links without a limit",
+    unit="ms until the last host has it",
+    contestants=(
+        chain("full"),
+        socket("full"),
+        propose("full"),
+        broadcast("full"),
+        fallback("full"),
+    ),
     task=Task(),
     ratios=(
-        Ratio("replicast / TF broadcast fused", REPLICAST, BROADCAST_FUSED, "at most", 1.0),
-        Ratio("replicast / TF broadcast per variable", REPLICAST, BROADCAST_EACH),
+        Ratio("plain socket's time / transport's", socket("full"), chain("full"), "at least", 0.7),
+        Ratio("replicast propose / TF broadcast fused", propose("full"), broadcast("full"), "at most", 1.0),
+        Ratio("TF broadcast as transport / chain", fallback("full"), chain("full")),
     ),
-    notes=(
-        TURNS,
-        "One machine simulates both hosts: no bytes are shared in memory, and none cross a network.",
-    ),
-    budget_secs=45.0,
+    notes=(TURNS, SHARED),
+    budget_secs=80.0,
+)
+STALLS = "benchmarks.stall_replicast:InMemory"
+STALL_CHAIN = contestant("update by the chain", STALLS, "full")
+STALL_BROADCAST = contestant("update by TF broadcast", STALLS, "full:broadcast", role="part")
+STALL = Question(
+    name="hosts-stall",
+    title=f"How long an update of {Task()} from another host stops training",
+    unit="ms on the slowest worker",
+    contestants=(STALL_CHAIN, STALL_BROADCAST),
+    task=Task(),
+    ratios=(Ratio("chain / TF broadcast", STALL_CHAIN, STALL_BROADCAST, "at most", 1.1),),
+    notes=(TURNS, "The bytes arrive before, in the background; the stall is `assign_add` and the meeting."),
+    turns=2,
+    budget_secs=60.0,
+)
+QUESTIONS = (
+    UNSHAPED,
+    shaped("1gbit", 1e9, 100, four_hosts=True),
+    shaped("200mbit", 2e8, 25, four_hosts=False),
+    STALL,
 )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.results import TORCH_PYTHON, Bound, Comparison, Result, Role, Row, divided
 from benchmarks.runner import BaseTask
+from tests.hosts import network
 
 Say = Callable[[str], None]
 WORKERS = 2
@@ -48,12 +49,14 @@ class Contestant:
     def missing(self) -> str | None:
         if self.pool == "torch":
             return None if TORCH_PYTHON.exists() else "torch is not installed: there is no .venv-torch"
+        if self.pool.startswith("hosts"):
+            return network.missing() or None
         if self.needs is None or importlib.util.find_spec(self.needs) is not None:
             return None
         return f"{self.needs} is not installed"
 
     def row(self, times: tuple[float | None, ...], problem: str | None) -> Row:
-        usual: Role = "ours" if self.pool in ("replicast", "hosts", "page") else "peer"
+        usual: Role = "ours" if self.pool.partition(":")[0] in ("replicast", "hosts", "page") else "peer"
         return Row(self.name, times, problem, self.role or usual, self.series, self.at, self.topic)
 
 

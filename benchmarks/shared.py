@@ -18,12 +18,11 @@ def replicast() -> Any:
     return replicast.Strategy()
 
 
-def hosts() -> Any:
-    """Gives each worker its own host id."""
-    from replicast.config import HOST_ID
-
-    os.environ[HOST_ID] = f"host-{os.environ['RANK']}"
-    return replicast()
+def hosts_broadcast() -> Any:
+    """As if the hosts could not connect to each other: updates go by TensorFlow's broadcast."""
+    strategy = replicast()
+    del os.environ["TF_CONFIG"]
+    return strategy
 
 
 def torch() -> Any:
