@@ -55,7 +55,7 @@ def shaped(rate: str, bits_per_second: float, megabytes: int, *, four_hosts: boo
         task=task,
         ratios=tuple(ratios),
         notes=(TURNS, "Each host's link is shaped by tc tbf, where it sends."),
-        budget_secs=80.0,
+        budget_secs=150.0,
     )
 
 
@@ -77,7 +77,7 @@ UNSHAPED = Question(
         Ratio("TF broadcast as transport / chain", fallback("full"), chain("full")),
     ),
     notes=(TURNS, SHARED),
-    budget_secs=80.0,
+    budget_secs=150.0,
 )
 STALLS = "benchmarks.stall_replicast:InMemory"
 STALL_CHAIN = contestant("update by the chain", STALLS, "full")
@@ -91,7 +91,7 @@ STALL = Question(
     ratios=(Ratio("chain / TF broadcast", STALL_CHAIN, STALL_BROADCAST, "at most", 1.1),),
     notes=(TURNS, "The bytes arrive before, in the background; the stall is `assign_add` and the meeting."),
     turns=2,
-    budget_secs=60.0,
+    budget_secs=120.0,
 )
 QUESTIONS = (
     UNSHAPED,
