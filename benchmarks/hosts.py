@@ -9,7 +9,7 @@ from benchmarks.question import TURNS, Contestant, Question, Ratio
 from benchmarks.update_task import Task
 
 MODULE = "benchmarks.hosts_replicast"
-SHARED = "All hosts share the cores of this machine: each link costs the time of one core and a half."
+SHARED = "All hosts share the cores of this machine."
 
 
 def contestant(name: str, factory: str, rate: str, **options: Any) -> Contestant:
@@ -39,17 +39,17 @@ def fallback(rate: str) -> Contestant:
     return contestant(name, f"{MODULE}:BroadcastTransfer", f"{rate}:broadcast", role="part")
 
 
-def shaped(rate: str, bits_per_second: float, megabytes: int, *, four_hosts: bool) -> Question:
-    """An update over links of a given rate."""
+def shaped(rate: str, megabits: int, megabytes: int, *, four_hosts: bool) -> Question:
+    """An update over links of a given rate, as `tc` has it and in Mbit/s."""
     task = Task(megabytes=megabytes)
-    line_ms = megabytes * 8e6 / bits_per_second * 1e3
+    line_ms = megabytes * 8 / megabits * 1e3
     two, four = chain(rate), chain(rate, 4)
-    ratios = [Ratio(f"line's time ({line_ms:.0f} ms) x / transport", two, line_ms, "at most", 1 / 0.9)]
+    ratios = [Ratio(f"transport / {line_ms:.0f} ms of the line", two, line_ms, "at most", 1 / 0.9)]
     ratios += [Ratio("4 hosts / 2 hosts", four, two, "at most", 1.25)] if four_hosts else []
     ratios += [Ratio("TF broadcast / replicast propose", broadcast(rate), propose(rate))]
     return Question(
         name=f"hosts-{rate}",
-        title=f"An update of {task} between hosts with links of {rate.replace('bit', ' bit')}/s",
+        title=f"An update of {task} between hosts with links of {megabits:,} Mbit/s",
         unit="ms until the last host has it",
         contestants=(two, *([four] if four_hosts else []), socket(rate), propose(rate), broadcast(rate)),
         task=task,
@@ -95,7 +95,7 @@ STALL = Question(
 )
 QUESTIONS = (
     UNSHAPED,
-    shaped("1gbit", 1e9, 100, four_hosts=True),
-    shaped("200mbit", 2e8, 25, four_hosts=False),
+    shaped("1gbit", 1000, 100, four_hosts=True),
+    shaped("200mbit", 200, 25, four_hosts=False),
     STALL,
 )

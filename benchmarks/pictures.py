@@ -32,7 +32,7 @@ DARK = {
 """The same colours for readers with a dark theme."""
 NAMES: dict[Role, str] = {"ours": "replicast", "peer": "peer", "floor": "floor", "part": "for orientation"}
 FAR_APART = 15.0
-_STYLE = {
+STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "replicast",  # the same figures give the same bytes
     "font.family": "sans-serif",
@@ -50,7 +50,7 @@ _STYLE = {
 
 def draw(result: Result, directory: Path) -> list[Path]:
     """Writes NAME.svg and NAME.png of a table."""
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = _growth(result) if result.axis else _bars(result)
         paths = [directory / f"{result.name}.{ending}" for ending in ("svg", "png")]
         figure.savefig(paths[0], metadata={"Date": None})

@@ -74,9 +74,9 @@ class Transport(abc.ABC):
     All methods may be called from any thread, including `receive` for several parcels at once.
 
     **Between hosts, all workers must start to receive parcels in the same order**, in one thread or several.
-    A parcel is sent once the first worker of every host has a thread in `receive` for it. If the orders
-    differ, workers may wait for each other until all of them time out and refuse. Within one host any order
-    works.
+    TensorFlow's broadcast sends a parcel once the first worker of every host has a thread in `receive` for
+    it. If the orders differ, workers may wait for each other until all of them time out and refuse. Within
+    one host, and along a chain of hosts, any order works.
     """
 
     @abc.abstractmethod
@@ -101,8 +101,8 @@ class Transport(abc.ABC):
     ) -> list[npt.NDArray[Any]]:
         """Receives the arrays. On every worker, the source included.
 
-        Blocks until the bytes have arrived, at most `timeout_secs`. Only a transfer between hosts that has
-        already started continues beyond the timeout, because aborting it would end the job. Unless the
+        Blocks until the bytes have arrived, at most `timeout_secs`. Only TensorFlow's broadcast, once it has
+        started, continues beyond the timeout, because aborting it would end the job. Unless the
         parcel was published `to_read`, the arrays are private to this worker: they are writable, no other
         worker sees the writes, and they stay valid after any release or close.
 

@@ -23,10 +23,11 @@ from replicast.transport.wire import (
 )
 from replicast.update.blocks import digest_block
 
-STREAMS = 2
+STREAMS = 4
 """The most connections for one parcel."""
-STREAM_BYTES = 1 << 24
-"""Another stream is opened for each so many bytes: a small parcel needs but one."""
+STREAM_BYTES = 1 << 27
+"""Another stream is opened for each so many bytes. Streams share the link, so with each of them the next host
+has its first segment later, by the time of one segment: little for a large parcel, much for a small one."""
 IN_FLIGHT = 2
 """So many segments are asked for on each stream before the first of them has arrived."""
 _PAUSES_SECS = (0.05, 0.2, 1.0)
@@ -78,7 +79,7 @@ class Fetch:
             UpdateRefused: They are not, and who or what is to blame.
         """
         self._until = time.monotonic() + timeout_secs
-        streams = min(STREAMS, len(self._segments), 1 + self._parcel.nbytes // STREAM_BYTES)
+        streams = min(streams_for(self._parcel.nbytes), len(self._segments))
         others = [
             threading.Thread(target=self._stream, name="replicast-chain-fetch", daemon=True)
             for _ in range(streams - 1)
@@ -193,3 +194,8 @@ class Fetch:
         if worker != self._waits_for:
             self._waits_for = worker
             self._waits(worker)
+
+
+def streams_for(nbytes: int) -> int:
+    """How many connections a parcel of this size uses."""
+    return min(STREAMS, 1 + nbytes // STREAM_BYTES)

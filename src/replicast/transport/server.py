@@ -96,7 +96,11 @@ class Server:
                 del self._strangers[oldest]
                 _shut(oldest)
             self._strangers[connection] = thread
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads for now: the other side tries again
+            with self._lock, connection:
+                self._strangers.pop(connection, None)
 
     def _serve(self, connection: socket.socket) -> None:
         try:

@@ -109,7 +109,17 @@ def receive_answer(connection: socket.socket) -> tuple[Kind, int]:
     """
     kind, number = _ANSWER.unpack(receive_bytes(connection, _ANSWER.size))
     if kind == Kind.REFUSED and number <= MAX_REFUSAL_BYTES:
-        raise UpdateRefused.from_json(json.loads(receive_bytes(connection, number)))
+        raise _refusal(receive_bytes(connection, number))
     if kind not in (Kind.SEGMENT, Kind.WAITING):
         raise ConnectionError("not an answer")
     return Kind(kind), number
+
+
+def _refusal(text: bytes) -> UpdateRefused:
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise ConnectionError("not a refusal")
+    return UpdateRefused.from_json(fields)
