@@ -405,12 +405,30 @@ def test_every_host_names_the_frozen_one_and_not_the_one_that_waits_for_it(
     monkeypatch.setattr(server, "_send", freezing)
     transports = chain_of("abccd", tmp_path)
     parcel = transports[0].publish("one", ARRAYS)
-    others = receive_on_all(threads, transports, parcel, 1.5)[1:]
-    for other in others:
-        with pytest.raises(UpdateRefused, match="from worker 0"):
+    others = receive_on_all(threads, transports[:4], parcel, 20.0)
+    with pytest.raises(UpdateRefused, match=r"Worker 4 waited .* from worker 0"):  # the others have more time
+        transports[4].receive(parcel, 2.0)
+    thawed.set()
+    assert_arrived(others)
+    transports[4].release("one")
+    others = receive_on_all(threads, transports, transports[0].publish("two", ARRAYS), 20.0)
+    assert_arrived(others)
+    close(transports)
+
+
+@pytest.mark.usefixtures("quick")
+def test_all_workers_of_a_host_hear_whom_their_leader_waited_for(
+    tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thawed = threading.Event()
+    monkeypatch.setattr(server, "_send", lambda *_: thawed.wait(20))
+    transports = chain_of("abb", tmp_path)
+    parcel = transports[0].publish("one", ARRAYS)
+    for other in receive_on_all(threads, transports, parcel, 1.5)[1:]:
+        with pytest.raises(UpdateRefused, match="Worker 1 waited 1 s for parcel 'one' from worker 0"):
             other.result()
     thawed.set()
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.iterdir())) == 1, "a file of a host that refused is left behind"
     close(transports)
 
 
@@ -504,16 +522,15 @@ def test_a_reader_that_takes_nothing_holds_up_no_other_and_is_given_up(served: S
     slow.close()
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_reader_that_takes_a_little_at_a_time_is_given_up_too(
     served: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "SEGMENT_SECS", 0.3)
+    monkeypatch.setattr(server, "SEGMENT_SECS", 0.1)
     link = Link("127.0.0.1", served.port, SECRET, 1)
     connection = link.take()
-    for _ in range(8):
+    for _ in range(1000):
         wire.send_request(connection, "p", 0)
-    eventually(lambda: bool(connection.recv(2000)) and senders() == 0, "it is still served")
+    eventually(lambda: bool(connection.recv(1 << 14)) and senders() == 0, "it is still served")
     link.drop(connection)
     link.close()
 
