@@ -147,9 +147,8 @@ def draw(points: list[Point], model: Model, path: Path) -> None:
             strict=False,
         ):
             axes.plot(across, [model.secs(int(n), 1e8, speed) for n in across], color=color, label=name)
-            own = [one for one in points if one.bytes_per_sec == speed]
-            scaled = [one.secs + model.line * (1e8 - one.nbytes) / speed for one in own if one.nbytes > 2e7]
-            axes.plot([one.hosts for one in own if one.nbytes > 2e7], scaled, "o", color=color, markersize=5)
+            own = [one for one in points if one.bytes_per_sec == speed and one.nbytes == 1e8]
+            axes.plot([one.hosts for one in own], [one.secs for one in own], "o", color=color, markersize=5)
         axes.set(xscale="log", yscale="log", xlabel="hosts", ylabel="s until the last host has it")
         axes.set_xticks([2, 4, 8, 64, 1000], ["2", "4", "8", "64", "1,000"])
         axes.minorticks_off()
