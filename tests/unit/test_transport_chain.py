@@ -5,6 +5,7 @@ Threads act as workers; each has its own address on the loopback network, 127.0.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import logging
@@ -44,7 +45,7 @@ from replicast.transport.layout import lay_out
 from replicast.transport.link import Link
 from replicast.transport.segments import MAX_DAMAGED, SEGMENT_BYTES, Missing, segments_of
 from replicast.transport.server import Server
-from replicast.update.blocks import BLOCK_BYTES
+from replicast.update.blocks import BLOCK_BYTES, digest_block
 from tests.unit.chains import chain_of, environment
 
 SECRET = b"s" * 32
@@ -309,8 +310,8 @@ def damage(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
     left = [times]
     real = wire.receive_into
 
-    def damaging(connection: socket.socket, view: memoryview) -> None:
-        real(connection, view)
+    def damaging(connection: socket.socket, view: memoryview, until: float) -> None:
+        real(connection, view, until)
         if left[0] > 0 and len(view) > 10_000:
             left[0] -= 1
             view[5] ^= 1
@@ -461,6 +462,57 @@ def test_closing_ends_a_transfer_that_waits(tmp_path: Path, threads: ThreadPoolE
     with pytest.raises(UpdateRefused, match="Worker 1 has closed its connections"):
         waits.result(20)
     close(transports)
+
+
+# One fetch, from a host that a test plays.
+
+
+@contextlib.contextmanager
+def fetch_from(play: Callable[[socket.socket], object]) -> Iterator[fetch.Fetch]:
+    """A parcel of one array, to be fetched from worker 0, which does what `play` does on each connection."""
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with listener.accept()[0] as connection, contextlib.suppress(OSError):
+                    handshake.admit(connection, SECRET)
+                    play(connection)
+
+    content = np.arange(64, dtype=np.uint8)
+    pieces, nbytes = lay_out([content])
+    parcel = Parcel("p", 0, nbytes, pieces, digest_block(content))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = threading.Thread(target=serve)
+        serving.start()
+        link = Link("127.0.0.1", listener.getsockname()[1], SECRET, 2)
+        yield fetch.Fetch(
+            parcel,
+            np.zeros(nbytes, np.uint8),
+            link,
+            rank=2,
+            predecessor=0,
+            arrived=lambda segment: None,
+            waits=lambda worker: None,
+        )
+        link.close()
+        listener.shutdown(socket.SHUT_RDWR)
+        serving.join()
+
+
+def drip(connection: socket.socket) -> None:
+    """Sends a segment so slowly that it never stands still, and takes several seconds."""
+    wire.receive_request(connection)
+    wire.send_answer(connection, wire.Kind.WAITING, 7)
+    wire.send_answer(connection, wire.Kind.SEGMENT, 64)
+    for byte in range(64):
+        connection.sendall(bytes([byte]))
+        time.sleep(0.05)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_fetch_ends_in_time_although_bytes_still_arrive_and_names_the_host_that_sends_them() -> None:
+    with fetch_from(drip) as slow, pytest.raises(UpdateRefused, match="parcel 'p' from worker 0"):
+        slow.run(0.5)
 
 
 # Readers and strangers.
@@ -665,6 +717,26 @@ def test_a_host_that_cannot_start_a_thread_for_a_connection_serves_the_next(
             link.take()
     ask_and_take(link)
     link.close()
+
+
+def test_a_host_that_cannot_start_a_thread_for_a_stream_fetches_with_fewer(
+    tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transports = chain_of("ab", tmp_path)
+    real = threading.Thread.start
+    streams: list[threading.Thread] = []
+
+    def one_thread(thread: threading.Thread) -> None:
+        if thread.name == "replicast-chain-fetch":
+            streams.append(thread)
+            if len(streams) > 1:
+                raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", one_thread)
+    assert_arrived(receive_on_all(threads, transports, transports[0].publish("one", ARRAYS)))
+    assert len(streams) == 2
+    close(transports)
 
 
 # Which transport a job has.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -84,10 +85,13 @@ class Fetch:
             threading.Thread(target=self._stream, name="replicast-chain-fetch", daemon=True)
             for _ in range(streams - 1)
         ]
-        for other in others:
-            other.start()
+        started = []
+        with contextlib.suppress(RuntimeError):  # no more threads for now: fewer streams
+            for other in others:
+                other.start()
+                started.append(other)
         self._stream()
-        for other in others:
+        for other in started:
             other.join()  # it ends when this one does: each looks at the time and at the others' problem
         if self._problem is not None:
             raise self._problem
@@ -151,7 +155,11 @@ class Fetch:
         segment = self._segments[asked[0]]
         if number != segment.stop - segment.start:
             raise ConnectionError("not the segment that was asked for")
-        problem = self._receive_segment(connection, segment)
+        try:
+            problem = self._receive_segment(connection, segment)
+        except OSError:  # it was on its way: nobody else is waited for
+            self._blame(self._predecessor)
+            raise
         place = asked.popleft()
         if problem is None:
             with self._lock:
@@ -167,12 +175,12 @@ class Fetch:
         """Receives a segment; returns what is wrong with its bytes."""
 
         def received(_: int, chunk: Bytes) -> Bytes:
-            receive_into(connection, chunk.data)
+            receive_into(connection, chunk.data, self._until)
             return chunk
 
         alone = len(segment.blocks) == 1  # digested while its bytes are in the processor's cache
         if not alone:
-            receive_into(connection, self._buffer[segment.start : segment.stop].data)
+            receive_into(connection, self._buffer[segment.start : segment.stop].data, self._until)
         for block in segment.blocks:
             content = self._buffer[block.start : block.stop]
             found = digest_block(content, received) if alone else digest_block(content)

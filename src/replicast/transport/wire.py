@@ -16,6 +16,7 @@ import enum
 import json
 import socket
 import struct
+import time
 from typing import Any
 
 from replicast.errors import UpdateRefused
@@ -49,13 +50,23 @@ def limit(connection: socket.socket, secs: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
 
 
-def receive_into(connection: socket.socket, view: memoryview) -> None:
+def receive_into(connection: socket.socket, view: memoryview, until: float | None = None) -> None:
     """Fills a view.
 
+    Args:
+        connection: From where.
+        view: What to fill.
+        until: When to give up, as `time.monotonic` counts, although bytes may still arrive.
+
     Raises:
-        OSError: The connection is closed, or silent for too long.
+        OSError: The connection is closed, or silent for too long, or the time is over.
     """
     while view:
+        if until is not None:
+            left_secs = until - time.monotonic()
+            if left_secs <= 0:
+                raise TimeoutError("the time is over")
+            limit(connection, min(SILENT_SECS, max(0.001, left_secs)))
         count = connection.recv_into(view, 0, socket.MSG_WAITALL)
         if count == 0:
             raise ConnectionError("closed by the other side")
