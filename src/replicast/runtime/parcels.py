@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from replicast import faults
 from replicast.core.stage import Stage
+from replicast.errors import UpdateRefused
 from replicast.mapping import copied
 from replicast.transport import Inspect, Parcel, Transport
 from replicast.update.edits import EditKind
@@ -47,6 +48,8 @@ class Parcels:
         self._lock = threading.Lock()
         self._prepared: dict[tuple[str, str], tuple[Update, str]] = {}
         self._published: dict[str, tuple[str, str]] = {}
+        self._refused: dict[str, list[str]] = {}  # by update: its parcels that this worker did not prepare
+        self._unwanted: set[str] = set()
 
     def publish(self, update: Update, ticket: str = "") -> Parcel:
         """Makes the arrays and the description of a planned update available to all workers.
@@ -66,7 +69,7 @@ class Parcels:
         return parcel
 
     def prepare(self, id_: str, digest: str, parcel: Parcel, timeout_secs: float) -> None:
-        """Fetches the bytes and checks them.
+        """Fetches the bytes and checks them. Until `discard`, other hosts may fetch them from here.
 
         All workers of a host share the check for non-finite values: each checks its part of the bytes while
         they are in the processor's cache.
@@ -75,6 +78,21 @@ class Parcels:
             UpdateRefused: The bytes did not arrive, or the update is not valid.
         """
         faults.point("stage")
+        try:
+            update = self._checked(id_, parcel, timeout_secs)
+        except BaseException:
+            with self._lock:
+                self._refused.setdefault(id_, []).append(parcel.id)
+            raise
+        if parcel.to_read:
+            update = _with_own_values(update)
+        with self._lock:
+            self._prepared[id_, digest] = update, parcel.id
+        faults.point("ready")
+
+    def _checked(self, id_: str, parcel: Parcel, timeout_secs: float) -> Update:
+        if id_ in self._unwanted:
+            raise UpdateRefused(f"Update {id_!r} has ended before it was prepared", worker=self._rank)
         doubtful: set[int] = set()
         update = Update.from_content(
             id_, self._transport.receive(parcel, timeout_secs, _inspecting(doubtful))
@@ -86,12 +104,7 @@ class Parcels:
         def look_at(place: int) -> bool:  # only doubtful edits are checked again, to name the value
             return not doubtful.isdisjoint(range(first[place], first[place + 1]))
 
-        update = planned(update, self._schema, NO_LIMITS, look_at=look_at)
-        if parcel.to_read:
-            update = _with_own_values(update)
-        with self._lock:
-            self._prepared[id_, digest] = update, parcel.id
-        faults.point("ready")
+        return planned(update, self._schema, NO_LIMITS, look_at=look_at)
 
     def prepared(self, id_: str, digest: str) -> Update:
         """The prepared update."""
@@ -128,10 +141,17 @@ class Parcels:
         for parcel in parcels:
             self.release(parcel, reuse=stage not in (Stage.REFUSED, Stage.WITHDRAWN))
 
+    def discard_soon(self, id_: str) -> None:
+        """An update has ended: until `discard`, nothing waits for its bytes, which its source may release."""
+        self._unwanted.add(id_)
+
     def discard(self, id_: str) -> None:
-        """Releases everything that was prepared for an id, and what this worker has published for it."""
+        """Releases everything that was received for an id, and what this worker has published for it."""
         with self._lock:
-            parcels = [parcel for key, (_, parcel) in self._prepared.items() if key[0] == id_]
+            self._unwanted.discard(id_)
+            refused = self._refused.pop(id_, [])
+            parcels = [parcel for parcel in refused if not self._published.get(parcel, ("", ""))[1]]
+            parcels += [parcel for key, (_, parcel) in self._prepared.items() if key[0] == id_]
             self._prepared = {key: one for key, one in self._prepared.items() if key[0] != id_}
             parcels += [
                 parcel for parcel, (of, ticket) in self._published.items() if of == id_ and not ticket

@@ -365,6 +365,7 @@ class Session:
             case c.Settle(number, tell):
                 self.proposals.told(number, tell)
             case c.Discard(id_):
+                self._parcels.discard_soon(id_)
                 self._preparing.do(lambda: self.replica.discard(id_))
             case c.Write(number, entry):
                 self._write(number, entry)

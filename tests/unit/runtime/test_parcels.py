@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from replicast.update import finite
 from replicast.update.blocks import BLOCK_BYTES
 from replicast.update.schema import Schema, Variable
 from replicast.update.update import Update
+from tests.unit.chains import chain_of
 
 ROWS, WIDTH = BLOCK_BYTES // 16 + 1, 4  # more than a block each
 NAMES = [f"table_{number}" for number in range(5)]
@@ -128,3 +130,32 @@ def test_what_was_prepared_is_kept_by_id_and_content(host: Host) -> None:
             worker.take("update", "another digest")
         update, parcel_id = worker.take("update", parcel.digest)
         assert (update.id, parcel_id) == ("update", parcel.id)
+
+
+def test_refused_updates_leave_no_more_memory_on_any_host_than_is_kept_for_the_next(tmp_path: Path) -> None:
+    transports = chain_of("aab", tmp_path)
+    workers = [Parcels(transport, "job", rank, SCHEMA) for rank, transport in enumerate(transports)]
+    held = []
+    for _ in range(3):
+        parcel = workers[1].publish(an_update(spoilt=0), "ticket")
+
+        def refusal(worker: Parcels, parcel: Parcel = parcel) -> UpdateRefused:
+            with pytest.raises(UpdateRefused) as refused:
+                worker.prepare("update", parcel.digest, parcel, 30.0)
+            return refused.value
+
+        with ThreadPoolExecutor(3) as threads:
+            assert {one.variable for one in threads.map(refusal, workers)} == {NAMES[0]}
+        for worker in workers:
+            worker.discard("update")
+        workers[1].release_ticket("ticket", Stage.REFUSED)
+        held.append(open_files(tmp_path))
+    for transport in transports:
+        transport.close()
+    assert held == [1, 1, 1], "the second host keeps one file"
+    assert open_files(tmp_path) == 0
+
+
+def open_files(directory: Path) -> int:
+    """How many descriptors of files in a directory this process has, with or without a name."""
+    return sum(str(entry.resolve()).startswith(str(directory)) for entry in Path("/proc/self/fd").iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from replicast.core.stage import Stage
 from replicast.storage.fence import Fence
 from replicast.storage.journal import FileJournal, MemoryJournal
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
+from replicast.transport import Parcel
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 from tests.unit.runtime.playing import bias, bias_of, loss_of_bias, refusal, scheduled
@@ -116,3 +118,40 @@ def test_a_later_start_does_not_apply_what_was_withdrawn_and_can_withdraw_too(tm
         again.train(10)
         assert [bias_of(worker) for worker in again.workers] == [1.0, 1.0]
         assert again.journal.history().withdrawn == {"number-1", "number-2"}
+
+
+def test_a_worker_that_is_late_does_not_wait_for_the_bytes_of_a_withdrawn_update() -> None:
+    with Job(2) as job:
+        quick, late = job.workers
+        goes_on, prepared, asked_for = threading.Event(), list[str](), list[str]()
+        note_quick, note_late = (worker.session.replica.on_stage for worker in job.workers)
+        receive = late.transport.receive
+
+        def noting_quick(id_: str, stage: str) -> None:
+            note_quick(id_, stage)
+            prepared.append(id_)
+
+        def noting_late(id_: str, stage: str) -> None:
+            note_late(id_, stage)
+            if (id_, stage) == ("first", "prepared"):
+                goes_on.wait(DEADLINE_SECS)
+
+        def receiving(parcel: Parcel, *more: Any) -> Any:
+            asked_for.append(parcel.id)
+            return receive(parcel, *more)
+
+        quick.session.replica.on_stage, late.session.replica.on_stage = noting_quick, noting_late
+        late.transport.receive = receiving  # type: ignore[method-assign]
+        first = quick.session.propose(bias(1.0, id="first"))
+        for worker in (quick, late):  # that of worker 1 shows that it has heard of the end of the other one
+            ticket = worker.session.propose(bias(10.0, id=f"of-{worker.rank}"))
+            eventually(lambda id_=f"of-{worker.rank}": id_ in prepared)
+            job.withdraw(f"of-{worker.rank}")
+            eventually(lambda ticket=ticket: ticket.stage is Stage.WITHDRAWN)
+        goes_on.set()
+        last = quick.session.propose(bias(100.0, id="last"))
+        job.train(4)
+        first.result(DEADLINE_SECS)
+        last.result(DEADLINE_SECS)
+        assert len([id_ for id_ in asked_for if "-0-" in id_]) == 2, asked_for
+        assert [bias_of(one) for one in job.workers] == [101.0, 101.0]
