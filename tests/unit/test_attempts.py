@@ -15,13 +15,15 @@ from replicast.storage.fence import Fence
 SECS = 10.0
 
 
-def attempts(run_dir: Path, environ: dict[str, str]) -> list[int]:
+def attempts(
+    run_dir: Path | None, environ: dict[str, str], of_second: Path | None = Path("/not-here")
+) -> list[int]:
     """What each of two workers is told; the second one cannot see the run directory."""
     store = MemoryCoordination.Store()
     exchanges = [
         Exchange(MemoryCoordination(store), "job", rank, 2, has_left=lambda worker: False) for rank in (0, 1)
     ]
-    places = (run_dir, run_dir / "not-here")
+    places = (run_dir, of_second)
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda rank: attempt_of(places[rank], exchanges[rank], SECS, environ), (0, 1)))
 
@@ -40,3 +42,10 @@ def test_without_a_launcher_every_start_in_a_run_directory_is_the_next_attempt_o
 def test_a_launcher_s_number_counts(tmp_path: Path, counted: int) -> None:
     Fence(tmp_path, attempt=3).release()
     assert attempts(tmp_path, {"REPLICAST_ATTEMPT": str(counted)}) == [counted, counted]
+
+
+def test_workers_of_which_only_some_have_a_run_directory_are_in_the_same_attempt(tmp_path: Path) -> None:
+    Fence(tmp_path, attempt=0).release()
+    assert attempts(tmp_path, {}, None) == [1, 1]
+    assert attempts(None, {}, tmp_path) == [0, 0]
+    assert attempts(None, {}, None) == [0, 0]

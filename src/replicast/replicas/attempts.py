@@ -20,18 +20,20 @@ def attempt_of(
     All workers call it. Worker 0 looks into the run directory and tells the others, who may not see it.
 
     Args:
-        run_dir: The run directory, if there is one.
+        run_dir: The run directory, if this worker has one.
         exchange: Reaches the other workers.
         timeout_secs: How long to wait for them.
         environ: The environment.
     """
-    if ATTEMPT in environ or run_dir is None:
+    if ATTEMPT in environ:
         return read_launch(environ).attempt
-    counted = str(_next(run_dir)) if exchange.rank == 0 else ""
+    counted = str(_next(run_dir)) if exchange.rank == 0 else ""  # the others may have no run directory
     return int(exchange.agree("attempt", counted, timeout_secs)[0])
 
 
-def _next(run_dir: Path) -> int:
+def _next(run_dir: Path | None) -> int:
+    if run_dir is None:
+        return 0
     try:
         last = last_claim(run_dir)
     except (FileDamaged, OSError):  # Whoever claims the run directory reports it.
