@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -12,51 +13,69 @@ Result = TypeVar("Result")
 _POLL_SECS = 0.2
 _MAX_DELAY_SECS = 5.0
 """A longer delay than this between two looks means that this process itself was stopped."""
-_BUSY = 0.2
-"""With more CPU time than this part of a delay, the process was running."""
+_TURNS_PER_SEC = 5
+"""A thread that waits for Python's lock looks for it 200 times a second, and less on a busy machine."""
+
+
+def turns_of(thread: int) -> int | None:
+    """How often a thread of this process has waited and run again; None if the system does not tell."""
+    try:
+        text = Path(f"/proc/self/task/{thread}/status").read_text()
+        return int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+    except (OSError, IndexError, ValueError):
+        return None
 
 
 class Pauses:
     """Notices when this process stood still: stopped by SIGSTOP, or suspended with its machine.
 
-    Somebody must call `look` often. A long time between two calls is a pause if the process used hardly any
-    CPU time in it: a call that only held Python's lock is none. Any thread may call any method.
+    One thread must call `look` often. A long time between two calls is a pause if that thread hardly ran in
+    it: while a call holds Python's lock, it runs often, to look for the lock. Any thread may ask.
 
     Args:
         shortest_secs: What counts as a pause.
-        clock: Returns the time in seconds.
-        cpu_clock: Returns the CPU time of this process in seconds.
+        clock: Returns the time in seconds, including that in which the machine is suspended.
+        turns: Returns how often a thread has run.
     """
 
     def __init__(
         self,
         shortest_secs: float,
-        clock: Callable[[], float] = time.monotonic,
-        cpu_clock: Callable[[], float] = time.process_time,
+        clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
+        turns: Callable[[int], int | None] = turns_of,
     ) -> None:
         self._shortest_secs = shortest_secs
         self._clock = clock
-        self._cpu_clock = cpu_clock
+        self._turns = turns
         self._lock = threading.Lock()
-        self._looked = (clock(), cpu_clock())
+        self._thread: int | None = None
+        self._looked: tuple[float, int | None] = (clock(), None)
         self._last: tuple[float, float] | None = None
 
     def look(self) -> None:
-        """Notes a pause that has just ended."""
-        with self._lock:
-            now, cpu = self._clock(), self._cpu_clock()
-            secs, cpu_secs = now - self._looked[0], cpu - self._looked[1]
-            self._looked = (now, cpu)
-            if secs >= self._shortest_secs and cpu_secs < _BUSY * secs:
-                self._last = (now, secs)
+        """Notes a pause that has just ended. Always called by the same thread."""
+        self._thread = threading.get_native_id()
+        self._compare()
 
     def last_secs(self, within_secs: float) -> float | None:
         """How long the last pause was; None if it did not end in the last `within_secs`."""
-        self.look()
+        self._compare()
         with self._lock:
             if self._last is None or self._clock() - self._last[0] > within_secs:
                 return None
             return self._last[1]
+
+    def _compare(self) -> None:
+        if self._thread is None:
+            return
+        with self._lock:
+            now, turns = self._clock(), self._turns(self._thread)
+            secs, before = now - self._looked[0], self._looked[1]
+            self._looked = (now, turns)
+            if turns is None or before is None or secs < self._shortest_secs:
+                return
+            if turns - before < _TURNS_PER_SEC * secs:
+                self._last = (now, secs)
 
 
 def on_silence(

@@ -1,19 +1,28 @@
-"""Whether a process itself stood still: with clocks that are set by hand."""
+"""Whether a process itself stood still: with a clock that is set by hand, and in this process."""
 
 from __future__ import annotations
 
-from replicast.silence import Pauses
+import ctypes
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from replicast.silence import Pauses, on_silence
 
 
 class Clocks:
-    """The time, and the CPU time of the process."""
+    """The time, and how often the thread that looks has run."""
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.cpu = 3.0
+        self.turns: int | None = 3
 
     def pauses(self) -> Pauses:
-        return Pauses(5.0, lambda: self.now, lambda: self.cpu)
+        pauses = Pauses(5.0, lambda: self.now, lambda thread: self.turns)
+        pauses.look()
+        return pauses
 
 
 def test_a_process_that_did_not_run_knows_for_how_long_and_forgets_it_later() -> None:
@@ -30,8 +39,59 @@ def test_a_process_that_did_not_run_knows_for_how_long_and_forgets_it_later() ->
     assert pauses.last_secs(within_secs=30.0) is None
 
 
-def test_a_process_whose_thread_had_no_turn_was_running() -> None:
+def test_a_process_whose_thread_ran_but_had_no_turn_in_python_was_running() -> None:
     clocks = Clocks()
     pauses = clocks.pauses()
-    clocks.now, clocks.cpu = clocks.now + 15.0, clocks.cpu + 9.0
+    clocks.now, clocks.turns = clocks.now + 15.0, 3 + 300
     assert pauses.last_secs(within_secs=30.0) is None
+
+
+def test_where_the_system_does_not_tell_nobody_is_said_to_have_stood_still() -> None:
+    clocks = Clocks()
+    clocks.turns = None
+    pauses = clocks.pauses()
+    clocks.now += 15.0
+    assert pauses.last_secs(within_secs=30.0) is None
+
+
+def test_a_call_that_holds_python_s_lock_and_waits_is_no_pause() -> None:
+    pauses, stop, looked = Pauses(0.5), threading.Event(), threading.Event()
+
+    def look() -> None:
+        pauses.look()
+        looked.set()
+
+    on_silence(time.monotonic_ns, 100.0, lambda: None, until=stop, look=look)
+    looked.wait(20)
+    ctypes.PyDLL(None).usleep(900_000)  # as a slow disk does to a library that keeps the lock
+    looked.clear()
+    looked.wait(20)
+    assert pauses.last_secs(within_secs=60.0) is None
+    stop.set()
+
+
+STOPPED = """
+import threading, time
+from replicast.silence import Pauses, on_silence
+pauses = Pauses(0.5)
+on_silence(time.monotonic_ns, 100.0, lambda: None, until=threading.Event(), look=pauses.look)
+time.sleep(0.5)
+print("ready", flush=True)
+input()
+print(pauses.last_secs(within_secs=60.0))
+"""
+
+
+def test_a_process_that_was_stopped_knows_it() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.0)
+        process.send_signal(signal.SIGCONT)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert float(process.stdout.readline()) >= 0.8
