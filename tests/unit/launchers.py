@@ -170,6 +170,7 @@ class World:
             launcher.connected_to, launcher.connected_at = first.session, self.now
             launcher.sent = None
             first.leader.on_joined(launcher.node, launcher.session, f"10.0.0.{launcher.node}", self.now)
+            self._send_order(launcher, first.session, first.leader.order)  # At once, as `First` does.
 
     def _send_report(self, launcher: Launcher) -> None:
         report, session = launcher.member.report, launcher.connected_to

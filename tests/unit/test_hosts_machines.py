@@ -202,6 +202,41 @@ def test_a_launcher_that_comes_back_at_once_is_not_taken_for_the_old_one() -> No
     assert world.running() == [1, 1]
 
 
+def test_a_launcher_that_comes_back_at_once_does_not_run_its_last_attempt_again() -> None:
+    leader = Leader(("a", "b"), "first", 3, HostTimeouts(), 0.0)
+    for node, session in enumerate(("first", "one")):
+        leader.on_joined(node, session, "", 0.0)
+        leader.on_report(node, Report(next_attempt=0), 0.0)
+    assert (leader.order.phase, leader.order.attempt) == (Phase.RUN, 0)
+    leader.on_report(1, Report(next_attempt=0, attempt=0, running=True), 1.0)
+    leader.on_closed(1, "one", 2.0)
+    leader.on_joined(1, "two", "", 2.1)
+    assert leader.order.phase is Phase.END, "this order is the first that the new launcher hears"
+    member = Member(1, 1, 3, HostTimeouts(), 2.1)
+    stale = replace(leader.order, phase=Phase.RUN)
+    assert not any(isinstance(one, Start) for one in member.on_order(stale, 2.1)), "there are logs of it"
+
+
+def test_a_host_that_finished_long_ago_waits_for_the_first_launcher_to_come_back() -> None:
+    world = started(2)
+    world.finish(1)
+    world.run(10 * world.timeouts.join_secs)
+    world.kill(0)
+    world.run(10.0)
+    assert world.codes() == [None, None]
+    world.boot(0)
+    world.run(3.0)
+    assert world.running() == [1, 1]
+
+
+def test_the_first_launcher_does_not_take_itself_for_lost_after_it_was_stopped() -> None:
+    member = Member(0, 0, 0, HostTimeouts(), 0.0)
+    order = Order(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=0, hosts=("a", "b"))
+    assert [type(one) for one in member.on_order(order, 0.0)] == [Start]
+    died = Failed(host=0, worker=0, code=3)
+    assert member.on_group_end(died, 100.0, left_behind=False) == [], "it decides when it has looked around"
+
+
 def test_the_first_launcher_that_is_killed_and_started_again_continues_the_count() -> None:
     world = started(2)
     world.fail(0)

@@ -111,6 +111,8 @@ class HostsAttempts:
                 while self._events:
                     event = self._events.pop(0)
                     if isinstance(event, kinds):
+                        self._link.put_back(self._events)  # An `End`, for the group that is started now.
+                        self._events = []
                         return event
                     self._tell(event)
                 selector.select(_POLL_SECS)

@@ -92,9 +92,9 @@ class First:
             accepted, _ = self._listener.accept()
         except OSError:
             return
-        if sum(one.hello is None for one in self._connections) >= _MAX_STRANGERS:
-            accepted.close()
-            return
+        strangers = [one for one in self._connections if one.hello is None]
+        if len(strangers) >= _MAX_STRANGERS:  # A launcher introduces itself at once: the oldest is none.
+            self._drop(strangers[0], is_closed=False)
         with contextlib.suppress(OSError):
             self._connections.append(Connection(accepted, self._secret, is_first=True))
 

@@ -92,6 +92,7 @@ class Leader:
             host.report = None
         host.session, host.address = session, address
         host.presence.hear(now)
+        self._advance(now)  # What it hears first must not be to run the attempt that has just failed.
 
     def on_report(self, node: int, report: Report, now: float) -> None:
         """A launcher reports its state."""

@@ -82,6 +82,12 @@ class Link:
             events.append(self._events.popleft())
         return events
 
+    def put_back(self, events: Sequence[Event]) -> None:
+        """Returns events that were taken too early: they are the next ones to take."""
+        self._events.extendleft(reversed(events))
+        if events:
+            _wake(self._wake_main)
+
     def post(self, event: Posted) -> None:
         """Has the thread call a function with the state machine of this launcher and the time."""
         self._posted.put(event)

@@ -125,7 +125,7 @@ class Member:
         if order.phase is Phase.END and order.attempt != self.report.attempt:
             self._skip(order)
         commands = self._restart(order) if self._follows(order) else []
-        if order.phase is Phase.RUN and order.attempt != self.report.attempt and self.report.signal is None:
+        if self._may_start(order):
             return [*commands, *self._start(order)]
         if order.phase is Phase.RUN:  # The workers here have finished, those of other hosts have not.
             return commands
@@ -175,7 +175,7 @@ class Member:
         self._waits_since, self._next_tell = now, now + self._timeouts.tell_after_secs
         if self._order.phase is Phase.OVER:
             return self._finish(Over(self._order))
-        return self.on_time(now)
+        return []
 
     def _take_other_leader(self, order: Order) -> list[Command]:
         """The first launcher was started again: nobody knows of the attempt that runs here."""
@@ -184,6 +184,11 @@ class Member:
             return []
         lost = Failure(host=0, why="its launcher ended and was started again", reported_by=self._node)
         return self._end_because(lost)
+
+    def _may_start(self, order: Order) -> bool:
+        """Whether the order is to run an attempt of which there is nothing here, by whichever launcher."""
+        is_new = order.attempt != self.report.attempt and order.attempt >= self.report.next_attempt
+        return order.phase is Phase.RUN and is_new and self.report.signal is None
 
     def _start(self, order: Order) -> list[Command]:
         self._told_end, self._told_restart = None, False
@@ -247,6 +252,9 @@ class Member:
         gone = replace(over, failure=lost, code=PEER_FAILED)
         if has_run and order.restarts >= order.max_restarts:
             return self._finish(Over(gone, alone=True))
+        heard = self._presence.heard_at
+        if heard is not None:  # It may have been there long after the workers here had exited.
+            self._waits_since = max(self._waits_since, heard)
         if now - self._waits_since >= self._timeouts.join_secs:
             lost = replace(lost, why=f"it did not come within {self._timeouts.join_secs:g} s")
             return self._finish(Over(replace(gone, failure=lost), alone=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from replicast.supervisor.hosts.timeouts import HostTimeouts
 from replicast.supervisor.plan import Job
 
 DEFAULT_RDZV_PORT = 29400
-_MAX_SECRET_BYTES = 4096
+_MAX_SECRET_BYTES = _MAX_PROGRAM = 4096
 _NAME_SECS, _PAUSE_SECS = 10.0, 0.5
 
 
@@ -153,13 +154,22 @@ def identity_of(job: Job, max_restarts: int) -> Identity:
     """What must be the same on all hosts of a job."""
     return Identity(
         version=metadata.version("replicast"),
-        program=job.argv[1:],
+        program=_shortened(job.argv[1:]),
         workers=job.workers,
         nodes=job.nodes,
         hosts=job.hosts,
         port=job.port,
         max_restarts=max_restarts,
     )
+
+
+def _shortened(program: tuple[str, ...]) -> tuple[str, ...]:
+    """A program with its arguments; many are replaced by their digest, so that they fit into a message."""
+    text = "\0".join(program)
+    if len(text) <= _MAX_PROGRAM:
+        return program
+    digest = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+    return (program[0][:200], f"({len(program) - 1} arguments with the digest {digest})")
 
 
 def make_link(
