@@ -60,7 +60,9 @@ def progress_target(environ: Mapping[str, str], rank: int) -> ProgressTarget:
             )
         token_file = environ.get(f"{KUBEFLOW_SERVER}_TOKEN")
         ca_file = environ.get(f"{KUBEFLOW_SERVER}_CA_CERT")
-    if url and not (url.startswith(("http://", "https://")) and urlsplit(url).hostname):
+    if "@" in url:  # Not shown: what comes before it may be a password.
+        raise ClusterError(f"{PROGRESS_URL} must be an address without a user, a password and @")
+    if url and not _is_address(url):
         raise ClusterError(
             f'{PROGRESS_URL} must be an http or https address, or "kubeflow"', received=shortened(url)
         )
@@ -70,6 +72,14 @@ def progress_target(environ: Mapping[str, str], rank: int) -> ProgressTarget:
         token_file=Path(token_file) if token_file else None,
         ca_file=ca_file or None,
     )
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # A port that is none, or a bracket that is not closed.
+        return False
 
 
 def trusted_networks(environ: Mapping[str, str], addresses: Sequence[str]) -> tuple[Network, ...] | None:

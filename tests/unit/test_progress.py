@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from replicast.errors import ClusterError
 from replicast.options import ProgressTarget, progress_target
 from replicast.replicas.position import Fit, Position
 from replicast.replicas.progress import MAX_METRICS, Progress, ProgressReports
+from replicast.strictjson import parse_object
 
 SECS = 10.0
 STATUS = Path(__file__).parents[1] / "long" / "schedulers" / "kubeflow_status.json"
@@ -158,6 +161,46 @@ def test_metrics_that_cannot_be_read_cost_one_warning(
     assert caplog.text.count("is not reported") == 1
 
 
+def test_a_scheduler_that_never_finishes_its_answer_delays_no_heartbeat(tmp_path: Path) -> None:
+    path = tmp_path / "beat.json"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        beats = reports(ProgressTarget(file=path, url=f"http://127.0.0.1:{server.getsockname()[1]}/"))
+        beats.start()
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(65536)
+            asked = time.time()
+            ends = time.monotonic() + SECS
+            connection.sendall(b"HTTP/1.1 200 OK\r\n")
+            while not (path.exists() and json.loads(path.read_text())["time"] > asked + 0.5):
+                assert time.monotonic() < ends, "the file is written while the POST is under way"
+                connection.sendall(b"X-More: please\r\n")
+                time.sleep(0.2)
+    beats.stop(finished=True)
+
+
+def test_a_token_file_with_something_else_in_it_is_not_shown(
+    caplog: pytest.LogCaptureFixture, scheduler: Scheduler, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret-one\nsecret-two\n")
+    beats = reports(ProgressTarget(url=scheduler.url, token_file=token))
+    beats.start()
+    wait(lambda: "cannot be sent" in caplog.text)
+    beats.stop(finished=True)
+    assert "secret-" not in caplog.text
+    assert not scheduler.received
+
+
+def test_a_loss_that_is_not_a_number_leaves_the_heartbeat_readable(tmp_path: Path) -> None:
+    path = tmp_path / "beat.json"
+    beats = reports(ProgressTarget(file=path), metrics=lambda: {"loss": math.nan, "accuracy": 0.5})
+    beats.start()
+    wait(path.exists)
+    beats.stop(finished=True)
+    assert parse_object(path.read_bytes())["metrics"] == {"loss": None, "accuracy": 0.5}
+
+
 def test_by_default_nothing_is_reported_even_in_a_trainjob() -> None:
     assert progress_target({"KUBEFLOW_TRAINER_SERVER_URL": "https://a/b"}, rank=0) == ProgressTarget()
 
@@ -167,8 +210,16 @@ def test_by_default_nothing_is_reported_even_in_a_trainjob() -> None:
     [
         ({"REPLICAST_PROGRESS_URL": "kubeflow"}, "KUBEFLOW_TRAINER_SERVER_URL is not set"),
         ({"REPLICAST_PROGRESS_URL": "file:///etc/passwd"}, "must be an http or https address"),
+        ({"REPLICAST_PROGRESS_URL": "http://[::1/"}, "must be an http or https address"),
+        ({"REPLICAST_PROGRESS_URL": "http://a:b/"}, "must be an http or https address"),
     ],
 )
 def test_an_address_that_is_none_is_refused(environ: dict[str, str], said: str) -> None:
     with pytest.raises(ClusterError, match=said):
         progress_target(environ, rank=0)
+
+
+def test_an_address_with_a_password_is_refused_and_not_shown() -> None:
+    with pytest.raises(ClusterError, match="without a user") as refused:
+        progress_target({"REPLICAST_PROGRESS_URL": "https://me:hidden@a/b"}, rank=0)
+    assert "hidden" not in str(refused.value)

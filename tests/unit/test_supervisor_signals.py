@@ -162,6 +162,35 @@ print(told.wait(10), flush=True)
     assert (ended.returncode, ended.stdout) == (0, "True\nTrue\n"), ended.stderr
 
 
+def test_a_handler_that_the_script_sets_before_the_main_thread_is_free_stays() -> None:
+    ended = ended_script("""
+import threading, time
+def own(number, frame):
+    print("the script's")
+def train():
+    print(on_sigterm(lambda: print("ours")), flush=True)
+trains = threading.Thread(target=train)
+really = signal.getsignal
+def slowly(number):  # The main thread sets its handler after we have looked.
+    found = really(number)
+    if threading.current_thread() is trains:
+        signal.getsignal = really
+        looked.set()
+        was_set.wait(10)
+    return found
+looked, was_set = threading.Event(), threading.Event()
+signal.getsignal = slowly
+trains.start()
+looked.wait(10)
+signal.signal(signal.SIGTERM, own)
+was_set.set()
+while trains.is_alive():
+    time.sleep(0.01)
+signal.raise_signal(signal.SIGTERM)
+""")
+    assert ended.stdout == "True\nthe script's\n", ended.stderr
+
+
 def test_a_handler_of_ray_which_only_ends_the_process_is_replaced_and_one_of_the_script_is_not() -> None:
     ended = ended_script("""
 def handler(number, frame):

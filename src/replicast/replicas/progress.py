@@ -1,8 +1,8 @@
 """Progress for schedulers: a heartbeat file, and a POST as Kubeflow's Trainer wants it. Off by default.
 
-One thread per worker, which `ProgressReports.stop` ends. It never stops training: whatever fails is logged
-once. Everything is bounded: the time of a POST, the number and length of what is sent, and the wait at the
-end of the job.
+A thread writes the file, and another one sends, which may wait for a slow server; `ProgressReports.stop` ends
+both. They never stop training: whatever fails is logged once. Everything is bounded: the number and length of
+what is sent, the silence of the server, and the wait at the end of the job.
 """
 
 from __future__ import annotations
@@ -62,6 +62,11 @@ class Progress:
     remaining_secs: int | None
     metrics: Mapping[str, float]
 
+    def heartbeat(self) -> dict[str, Any]:
+        """The JSON object of the file; a metric that is not a finite number is null, as JSON has no NaN."""
+        metrics = {name: value if math.isfinite(value) else None for name, value in self.metrics.items()}
+        return asdict(self) | {"metrics": metrics}
+
     def kubeflow(self) -> dict[str, Any]:
         """The body that Kubeflow's status server expects: UpdateTrainJobStatusRequest."""
         status: dict[str, Any] = {"lastUpdatedTime": datetime.fromtimestamp(self.time, UTC).isoformat()}
@@ -120,15 +125,20 @@ class ProgressReports:
         self._finished = False
         self._stopping = threading.Event()
         self._warned: set[str] = set()
+        self._latest: Progress | None = None
+        self._has_last = threading.Event()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+        self._sender = threading.Thread(target=self._send, name="progress-send", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread, if there is anything to report to."""
+        """Starts the threads, if there is anything to report to."""
         if self._target.file is not None or self._posts:
             self._thread.start()
+        if self._posts:
+            self._sender.start()
 
     def stop(self, *, finished: bool) -> None:
-        """Makes the last report and ends the thread; waits at most `END_SECS`. A second call does nothing.
+        """Makes the last report and ends the threads; waits at most `END_SECS`. A second call does nothing.
 
         Args:
             finished: Whether the script has reached its end, rather than being told to stop or failing.
@@ -136,27 +146,35 @@ class ProgressReports:
         if self._stopping.is_set() or not self._thread.is_alive():
             return
         self._finished = finished
+        until = time.monotonic() + END_SECS
         self._stopping.set()
         self._thread.join(END_SECS)
+        if self._sender.is_alive():
+            self._sender.join(max(0.0, until - time.monotonic()))
 
     @property
     def _posts(self) -> bool:
         return self._target.url is not None and self._rank == 0
 
     def _run(self) -> None:
-        posted = -math.inf
         ends = False
         while not ends:
             ends = self._stopping.wait(FILE_SECS)
             try:
-                progress = self._look()
+                self._latest = self._look()
+                self._write(self._latest)
             except Exception as error:  # for example a metric of an unknown kind
                 self._warn("The progress of the training is not reported", error)
-                continue
-            self._write(progress)
-            if self._posts and (ends or time.monotonic() - posted >= POST_SECS):
+        self._has_last.set()
+
+    def _send(self) -> None:
+        posted = -math.inf
+        ends = False
+        while not ends:
+            ends = self._has_last.wait(FILE_SECS)
+            if self._latest is not None and (ends or time.monotonic() - posted >= POST_SECS):
                 posted = time.monotonic()
-                self._post(progress)
+                self._post(self._latest)
 
     def _look(self) -> Progress:
         now, step, training = time.time(), self._step(), self._training()
@@ -184,7 +202,7 @@ class ProgressReports:
         if self._target.file is None:
             return
         try:
-            write_quickly(self._target.file, json.dumps(asdict(progress)))
+            write_quickly(self._target.file, json.dumps(progress.heartbeat(), allow_nan=False))
         except OSError as error:
             self._warn("The heartbeat file cannot be written", error)
 
@@ -218,6 +236,8 @@ def post(target: ProgressTarget, body: bytes) -> int:
     headers = {"Content-Type": "application/json"}
     if target.token_file is not None:  # Read each time: Kubernetes replaces it every hour.
         token = read_small(target.token_file, max_bytes=MAX_TOKEN_BYTES).decode("ascii").strip()
+        if len(token.split()) != 1:  # http.client would show it in its error.
+            raise OSError(f"{target.token_file} does not hold a token")
         headers["Authorization"] = f"Bearer {token}"
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:

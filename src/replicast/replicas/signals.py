@@ -63,13 +63,22 @@ def on_sigterm(act: Callable[[], object], *, now: Callable[[], float] = time.mon
         Whether there is a handler, ours or the script's. Only the main thread can set one: from another
         thread this waits up to `MAIN_THREAD_SECS` until the main thread runs Python code and sets it.
     """
+
+    def set_handler() -> None:
+        there = signal.getsignal(signal.SIGTERM)  # Again: it may be some time since it was looked at.
+        if isinstance(there, Handler):
+            there.act = act
+        elif _may_replace(there):
+            signal.signal(signal.SIGTERM, Handler(act, now))
+
     there = signal.getsignal(signal.SIGTERM)
     if isinstance(there, Handler):
         there.act = act
-    elif there is signal.SIG_DFL or getattr(there, "__module__", None) in _ONLY_EXITS:
-        handler = Handler(act, now)
-        return _in_main_thread(lambda: signal.signal(signal.SIGTERM, handler))
-    return True
+    return not _may_replace(there) or _in_main_thread(set_handler)
+
+
+def _may_replace(handler: object) -> bool:
+    return handler is signal.SIG_DFL or getattr(handler, "__module__", None) in _ONLY_EXITS
 
 
 def _in_main_thread(act: Callable[[], object]) -> bool:

@@ -273,7 +273,8 @@ def _run_probe(
     run_dir: str, deadline_secs: float, waiting: Callable[[float], object]
 ) -> tuple[int | None, str]:
     """Runs the probe on two workers; the exit code is None when the deadline passed."""
-    command = [sys.executable, "-m", "replicast.cli", "run", "-n", "2", "--run-dir", run_dir, "-m", _PROBE]
+    command = [sys.executable, "-m", "replicast.cli", "run", "-n", "2", "--run-dir", run_dir, "--grace", "5"]
+    command += ["-m", _PROBE]
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     quiet, pipe = subprocess.DEVNULL, subprocess.PIPE
     with subprocess.Popen(command, env=environ, stdout=quiet, stderr=pipe, errors="replace") as launcher:
