@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -170,3 +171,11 @@ def test_a_job_between_machines_warns_once_and_one_on_the_loopback_or_with_trust
 def test_the_loopback_and_link_local_addresses_are_not_outside() -> None:
     assert not {"127.0.0.1", "::1"} & set(outside_addresses())
     assert not any(address.startswith(("fe80", "169.254.")) for address in outside_addresses())
+
+
+def test_a_system_that_does_not_tell_its_interfaces_stops_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses() -> list[tuple[int, str]]:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(socket, "if_nameindex", refuses)
+    assert all(":" in address for address in outside_addresses()), "those of IPv6 come from a file"

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from replicast.config import Cluster
-from replicast.errors import ClusterError
+from replicast.errors import ClusterError, LaunchRefused
 from replicast.supervisor.machine import Machine, assign_gpus, thread_settings, visible_gpus
 from replicast.supervisor.plan import Job, WorkerPlan, check_job, parse_tee, plan_workers
+from replicast.supervisor.program import check_script
 
 JOB = Job(argv=("python", "train.py", "--lr", "1"), workers=2)
 GIVEN = Cluster(addresses=("a:1", "b:2", "c:3"), rank=2, task_index=2)
@@ -204,3 +205,16 @@ def test_whose_output_is_shown(text: str | None, node_rank: int, expected: set[i
 def test_a_worker_that_does_not_exist_cannot_be_shown(text: str) -> None:
     with pytest.raises(ClusterError, match="--tee"):
         parse_tee(text, JOB)
+
+
+@pytest.mark.parametrize("name", ["python_train", "pythonic"])
+def test_a_script_whose_name_only_begins_like_python_is_run(tmp_path: Path, name: str) -> None:
+    script = tmp_path / name
+    script.touch()
+    check_script(str(script))
+
+
+@pytest.mark.parametrize("name", ["python", "python3", "/usr/bin/python3.11"])
+def test_python_itself_is_refused_as_a_script(name: str) -> None:
+    with pytest.raises(LaunchRefused, match="is Python itself"):
+        check_script(name)

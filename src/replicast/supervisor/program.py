@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from replicast.errors import LaunchRefused
+
+_PYTHON = re.compile(r"python[0-9.]*t?")
 
 
 def check_script(script: str) -> None:
@@ -16,7 +19,7 @@ def check_script(script: str) -> None:
     Raises:
         LaunchRefused: There is no such file, or it is a program and no script.
     """
-    if Path(script).name.startswith("python") and not script.endswith(".py"):
+    if _PYTHON.fullmatch(Path(script).name) and not Path(script).is_dir():
         raise LaunchRefused(
             f"{script!r} is Python itself, which replicast run starts",
             remedy="Give the script alone: replicast run --workers 2 train.py",
