@@ -14,7 +14,9 @@ from replicast.bench import figures, plan, session
 from replicast.bench.figures import Figure, as_json, combine, line, parse, ratio_to_floor
 from replicast.bench.plan import MEASURES, Plan, check_room, parse_size, size_text
 from replicast.cli import main
+from replicast.demo import job
 from replicast.errors import LaunchRefused
+from replicast.supervisor import EndTimeouts
 
 Progress = Callable[[int, int, str], None]
 TWO_ROUNDS = [Figure(name, (0.01 * place, 0.02 * place)) for place, name in enumerate(MEASURES, 1)]
@@ -164,3 +166,8 @@ def test_a_job_that_cannot_start_is_told_and_leaves_no_files(
     with pytest.raises(session.BenchFailed, match="The job ended with exit code 1"):
         session.measure(Plan(1, 10**4, 1), lambda *_: None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_and_demo_give_the_launcher_the_time_that_it_gives_its_workers() -> None:
+    launcher = EndTimeouts()
+    assert min(session.STOP_SECS, job.STOP_SECS) > launcher.stop_secs + launcher.kill_secs

@@ -21,7 +21,7 @@ WARM_UP = -1
 """The number of the round that does not count."""
 SILENCE_SECS = 300.0
 """How long the workers may take for their start, or for one measure."""
-STOP_SECS = 20.0
+STOP_SECS = 45.0
 """Longer than the launcher waits for its workers to exit."""
 LOOK_SECS = 0.1
 _ENVIRONMENT = {

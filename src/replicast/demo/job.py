@@ -19,7 +19,7 @@ WORKERS = 2
 JOB_SECS, COMMAND_SECS = 180.0, 60.0
 PAUSE = "pause"
 """While this file exists, train.py waits: the push must come before its step."""
-STOP_SECS = 20.0
+STOP_SECS = 45.0
 """Longer than `replicast run` waits for its workers to exit."""
 LOOK_SECS = 0.05
 ENVIRONMENT = {
