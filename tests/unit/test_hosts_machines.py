@@ -103,6 +103,21 @@ def test_the_first_cause_is_the_first_that_failed_by_itself_on_any_host() -> Non
     assert leader.order.failure == details, "what follows about the same worker changes no order"
 
 
+def test_the_first_cause_stays_the_first_though_its_host_is_lost_then() -> None:
+    leader = Leader(("a", "b"), "first", 3, HostTimeouts(), 0.0)
+    for node, session in enumerate(("first", "one")):
+        leader.on_joined(node, session, "", 0.0)
+        leader.on_report(node, Report(next_attempt=0), 0.0)
+    began = Report(next_attempt=0, attempt=0, running=True)
+    leader.on_report(1, replace(began, failure=Failed(host=1, worker=1, code=KILLED)), 1.0)
+    leader.on_report(0, replace(began, failure=Failed(host=0, worker=0, code=-11)), 2.0)
+    leader.on_closed(1, "one", 2.0)
+    leader.on_time(5.0)
+    assert leader.order.failure is not None
+    assert leader.order.failure.host == 1
+    assert "then its connection was closed" in leader.order.failure.why
+
+
 def test_a_launcher_that_ended_its_workers_for_want_of_the_first_does_not_report_a_good_end() -> None:
     member = Member(1, 0, 3, HostTimeouts(), 0.0)
     run = Order(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=3, hosts=("a", "b"))

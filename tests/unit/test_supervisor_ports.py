@@ -1,4 +1,5 @@
 import socket
+import threading
 
 import pytest
 
@@ -60,3 +61,13 @@ def test_a_released_port_is_free_again() -> None:
         pass
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", ports.numbers[0]))
+
+
+def test_a_port_of_workers_that_are_just_ending_is_waited_for() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    ends = threading.Timer(0.3, server.close)
+    ends.start()
+    with hold_ports([port], within_secs=10.0) as held:
+        assert held.numbers == (port,)
+    ends.join()

@@ -39,6 +39,7 @@ from replicast.supervisor.program import check_module, check_script
 from replicast.supervisor.rundir import RUNS
 
 _DIR, _COUNT, _SECS = click.Path(path_type=Path), click.IntRange(min=0), click.FloatRange(min=0)
+_PORTS_SECS = 5.0
 
 
 @click.command(context_settings={"allow_interspersed_args": False, "show_default": True})
@@ -176,7 +177,9 @@ def run(
     shown = parse_tee(tee, job)
     address = PageAddress.parse(serve) if serve is not None else None
     if job.fixed_ports is not None:
-        hold_ports(job.fixed_ports).release()  # Refused here, before a run directory is made.
+        # Refused here, before a run directory is made. After a kill -9 of the launcher before this one, its
+        # workers may take a moment to give back their memory, and hold their ports until then.
+        hold_ports(job.fixed_ports, within_secs=_PORTS_SECS if job.endpoint is not None else 0.0).release()
     name = program.rpartition(".")[2] if module else Path(program).stem
     if run_dir is None and job.endpoint is not None and job.node_rank > 0:
         run_dir = RUNS / ask_run_name(

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import errno
 import socket
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
 from replicast.errors import ClusterError
+
+_PAUSE_SECS = 0.1
 
 
 class HeldPorts:
@@ -47,13 +50,24 @@ def hold_free_ports(count: int) -> HeldPorts:
     return _hold([0] * count)
 
 
-def hold_ports(numbers: Sequence[int]) -> HeldPorts:
+def hold_ports(numbers: Sequence[int], *, within_secs: float = 0.0) -> HeldPorts:
     """Holds the given ports.
+
+    Args:
+        numbers: The ports.
+        within_secs: How long to wait until they are free.
 
     Raises:
         ClusterError: One of them is in use on this machine.
     """
-    return _hold(numbers)
+    until = time.monotonic() + within_secs
+    while True:
+        try:
+            return _hold(numbers)
+        except ClusterError:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(_PAUSE_SECS)
 
 
 def _hold(numbers: Sequence[int]) -> HeldPorts:

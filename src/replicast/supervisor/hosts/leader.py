@@ -130,7 +130,7 @@ class Leader:
     def _lose(self, node: int, why: str) -> None:
         """A host will not end this attempt: its workers are taken for dead."""
         if self._is_under_way() and node not in self._lost():
-            known = self._failures.pop(node, None)
+            known = self._failures.get(node)  # It keeps its place in the order.
             lost = Failure(host=node, why=why, reported_by=0)
             # A worker that failed by itself stays the reason; what became of its host then follows from it.
             keep = known is not None and known.code != PEER_FAILED
