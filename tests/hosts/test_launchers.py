@@ -135,6 +135,22 @@ def test_a_launcher_that_is_killed_ends_the_workers_of_both_and_may_come_back(
     assert f"host {two.hosts[node].address} was lost: its connection was closed" in other.text
 
 
+def test_a_launcher_that_is_started_again_at_once_joins_the_next_attempt(two: Machines) -> None:
+    options = "--max-restarts", "1", "--run-dir", "run", "train.py"
+    first, second = two.launch_all(*options)
+    for rank in range(2):
+        noted_pid(two.directory / f"pid-0-{rank}")
+    second.process.kill()
+    second.process.wait()
+    again = two.launch(1, "--hosts", ",".join(host.address for host in two.hosts), *options)
+    for rank in range(2):
+        noted_pid(two.directory / f"pid-1-{rank}")
+    (two.directory / "finish-1").touch()
+    assert (first.finish(), again.finish()) == (0, 0)
+    assert lines_with([first, again], "was lost: ")[1] == [], "it was mended before this launcher began"
+    assert len(lines_with([first], "was lost: ")[0]) == 1, "when it happened, and not at the end"
+
+
 def test_a_host_that_does_not_come_is_named_and_the_others_end(two: Machines) -> None:
     hosts = "10.77.0.1,10.77.0.2"
     first = two.launch(0, "--hosts", hosts, "--join-timeout", "1", "--run-dir", "run", "train.py")

@@ -148,6 +148,29 @@ def test_all_workers_that_end_well_end_the_job_well_even_if_not_at_once() -> Non
     assert world.codes() == [0, 0]
 
 
+def test_a_failure_that_a_restart_has_mended_is_not_reported_at_the_end() -> None:
+    world = started(2)
+    world.fail(1)
+    world.run(2.0)
+    assert world.running() == [1, 1]
+    world.finish(0)
+    world.finish(1)
+    world.run(3.0)
+    assert world.codes() == [0, 0]
+    assert causes(world) == [None, None]
+
+
+def test_a_failure_that_was_reported_is_not_reported_again_when_the_wait_after_it_is_stopped() -> None:
+    world = started(2)
+    world.kill(1)
+    world.run(5.0)
+    assert len(world.said(0, Restart)) == 1
+    world.signal(0, signal.SIGINT)
+    world.run(3.0)
+    assert world.codes()[0] == 130
+    assert causes(world) == [None]
+
+
 def test_a_worker_that_fails_after_another_host_has_finished_restarts_both() -> None:
     world = started(2)
     world.finish(1)

@@ -156,6 +156,7 @@ class Leader:
         signalled = self._signal()
         if signalled is not None:
             self._stopped_by(signalled)
+            self.order = replace(self.order, failure=None)  # All have reported it.
             self._over(128 + signalled[0])
             return
         missing = tuple(node for node, host in enumerate(self._hosts) if not self._is_ready(host, now))
@@ -194,6 +195,7 @@ class Leader:
             self._stopped_by(signalled)
         elif not self._failures:
             if all(host.has_ended(self.order.attempt) for host in self._hosts):
+                self.order = replace(self.order, failure=None)  # That of the attempt before.
                 self._over(_UNKILLABLE if self._left_behind() else 0)
             return
         self.order = replace(self.order, phase=Phase.END, failure=self._cause())

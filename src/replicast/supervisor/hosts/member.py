@@ -241,7 +241,7 @@ class Member:
         if self._order.phase is Phase.OVER:
             return self._finish(Over(self._order))
         order, own = self._order, self.report.failure
-        over = replace(order, phase=Phase.OVER)
+        over = replace(order, phase=Phase.OVER, failure=own)
         stopped = self.report.signal if self.report.signal is not None else order.signal
         if stopped is not None:
             return self._finish(Over(replace(over, signal=stopped, code=128 + stopped), alone=True))
