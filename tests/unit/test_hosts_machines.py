@@ -319,6 +319,29 @@ def test_a_launcher_whose_first_one_does_not_come_says_so_and_ends() -> None:
     assert causes(world)[0].host == 0  # type: ignore[union-attr]
 
 
+def test_why_the_first_launcher_is_not_reached_is_said_until_it_answers() -> None:
+    world = World(2)
+    world.boot(1)
+    world.of(1).member.on_unreachable("h0:5: Name or service not known")
+    world.run(60.0)
+    assert {one.why for one in world.said(1, Waiting)} == {"h0:5: Name or service not known"}  # type: ignore[union-attr]
+    world.boot(0)
+    world.run(1.0)
+    world.kill(0)
+    world.run(200.0)
+    assert causes(world)[-1].why.endswith(" s")  # type: ignore[union-attr]
+
+
+def test_a_launcher_that_is_stopped_before_the_first_one_came_names_its_own_host() -> None:
+    world = World(2)
+    world.boot(1)
+    world.run(5.0)
+    world.signal(1, 2)
+    world.run(5.0)
+    assert world.codes() == [None, 130]
+    assert [over.order.stopped_on for over in world.said(1, Over)] == [1]  # type: ignore[union-attr]
+
+
 def test_a_late_host_starts_the_job() -> None:
     world = World(2)
     world.boot(0)
@@ -389,14 +412,14 @@ IDENTITY = Identity(
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"version": "2"}, "another version of replicast: 1 on the first host, 2 here"),
+        ({"version": "2"}, "another version of replicast: 1 on the first host, 2 on the other"),
         (
             {"program": ("train.py", "--lr", "1")},
             "other arguments: train.py on the first host, train.py --lr 1",
         ),
-        ({"workers": 3}, "another number of workers (-n): 2 on the first host, 3 here"),
+        ({"workers": 3}, "another number of workers (-n): 2 on the first host, 3 on the other"),
         ({"nodes": 3}, "another number of hosts"),
-        ({"hosts": ("b", "a")}, "other hosts (--hosts): a b on the first host, b a here"),
+        ({"hosts": ("b", "a")}, "other hosts (--hosts): a b on the first host, b a on the other"),
         ({"max_restarts": 1}, "another --max-restarts"),
         ({}, ""),
     ],

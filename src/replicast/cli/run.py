@@ -43,7 +43,9 @@ _PORTS_SECS = 5.0
 
 
 @click.command(context_settings={"allow_interspersed_args": False, "show_default": True})
-@click.option("-n", "--workers", "--nproc", default=1, metavar="N", help="Workers on this machine.")
+@click.option(
+    "-n", "--workers", "--nproc", "--nproc-per-node", default=1, metavar="N", help="Workers on this machine."
+)
 @click.option("-m", "--module", is_flag=True, help="PROGRAM is a module's name, as in python -m.")
 @click.option("--run-dir", type=_DIR, metavar="DIR", help="The run directory. [default: runs/TIME-PROGRAM]")
 @click.option(

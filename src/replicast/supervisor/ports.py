@@ -117,5 +117,5 @@ def _taken(number: int) -> ClusterError:
     return ClusterError(
         f"Port {number} is in use on this machine",
         remedy=f"Stop the process that listens there (ss -ltnp 'sport = :{number}' shows it), "
-        "or choose another port",
+        "or choose another port (--port, or in TF_CONFIG)",
     )

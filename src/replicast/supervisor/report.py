@@ -26,7 +26,7 @@ def failure_line(failure: WorkerExit) -> str:
     """One line: which worker failed, how, after how long, and where its log is; its host, if another."""
     if failure.lost:
         who = f", says the launcher of {failure.said_by}" if failure.said_by else ""
-        return f"replicast: host {failure.host} was lost: {failure.lost}{who}"
+        return f"replicast: {_host(failure)} was lost: {failure.lost}{who}"
     how = f"failed first: {failure.how}"
     if failure.frozen:
         how = "was stopped (SIGSTOP) and did not continue: killed"
@@ -94,12 +94,16 @@ def restart_line(end: GroupEnd, restart: int, max_restarts: int) -> str:
     failure = end.first_failure
     why = "" if failure is None else f" because worker {failure.rank}{_on(failure)} failed ({failure.how})"
     if failure is not None and failure.lost:
-        why = f" because host {failure.host} was lost ({failure.lost})"
+        why = f" because {_host(failure)} was lost"
     return f"replicast: restart {restart} of {max_restarts}{why}; {max_restarts - restart} left after it"
 
 
 def _on(failure: WorkerExit) -> str:
     return f" on {failure.host}" if failure.host else ""
+
+
+def _host(failure: WorkerExit) -> str:
+    return failure.host if failure.host.startswith("host ") else f"host {failure.host}"
 
 
 def standby_words(workers: int) -> str:

@@ -39,7 +39,9 @@ class HostsAttempts:
     def __init__(self, link: Link, job: Job, screen: Screen, interruptions: Interruptions) -> None:
         self.peers: Peers | None = self
         self._link, self._job, self._screen, self._interruptions = link, job, screen, interruptions
-        self._names = job.hosts or tuple(f"host {node}" for node in range(job.nodes))
+        first = "" if job.endpoint is None else job.endpoint[0]
+        # The addresses of the others are known when all have come.
+        self._names = job.hosts or (first, *(f"host {node}" for node in range(1, job.nodes)))
         self._events: list[Event] = []
         self._stopped = False
 
@@ -141,9 +143,10 @@ class HostsAttempts:
         if isinstance(event, Broken):
             raise ClusterError(f"The connection between the launchers has failed ({event.error!r})")
         if isinstance(event, NotWelcome):
+            ranks = "" if self._job.hosts else ", with another --node-rank on each"
             raise LaunchRefused(
                 f"The first launcher has refused this one: {event.why}",
-                remedy="Start the same command on all hosts, with another --node-rank on each",
+                remedy=f"Start the same command on all hosts{ranks}",
             )
         if isinstance(event, Tell):
             self._screen.tell(f"replicast: {event.text}")
@@ -154,12 +157,12 @@ class HostsAttempts:
         return True
 
     def _waiting(self, event: Waiting) -> str:
-        if event.first_is_lost:
-            return f"waiting for the launcher of {self._names[0]}: no answer for {event.secs:.0f} s"
         if not event.missing:
             return f"waiting for the workers of the other hosts to exit, {event.secs:.0f} s so far"
         missing = ", ".join(self._names[node] for node in event.missing)
-        return f"waiting for the launchers of {missing}, {event.secs:.0f} s so far"
+        whom = f"the launcher{'s' if len(event.missing) > 1 else ''} of {missing}"
+        why = f" ({event.why})" if event.why else ""
+        return f"waiting for {whom}, {event.secs:.0f} s of at most {event.at_most_secs:g} s{why}"
 
     def _verdict(self, end: GroupEnd, order: Order) -> Verdict:
         is_over = order.phase is Phase.OVER

@@ -69,11 +69,15 @@ class Waiting:
         secs: For how long.
         missing: Which; empty if the first launcher waits until workers on other hosts have exited.
         first_is_lost: Whether the first launcher cannot be reached.
+        at_most_secs: How long they are waited for.
+        why: Why the first launcher cannot be reached; empty if unknown.
     """
 
     secs: float
     missing: tuple[int, ...]
     first_is_lost: bool
+    at_most_secs: float
+    why: str = ""
 
 
 Command = Start | End | Restart | Over | Waiting
@@ -105,6 +109,7 @@ class Member:
         )
         self._told_end: End | None = None
         self._told_restart = True
+        self._unreachable = ""
         self._waits_since = now
         self._next_tell = now + timeouts.tell_after_secs
         self.report = Report(next_attempt=next_attempt)
@@ -113,6 +118,7 @@ class Member:
     def on_order(self, order: Order, now: float) -> list[Command]:
         """The first launcher's order came."""
         self._presence.hear(now)
+        self._unreachable = ""
         if self.is_over:
             return []
         ended = self._take_other_leader(order)
@@ -134,6 +140,10 @@ class Member:
     def on_closed(self, now: float) -> None:
         """The first launcher's host has closed the connection, or refused one: nobody listens there."""
         self._presence.close(now)
+
+    def on_unreachable(self, why: str) -> None:
+        """The first launcher could not be reached, or does not belong to this job."""
+        self._unreachable = why
 
     def should_redial(self, now: float) -> bool:
         """Whether nothing has come over the connection for so long that a new one is better."""
@@ -242,9 +252,10 @@ class Member:
             return self._finish(Over(self._order))
         order, own = self._order, self.report.failure
         over = replace(order, phase=Phase.OVER, failure=own)
-        stopped = self.report.signal if self.report.signal is not None else order.signal
-        if stopped is not None:
-            return self._finish(Over(replace(over, signal=stopped, code=128 + stopped), alone=True))
+        if self.report.signal is not None:
+            over = replace(over, signal=self.report.signal, stopped_on=self._node)
+        if over.signal is not None:
+            return self._finish(Over(replace(over, code=128 + over.signal), alone=True))
         if own is not None and not own.is_failure:
             return self._finish(Over(replace(over, failure=own, code=own.shell_code), alone=True))
         has_run = self.report.attempt is not None
@@ -256,7 +267,8 @@ class Member:
         if heard is not None:  # It may have been there long after the workers here had exited.
             self._waits_since = max(self._waits_since, heard)
         if now - self._waits_since >= self._timeouts.join_secs:
-            lost = replace(lost, why=f"it did not come within {self._timeouts.join_secs:g} s")
+            reason = f" ({self._unreachable})" if self._unreachable else ""
+            lost = replace(lost, why=f"it did not come within {self._timeouts.join_secs:g} s{reason}")
             return self._finish(Over(replace(gone, failure=lost), alone=True))
         following = replace(order, failure=lost, attempt=order.attempt + 1, restarts=order.restarts + 1)
         commands = self._restart(following) if has_run else []
@@ -266,7 +278,8 @@ class Member:
         if now < self._next_tell:
             return []
         self._next_tell = now + self._timeouts.tell_again_secs
-        return [Waiting(now - self._waits_since, missing, first_is_lost)]
+        why = self._unreachable if first_is_lost else ""
+        return [Waiting(now - self._waits_since, missing, first_is_lost, self._timeouts.join_secs, why)]
 
     def _finish(self, over: Over) -> list[Command]:
         if (

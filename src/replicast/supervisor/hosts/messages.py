@@ -103,7 +103,7 @@ def difference(ours: Identity, theirs: Identity) -> str:
     for name, what in DIFFERENCES.items():
         mine, other = getattr(ours, name), getattr(theirs, name)
         if mine != other:
-            return f"{what}: {_shown(mine)} on the first host, {_shown(other)} here"
+            return f"{what}: {_shown(mine)} on the first host, {_shown(other)} on the other"
     return ""
 
 

@@ -71,11 +71,9 @@ class Other:
     def _connect(self) -> None:
         try:
             connected = socket.create_connection(self._endpoint, timeout=CONNECT_SECS)
-        except ConnectionRefusedError:
-            self._lost(is_closed=True)
-            return
-        except OSError:  # No answer says nothing about the process.
-            self._lost(is_closed=False)
+        except OSError as error:  # No answer says nothing about the process; a refused connection does.
+            self._member.on_unreachable(f"{shown_address(*self._endpoint)}: {error.strerror or error}")
+            self._lost(is_closed=isinstance(error, ConnectionRefusedError))
             return
         try:
             address = str(connected.getsockname()[0])
@@ -97,6 +95,7 @@ class Other:
             return events
         except NotAuthentic as error:
             self._lost(is_closed=False)
+            self._member.on_unreachable(f"{shown_address(*self._endpoint)}: {error}")
             said, self._told = self._told, str(error)
             return [] if said == self._told else [Tell(f"{shown_address(*self._endpoint)}: {error}")]
         except OSError as error:

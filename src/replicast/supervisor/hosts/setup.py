@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -142,8 +143,9 @@ def listen(endpoint: tuple[str, int], *, name_secs: float = 0.0) -> socket.socke
                 f"Another process listens at {shown}, where the first launcher must: another job?",
                 remedy="Give each job an address of its own: --rdzv-endpoint HOST:PORT, or another --port",
             ) from None
+        why = os.strerror(error.errno or 0)  # Without what create_server adds to it.
         raise ClusterError(
-            f"This machine cannot listen at {shown}, the address of the first host ({error.strerror})",
+            f"This machine cannot listen at {shown}, the address of the first host ({why})",
             remedy="Give --node-rank 0 on the first host alone, by a name or address that is its own",
         ) from None
     listener.setblocking(False)
