@@ -52,6 +52,15 @@ def test_a_host_that_did_not_come_is_named_and_one_that_waits_says_for_whom(two:
     assert "10.77.0.1 did not answer at 10.77.0.1:29499 within 1 s" in second.text
 
 
+def test_another_secret_is_named_on_both_hosts(two: Machines) -> None:
+    options = ("--hosts", HOSTS, "--timeout", "5")
+    first = two.launch(0, *options, command="doctor")
+    second = two.launch(1, *options, command="doctor", secret="another")
+    assert (first.finish(), second.finish()) == (1, 2)
+    assert "refused a host: the other host has another secret of the job" in first.text
+    assert "do not belong together: the other host has another secret of the job" in second.text
+
+
 def test_a_closed_port_and_a_directory_that_others_do_not_see_are_named(two: Machines) -> None:
     two.hosts[1].namespaces.run("nft", "add rule inet faults in tcp dport 29500 drop")
     for node in range(2):

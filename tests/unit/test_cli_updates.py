@@ -169,6 +169,11 @@ def test_what_is_no_run_directory_is_said_clearly(run: Path, name: str) -> None:
     result = invoke(*("empty" if word == "@" else word for word in words))
     assert result.exit_code == 2
     assert "has no run.json yet: is the job still starting?" in result.output
+    (Path("empty") / "launcher-2.lock").touch()  # Of the second host of a job; worker 0 is on the first.
+    result = invoke(*("empty" if word == "@" else word for word in words))
+    assert (result.exit_code, "is not shared with the first host" in result.output) == (2, True), (
+        result.output
+    )
 
 
 def test_every_problem_is_listed_with_variable_expected_and_received(run: Path) -> None:

@@ -51,6 +51,9 @@ def test_hosts_that_are_alike_are_good() -> None:
     ("evidence", "subject", "verdict", "said"),
     [
         (replace(WELL, facts={0: facts(0)}), "Hosts", BROKEN, "h2 did not come within 60 s"),
+        (replace(WELL, facts={0: facts(0)}), "Names", GOOD, "on every host, of those that came"),
+        (replace(WELL, facts={0: facts(0)}), "Ports", GOOD, "from every host, of those that came"),
+        (replace(WELL, facts={0: facts(0)}), "Python", GOOD, "on all, of those that came"),
         (second(addresses=("10.0.0.1", "127.0.1.1")), "Names", BROKEN, "h2 is 127.0.1.1 on h2"),
         (second(addresses=("", "10.0.0.2")), "Names", BROKEN, "h1 has no address on h2"),
         (second(addresses=("10.9.0.1", "10.0.0.2")), "Names", NOTE, "h1 is 10.0.0.1 on h1, 10.9.0.1 on h2"),

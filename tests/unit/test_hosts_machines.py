@@ -54,6 +54,17 @@ def test_a_death_on_any_host_restarts_all_hosts_within_a_second() -> None:
         assert restarts_seen(world) == [[(1, 1)]] * 3
 
 
+def test_a_job_that_finishes_after_a_restart_reports_no_failure() -> None:
+    world = started(2)
+    world.fail(1)
+    world.run(1.5)
+    for node in (0, 1):
+        world.finish(node)
+    world.run(2.0)
+    assert world.codes() == [0, 0]
+    assert causes(world) == [None, None]
+
+
 def test_every_host_has_the_same_first_cause_count_and_exit_code() -> None:
     world = started(3, max_restarts=1)
     world.fail(2)

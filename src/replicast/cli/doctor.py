@@ -66,7 +66,8 @@ def doctor(
       replicast doctor --hosts gpu1,gpu2 --run-dir /shared/first            (the same on gpu1 and gpu2)
       for h in gpu1 gpu2; do ssh $h replicast doctor --hosts gpu1,gpu2 & done; wait
 
-    Exit code: 0 when nothing is broken, 1 when something must be fixed first.
+    Exit code: 0 when nothing is broken, 1 when something must be fixed first, 2 when the command is wrong or
+    the first machine does not answer.
     """  # noqa: D301 - click wants a real backspace
     if hosts is not None:
         checks = _check_hosts(hosts, node_rank, port, run_dir, timeout, secret_file)

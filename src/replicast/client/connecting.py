@@ -38,6 +38,8 @@ def connect(run: Path | str, *, token: str | None = None, token_file: Path | str
     near = [str(child) for child in (*sorted(path.iterdir()), path.parent) if is_run(child)][-5:]
     if near:
         raise NotFound(f"{path} is not a run directory. Perhaps: {', '.join(near)}.")
+    if any(path.glob("launcher-*.lock")) and not (path / "launcher-0.lock").exists():
+        raise NotFound(f"{path} has only logs here: it is not shared with the first host. Run this there.")
     raise NotFound(f"{path} has no run.json yet: is the job still starting?")
 
 

@@ -70,7 +70,12 @@ def _names(evidence: Evidence) -> Check:
         return Check("Names", Verdict.BROKEN, "; ".join(wrong), remedy)
     if differing:
         return Check("Names", Verdict.NOTE, "; ".join(differing), "Fine if both lead to the same machine")
-    return Check("Names", Verdict.GOOD, "each has the same address on every host")
+    return Check("Names", Verdict.GOOD, f"each has the same address on every host{_limit(evidence)}")
+
+
+def _limit(evidence: Evidence) -> str:
+    """What is said of hosts that did not come: nothing."""
+    return "" if len(evidence.facts) == len(evidence.hosts) else ", of those that came"
 
 
 def _is_loopback(address: str) -> bool:
@@ -96,7 +101,8 @@ def _ports(evidence: Evidence) -> Check:
         return Check("Ports", Verdict.BROKEN, "; ".join(closed), remedy)
     if silent:
         return Check("Ports", Verdict.NOTE, f"not known from {', '.join(silent)}, which left early")
-    return Check("Ports", Verdict.GOOD, f"{evidence.port} of each host is reached from every host")
+    found = f"{evidence.port} of each host is reached from every host{_limit(evidence)}"
+    return Check("Ports", Verdict.GOOD, found)
 
 
 def _clocks(evidence: Evidence) -> Check:
@@ -165,5 +171,5 @@ def _by_value(evidence: Evidence, values: Mapping[int, str]) -> str:
     for node, value in values.items():
         groups.setdefault(value, []).append(evidence.hosts[node])
     if len(groups) == 1:
-        return f"{next(iter(groups))} on all"
+        return f"{next(iter(groups))} on all{_limit(evidence)}"
     return "; ".join(f"{value} on {', '.join(names)}" for value, names in groups.items())

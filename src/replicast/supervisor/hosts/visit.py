@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from replicast.config import JOB_SECRET
 from replicast.errors import ClusterError
 from replicast.strictjson import described
 from replicast.supervisor.checks import Check, Verdict
@@ -97,6 +98,11 @@ class Visit:
                         talk.send({"found": asdict(found)})
                     else:
                         return [_from_json(fields) for fields in message["table"]]
+            except NotAuthentic as error:
+                raise ClusterError(
+                    f"{self._hosts[0]} and this host do not belong together: {error}",
+                    remedy=f"Set {JOB_SECRET} to the same text on all hosts",
+                ) from None
             except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
                 raise ClusterError(f"The first host has left before the end ({error})") from None
 
@@ -111,8 +117,7 @@ class Visit:
             listener.settimeout(max(0.01, until - time.monotonic()))
             try:
                 connection = stack.enter_context(listener.accept()[0])
-                talk = Talk(connection, self._secret, is_first=True)
-                facts = described(Facts, "facts", talk.receive(STEP_SECS)["facts"])
+                facts, talk = self._meet(connection)
             except NotAuthentic as error:
                 self._report(f"refused a host: {error}")
                 continue
@@ -123,6 +128,14 @@ class Visit:
                 if len(came) < len(self._hosts) - 1:
                     self._report(self._missing({0, *came}))
         return came
+
+    def _meet(self, connection: socket.socket) -> tuple[Facts, Talk]:
+        talk = Talk(connection, self._secret, is_first=True)
+        try:
+            return described(Facts, "facts", talk.receive(STEP_SECS)["facts"]), talk
+        except NotAuthentic:
+            talk.send({})  # By its seal the other side sees that the secrets differ.
+            raise
 
     def _missing(self, came: set[int]) -> str:
         missing = [host for node, host in enumerate(self._hosts) if node not in came]
