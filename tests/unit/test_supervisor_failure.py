@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from replicast.config import PEER_FAILED
 from replicast.supervisor.failure import exception_in, traceback_in
+from replicast.supervisor.group import GroupEnd
+from replicast.supervisor.report import restart_line
+from replicast.supervisor.worker import WorkerExit
 
 RAISED = """Epoch 1/3
 Traceback (most recent call last):
@@ -42,3 +47,18 @@ def test_no_exception_no_traceback(tmp_path: Path) -> None:
     assert traceback_in(log) == []
     assert exception_in([]) == ""
     assert traceback_in(tmp_path / "missing.log") == []
+
+
+def test_a_restart_names_the_worker_that_was_lost_not_the_one_that_says_so() -> None:
+    said = "replicast: worker 1 was lost: it sent no heartbeats. Look for the first error (says worker 0)"
+    witness = WorkerExit(rank=0, code=PEER_FAILED, ran_secs=40.0, log=Path("log"), tail=("Epoch 1", said))
+    for failure, why in {
+        witness: "worker 1 was lost, as worker 0 says",
+        replace(witness, host="gpu0"): "worker 1 was lost, as worker 0 on gpu0 says",
+        replace(witness, tail=()): "worker 0 failed (exit code 75)",
+        replace(witness, code=-9): "worker 0 failed (killed by SIGKILL)",
+        replace(witness, host="gpu1", lost="nothing was heard of it"): "host gpu1 was lost",
+        replace(witness, host="host 1", lost="it did not come"): "host 1 was lost",
+    }.items():
+        end = GroupEnd(exits=(), first_failure=failure, interrupted_by=None)
+        assert restart_line(end, 1, 3) == f"replicast: restart 1 of 3 because {why}; 2 left after it"

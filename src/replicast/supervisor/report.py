@@ -92,10 +92,17 @@ def others_line(end: GroupEnd) -> str:
 def restart_line(end: GroupEnd, restart: int, max_restarts: int) -> str:
     """One line: which restart this is, why, how many are left."""
     failure = end.first_failure
-    why = "" if failure is None else f" because worker {failure.rank}{_on(failure)} failed ({failure.how})"
-    if failure is not None and failure.lost:
-        why = f" because {_host(failure)} was lost"
+    why = "" if failure is None else f" because {_restart_reason(failure)}"
     return f"replicast: restart {restart} of {max_restarts}{why}; {max_restarts - restart} left after it"
+
+
+def _restart_reason(failure: WorkerExit) -> str:
+    if failure.lost:
+        return f"{_host(failure)} was lost"
+    who = f"worker {failure.rank}{_on(failure)}"
+    said = what_it_says(failure.tail) if failure.code == PEER_FAILED else None
+    # A worker that exited because of another one did not fail by itself: the other one is the reason.
+    return f"{who} failed ({failure.how})" if said is None else f"{said.partition(':')[0]}, as {who} says"
 
 
 def _on(failure: WorkerExit) -> str:

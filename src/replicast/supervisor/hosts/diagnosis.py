@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from replicast.options import TRUSTED_NETWORKS
 from replicast.supervisor.checks import LITTLE_SHARED_MEMORY, Check, Verdict
 from replicast.supervisor.hosts.facts import Facts, Found
 
@@ -39,6 +40,7 @@ def diagnose(evidence: Evidence) -> list[Check]:
         _presence(evidence),
         _names(evidence),
         _ports(evidence),
+        _exposure(evidence),
         _clocks(evidence),
         *(_version(evidence, what) for what in ("Python", "TensorFlow", "Keras", "replicast")),
         _shared_memory(evidence),
@@ -103,6 +105,16 @@ def _ports(evidence: Evidence) -> Check:
         return Check("Ports", Verdict.NOTE, f"not known from {', '.join(silent)}, which left early")
     found = f"{evidence.port} of each host is reached from every host{_limit(evidence)}"
     return Check("Ports", Verdict.GOOD, found)
+
+
+def _exposure(evidence: Evidence) -> Check:
+    open_to_all = [evidence.hosts[node] for node, facts in evidence.facts.items() if not facts.trusted]
+    if open_to_all:
+        found = f"{', '.join(open_to_all)}: whoever reaches the workers' ports can run code in them"
+        remedy = f"Set {TRUSTED_NETWORKS} to the job's networks, or use a firewall: SECURITY.md"
+        return Check("Open ports", Verdict.NOTE, found, remedy)
+    trusted = {node: facts.trusted for node, facts in evidence.facts.items()}
+    return Check("Open ports", Verdict.GOOD, f"{TRUSTED_NETWORKS}={_by_value(evidence, trusted)}")
 
 
 def _clocks(evidence: Evidence) -> Check:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from replicast.config import shared_memory_directory
 from replicast.errors import ClusterError
+from replicast.options import TRUSTED_NETWORKS
 from replicast.supervisor.checks import installed
 from replicast.supervisor.machine import this_machine
 
@@ -34,6 +35,7 @@ class Facts:
         gpus: The number of GPUs.
         run_dir: How it finds the run directory: "writable", "not writable", "missing", or empty if not asked.
         port: Empty if the port of its first worker is free, else why it is not.
+        trusted: The networks from which its workers accept connections; empty for all.
     """
 
     node: int
@@ -45,6 +47,7 @@ class Facts:
     gpus: int
     run_dir: str = ""
     port: str = ""
+    trusted: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +100,7 @@ def gather_facts(
         gpus=len(machine.gpus),
         run_dir="" if run_dir is None else _state_of(run_dir),
         port=port,
+        trusted=environ.get(TRUSTED_NETWORKS, ""),
     )
 
 
