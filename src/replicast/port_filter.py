@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ipaddress
 import logging
 import os
 import socket
@@ -20,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from replicast.config import Cluster
-from replicast.options import Network, trusted_networks
+from replicast.options import TRUSTED_NETWORKS, Network, trusted_networks
 
 logger = logging.getLogger("replicast")
 
@@ -47,7 +48,31 @@ def port_limit(cluster: Cluster | None, environ: Mapping[str, str]) -> Callable[
     networks = trusted_networks(environ, cluster.addresses)
     if networks is None:
         return lambda: None
+    absent = [
+        f"worker {worker} ({address})"
+        for worker, address in enumerate(cluster.addresses)  # Also this one: it connects to itself.
+        if not _may_connect(address, networks)
+    ]
+    if absent:
+        logger.warning(
+            "%s: not in %s=%s: unless it connects from another address, the workers cannot reach each other, "
+            "and the job hangs. Give the networks of all workers",
+            ", ".join(absent),
+            TRUSTED_NETWORKS,
+            environ.get(TRUSTED_NETWORKS, ""),
+        )
     return partial(limit_port, int(cluster.addresses[cluster.rank].rpartition(":")[2]), networks)
+
+
+def _may_connect(address: str, networks: Sequence[Network]) -> bool:
+    """Whether a worker's address is in one of the networks, or is not known. Blocks while it resolves."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError:
+        return True
+    resolved = [ipaddress.ip_address(str(one[4][0]).partition("%")[0]) for one in found]
+    return any(one in network for one in resolved for network in networks)
 
 
 def limit_port(port: int, networks: Sequence[Network]) -> None:

@@ -78,3 +78,13 @@ def test_a_network_that_is_none_is_refused_before_anything_starts() -> None:
     cluster = Cluster(("gpu1:2222", "gpu2:2222"), 0)
     with pytest.raises(ClusterError, match=r"REPLICAST_TRUSTED_NETWORKS must be networks.*10\.1\.0\.0/16"):
         port_limit(cluster, {"REPLICAST_TRUSTED_NETWORKS": "gpu1"})
+
+
+def test_a_worker_outside_the_trusted_networks_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = Cluster(("10.1.0.1:2222", "10.1.0.2:2222", "10.2.0.3:2222"), 0)
+    port_limit(cluster, {"REPLICAST_TRUSTED_NETWORKS": "10.1.0.0/16"})
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["worker 2 (10.2.0.3"]
+    caplog.clear()
+    port_limit(cluster, {"REPLICAST_TRUSTED_NETWORKS": "10.0.0.0/8"})
+    port_limit(cluster, {})
+    assert not caplog.records

@@ -136,9 +136,10 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         )
         self._writing = Writing(self._coordination, self._rank, self._lifetime)
         self._callbacks = Callbacks(self._rank, self._size, self._writing)
+        if self._size > 1:
+            self._lifetime.begin()  # Before other calls into the service: it ends a worker that hangs in one.
         self._inputs = self._make_inputs()
         if self._size > 1:
-            self._lifetime.begin()
             extended.compiles = self._writing.guard
             extended.loops_without_run = self._guard_models
             extended.next_turn = self._lifetime.turns.take
