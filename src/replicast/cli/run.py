@@ -155,8 +155,8 @@ def run(
     restarts all, Ctrl-C on one stops all, and all exit with the same code (docs/hosts.md).
 
     Exit code: 0 when all workers succeeded; else that of the first worker to fail, or 128 plus the number of
-    the signal that ended it; 130 after Ctrl-C; 75 when a machine was lost or did not come; 2 when nothing was
-    started.
+    the signal that ended it; 130 after Ctrl-C, 143 after SIGTERM or a stop; 75 when a machine was lost or did
+    not come; 2 when nothing was started.
     """  # noqa: D301 - click wants a real backspace
     (check_module if module else check_script)(program)
     if standby and not max_restarts:

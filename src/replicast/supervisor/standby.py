@@ -222,6 +222,4 @@ class StandbySet:
         megabytes = sum(standby.memory_bytes() for standby in self._waiting.values()) / 1e6
         count = len(self._waiting)
         processes = "1 process waits" if count == 1 else f"{count} processes wait"
-        return (
-            f"replicast: standby: {processes} for a restart and take {megabytes:,.0f} MB of memory, no core"
-        )
+        return f"replicast: standby: {processes} for a restart: {megabytes:,.0f} MB of memory, no core"

@@ -164,7 +164,9 @@ class Leader:
         if not missing:
             self._start()
         elif now - self._waits_since >= self._timeouts.join_secs:
+            same = "the same --hosts" if self._names[missing[0]] else f"--node-rank {missing[0]}"
             waited = f"it did not come within {self._timeouts.join_secs:g} s"
+            waited = f"{waited}. Was the command started there, with {same}?"
             self.order = replace(self.order, failure=Failure(host=missing[0], why=waited))
             self._over(PEER_FAILED)
 
