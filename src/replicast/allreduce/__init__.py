@@ -2,7 +2,7 @@
 
 from replicast.allreduce.exchange import Exchange
 from replicast.allreduce.layout import Form, Plan
-from replicast.allreduce.opening import open_exchange
+from replicast.allreduce.opening import SEVERAL_HOSTS, open_exchange
 from replicast.allreduce.part import Part
 
-__all__ = ["Exchange", "Form", "Part", "Plan", "open_exchange"]
+__all__ = ["SEVERAL_HOSTS", "Exchange", "Form", "Part", "Plan", "open_exchange"]

@@ -17,6 +17,7 @@ from replicast.transport.files import SharedFile, name_prefix, remove_leftovers
 from replicast.transport.opening import OPEN_SECS, hosts_of_job
 
 _PREFIX = "replicast/allreduce"
+SEVERAL_HOSTS = "the workers are on several hosts"
 
 
 def open_exchange(
@@ -47,7 +48,7 @@ def open_exchange(
     answers = _Answers(coordination, rank, size)
     hosts, job = hosts_of_job(_PREFIX, coordination, rank, size, environ)
     if len(set(hosts)) > 1:
-        return "the workers are on several hosts"
+        return SEVERAL_HOSTS
     with contextlib.ExitStack() as on_failure:
         file, problem = None, unwilling
         if problem is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from replicast.allreduce import open_exchange
+from replicast.allreduce import SEVERAL_HOSTS, open_exchange
 from replicast.coordination import Coordination
 from replicast.lifetime import Lifetime
 from replicast.strategy.collectives import ReplicatedExtended
@@ -33,7 +33,8 @@ def sum_through_shared_memory(
     )
     if isinstance(exchange, str):
         if rank == 0 and wanted:
-            logger.warning("TensorFlow's collectives sum the gradients, not shared memory: %s", exchange)
+            level = logging.INFO if exchange == SEVERAL_HOSTS else logging.WARNING
+            logger.log(level, "TensorFlow's collectives sum the gradients, not shared memory: %s", exchange)
         return False
     extended.sum_through(exchange)
     lifetime.dead_worker = exchange.dead_worker
