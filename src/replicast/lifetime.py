@@ -16,7 +16,7 @@ the training thread raises.
 While worker 0, which hosts the service, is stopped (SIGSTOP) or its host is gone, a call to the service
 blocks for ever or, if it has a timeout, finds nothing. So the thread also reads a key that exists, a second
 thread, which calls nothing, notices when that is no longer answered, and a third one ends the process if it
-does not exit by itself. docs/architecture.md, "The end of a job", adds up the bounds.
+does not exit by itself. docs/endings.md adds up the bounds.
 """
 
 from __future__ import annotations
