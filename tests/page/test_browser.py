@@ -136,9 +136,11 @@ def test_a_click_is_not_lost_when_the_list_changes_under_it(page: Page, run: Pla
     client.push(Update(id="first").add("dense/bias", np.ones(3, np.float32))).result(20)
     unlock(page)
     entries = page.locator("#updates details")
-    expect(entries).to_have_count(1)
+    expect(entries.locator("[data-focus=act-first]")).to_have_count(1)  # the page knows the token
+    expect(page.locator(".chart .scatterlayer .trace path.js-line").first).to_be_visible()  # and has its height
     entries.first.locator("summary").hover()
     page.mouse.down()
+    expect(page.locator("#updates summary:active")).to_have_count(1)
     with page.expect_response(lambda response: response.url.partition("?")[0].endswith("/updates")):
         client.push(Update(id="second").add("dense/bias", np.ones(3, np.float32))).result(20)
     page.mouse.up()

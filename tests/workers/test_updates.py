@@ -687,7 +687,7 @@ def cannot_stage(strategy: Any) -> list[str]:
 
         def published_and_damaged(parcel_id: str, given: Any, **how: Any) -> Any:
             parcel = publish(parcel_id, given)
-            with transport._path(parcel_id).open("r+b") as file:
+            with transport.path(parcel_id).open("r+b") as file:
                 first = file.read(1)
                 file.seek(0)
                 file.write(bytes([first[0] ^ 1]))

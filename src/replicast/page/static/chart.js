@@ -1,6 +1,6 @@
 // Loss and metrics by step, with updates, trials, restarts and checkpoints marked on the curve.
 
-import { el } from "./dom.js";
+import { el, unlessPressed } from "./dom.js";
 import { count } from "./format.js";
 
 const MOST_POINTS = 6000; // Then the server is asked for a decimated series again.
@@ -33,6 +33,7 @@ export class Chart {
     this.position = null;
     this.marks = [];
     this.changed = false;
+    this.drawn = unlessPressed(() => this.draw());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.soon());
     document.addEventListener("visibilitychange", () => this.changed && this.soon());
   }
@@ -90,7 +91,7 @@ export class Chart {
   soon() {
     this.changed = true;
     if (this.planned || document.hidden) return;
-    this.planned = setTimeout(() => { this.planned = null; this.draw(); }, 120);
+    this.planned = setTimeout(() => { this.planned = null; plotly.then(this.drawn); }, 120);
   }
 
   async draw() {

@@ -25,13 +25,14 @@ export function setText(node, text) {
   if (node.textContent !== value) node.textContent = value;
 }
 
-let later;
-
-/** Draws the page; later, if the mouse is pressed: a click is lost if what was pressed moves or is replaced. */
-export function drawUnlessPressed(draw) {
-  clearTimeout(later);
-  if (document.querySelector("main:active")) later = setTimeout(drawUnlessPressed, 100, draw);
-  else draw();
+/** Draws a part of the page when called; later, if the mouse is pressed: a click is lost if what was pressed moves or is replaced. */
+export function unlessPressed(draw) {
+  let later;
+  return function drawer() {
+    clearTimeout(later);
+    if (document.querySelector("main:active")) later = setTimeout(drawer, 100);
+    else draw();
+  };
 }
 
 /**

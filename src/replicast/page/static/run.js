@@ -3,7 +3,7 @@
 import { Actions } from "./actions.js";
 import { follow, get } from "./api.js";
 import { Chart } from "./chart.js";
-import { byId, card, drawUnlessPressed, el, setText } from "./dom.js";
+import { byId, card, el, setText, unlessPressed } from "./dom.js";
 import { count, duration, number, plain, plainLine, setServerTime } from "./format.js";
 import { Audits, Checkpoints } from "./history.js";
 import { banner, link } from "./link.js";
@@ -36,6 +36,7 @@ export async function showRun(run) {
 
 class RunPage {
   constructor(run, base) {
+    this.render = unlessPressed(() => this.draw());
     this.run = run;
     this.base = base;
     this.status = null;
@@ -104,10 +105,6 @@ class RunPage {
     const lists = { updates: data.updates, audit: data.audit, refused: data.refused, attempt: data.attempt };
     if (Object.values(lists).some((part) => part !== undefined)) this.refresh();
     this.render();
-  }
-
-  render() {
-    drawUnlessPressed(() => this.draw());
   }
 
   draw() {

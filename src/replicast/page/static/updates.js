@@ -26,12 +26,24 @@ export class Updates {
     const known = new Set([...status.scheduled, ...status.waiting].map((view) => view.id));
     const others = status.operations.filter((one) => one.stage !== "scheduled" && !known.has(one.id));
     const allowed = this.actions.allowed();
+    const kept = this.kept();
     this.fill("under way", others, (one) => `${one.kind}-${one.id}`, operation);
     this.fill("waiting", [...status.waiting, ...status.scheduled].map((view) => ({ ...view, allowed })), (view) => view.id, (view) => this.entry(view));
     this.fill("applied", applied.slice().reverse().map((view) => ({ ...view, allowed, ago: ago(view.verified_at ?? view.committed_at ?? view.at) })), (view) => view.id, (view) => this.entry(view));
     this.fill("refused", status.refused.slice().reverse().map((view) => ({ ...view, ago: ago(view.at) })), (view) => view.id, (view) => this.entry(view));
     const total = [...this.groups.values()].reduce((sum, group) => sum + group.list.children.length, 0);
     this.empty.hidden = total > 0;
+    kept();
+  }
+
+  /** What is open and has the focus stays so, also where an entry goes to another group. Call the result afterwards. */
+  kept() {
+    const open = [...this.body.querySelectorAll("li:has(> details[open])")].map((node) => node.dataset.key);
+    const focused = this.body.contains(document.activeElement) ? document.activeElement.dataset.focus : undefined;
+    return () => {
+      for (const node of this.body.querySelectorAll("li")) if (open.includes(node.dataset.key)) node.querySelector("details")?.setAttribute("open", "");
+      if (focused && !this.body.contains(document.activeElement)) this.body.querySelector(`[data-focus="${CSS.escape(focused)}"]`)?.focus();
+    };
   }
 
   fill(name, items, keyOf, make) {

@@ -58,11 +58,13 @@ function doing(note, slow) {
 export function slowest(notes, running) {
   const found = new Map();
   if (!running || notes.length < 2) return found;
-  const last = Math.max(...notes.map((note) => note.step));
+  const first = notes.reduce((one, other) => (other.step > one.step ? other : one));
   const times = notes.map((note) => note.step_secs).filter(Boolean).sort((a, b) => a - b);
   const usual = times[Math.floor((times.length - 1) / 2)];
   for (const note of notes) {
-    if (last - note.step > 2) found.set(note.rank, `${count(last - note.step)} steps behind`);
+    const since = usual ? Math.max(0, note.age_secs - first.age_secs) / usual : 0; // Steps between the two notes.
+    const behind = Math.round(first.step - note.step - since);
+    if (behind > 2) found.set(note.rank, `${count(behind)} steps behind`);
     else if (usual && note.step_secs > 1.3 * usual) found.set(note.rank, `steps take ${(note.step_secs / usual).toFixed(1)} times as long`);
   }
   return found;

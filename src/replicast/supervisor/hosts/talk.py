@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import time
@@ -12,7 +13,7 @@ from typing import Any
 from replicast.errors import ClusterError
 from replicast.supervisor.hosts.connection import shown_address
 from replicast.supervisor.hosts.messages import Ask, Told, from_json, to_json
-from replicast.supervisor.hosts.wire import Wire
+from replicast.supervisor.hosts.wire import NotAuthentic, Wire
 
 STEP_SECS = 5.0
 _PAUSE_SECS, _TELL_AFTER_SECS = 0.25, 10.0
@@ -52,7 +53,13 @@ class Talk:
         data = self._connection.recv(65536)
         if not data:
             raise ConnectionResetError("closed by the other side")
-        self._messages += self._wire.feed(data)
+        try:
+            self._messages += self._wire.feed(data)
+        except NotAuthentic:
+            with contextlib.suppress(OSError):
+                if self._wire.is_open:
+                    self.send({})  # By its seal the other side sees that the secrets differ.
+            raise
 
 
 def ask_run_name(
