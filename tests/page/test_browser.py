@@ -137,7 +137,7 @@ def test_a_click_is_not_lost_when_the_list_changes_under_it(page: Page, run: Pla
     unlock(page)
     entries = page.locator("#updates details")
     expect(entries.locator("[data-focus=act-first]")).to_have_count(1)  # the page knows the token
-    expect(page.locator(".chart .scatterlayer .trace path.js-line").first).to_be_visible()  # and has its height
+    expect(page.locator(".chart .scatterlayer .trace path.js-line").first).to_be_visible()
     entries.first.locator("summary").hover()
     page.mouse.down()
     expect(page.locator("#updates summary:active")).to_have_count(1)
