@@ -123,6 +123,7 @@ class ReplicasLifecycle(ReplicasView):
             parts.session.rest("close")  # also finishes a checkpoint that needs another boundary
         finally:
             parts.auditing.training_ended()
+        parts.session.wait_for_outcomes()
         parts.checkpoints.settle()
         parts.checkpoints.check()
         parts.run_files.training = False

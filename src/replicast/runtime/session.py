@@ -329,6 +329,17 @@ class Session:
                 for one in coordinator.operations.values()
             ]
 
+    def wait_for_outcomes(self) -> None:
+        """Blocks until the lane "release" has handled all outcomes that are known now: audit reports, saves.
+
+        At most `answer_secs`: then reports come late, and nothing else is wrong.
+        """
+        handled = threading.Event()
+        self._releasing.do(handled.set)
+        ends = time.monotonic() + self.timeouts.answer_secs
+        while not handled.wait(0.2) and time.monotonic() < ends:
+            self.check()
+
     def check(self) -> None:
         """Raises if a thread or another worker has died."""
         self._check_elsewhere()
