@@ -5,17 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.question import QUICK_SECS, TURNS, Contestant, Question, Ratio
-from benchmarks.update import FIRST, FLOOR, FROM_ARRAYS, MPI_TENSORS, REPLICAST
+from benchmarks.update import FIRST, FLOOR, FROM_ARRAYS, MPI_TENSORS, REPLICAST, UNAVOIDABLE
 from benchmarks.update_task import Task
 from replicast.bench.machine import available_memory
 
 OURS, PEER, BARE = "replicast propose", "mpi4py Bcast + TensorFlow assign_add", "floor: assign_add alone"
 MADE, FIRST_ONE = "replicast, making included", "replicast, first of a job"
-LINES = {OURS: REPLICAST, PEER: MPI_TENSORS, BARE: FLOOR, MADE: FROM_ARRAYS, FIRST_ONE: FIRST}
+NUMBER = "an update of one number, one copy, assign_add"
+LINES = {
+    OURS: REPLICAST,
+    PEER: MPI_TENSORS,
+    BARE: FLOOR,
+    NUMBER: UNAVOIDABLE,
+    MADE: FROM_ARRAYS,
+    FIRST_ONE: FIRST,
+}
 """The contestants whose growth is shown, one line each."""
 FEW = (OURS, PEER, BARE)
 """Those that are shown where not all have room."""
-TARGETS = ((OURS, PEER, 1.3), (MADE, PEER, 2.0), (FIRST_ONE, MADE, 2.0))
+TARGETS = ((OURS, PEER, 1.3), (NUMBER, PEER, None), (MADE, PEER, 2.0), (FIRST_ONE, MADE, 2.0))
 MEGABYTES = (1, 10, 100, 1000)
 WORKERS = (1, 2, 4, 8)
 UNIT = "ms until the last has applied"
@@ -30,7 +38,7 @@ def lines_with_room(megabytes: int, workers: int) -> tuple[str, ...]:
 
 
 def by_bytes(workers: int, budget_secs: float, most: int = MEGABYTES[-1]) -> Question:
-    """An update by its size. All sizes take turns in one race."""
+    """An update by its size, one size after the other: the largest needs all the memory."""
     found: dict[tuple[str, int], Contestant] = {}
     for size in MEGABYTES:
         for series in lines_with_room(size, workers) if size <= most else ():
@@ -51,9 +59,13 @@ def by_bytes(workers: int, budget_secs: float, most: int = MEGABYTES[-1]) -> Que
         task=Task(),
         workers=workers,
         ratios=tuple(ratios),
-        notes=(TURNS, "All sizes take turns. A slope of 1 is in proportion to the bytes; 0 does not grow."),
+        notes=(
+            TURNS,
+            "One size after the other. A slope of 1 is in proportion to the bytes; 0 does not grow.",
+        ),
         budget_secs=budget_secs,
         axis="MB",
+        staged=True,
     )
 
 
@@ -73,5 +85,5 @@ BY_WORKERS = Question(
     axis="workers",
     staged=True,
 )
-QUESTIONS = (by_bytes(2, 110.0), by_bytes(4, 90.0), BY_WORKERS)
+QUESTIONS = (by_bytes(2, 160.0), by_bytes(4, 120.0), BY_WORKERS)
 QUICK = (by_bytes(2, QUICK_SECS, most=100),)

@@ -101,7 +101,7 @@ class Question:
         turns: How many turns a contestant has per round: several where a turn is short.
         budget_secs: No round starts that would end later: a busy machine runs fewer rounds, not longer.
         axis: In a question about growth: what grows.
-        staged: One number of workers after the other, because not all processes have room at once.
+        staged: One place on the axis after the other, because not all processes have room at once.
     """
 
     name: str

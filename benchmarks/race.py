@@ -40,11 +40,8 @@ def ask(question: Question, rounds: int, say: Say, make_group: MakeGroup = group
 def _stages(question: Question) -> list[tuple[Contestant, ...]]:
     if not question.staged:
         return [question.contestants]
-    numbers = sorted({one.workers or question.workers for one in question.contestants})
-    return [
-        tuple(one for one in question.contestants if (one.workers or question.workers) == number)
-        for number in numbers
-    ]
+    places = sorted({one.at or 0 for one in question.contestants})
+    return [tuple(one for one in question.contestants if (one.at or 0) == place) for place in places]
 
 
 class Race:

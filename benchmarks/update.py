@@ -34,6 +34,12 @@ UNAVOIDABLE = Contestant(
     "benchmarks.update_replicast:Unavoidable",
     role="part",
 )
+VERIFIED = Contestant(
+    "an update of one number, one copy with digests, their verification, assign_add",
+    "replicast",
+    "benchmarks.update_replicast:Verified",
+    role="part",
+)
 FLOOR = Contestant("floor: assign_add alone, no transfer", "stock", f"{PEERS}.mirrored:Floor", role="floor")
 MPI_EACH = Contestant("mpi4py Bcast per variable + add", "mpi", f"{PEERS}.mpi:Each", "mpi4py")
 MPI_FUSED = Contestant("mpi4py Bcast fused + add", "mpi", f"{PEERS}.mpi:Fused", "mpi4py")
@@ -50,6 +56,7 @@ CONTESTANTS = (
     FIRST,
     FLOOR,
     UNAVOIDABLE,
+    VERIFIED,
     NEW_MEMORY,
     MPI_EACH,
     MPI_FUSED,
@@ -68,6 +75,9 @@ RATIOS = (
     Ratio("replicast / mpi4py + TensorFlow", REPLICAST, MPI_TENSORS, "at most", 1.3),
     Ratio("replicast, making included / mpi4py + TensorFlow", FROM_ARRAYS, MPI_TENSORS, "at most", 2.0),
     Ratio("replicast / an update of one number, one copy, assign_add", REPLICAST, UNAVOIDABLE),
+    Ratio("replicast / the same with digests and their verification", REPLICAST, VERIFIED),
+    Ratio("an update of one number, one copy, assign_add / mpi4py + TensorFlow", UNAVOIDABLE, MPI_TENSORS),
+    Ratio("the same with digests and their verification / mpi4py + TensorFlow", VERIFIED, MPI_TENSORS),
     Ratio("first update of a job / a later one, making included", FIRST, FROM_ARRAYS, "at most", 2.0),
     Ratio("all_reduce / replicast", ALL_REDUCE, REPLICAST, "at least", 8.0),
     Ratio("TF broadcast per variable / replicast", BROADCAST_EACH, REPLICAST, "at least", 4.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import time
@@ -15,6 +16,9 @@ import replicast
 from benchmarks.runner import Array, Times
 from benchmarks.update_task import Adding
 from replicast.bench.weights import Weights, adding
+from replicast.mapping import Bytes
+from replicast.update.blocks import blocks_of, bytes_of, digest_block
+from replicast.update.finite import is_finite
 
 
 def weights_of(task: Any, net: Any = None) -> Weights:
@@ -78,14 +82,48 @@ class Unavoidable(Propose):
     def round(self, index: int) -> Times:
         start = time.monotonic_ns()
         if self.is_source:
-            np.copyto(self.copy, self.change)
+            self.copy_change()
         super().round(index)
+        self.look_at_change()
         self.add(self.deltas)
         return start if self.is_source else None, time.monotonic_ns()
+
+    def copy_change(self) -> None:
+        np.copyto(self.copy, self.change)
+
+    def look_at_change(self) -> None:
+        """Nothing: `assign_add` is the first to read the bytes."""
 
     def _add(self, deltas: list[Any]) -> None:
         for variable, delta in zip(self.model.parts, deltas, strict=True):
             variable.value.assign_add(delta, read_value=False)
+
+
+class Verified(Unavoidable):
+    """The same; the source digests each block as it copies it, and each worker verifies its part of them."""
+
+    def copy_change(self) -> None:
+        target = bytes_of(self.copy)
+        for _, start, content in blocks_of([self.change]):
+            copy = functools.partial(_copied, target[start:])
+            digest_block(content, copy)
+
+    def look_at_change(self) -> None:
+        blocks = list(blocks_of([self.change]))
+        for _, _, content in blocks[self.rank :: self.workers]:
+            digest_block(content, _finite)
+
+
+def _copied(target: Bytes, start: int, chunk: Bytes) -> Bytes:
+    written = target[start : start + len(chunk)]
+    written[:] = chunk
+    return written
+
+
+def _finite(start: int, chunk: Bytes) -> Bytes:
+    if not is_finite(chunk.view(np.float32)):
+        raise RuntimeError(f"A value at byte {start} is not finite")
+    return chunk
 
 
 class NewMemory(Adding):

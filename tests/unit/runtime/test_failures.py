@@ -75,10 +75,10 @@ def break_the_outbox(job: Job) -> None:
 def break_the_release_lane(job: Job) -> None:
     release = job.workers[1].transport.release
 
-    def broken(parcel_id: str) -> None:
+    def broken(parcel_id: str, *, reuse: bool = False) -> None:
         if threading.current_thread().name == "replicast-release":
             raise ZeroDivisionError("of the test")
-        release(parcel_id)
+        release(parcel_id, reuse=reuse)
 
     job.workers[1].transport.release = broken  # type: ignore[method-assign]
     job.workers[1].session.propose(bias(math.nan))  # its bytes are given back when it is refused
@@ -136,7 +136,7 @@ def test_a_background_thread_that_dies_ends_every_wait_of_its_worker_with_the_re
     with Job(2) as job:
         error = what_a_wait_raises(job, 1, wait, lambda: breaks(job))
         assert f"The background thread {name!r} of replicast died: " in str(error)
-        assert error.__cause__ is not None
+        assert isinstance(error.__cause__, ZeroDivisionError | faults.FaultInjected)
 
 
 @pytest.mark.parametrize("wait", WAITS)
