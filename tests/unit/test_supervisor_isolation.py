@@ -109,6 +109,24 @@ def test_where_no_namespace_can_be_made_the_job_is_refused_and_nothing_is_left(t
     assert not (tmp_path / "run").exists()
 
 
+@needs_root
+@needs_namespaces
+def test_a_launcher_with_threads_that_may_not_be_isolated_without_root_is_refused_with_the_reason() -> None:
+    threaded = (
+        "import threading; from replicast.supervisor.isolation import isolate\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "try: isolate()\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    unprivileged = ["setpriv", "--bounding-set=-sys_admin,-net_admin", "--inh-caps=-all"]
+    done = subprocess.run(
+        [*unprivileged, sys.executable, "-c", threaded], capture_output=True, text=True, timeout=SECS
+    )
+    assert done.stdout.startswith("LaunchRefused --isolate: "), done.stderr
+    assert "process of 2 threads" in done.stdout
+    assert "leave out --isolate" in done.stdout
+
+
 @needs_namespaces
 def test_the_page_of_an_isolated_job_is_reachable_and_ctrl_c_ends_it(tmp_path: Path) -> None:
     options = ("--serve", "0")
