@@ -178,7 +178,7 @@ def test_a_job_between_machines_warns_once_and_one_on_the_loopback_or_with_trust
 ):
     between = Job(argv=("true",), workers=2, hosts=("a", "b"))
     line = exposure_line(between, {}, ["10.0.0.1", "fd00::1", "10.1.0.1"])
-    assert "whoever reaches 10.0.0.1, fd00::1 and 1 more can run code in the workers" in line
+    assert "any process that can reach 10.0.0.1, fd00::1 and 1 more can run code in the workers" in line
     assert "SECURITY.md" in line
     assert exposure_line(between, {"REPLICAST_TRUSTED_NETWORKS": "any"}, ["10.0.0.1"]) == ""
     assert exposure_line(between, {"REPLICAST_TRUSTED_NETWORKS": "10.0.0.0/8"}, ["10.0.0.1"]) == ""
