@@ -161,11 +161,21 @@ def test_of_two_launchers_that_take_themselves_for_the_first_the_later_one_is_re
         assert told.text == f"refused a launcher at 127.0.0.1: {refused.why}"
 
 
-def test_a_first_launcher_of_a_job_on_other_ports_is_not_refused() -> None:
+@pytest.mark.parametrize(
+    "question",
+    [
+        pytest.param(FirstOf(("127.0.0.2", "127.0.0.1"), IDENTITY.port + 1), id="a job on other ports"),
+        pytest.param(FirstOf(("127.0.0.3", "127.0.0.4"), IDENTITY.port), id="a job on other hosts"),
+        pytest.param(FirstOf(("127.0.0.1", "127.0.0.2"), IDENTITY.port), id="its own, passed on"),
+        pytest.param(FirstOf((), IDENTITY.port), id="nonsense"),
+    ],
+)
+def test_the_first_launcher_of_another_job_is_not_refused_and_no_stranger_can_have_it_refused(
+    question: FirstOf,
+) -> None:
     listener = listen(("127.0.0.1", 0))
-    with first_of(IDENTITY, listener):
-        elsewhere = FirstOf(("b", "a"), IDENTITY.port + 1)
-        assert isinstance(answer_to(listener.getsockname()[:2], elsewhere, Ask(1)), Told)
+    with first_of(replace(IDENTITY, hosts=("127.0.0.1", "127.0.0.2")), listener):
+        assert isinstance(answer_to(listener.getsockname()[:2], question, Ask(1)), Told)
 
 
 def test_with_another_secret_both_sides_say_at_once_what_to_do_and_go_on() -> None:

@@ -149,8 +149,8 @@ class First:
             connection.send(Told(self._run_name))
         elif isinstance(message, Report) and connection.hello is not None:
             self._leader.on_report(connection.hello.node, message, now)
-        elif isinstance(message, FirstOf) and message.port == self._identity.port:
-            return self._refuse(connection, two_firsts(self._identity.hosts, message.hosts))
+        elif isinstance(message, FirstOf) and (refusal := two_firsts(self._identity, message)):
+            return self._refuse(connection, refusal)
         elif isinstance(message, Malformed):
             return self._say(f"a line of the launcher at {_host_of(connection)} is left out: {message.why}")
         return []

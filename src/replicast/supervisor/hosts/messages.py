@@ -109,9 +109,17 @@ def difference(ours: Identity, theirs: Identity) -> str:
     return ""
 
 
-def two_firsts(ours: tuple[str, ...], theirs: tuple[str, ...]) -> str:
-    """In words: two launchers take themselves for the first one."""
-    lists = f"one with --hosts {_shown(ours, ',')}, the other with --hosts {_shown(theirs, ',')}"
+def two_firsts(ours: Identity, theirs: FirstOf) -> str:
+    """In words: two launchers of one job take themselves for the first one; empty if they do not.
+
+    Theirs may be a job of its own, on other ports or hosts; or this launcher's own question, which a stranger
+    has passed on.
+    """
+    if not ours.hosts or not theirs.hosts or ours.hosts == theirs.hosts or ours.port != theirs.port:
+        return ""
+    if ours.hosts[0] not in theirs.hosts or theirs.hosts[0] not in ours.hosts:
+        return ""
+    lists = f"one with --hosts {_shown(ours.hosts, ',')}, the other with --hosts {_shown(theirs.hosts, ',')}"
     return f"both take themselves for the launcher of the first host, {lists}"
 
 

@@ -2,8 +2,8 @@
 
 Each of the two would wait in vain for the other to connect. So a first launcher, once it listens, connects to
 its own port on each other host, where nothing should listen. Another first launcher that knows the secret,
-and needs the same ports for its workers, refuses it there. Of two such launchers at least the later one finds
-the other, because each listens before it looks.
+and needs the same ports on the same hosts, refuses it there. Of two such launchers at least the later one
+finds the other, because each listens before it looks.
 """
 
 from __future__ import annotations
