@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -393,7 +394,8 @@ def test_a_second_launcher_on_a_run_directory_is_refused(launch: Launcher) -> No
     first.pid("pid-0")
     code, out, err = launch("for_ever()", "--run-dir", "run").finish()
     assert (code, out) == (2, "")
-    assert err.startswith(f"Error: Another `replicast run` (process {first.process.pid}) is using ")
+    holder = f"process {first.process.pid} on {socket.gethostname()}"
+    assert err.startswith(f"Error: Another `replicast run` ({holder}) is using ")
     assert first.process.poll() is None
 
 
