@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Mapping
@@ -13,6 +14,11 @@ def this_process() -> dict[str, Any]:
     """Identifies this process to others, as JSON values."""
     pid = os.getpid()
     return {"pid": pid, "host": socket.gethostname(), "started": _started(pid)}
+
+
+def is_out_of_files(error: OSError) -> bool:
+    """Whether this process, or the system, has too many open files for now."""
+    return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def is_on_this_host(process: Mapping[str, Any]) -> bool:

@@ -6,7 +6,7 @@ end the process. So the workers first meet in Python, where a wait can be report
 Worker 0 listens at its address in `TF_CONFIG`, where TensorFlow's server listens afterwards. One JSON object
 per line:
 
-    worker K → worker 0    {"worker": K, "addresses": [...]}
+    worker K → worker 0    {"worker": K, "addresses": [...], "script": "…"}    its digest; or null
     worker 0 → worker K    {"missing": [2, 3]}     every second
                            {"refused": "..."}      not a worker of this job
                            {"start": true, "heartbeat_secs": 10.0}    all workers are there
@@ -21,10 +21,13 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from replicast.config import START_TIMEOUT, Cluster
 from replicast.errors import ClusterError
+from replicast.processes import is_out_of_files
+from replicast.script_digest import difference, digest_of, is_digest
 
 REPORT_SECS = 10.0
 """After this time a waiting worker reports who is missing."""
@@ -35,21 +38,26 @@ _FIRST_PAUSES_SECS = (0.02, 0.04, 0.08)
 """After a restart all workers come at once, and worker 0 may be a few milliseconds behind."""
 _TELL_SECS = 1.0
 _ANSWER_SECS = 5.0
-"""Worker 0 sends something every second. Whoever is silent for this long is not worker 0, or hangs."""
+"""Worker 0 sends something every second. What is silent for this long is not worker 0, or hangs."""
 _SERVER_SECS = 10.0
 _MAX_LINE = 1 << 20
 
 
 def meet(
-    cluster: Cluster, timeout_secs: float, report: Callable[[str], object], heartbeat_secs: float
+    cluster: Cluster,
+    timeout_secs: float,
+    report: Callable[[str], object],
+    heartbeat_secs: float,
+    script: Path | None = None,
 ) -> float:
     """Blocks until every worker of the cluster has called this, at most `timeout_secs`.
 
     Args:
         cluster: The workers.
         timeout_secs: How long to wait.
-        report: Called with a line of text while workers are missing.
+        report: Called with a line of text while workers are missing, and if their scripts differ.
         heartbeat_secs: The heartbeat timeout of this worker's settings.
+        script: The script that this worker runs; None if there is none.
 
     Returns:
         The heartbeat timeout of the job, which is worker 0's.
@@ -58,11 +66,15 @@ def meet(
         ClusterError: Workers are missing after the timeout, or this worker's cluster is not worker 0's.
     """
     wait = _Wait(cluster, timeout_secs, report)
+    digest = digest_of(script)
     if cluster.rank == 0:
-        _host(cluster, wait, {"start": True, "heartbeat_secs": heartbeat_secs})
+        digests = _host(cluster, wait, {"start": True, "heartbeat_secs": heartbeat_secs})
+        if warning := difference(script, digest, digests):
+            report(warning)
         return heartbeat_secs
+    hello = {"worker": cluster.rank, "addresses": list(cluster.addresses), "script": digest}
     pauses_secs = itertools.chain(_FIRST_PAUSES_SECS, itertools.repeat(_LOOK_SECS))
-    while (agreed_secs := _join(cluster, wait)) is None:
+    while (agreed_secs := _join(cluster, wait, hello)) is None:
         time.sleep(next(pauses_secs))
     _await_server(cluster.addresses[0])
     return agreed_secs
@@ -77,6 +89,7 @@ class _Wait:
         self._report = report
         self._began = time.monotonic()
         self._next_report_secs = REPORT_SECS
+        self._is_out_of_files = False
 
     def check(self, missing: Sequence[int], why: str) -> None:
         """Reports who is missing when it is time to, and raises after the timeout."""
@@ -94,6 +107,14 @@ class _Wait:
                 f"which {why}\n"
             )
 
+    def out_of_files(self) -> None:
+        """Reports once that no connection can be accepted for now, and pauses."""
+        if not self._is_out_of_files:
+            self._is_out_of_files = True
+            who = f"worker {self._cluster.rank}"
+            self._report(f"replicast: {who} has too many open files to meet the others; see ulimit -n\n")
+        time.sleep(_LOOK_SECS)
+
 
 class _Line:
     """A connection over which JSON objects go, one per line."""
@@ -101,6 +122,8 @@ class _Line:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.opened = time.monotonic()
+        self.script: str | None = None
+        """The digest of the worker's script, if it has sent one."""
         self._buffer = b""
 
     def send(self, message: dict[str, Any]) -> None:
@@ -128,8 +151,12 @@ class _Line:
         return messages
 
 
-def _host(cluster: Cluster, wait: _Wait, start: dict[str, Any]) -> None:
-    """Worker 0: waits for all others, then tells them to start."""
+def _host(cluster: Cluster, wait: _Wait, start: dict[str, Any]) -> dict[int, str]:
+    """Worker 0: waits for all others, then tells them to start.
+
+    Returns:
+        The digest of each other worker's script, of those that have sent one.
+    """
     strangers: list[_Line] = []
     workers: dict[int, _Line] = {}
     with _listening(cluster.addresses[0]) as listener, contextlib.ExitStack() as connections:
@@ -140,9 +167,7 @@ def _host(cluster: Cluster, wait: _Wait, start: dict[str, Any]) -> None:
             everyone = {line.connection: line for line in (*strangers, *workers.values())}
             for connection in _readable([listener, *everyone], _LOOK_SECS):
                 if connection is listener:
-                    accepted = connections.enter_context(listener.accept()[0])
-                    accepted.settimeout(_TELL_SECS)
-                    strangers.append(_Line(accepted))
+                    strangers += map(_Line, _accept(listener, connections, wait))
                 else:
                     _hear(cluster, everyone[connection], strangers, workers)
             _drop_silent(strangers)
@@ -151,6 +176,21 @@ def _host(cluster: Cluster, wait: _Wait, start: dict[str, Any]) -> None:
                 _tell(workers, {"missing": missing})
         listener.close()  # before anyone is told: the next to listen here is TensorFlow's server
         _tell(workers, start)
+    return {worker: line.script for worker, line in workers.items() if line.script is not None}
+
+
+def _accept(
+    listener: socket.socket, connections: contextlib.ExitStack, wait: _Wait
+) -> Iterator[socket.socket]:
+    """The next connection, if there is one."""
+    try:
+        accepted = connections.enter_context(listener.accept()[0])
+    except OSError as error:  # Also if the other side has gone meanwhile.
+        if is_out_of_files(error):
+            wait.out_of_files()
+        return
+    accepted.settimeout(_TELL_SECS)
+    yield accepted
 
 
 def _hear(cluster: Cluster, line: _Line, strangers: list[_Line], workers: dict[int, _Line]) -> None:
@@ -172,6 +212,7 @@ def _hear(cluster: Cluster, line: _Line, strangers: list[_Line], workers: dict[i
                 line.send({"refused": refused})
         else:
             strangers[:] = [other for other in strangers if other is not line]
+            line.script = message.get("script") if is_digest(message.get("script")) else None
             workers[int(message["worker"])] = line
 
 
@@ -183,8 +224,11 @@ def _drop_silent(strangers: list[_Line]) -> None:
 
 
 def _readable(sockets: Iterable[socket.socket], secs: float) -> list[socket.socket]:
-    """Those that can be read from, in at most this time. `select.select` takes no descriptor above 1023."""
-    with selectors.DefaultSelector() as selector:
+    """Those that can be read from, in at most this time.
+
+    `select.select` takes no descriptor above 1023, and `epoll` needs one of its own.
+    """
+    with selectors.PollSelector() as selector:
         for one in sockets:
             selector.register(one, selectors.EVENT_READ, one)
         return [key.data for key, _ in selector.select(secs)]
@@ -196,7 +240,7 @@ def _tell(workers: dict[int, _Line], message: dict[str, Any]) -> None:
             line.send(message)
 
 
-def _join(cluster: Cluster, wait: _Wait) -> float | None:
+def _join(cluster: Cluster, wait: _Wait, hello: dict[str, Any]) -> float | None:
     """Another worker: goes to worker 0 once and waits there.
 
     Returns:
@@ -208,7 +252,7 @@ def _join(cluster: Cluster, wait: _Wait) -> float | None:
         wait.check(missing, why)
         with socket.create_connection((host, port), timeout=_ANSWER_SECS) as connection:
             line = _Line(connection)
-            line.send({"worker": cluster.rank, "addresses": list(cluster.addresses)})
+            line.send(hello)
             heard = time.monotonic()
             while time.monotonic() - heard < _ANSWER_SECS:
                 wait.check(missing, why)
@@ -259,7 +303,7 @@ def _listening(address: str) -> Iterator[socket.socket]:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Whoever reserves the port for this worker has it bound with SO_REUSEADDR or with SO_REUSEPORT: set both.
+    # The launcher that reserves the port has bound it with SO_REUSEADDR or with SO_REUSEPORT: set both.
     return socket.create_server((host, port), family=family, backlog=1024, reuse_port=True)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -127,15 +128,16 @@ def gone(*pids: int) -> None:
 
 def test_all_workers_end_well(launch: Launcher) -> None:
     script = "print('I am', rank, sys.argv[1:])\nprint('on stderr', file=sys.stderr)"
-    launched = launch(script, "--run-dir", "run", arguments=("--run-dir", "mine", "--", "-n", "7"))
+    given = ("--run-dir", "mine", "--node_rank", "--", "-n", "7")
+    launched = launch(script, "--run-dir", "run", arguments=given)
     code, out, err = launched.finish()
     assert code == 0
-    assert out == "[worker 0] I am 0 ['--run-dir', 'mine', '--', '-n', '7']\n[worker 0] on stderr\n"
+    assert out == f"[worker 0] I am 0 {list(given)}\n[worker 0] on stderr\n"
     begins, ends = err.splitlines()
     assert begins.startswith("replicast: 2 workers, attempt 0, logs in run/logs/attempt-0; starting")
     assert re.fullmatch(r"replicast: finished: 2 workers, \d+\.\d s, logs in run/logs/attempt-0", ends)
     log = launched.directory / "run" / "logs" / "attempt-0" / "worker-1.log"
-    assert log.read_text() == "I am 1 ['--run-dir', 'mine', '--', '-n', '7']\non stderr\n"
+    assert log.read_text() == f"I am 1 {list(given)}\non stderr\n"
 
 
 def test_every_worker_is_shown_when_asked(launch: Launcher) -> None:
@@ -392,7 +394,8 @@ def test_a_second_launcher_on_a_run_directory_is_refused(launch: Launcher) -> No
     first.pid("pid-0")
     code, out, err = launch("for_ever()", "--run-dir", "run").finish()
     assert (code, out) == (2, "")
-    assert err.startswith(f"Error: Another `replicast run` (process {first.process.pid}) is using ")
+    holder = f"process {first.process.pid} on {socket.gethostname()}"
+    assert err.startswith(f"Error: Another `replicast run` ({holder}) is using ")
     assert first.process.poll() is None
 
 

@@ -181,11 +181,16 @@ def test_launchers_that_do_not_belong_together_are_refused(two: Machines) -> Non
     assert other.finish() == 2
     assert "another number of workers (-n): 1 on the first host, 2 on the other" in other.text
     first.wait_for("refused a launcher at 10.77.0.2: another number of workers")
+    reverse = two.launch(1, "--hosts", "10.77.0.2,10.77.0.1", "--run-dir", "reverse", "train.py")
+    assert reverse.finish() == 2
+    assert "The launcher at 10.77.0.1:29499 has refused this one: both take themselves" in reverse.text
+    assert "with --hosts in the same order" in reverse.text
+    first.wait_for("refused a launcher at 10.77.0.2: both take themselves for the launcher of the first host")
     same = two.launch(0, *hosts, "--run-dir", "same", "train.py")
     assert same.finish() == 2
     assert "Another process listens at 10.77.0.1:29499" in same.text
     stranger = two.launch(1, *hosts, "--run-dir", "other", "train.py", secret="guessed")
-    stranger.wait_for("10.77.0.1:29499: the other host has another secret of the job")
+    stranger.wait_for("10.77.0.1:29499: the other host has another secret of the job. Set REPLICAST_JOB_SEC")
     nobody = two.launch(1, *hosts, "--run-dir", "nobody", "train.py", secret=None)
     nobody.wait_for("the other host has a secret of the job, this one has none")
     assert "warning: REPLICAST_JOB_SECRET is not set" in nobody.text

@@ -367,7 +367,7 @@ def test_sigterm_to_the_launcher_does_the_same_and_until_then_no_other_launcher_
     left.wait_for("here-1")
     code, said = left.run("arrays")
     assert code == 2
-    assert f"Another `replicast run` (process {process.pid}) is using" in said
+    assert f"Another `replicast run` (process {process.pid} on " in said
     process.send_signal(signal.SIGTERM)
     code, said = finish(process)
     assert code == 143, said

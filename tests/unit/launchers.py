@@ -184,7 +184,7 @@ class World:
             first = self.launchers[0]
             is_there = first is not None and first.session == session and launcher.connected_to == session
             if is_there and self.reached(launcher.node, 0) and first is not None and first.leader:
-                received = from_json(text)
+                received = from_json(text, self.hosts)
                 assert isinstance(received, Report)
                 first.leader.on_report(launcher.node, received, self.now)
                 self._poll(first)
@@ -204,7 +204,7 @@ class World:
     def _send_order(self, launcher: Launcher, session: str, order: Order) -> None:
         def arrives() -> None:
             if launcher.alive and launcher.connected_to == session and self.reached(launcher.node, 0):
-                received = from_json({"order": {**to_json(order)["order"]}})
+                received = from_json(to_json(order), self.hosts)
                 assert isinstance(received, Order)
                 self._do(launcher, launcher.member.on_order(received, self.now))
                 self._send_report(launcher)

@@ -55,7 +55,7 @@ def test_hosts_that_are_alike_are_good() -> None:
         (replace(WELL, facts={0: facts(0)}), "Names", GOOD, "on every host, of those that came"),
         (replace(WELL, facts={0: facts(0)}), "Ports", GOOD, "from every host, of those that came"),
         (replace(WELL, facts={0: facts(0)}), "Python", GOOD, "on all, of those that came"),
-        (second(trusted=""), "Open ports", NOTE, "h2: whoever reaches the workers' ports"),
+        (second(trusted=""), "Open ports", NOTE, "h2: any process that can reach the workers' ports"),
         (second(addresses=("10.0.0.1", "127.0.1.1")), "Names", BROKEN, "h2 is 127.0.1.1 on h2"),
         (second(addresses=("", "10.0.0.2")), "Names", BROKEN, "h1 has no address on h2"),
         (second(addresses=("10.9.0.1", "10.0.0.2")), "Names", NOTE, "h1 is 10.0.0.1 on h1, 10.9.0.1 on h2"),

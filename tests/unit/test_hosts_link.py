@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import select
 import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from replicast.errors import ClusterError
 from replicast.supervisor.attempts import Begin
 from replicast.supervisor.hosts.attempts import HostsAttempts
-from replicast.supervisor.hosts.events import Event
+from replicast.supervisor.hosts.connection import Connection, Malformed
+from replicast.supervisor.hosts.events import Event, NotWelcome, Tell
 from replicast.supervisor.hosts.first import First
 from replicast.supervisor.hosts.leader import Leader
-from replicast.supervisor.hosts.link import Link
+from replicast.supervisor.hosts.link import Link, first_link
 from replicast.supervisor.hosts.member import End, Member, Start
-from replicast.supervisor.hosts.messages import Failure, Order, Phase
+from replicast.supervisor.hosts.messages import (
+    Ask,
+    Failure,
+    FirstOf,
+    Hello,
+    Identity,
+    Message,
+    Order,
+    Phase,
+    Report,
+    Told,
+)
+from replicast.supervisor.hosts.notices import Notices
+from replicast.supervisor.hosts.rivals import Rivals
 from replicast.supervisor.hosts.setup import identity_of, listen
 from replicast.supervisor.hosts.talk import ask_run_name
 from replicast.supervisor.hosts.timeouts import HostTimeouts
@@ -26,6 +45,7 @@ from replicast.supervisor.screen import make_screen
 
 SECS = 10.0
 JOB = Job(argv=("python", "train.py"), hosts=("a", "b"), node_rank=1, endpoint=("127.0.0.1", 1))
+IDENTITY = identity_of(replace(JOB, hosts=(), nnodes=2), 0)
 ORDER = Order(session="s", phase=Phase.RUN, attempt=0, restarts=0, max_restarts=0, hosts=("a", "b"))
 
 
@@ -67,15 +87,143 @@ def test_a_group_that_must_end_as_soon_as_it_is_started_is_told_so() -> None:
 def test_strangers_who_say_nothing_keep_no_launcher_out() -> None:
     listener = listen(("127.0.0.1", 0))
     endpoint = listener.getsockname()[:2]
-    timeouts = HostTimeouts()
-    member = Member(0, 0, 0, timeouts, 0.0)
-    leader = Leader(("a", "b"), "s", 0, timeouts, 0.0)
-    first = First(leader, member, "s", identity_of(JOB, 0), b"secret", timeouts, listener, "the-run")
-    with contextlib.ExitStack() as stack, Link(member, first, 0.0):
+    with contextlib.ExitStack() as stack, first_of(IDENTITY, listener):
         for _ in range(80):
             stack.enter_context(socket.create_connection(endpoint))
-        name = ask_run_name(endpoint, 1, b"secret", timeout_secs=3.0, report=lambda _: None)
-    assert name == "the-run"
+        assert run_name(endpoint) == "the-run"
+
+
+def first_of(identity: Identity, listener: socket.socket) -> Link:
+    """The link of a first launcher; without `--hosts` it looks for no other one."""
+    return first_link(
+        names=identity.hosts or ("a", "b"),
+        identity=identity,
+        secret=b"secret",
+        next_attempt=0,
+        timeouts=HostTimeouts(leave_secs=0.0),
+        listener=listener,
+        run_name="the-run",
+    )
+
+
+def run_name(endpoint: tuple[str, int]) -> str:
+    """What the first launcher answers: it is alive."""
+    return ask_run_name(endpoint, 1, b"secret", timeout_secs=SECS, report=lambda _: None)
+
+
+def next_events(link: Link) -> list[Event]:
+    assert select.select([link], [], [], SECS)[0], "nothing happened"
+    return link.take()
+
+
+def answer_to(endpoint: tuple[str, int], *messages: Message) -> Message | Malformed:
+    """The first answer to what a launcher with the secret sends."""
+    with socket.create_connection(endpoint) as connected:
+        connection = Connection(connected, b"secret", is_first=False, nodes=2)
+        for message in messages:
+            connection.send(message)
+        answers: list[Message | Malformed] = []
+        while not answers:
+            assert select.select([connected], [], [], SECS)[0], "no answer"
+            answers += connection.receive()
+        return answers[0]
+
+
+def test_a_report_with_impossible_values_is_left_out_and_the_launchers_go_on() -> None:
+    listener = listen(("127.0.0.1", 0))
+    endpoint = listener.getsockname()[:2]
+    hello = Hello(node=1, session="s", address="127.0.0.1", identity=IDENTITY)
+    with first_of(IDENTITY, listener) as link:
+        answer = answer_to(endpoint, hello, Report(next_attempt=0, signal=9999), Ask(1))
+        assert isinstance(answer, Order), "the rest of what it sends is heard"
+        (told,) = (event for event in next_events(link) if isinstance(event, Tell))
+        assert "a line of the launcher at 127.0.0.1 is left out: no launcher sends a report with" in told.text
+        assert run_name(endpoint) == "the-run"
+
+
+def test_of_two_launchers_that_take_themselves_for_the_first_the_later_one_is_refused_and_both_say_why() -> (
+    None
+):
+    early, late = "127.0.0.1", "127.0.0.2"
+    listener = listen((early, 0))
+    port = listener.getsockname()[1]
+    with (
+        first_of(replace(IDENTITY, hosts=(early, late)), listener) as first,
+        first_of(replace(IDENTITY, hosts=(late, early)), listen((late, port))) as second,
+    ):
+        (refused,) = next_events(second)
+        assert isinstance(refused, NotWelcome)
+        assert refused.by == f"The launcher at {early}:{port}"
+        lists = f"one with --hosts {early},{late}, the other with --hosts {late},{early}"
+        assert refused.why == f"both take themselves for the launcher of the first host, {lists}"
+        (told,) = next_events(first)
+        assert isinstance(told, Tell)
+        assert told.text == f"refused a launcher at 127.0.0.1: {refused.why}"
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        pytest.param(FirstOf(("127.0.0.2", "127.0.0.1"), IDENTITY.port + 1), id="a job on other ports"),
+        pytest.param(FirstOf(("127.0.0.3", "127.0.0.4"), IDENTITY.port), id="a job on other hosts"),
+        pytest.param(FirstOf(("127.0.0.1", "127.0.0.2"), IDENTITY.port), id="its own, passed on"),
+        pytest.param(FirstOf((), IDENTITY.port), id="nonsense"),
+    ],
+)
+def test_the_first_launcher_of_another_job_is_not_refused_and_no_stranger_can_have_it_refused(
+    question: FirstOf,
+) -> None:
+    listener = listen(("127.0.0.1", 0))
+    with first_of(replace(IDENTITY, hosts=("127.0.0.1", "127.0.0.2")), listener):
+        assert isinstance(answer_to(listener.getsockname()[:2], question, Ask(1)), Told)
+
+
+def test_with_another_secret_both_sides_say_at_once_what_to_do_and_go_on() -> None:
+    listener = listen(("127.0.0.1", 0))
+    endpoint = listener.getsockname()[:2]
+    said: list[str] = []
+    with first_of(IDENTITY, listener) as link:
+        with pytest.raises(ClusterError, match="did not answer"):
+            ask_run_name(endpoint, 1, b"another", timeout_secs=1.0, report=said.append)
+        problem = "the other host has another secret of the job. Set REPLICAST_JOB_SECRET"
+        (line,) = said
+        assert line.startswith(f"127.0.0.1:{endpoint[1]}: {problem}")
+        assert line.endswith("; this launcher keeps trying")
+        told = [event.text for event in next_events(link) if isinstance(event, Tell)]
+        assert len(told) == 1, "however often it came"
+        assert told[0].startswith(f"refused a launcher at 127.0.0.1: {problem}")
+        assert run_name(endpoint) == "the-run"
+
+
+def test_a_stranger_cannot_fill_the_screen_and_what_is_wrong_is_said_again_later() -> None:
+    notices = Notices()
+    texts = [f"\x1b[2J{number % 50}" for number in range(1000)]
+    said = [tell.text for number, text in enumerate(texts) for tell in notices.say(text, 0.01 * number)]
+    assert len(said) == 6
+    assert said[0] == "�[2J0"
+    assert said[-1].endswith("(more lines like this are not shown for 5 min)")
+    assert notices.say("no secret", 299.0) == []
+    assert notices.say("no secret", 310.0) == [Tell("no secret")]
+    assert notices.say("no secret", 311.0) == []
+
+
+def test_a_first_launcher_without_free_descriptors_says_so_once_and_does_not_spin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(listener: socket.socket) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    timeouts, listener = HostTimeouts(), listen(("127.0.0.1", 0))
+    leader, member = Leader(("a", "b"), "s", 0, timeouts, 0.0), Member(0, 0, 0, timeouts, 0.0)
+    nobody = Rivals((), 0, 0, b"")
+    first = First(leader, member, "s", IDENTITY, b"secret", timeouts, listener, "the-run", nobody)
+    with contextlib.closing(first), monkeypatch.context() as patched:
+        patched.setattr(socket.socket, "accept", fails)
+        assert listener in first.sockets()
+        (told,) = (event for event in first.poll([listener]) if isinstance(event, Tell))
+        assert "too many open files" in told.text
+        assert listener not in first.sockets(), "for a moment"
+        assert not any(isinstance(event, Tell) for event in first.poll([listener]))
 
 
 def test_a_command_of_any_length_fits_into_a_message() -> None:

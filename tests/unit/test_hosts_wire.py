@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 
 from replicast.errors import ClusterError, LaunchRefused
@@ -97,7 +100,7 @@ def test_a_line_without_an_end_takes_bounded_memory() -> None:
     ],
 )
 def test_messages_survive_their_json(message: Report | Order) -> None:
-    assert from_json(to_json(message)) == message
+    assert from_json(to_json(message), 2) == message
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,36 @@ def test_messages_survive_their_json(message: Report | Order) -> None:
 )
 def test_other_fields_are_no_message(fields: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"message|report"):
-        from_json(fields)
+        from_json(fields, 2)
+
+
+REPORT = Report(next_attempt=0)
+ORDER = Order(session="s", phase=Phase.END, attempt=1, restarts=1, max_restarts=2, hosts=("a", "b"))
+FAILURE = Failure(host=1, worker=2, code=-9)
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        (replace(REPORT, signal=9999), "the signal 9999"),
+        (replace(ORDER, signal=-1), "the signal -1"),
+        (replace(REPORT, next_attempt=-1), "the attempts"),
+        (replace(REPORT, attempt=2**40), "the attempts"),
+        (replace(REPORT, restarts=-1), "-1 restarts"),
+        (replace(REPORT, failure=replace(FAILURE, host=2)), "a failure on the hosts"),
+        (replace(REPORT, failure=replace(FAILURE, worker=-2)), "worker -2"),
+        (replace(ORDER, failure=replace(FAILURE, code=-1000)), "the code -1000"),
+        (replace(ORDER, failure=replace(FAILURE, reported_by=-1)), "a failure on the hosts"),
+        (replace(ORDER, failure=replace(FAILURE, ran_secs=-1.0)), "after -1.0 s"),
+        (replace(ORDER, code=256), "the exit code 256"),
+        (replace(ORDER, stopped_on=2), "the hosts [2] of 2"),
+        (replace(ORDER, missing=(0, 7)), "the hosts [0, 7] of 2"),
+        (replace(ORDER, hosts=("a",)), "1 hosts"),
+    ],
+)
+def test_values_that_fit_their_type_and_cannot_be_are_no_message(message: Report | Order, named: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(named)):
+        from_json(to_json(message), 2)
 
 
 @pytest.mark.parametrize(
@@ -150,12 +182,29 @@ def test_hosts_alone_say_where_the_launchers_meet() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "same"),
+    [
+        ({"master_addr": "h1", "master_port": 7}, "h1:7"),
+        ({"master_addr": "h1"}, "h1"),
+        ({"master_addr": "fd00::1", "master_port": 7}, "[fd00::1]:7"),
+    ],
+)
+def test_master_addr_and_port_are_the_rendezvous_endpoint(options: dict[str, object], same: str) -> None:
+    placed = place_on_hosts(JOB, nnodes="2", node_rank=1, **options)  # type: ignore[arg-type]
+    assert placed == place_on_hosts(JOB, nnodes="2", node_rank=1, rdzv_endpoint=same)
+    assert place_on_hosts(JOB, master_port=7) == JOB, "as torchrun's users give it on one machine"
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"nnodes": "2"}, "--nnodes needs --rdzv-endpoint"),
         ({"nnodes": "2", "rdzv_endpoint": "h1"}, "--nnodes needs --node-rank"),
         ({"nnodes": "3", "hosts": "h1,h2"}, "does not fit --hosts, which lists 2"),
         ({"nnodes": "2", "rdzv_endpoint": "h1", "node_rank": 2}, "--node-rank must be from 0 to 1"),
+        ({"nnodes": "2", "master_port": 7}, "--master-port needs --master-addr"),
+        ({"nnodes": "2", "master_addr": "h1", "rdzv_endpoint": "h1"}, "say the same"),
+        ({"nnodes": "2", "node_rank": 0, "rdzv_endpoint": "h1:29501"}, "use ports 29500 to 29501"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, object], said: str) -> None:

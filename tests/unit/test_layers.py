@@ -23,6 +23,7 @@ LAYERS = [
         "files",
         "tensorfiles",
         "import_environment",
+        "script_digest",
     },
     {"update", "audits"},
     {"core"},

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
+import json
 import os
 import resource
 import signal
@@ -11,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -42,9 +46,11 @@ class Meeting(threading.Thread):
         rank: int,
         timeout_secs: float = DEADLINE_SECS,
         heartbeat_secs: float = 10.0,
+        script: Path | None = None,
     ) -> None:
         super().__init__(daemon=True)
         self._heartbeat_secs = heartbeat_secs
+        self._script = script
         self.heartbeat_secs = 0.0
         self._arguments = (Cluster(addresses=addresses, rank=rank), timeout_secs)
         self.lines: list[str] = []
@@ -53,7 +59,9 @@ class Meeting(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.heartbeat_secs = meet(*self._arguments, self.lines.append, self._heartbeat_secs)
+            self.heartbeat_secs = meet(
+                *self._arguments, self.lines.append, self._heartbeat_secs, self._script
+            )
         except ClusterError as error:
             self.error = error
 
@@ -213,6 +221,59 @@ def test_a_signal_ends_a_worker_that_waits_for_the_others(rank: int, signum: sig
         assert "has waited" in waiting.stderr.readline()
         waiting.send_signal(signum)
         assert waiting.wait(DEADLINE_SECS) == -signum
+
+
+def test_a_script_that_differs_between_workers_is_named_once_by_worker_0(tmp_path: Path) -> None:
+    contents = ("print(1)", "print(1)", "print(2)")
+    scripts = [tmp_path / str(rank) / "train.py" for rank in range(3)]
+    for script, content in zip(scripts, contents, strict=True):
+        script.parent.mkdir()
+        script.write_text(content)
+    addresses = free_addresses(3)
+    workers = [Meeting(addresses, rank, script=script) for rank, script in enumerate(scripts)]
+    assert all(worker.has_met() for worker in workers)
+    (line,) = workers[0].lines
+    same, other = (hashlib.sha256(content.encode()).hexdigest()[:8] for content in contents[1:])
+    assert f"warning: train.py differs between the workers: {same} on worker 0, {other} on worker 2 (" in line
+    assert workers[1].lines == workers[2].lines == []
+
+
+@pytest.mark.parametrize("sent", [{}, {"script": None}, {"script": "\x1b[31m"}, {"script": ["a"]}])
+def test_a_worker_that_sends_no_digest_of_its_script_meets_the_others_without_a_warning(
+    tmp_path: Path, sent: dict[str, object]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print(1)")
+    addresses = free_addresses(2)
+    host = Meeting(addresses, 0, script=script)
+    port = int(addresses[0].rpartition(":")[2])
+    with contextlib.ExitStack() as stack:
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                worker = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                break
+        worker.sendall(json.dumps({"worker": 1, "addresses": addresses, **sent}).encode() + b"\n")
+        assert host.has_met()
+    assert host.lines == []
+
+
+def test_worker_0_without_free_descriptors_says_so_once_and_meets_the_others_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accept, failures = socket.socket.accept, [errno.EMFILE, errno.EMFILE, errno.ECONNABORTED]
+
+    def fails_first(listener: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise OSError(failures.pop(0), "not now")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", fails_first)
+    addresses = free_addresses(2)
+    host, worker = Meeting(addresses, 0), Meeting(addresses, 1)
+    assert worker.has_met()
+    assert host.has_met()
+    assert failures == []
+    assert host.lines == ["replicast: worker 0 has too many open files to meet the others; see ulimit -n\n"]
 
 
 def test_the_time_limit_comes_from_the_environment() -> None:

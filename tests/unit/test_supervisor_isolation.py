@@ -109,6 +109,24 @@ def test_where_no_namespace_can_be_made_the_job_is_refused_and_nothing_is_left(t
     assert not (tmp_path / "run").exists()
 
 
+@needs_root
+@needs_namespaces
+def test_a_launcher_with_threads_that_may_not_be_isolated_without_root_is_refused_with_the_reason() -> None:
+    threaded = (
+        "import threading; from replicast.supervisor.isolation import isolate\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "try: isolate()\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    unprivileged = ["setpriv", "--bounding-set=-sys_admin,-net_admin", "--inh-caps=-all"]
+    done = subprocess.run(
+        [*unprivileged, sys.executable, "-c", threaded], capture_output=True, text=True, timeout=SECS
+    )
+    assert done.stdout.startswith("LaunchRefused --isolate: "), done.stderr
+    assert "process of 2 threads" in done.stdout
+    assert "leave out --isolate" in done.stdout
+
+
 @needs_namespaces
 def test_the_page_of_an_isolated_job_is_reachable_and_ctrl_c_ends_it(tmp_path: Path) -> None:
     options = ("--serve", "0")
@@ -160,7 +178,7 @@ def test_a_job_between_machines_warns_once_and_one_on_the_loopback_or_with_trust
 ):
     between = Job(argv=("true",), workers=2, hosts=("a", "b"))
     line = exposure_line(between, {}, ["10.0.0.1", "fd00::1", "10.1.0.1"])
-    assert "whoever reaches 10.0.0.1, fd00::1 and 1 more can run code in the workers" in line
+    assert "any process that can reach 10.0.0.1, fd00::1 and 1 more can run code in the workers" in line
     assert "SECURITY.md" in line
     assert exposure_line(between, {"REPLICAST_TRUSTED_NETWORKS": "any"}, ["10.0.0.1"]) == ""
     assert exposure_line(between, {"REPLICAST_TRUSTED_NETWORKS": "10.0.0.0/8"}, ["10.0.0.1"]) == ""

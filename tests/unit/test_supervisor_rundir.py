@@ -1,6 +1,8 @@
 import errno
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -74,9 +76,12 @@ def test_a_continued_run_never_overwrites_older_logs(tmp_path: Path) -> None:
     assert next_attempt(tmp_path, range(2, 4)) == 0, "another host's workers have no logs yet"
 
 
-def test_a_second_launcher_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+def test_a_second_launcher_is_refused_until_the_first_has_ended_and_told_where_that_runs(
+    tmp_path: Path,
+) -> None:
     with locked(tmp_path, 0):
-        refused = pytest.raises(LaunchRefused, match=r"Another .*process \d+.* choose another --run-dir")
+        where = f"process {os.getpid()} on {re.escape(socket.gethostname())}"
+        refused = pytest.raises(LaunchRefused, match=rf"Another .*\({where}\).* choose another --run-dir")
         with refused, locked(tmp_path, 0):
             pass
         with locked(tmp_path, 2):

@@ -661,6 +661,26 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_gone_as_soon(served: Serve
         assert time.monotonic() - began < 6.0, "the connection was open as long as bytes came"
 
 
+def test_a_server_without_free_descriptors_says_so_once_and_serves_later(
+    served: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    accept, failures = socket.socket.accept, [errno.EMFILE] * 3
+
+    def fails_first(listener: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise OSError(failures.pop(), "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", fails_first)
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20):
+        ask_and_take(link := Link("127.0.0.1", served.port, SECRET, 1))
+        ask_and_take(other := Link("127.0.0.1", served.port, SECRET, 2))
+    assert failures == []
+    assert [record.message[:19] for record in caplog.records] == ["Too many open files"]
+    link.close()
+    other.close()
+
+
 def test_the_port_is_open_at_the_named_address_only(served: Server) -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", served.port), timeout=20)

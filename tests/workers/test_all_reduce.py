@@ -26,6 +26,38 @@ def test_workers_of_one_host_sum_through_shared_memory(pool2: Pool, pool3: Pool)
     assert pool3.run(how) == ["shared memory"] * 3
 
 
+def levels(strategy: Any) -> list[tuple[str, str]]:
+    """What a worker logs that computes on an accelerator; none of these machines has one."""
+    import logging
+    from types import SimpleNamespace
+
+    from replicast.coordination import MemoryCoordination
+    from replicast.strategy.sharing import sum_through_shared_memory
+
+    found: list[tuple[str, str]] = []
+    handler = logging.Handler(logging.DEBUG)
+    handler.emit = lambda record: found.append((record.levelname, record.getMessage()))  # type: ignore[method-assign]
+    logger = logging.getLogger("replicast")
+    before = logger.level
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    try:
+        extended: Any = SimpleNamespace(_local_device_type="GPU", _num_workers=1)
+        lifetime: Any = SimpleNamespace(check=lambda: None)
+        coordination = MemoryCoordination(MemoryCoordination.Store())
+        assert not sum_through_shared_memory(extended, coordination, 0, lifetime, wanted=True)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    return found
+
+
+def test_accelerators_use_tensorflows_collectives_without_a_warning(pool2: Pool) -> None:
+    why = "worker 0 computes on an accelerator"
+    text = f"TensorFlow's collectives sum the gradients, not shared memory: {why}"
+    assert pool2.run(levels) == [[("DEBUG", text)]] * 2
+
+
 def every_kind(strategy: Any) -> dict[str, Any]:
     """All that a custom step may sum, with sums in branches and loops and independent ones between them."""
     import tensorflow as tf

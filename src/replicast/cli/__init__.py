@@ -94,7 +94,15 @@ def _failed(error: ReplicastError | OSError) -> Failed:
     return Failed(texts.printable_lines(error), 1 if isinstance(error, _FAILURES) else 2)
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+def _with_hyphens(name: str) -> str:
+    """The name of an option: --node_rank is --node-rank, as for `torchrun`. Not applied to values."""
+    return name.replace("_", "-")
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _with_hyphens},
+)
 @click.version_option(__version__, prog_name="replicast")
 def main() -> None:
     """One worker writes, every replica follows: Keras 3 on several workers.

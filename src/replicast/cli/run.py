@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import click
 
+from replicast.cli.torchrun import refuses_torchrun_options
 from replicast.config import (
     HEARTBEAT_TIMEOUT,
     JOB_SECRET,
@@ -31,8 +34,7 @@ from replicast.supervisor.hosts.placing import place_on_hosts
 from replicast.supervisor.hosts.setup import read_secret
 from replicast.supervisor.hosts.talk import ask_run_name
 from replicast.supervisor.hosts.timeouts import HostTimeouts, host_timeouts
-from replicast.supervisor.isolation import check_isolation
-from replicast.supervisor.isolation import isolate as enter_own_network
+from replicast.supervisor.isolation import check_isolation, isolate
 from replicast.supervisor.page import PageAddress, page_beside
 from replicast.supervisor.plan import DEFAULT_PORT
 from replicast.supervisor.program import check_module, check_script
@@ -88,6 +90,8 @@ _PORTS_SECS = 5.0
     metavar="HOST:PORT",
     help="Where the launcher of machine 0 waits for the others. [default: the first of --hosts, --port - 1]",
 )
+@click.option("--master-addr", metavar="HOST", help="With --master-port: another way to say --rdzv-endpoint.")
+@click.option("--master-port", type=click.IntRange(1, 65535), metavar="PORT", help="See --master-addr.")
 @click.option(
     "--join-timeout",
     type=_SECS,
@@ -110,30 +114,10 @@ _PORTS_SECS = 5.0
     is_flag=True,
     help="Run the job in a network of its own: nobody can connect to it, and it can connect to nobody.",
 )
+@refuses_torchrun_options
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def run(
-    workers: int,
-    module: bool,
-    run_dir: Path | None,
-    log_dir: Path | None,
-    max_restarts: int,
-    standby: bool,
-    tee: str | None,
-    grace: float,
-    heartbeat: float | None,
-    hosts: str | None,
-    nnodes: str | None,
-    node_rank: int | None,
-    rdzv_endpoint: str | None,
-    join_timeout: float,
-    secret_file: Path | None,
-    port: int,
-    serve: str | None,
-    isolate: bool,
-    program: str,
-    arguments: tuple[str, ...],
-) -> None:
+def run(**typed: Any) -> None:
     """Start the workers of a job on this machine and supervise them.
 
     Every worker runs PROGRAM with its ARGUMENTS and finds TF_CONFIG, RANK, WORLD_SIZE and LOCAL_RANK in its
@@ -158,54 +142,123 @@ def run(
     the signal that ended it; 130 after Ctrl-C, 143 after SIGTERM or a stop; 75 when a machine was lost or did
     not come; 2 when nothing was started.
     """  # noqa: D301 - click wants a real backspace
-    (check_module if module else check_script)(program)
-    if standby and not max_restarts:
+    options = _Options(**typed)
+    _check_program(options)
+    job = _job(options)
+    secret = read_secret(os.environ, options.secret_file) if job.endpoint is not None else b""
+    heartbeat_secs = heartbeat_timeout_secs(os.environ) if options.heartbeat is None else options.heartbeat
+    if options.isolate:
+        check_isolation(job, os.environ)
+    tee = parse_tee(options.tee, job)
+    page = PageAddress.parse(options.serve) if options.serve is not None else None
+    _check_ports(job)
+    directory = _run_directory(options, job, secret)
+    settings = Settings(
+        run_dir=directory,
+        log_dir=options.log_dir.absolute() if options.log_dir is not None else directory / "logs",
+        tee=tee,
+        max_restarts=options.max_restarts,
+        timeouts=EndTimeouts(stop_secs=options.grace, frozen_secs=heartbeat_secs),
+        standby=options.standby,
+        secret=secret,
+        host_timeouts=host_timeouts(join_secs=options.join_timeout, heartbeat_secs=heartbeat_secs),
+    )
+    sys.exit(_supervise(job, settings, _environment(heartbeat_secs), page, isolated=options.isolate))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """What was typed; each field is named for its option."""
+
+    workers: int
+    module: bool
+    run_dir: Path | None
+    log_dir: Path | None
+    max_restarts: int
+    standby: bool
+    tee: str | None
+    grace: float
+    heartbeat: float | None
+    hosts: str | None
+    nnodes: str | None
+    node_rank: int | None
+    rdzv_endpoint: str | None
+    master_addr: str | None
+    master_port: int | None
+    join_timeout: float
+    secret_file: Path | None
+    port: int
+    serve: str | None
+    isolate: bool
+    program: str
+    arguments: tuple[str, ...]
+
+
+def _check_program(options: _Options) -> None:
+    (check_module if options.module else check_script)(options.program)
+    if options.standby and not options.max_restarts:
         raise LaunchRefused(
             "--standby keeps processes for restarts, and there are none", remedy="Add --max-restarts K"
         )
+
+
+def _job(options: _Options) -> Job:
+    """What to run, and on which hosts."""
     job = Job(
-        argv=(sys.executable, *(["-m"] if module else []), program, *arguments),
-        workers=workers,
-        port=port,
+        argv=(sys.executable, *(["-m"] if options.module else []), options.program, *options.arguments),
+        workers=options.workers,
+        port=options.port,
         given=read_cluster(os.environ),
     )
-    job = place_on_hosts(job, hosts=hosts, nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=rdzv_endpoint)
-    secret = read_secret(os.environ, secret_file) if job.endpoint is not None else b""
-    heartbeat_secs = heartbeat_timeout_secs(os.environ) if heartbeat is None else heartbeat
-    environ = {name: value for name, value in os.environ.items() if name != JOB_SECRET}
-    environ[HEARTBEAT_TIMEOUT] = f"{heartbeat_secs:g}"
-    if isolate:
-        check_isolation(job, os.environ)
-    shown = parse_tee(tee, job)
-    address = PageAddress.parse(serve) if serve is not None else None
-    if job.fixed_ports is not None:
-        # Refused here, before a run directory is made. After a kill -9 of the launcher before this one, its
-        # workers may take a moment to give back their memory, and hold their ports until then.
-        hold_ports(job.fixed_ports, within_secs=_PORTS_SECS if job.endpoint is not None else 0.0).release()
-    name = program.rpartition(".")[2] if module else Path(program).stem
-    if run_dir is None and job.endpoint is not None and job.node_rank > 0:
-        run_dir = RUNS / ask_run_name(
-            job.endpoint,
-            job.node_rank,
-            secret,
-            timeout_secs=join_timeout,
-            report=lambda line: click.echo(f"replicast: {line}", err=True),
-        )
-    directory = make_run_dir(run_dir, program=name, now=datetime.now())
-    settings = Settings(
-        run_dir=directory,
-        log_dir=log_dir.absolute() if log_dir is not None else directory / "logs",
-        tee=shown,
-        max_restarts=max_restarts,
-        timeouts=EndTimeouts(stop_secs=grace, frozen_secs=heartbeat_secs),
-        standby=standby,
-        secret=secret,
-        host_timeouts=host_timeouts(join_secs=join_timeout, heartbeat_secs=heartbeat_secs),
+    return place_on_hosts(
+        job,
+        hosts=options.hosts,
+        nnodes=options.nnodes,
+        node_rank=options.node_rank,
+        rdzv_endpoint=options.rdzv_endpoint,
+        master_addr=options.master_addr,
+        master_port=options.master_port,
     )
+
+
+def _check_ports(job: Job) -> None:
+    """Refuses a job whose ports are in use, before a run directory is made.
+
+    After a kill -9 of the launcher before this one, its workers may take a moment to give back their memory,
+    and hold their ports until then.
+    """
+    if job.fixed_ports is not None:
+        hold_ports(job.fixed_ports, within_secs=_PORTS_SECS if job.endpoint is not None else 0.0).release()
+
+
+def _run_directory(options: _Options, job: Job, secret: bytes) -> Path:
+    """Makes the run directory; launchers of other hosts may have to ask the first one for its name."""
+    chosen = options.run_dir
+    if chosen is None and job.endpoint is not None and job.node_rank > 0:
+        chosen = RUNS / ask_run_name(
+            job.endpoint, job.node_rank, secret, timeout_secs=options.join_timeout, report=_tell
+        )
+    name = options.program.rpartition(".")[2] if options.module else Path(options.program).stem
+    return make_run_dir(chosen, program=name, now=datetime.now())
+
+
+def _environment(heartbeat_secs: float) -> dict[str, str]:
+    """The environment of the workers: they do not need the secret of the launchers."""
+    environ = {name: value for name, value in os.environ.items() if name != JOB_SECRET}
+    return environ | {HEARTBEAT_TIMEOUT: f"{heartbeat_secs:g}"}
+
+
+def _supervise(
+    job: Job, settings: Settings, environ: dict[str, str], page: PageAddress | None, *, isolated: bool
+) -> int:
+    """Runs the job to its end, with its page beside it; returns the exit code."""
     with contextlib.ExitStack() as beside:
-        if address is not None:
-            line = beside.enter_context(page_beside(address, directory, settings.log_dir, environ))
-            click.echo(f"replicast: {line}", err=True)
-        if isolate:
-            enter_own_network()  # After the page was started, which stays reachable.
-        sys.exit(supervise(job, settings, environ))
+        if page is not None:
+            _tell(beside.enter_context(page_beside(page, settings.run_dir, settings.log_dir, environ)))
+        if isolated:
+            isolate()  # After the page was started, which stays reachable.
+        return supervise(job, settings, environ)
+
+
+def _tell(line: str) -> None:
+    click.echo(f"replicast: {line}", err=True)

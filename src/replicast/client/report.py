@@ -157,7 +157,7 @@ def _chain(body: Element, chain: Chain) -> None:
         "good",
     )
     _add(_add(body, "p", ""), "code", chain.last or "(there is none yet)")
-    _add(body, "p", "Whoever keeps this hash elsewhere can tell later whether an old record was changed.")
+    _add(body, "p", "Keep a copy of this hash elsewhere: it shows later whether an old record was changed.")
 
 
 def _curves(body: Element, metrics: Metrics, updates: Sequence[UpdateView]) -> None:

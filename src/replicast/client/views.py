@@ -87,7 +87,7 @@ class Overview:
 
     Attributes:
         run: Its directory or address.
-        time: The moment, in seconds since 1970, by the clock of whoever looked.
+        time: The moment, in seconds since 1970, by the clock of the machine that looked.
         state: As in `Brief`.
         sentence: As in `Brief`.
         running: Whether a worker was heard of lately.

@@ -1,4 +1,4 @@
-"""What can be done to a run: POST. Whoever comes here has the token."""
+"""What can be done to a run: POST. Each request has been checked for the token."""
 
 from __future__ import annotations
 

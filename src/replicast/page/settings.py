@@ -30,7 +30,7 @@ class Settings:
     Attributes:
         host: The address to listen on.
         port: The port; 0 for any free one.
-        token: Whoever has it may act, and may read from elsewhere; None: nobody may.
+        token: Needed to act, and to read from another machine; None: neither is possible.
         private: Whether reading from this machine needs the token as well.
         allowed_hosts: Further names by which browsers may call this server, such as that of a proxy.
         certfile: The certificate for TLS.

@@ -80,7 +80,7 @@ class Watch:
             self._kept[key].max_age = max_age
 
     def forget(self) -> None:
-        """Called after an action: whoever reads next sees what it did."""
+        """Called after an action: the next read sees what it did."""
         for kept in self._kept.values():
             kept.max_age = 0.0
 
@@ -160,4 +160,4 @@ def _note_age(kept: _Kept, loop: asyncio.AbstractEventLoop, task: asyncio.Task[A
     took, kept.read_at = loop.time() - kept.read_at, loop.time()
     kept.max_age = max(kept.max_age, _COSTLY * took) if kept.max_age else 0.0
     if not task.cancelled():
-        task.exception()  # Whoever waits for it raises it; nobody may.
+        task.exception()  # Raised where it is awaited, if it is: not reported as lost.

@@ -36,6 +36,6 @@ def _next(run_dir: Path | None) -> int:
         return 0
     try:
         last = last_claim(run_dir)
-    except (FileDamaged, OSError):  # Whoever claims the run directory reports it.
+    except (FileDamaged, OSError):  # Reported when the run directory is claimed.
         return 0
     return 0 if last is None else last.attempt + 1

@@ -170,7 +170,7 @@ class Auditing:
             self._session.raise_later(diverged(added, on_trial=self._session.replica.on_trial))
 
     def _add(self, found: AuditResult) -> AuditReport:
-        """Once for each report, whoever brings it first; on worker 0 that is a lane or training."""
+        """Once for each report, by the thread that has it first: on worker 0 a lane or training."""
         with self._adding:
             known = next((one for one in self._reports if one.number == found.number), None)
             if known is not None:

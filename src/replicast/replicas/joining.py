@@ -295,7 +295,7 @@ def _connect_requests(
     training: Training,
     run_dir: Path,
 ) -> None:
-    """Worker 0: whoever asks from outside the job is answered by the part that did it."""
+    """Worker 0: each request from outside the job is answered by the part that has handled it."""
     requests.may_save = lambda: not checkpoints.is_busy
     auditing.answer = lambda report: requests.audited(run_dir, report.requests, report.step, report.to_json())
     training.leaving.answer = lambda problem: requests.left(run_dir, problem)

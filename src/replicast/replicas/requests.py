@@ -2,7 +2,7 @@
 
     inbox/<id>.request.json ──► look: refused, left for later, or a request to the coordinator
     the operation ends      ──► ended: an answer, written in the background
-    the job exits           ──► left, finish: whoever still waits is told
+    the job exits           ──► left, finish: requests that still wait are answered
 
 Whatever a file contains, at worst its own request is refused.
 """

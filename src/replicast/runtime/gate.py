@@ -150,7 +150,7 @@ class Gate:
                     self._waits_long(True)
             if self.error is None:
                 self._check()
-            elif waited >= RAISE_SECS:  # whoever raised first may have ended the coordinator
+            elif waited >= RAISE_SECS:  # the one that raised first may have ended the coordinator
                 self._waits_long(False)
                 self._raise_error()
 

@@ -21,6 +21,7 @@ from replicast.coordination import Coordination, MemoryCoordination, ServiceCoor
 from replicast.errors import ClusterError, NotSupported
 from replicast.lifetime import Lifetime
 from replicast.port_filter import port_limit
+from replicast.script_digest import main_script
 from replicast.strategy import feeding
 from replicast.strategy.building import creating_in_scope, is_built, may_fail, trace_once
 from replicast.strategy.callbacks import Callbacks
@@ -97,7 +98,11 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         heartbeat_secs = HEARTBEAT_SECS
         if cluster is not None and self._size > 1:
             heartbeat_secs = rendezvous.meet(
-                cluster, start_timeout_secs(os.environ), _tell, heartbeat_timeout_secs(os.environ)
+                cluster,
+                start_timeout_secs(os.environ),
+                _tell,
+                heartbeat_timeout_secs(os.environ),
+                main_script(),
             )
         with connecting(cluster):
             extended = ReplicatedExtended(

@@ -154,7 +154,8 @@ def check_exposure(environ: Mapping[str, str], addresses: Sequence[str]) -> Chec
     return Check(
         subject,
         Verdict.NOTE,
-        f"{shown(addresses)}: in a job on several machines, whoever reaches them can run code in the workers",
+        f"{shown(addresses)}: in a job on several machines, any process that can reach them can run code in "
+        "the workers",
         f"Set {TRUSTED_NETWORKS} to the job's networks, or use a firewall: SECURITY.md",
     )
 

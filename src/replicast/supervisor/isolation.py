@@ -53,7 +53,30 @@ def check_isolation(job: Job, environ: Mapping[str, str]) -> None:
 
 
 def isolate() -> None:
-    """Moves this process into a network namespace of its own. Call it in a process with one thread.
+    """Moves this process into a network namespace of its own. Without root, only if it has one thread.
+
+    Raises:
+        LaunchRefused: The system does not allow it, although `check_isolation` has found that it does.
+    """
+    try:
+        _enter()
+    except OSError as error:
+        threads = len(list(Path("/proc/self/task").iterdir()))
+        if error.errno == errno.EINVAL and threads > 1:
+            raise LaunchRefused(
+                f"--isolate: a user other than root may not enter a namespace with a process of {threads} "
+                "threads, and something has started threads in the launcher",
+                remedy="Run as root, start it without what runs threads in every Python process (a debugger, "
+                f"a profiler, a .pth file), {_WITHOUT}",
+            ) from error
+        raise LaunchRefused(
+            f"--isolate: the launcher could not enter a network namespace ({error.strerror or error})",
+            remedy=f"Run as root, {_WITHOUT}",
+        ) from error
+
+
+def _enter() -> None:
+    """Enters a new network namespace.
 
     Raises:
         OSError: The system does not allow it.
@@ -75,7 +98,7 @@ def _try_in_a_child() -> str:
     child = os.fork()
     if child == 0:
         try:
-            isolate()
+            _enter()
         except OSError as error:
             limit = "user.max_user_namespaces or user.max_net_namespaces is reached"
             os.write(

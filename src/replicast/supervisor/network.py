@@ -40,8 +40,9 @@ def exposure_line(job: Job, environ: Mapping[str, str], addresses: Sequence[str]
     if limited or environ.get(TRUSTED_NETWORKS) or not addresses:
         return ""
     return (
-        f"replicast: warning: whoever reaches {shown(addresses)} can run code in the workers: TensorFlow's "
-        f"ports ask for no credentials. Set {TRUSTED_NETWORKS}=NETWORK,… (or any); see SECURITY.md"
+        f"replicast: warning: any process that can reach {shown(addresses)} can run code in the workers: "
+        f"TensorFlow's ports ask for no credentials. Set {TRUSTED_NETWORKS}=NETWORK,… (or any); see "
+        "SECURITY.md"
     )
 
 

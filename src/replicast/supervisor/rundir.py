@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import socket
 import stat
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -79,7 +80,7 @@ def locked(run_dir: Path, first_rank: int) -> Iterator[None]:
 
 
 def _take_lock(run_dir: Path, first_rank: int) -> int:
-    """Takes the lock, writes this process's id into its file, and returns the descriptor."""
+    """Takes the lock, writes into its file which process of which host has it, and returns the descriptor."""
     path = run_dir / f"launcher-{first_rank}.lock"
     # O_NOFOLLOW: the target of a symbolic link would be truncated.
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -89,9 +90,9 @@ def _take_lock(run_dir: Path, first_rank: int) -> int:
             raise OSError(errno.EINVAL, "Not a regular file", str(path))
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(lock, 0)
-        os.write(lock, f"{os.getpid()}\n".encode())
+        os.write(lock, f"{os.getpid()} on {socket.gethostname()}\n".encode())
     except BlockingIOError:
-        holder = os.pread(lock, 100, 0).decode(errors="replace").strip()
+        holder = os.pread(lock, 400, 0).decode(errors="replace").strip()
         os.close(lock)
         raise LaunchRefused(
             f"Another `replicast run` (process {holder}) is using {run_dir}"

@@ -107,7 +107,7 @@ class Fetch:
                     if self._pull_on_one_connection():
                         return
                 except OSError:  # it broke, or cannot be opened: again
-                    if self._is_given_up():  # the time is over, whoever was waited for
+                    if self._is_given_up():  # the time is over, for whatever reason
                         return
                     self._blame(self._predecessor)
                     time.sleep(min(pauses[0], self._left_secs()))

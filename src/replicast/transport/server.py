@@ -1,7 +1,8 @@
 """Sends segments of parcels to the host that comes next, which asks for them. One thread per connection.
 
-Whoever does not know the secret of the job gets a nonce and nothing else: a connection has `HANDSHAKE_SECS`
-to show that it does, in 68 bytes, and of those that have not yet, only the newest `MAX_STRANGERS` stay.
+A process that does not know the secret of the job gets a nonce and nothing else: a connection has
+`HANDSHAKE_SECS` to show that it does, in 68 bytes, and of those that have not yet, only the newest
+`MAX_STRANGERS` stay.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import socket
 import threading
 import time
 
+from replicast.processes import is_out_of_files
 from replicast.transport import wire
 from replicast.transport.handshake import admit
 from replicast.transport.holdings import Holdings, Ready, Refused
@@ -57,6 +59,7 @@ class Server:
         self._peers: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        self._has_warned = False
         self._listener = _listening(host)
         self.port: int = self._listener.getsockname()[1]
         self._accepting = threading.Thread(target=self._accept, name="replicast-chain-accept", daemon=True)
@@ -81,10 +84,19 @@ class Server:
             while not self._closing.is_set():
                 try:
                     connection, _ = self._listener.accept()
-                except OSError:
-                    self._closing.wait(_NO_DESCRIPTORS_SECS)  # closed, or too many open files for now
+                except OSError as error:
+                    self._pause(error)
                     continue
                 self._begin(connection)
+
+    def _pause(self, error: OSError) -> None:
+        """No connection could be accepted: the listener is closed, or too many files are open for now."""
+        if is_out_of_files(error) and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "Too many open files to let the next host connect, which waits for updates; see ulimit -n"
+            )
+        self._closing.wait(_NO_DESCRIPTORS_SECS)
 
     def _begin(self, connection: socket.socket) -> None:
         thread = threading.Thread(

@@ -146,5 +146,5 @@ def test_a_job_between_machines_warns_when_nothing_limits_who_may_connect(
     job = Job([first, second], tmp_path)
     port = job.port()
     assert reaches(third, first.address, port)
-    assert f"whoever reaches {first.address}" in job.said()
+    assert f"any process that can reach {first.address}" in job.said()
     job.end()

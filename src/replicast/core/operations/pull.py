@@ -4,7 +4,7 @@
     stop all
     TakeRows, release ──────────────────────► digest the rows; worker 0 also copies them; go on
     all digests equal? the answer says so
-    the end of the operation ───────────────► worker 0 writes the copy for whoever asked   in the background
+    the end of the operation ───────────────► worker 0 writes the copy that was asked for   in the background
 
 Nothing is changed, so it may happen in a trial.
 """

@@ -8,5 +8,5 @@
 `leader.py` and `member.py` are state machines without I/O. A report and an order hold the whole state of
 their side, and are sent again every second: a lost connection needs no repetition, and silence is noticed.
 `wire.py` authenticates the lines of a connection, `first.py` and `other.py` have the sockets,
-`link.py` has their thread.
+`link.py` has their thread. `rivals.py` looks for a second launcher that takes itself for the first one.
 """

@@ -106,7 +106,7 @@ class HostsAttempts:
 
     def _wait_for(self, *kinds: type[Start] | type[Restart] | type[Over]) -> Start | Restart | Over:
         """Waits for a command; a second Ctrl-C does not wait."""
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:
             selector.register(self._link, selectors.EVENT_READ)
             selector.register(self._interruptions, selectors.EVENT_READ)
             while True:
@@ -143,10 +143,10 @@ class HostsAttempts:
         if isinstance(event, Broken):
             raise ClusterError(f"The connection between the launchers has failed ({event.error!r})")
         if isinstance(event, NotWelcome):
-            ranks = "" if self._job.hosts else ", with another --node-rank on each"
+            same = "--hosts in the same order" if self._job.hosts else "another --node-rank on each"
             raise LaunchRefused(
-                f"The first launcher has refused this one: {event.why}",
-                remedy=f"Start the same command on all hosts{ranks}",
+                f"{event.by} has refused this one: {event.why}",
+                remedy=f"Start the same command on all hosts, with {same}",
             )
         if isinstance(event, Tell):
             self._screen.tell(f"replicast: {event.text}")

@@ -6,6 +6,8 @@ import contextlib
 import secrets
 import socket
 import time
+from dataclasses import dataclass
+from typing import Any
 
 from replicast.supervisor.hosts.messages import Hello, Message, from_json, to_json
 from replicast.supervisor.hosts.wire import Wire
@@ -14,10 +16,17 @@ _MAX_UNSENT = 1 << 20
 _READ_BYTES = 65536
 
 
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """A line that is authentic, and no message of a launcher. It is left out."""
+
+    why: str
+
+
 class Connection:
     """A connection to another launcher: nothing here blocks."""
 
-    def __init__(self, connection: socket.socket, secret: bytes, *, is_first: bool) -> None:
+    def __init__(self, connection: socket.socket, secret: bytes, *, is_first: bool, nodes: int) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
@@ -26,6 +35,7 @@ class Connection:
         """The introduction of the other side, once it is accepted."""
         self.is_refused = False
         self._wire = Wire(secret, secrets.token_hex(32), is_first=is_first)
+        self._nodes = nodes
         self._unsent = self._wire.opening()
         self._waiting: list[Message] = []
         self.flush()
@@ -51,7 +61,7 @@ class Connection:
             while self._unsent:
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]
 
-    def receive(self) -> list[Message]:
+    def receive(self) -> list[Message | Malformed]:
         """What has arrived.
 
         Raises:
@@ -66,7 +76,7 @@ class Connection:
             raise ConnectionResetError("closed by the other side")
         if self.is_refused:  # It may read why, and closes the connection then.
             return []
-        messages = [from_json(fields) for fields in self._wire.feed(data)]
+        messages = [_message(fields, self._nodes) for fields in self._wire.feed(data)]
         if self._wire.is_open and self._waiting:
             waiting, self._waiting = self._waiting, []
             for message in waiting:
@@ -84,6 +94,13 @@ class Connection:
             host, port = self.socket.getpeername()[:2]
             return shown_address(host, port)
         return "an unknown address"
+
+
+def _message(fields: dict[str, Any], nodes: int) -> Message | Malformed:
+    try:
+        return from_json(fields, nodes)
+    except ValueError as error:
+        return Malformed(str(error))
 
 
 def is_closed(error: OSError) -> bool:

@@ -110,7 +110,9 @@ def _ports(evidence: Evidence) -> Check:
 def _exposure(evidence: Evidence) -> Check:
     open_to_all = [evidence.hosts[node] for node, facts in evidence.facts.items() if not facts.trusted]
     if open_to_all:
-        found = f"{', '.join(open_to_all)}: whoever reaches the workers' ports can run code in them"
+        found = (
+            f"{', '.join(open_to_all)}: any process that can reach the workers' ports can run code in them"
+        )
         remedy = f"Set {TRUSTED_NETWORKS} to the job's networks, or use a firewall: SECURITY.md"
         return Check("Open ports", Verdict.NOTE, found, remedy)
     trusted = {node: facts.trusted for node, facts in evidence.facts.items()}

@@ -23,9 +23,15 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class NotWelcome:
-    """The first launcher has refused this one."""
+    """Another launcher has refused this one, which cannot be part of the job.
+
+    Attributes:
+        why: Its reason.
+        by: Which launcher.
+    """
 
     why: str
+    by: str = "The first launcher"
 
 
 Event = Command | Broken | Tell | NotWelcome

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import socket
 import time
 
-from replicast.supervisor.hosts.connection import Connection, is_closed
-from replicast.supervisor.hosts.events import Event, Tell
+from replicast.processes import is_out_of_files
+from replicast.supervisor.hosts.connection import Connection, Malformed, is_closed
+from replicast.supervisor.hosts.events import Event
 from replicast.supervisor.hosts.leader import Leader
 from replicast.supervisor.hosts.member import Member
 from replicast.supervisor.hosts.messages import (
     Ask,
+    FirstOf,
     Hello,
     Identity,
     Message,
@@ -22,13 +23,18 @@ from replicast.supervisor.hosts.messages import (
     Report,
     Told,
     difference,
+    two_firsts,
 )
+from replicast.supervisor.hosts.notices import Notices
+from replicast.supervisor.hosts.rivals import Rivals
 from replicast.supervisor.hosts.timeouts import HostTimeouts
 from replicast.supervisor.hosts.wire import NotAuthentic
 
 _INTRODUCE_SECS = 5.0
 """A connection over which nobody introduces itself within this time is closed."""
 _MAX_STRANGERS = 64
+_DEAF_SECS = 1.0
+"""How long nothing is accepted when there are too many open files."""
 
 
 class First:
@@ -44,25 +50,28 @@ class First:
         timeouts: HostTimeouts,
         listener: socket.socket,
         run_name: str,
+        rivals: Rivals,
     ) -> None:
         self._leader, self._member = leader, member
         self._identity, self._secret, self._timeouts = identity, secret, timeouts
-        self._listener, self._run_name = listener, run_name
+        self._listener, self._run_name, self._rivals = listener, run_name, rivals
         self._connections: list[Connection] = []
         self._sent: Order | None = None
         self._sent_at = 0.0
-        self._told: collections.deque[str] = collections.deque(maxlen=32)
+        self._notices = Notices()
+        self._deaf_until = 0.0
         leader.on_joined(0, session, "", time.monotonic())
 
     def sockets(self) -> list[socket.socket]:
         """The sockets from which something may come."""
-        return [self._listener, *(one.socket for one in self._connections)]
+        listening = [] if time.monotonic() < self._deaf_until else [self._listener]
+        return [*listening, *self._rivals.sockets(), *(one.socket for one in self._connections)]
 
     def poll(self, readable: list[socket.socket]) -> list[Event]:
         """Reads what has come, and sends what is due. Call it at least every second."""
-        events: list[Event] = []
+        events: list[Event] = [*self._rivals.poll(readable)]
         if self._listener in readable:
-            self._accept()
+            events += self._accept()
         for connection in list(self._connections):
             if connection.socket in readable:
                 events += self._read(connection)
@@ -84,19 +93,29 @@ class First:
     def close(self) -> None:
         """Closes all sockets."""
         self._listener.close()
+        self._rivals.close()
         for connection in self._connections:
             connection.close()
 
-    def _accept(self) -> None:
+    def _accept(self) -> list[Event]:
+        now = time.monotonic()
         try:
             accepted, _ = self._listener.accept()
-        except OSError:
-            return
+        except OSError as error:
+            if not is_out_of_files(error):
+                return []
+            self._deaf_until = now + _DEAF_SECS
+            text = "too many open files to let another launcher connect; see ulimit -n"
+            return [*self._notices.say(text, now)]
         strangers = [one for one in self._connections if one.hello is None]
         if len(strangers) >= _MAX_STRANGERS:  # A launcher introduces itself at once: the oldest is none.
             self._drop(strangers[0], is_closed=False)
-        with contextlib.suppress(OSError):
-            self._connections.append(Connection(accepted, self._secret, is_first=True))
+        try:
+            nodes = self._identity.nodes
+            self._connections.append(Connection(accepted, self._secret, is_first=True, nodes=nodes))
+        except OSError:
+            accepted.close()
+        return []
 
     def _read(self, connection: Connection) -> list[Event]:
         try:
@@ -105,7 +124,7 @@ class First:
                 events += self._take(connection, message)
             return events
         except NotAuthentic as error:
-            return self._refuse(connection, f"{error}")
+            return self._refuse(connection, f"{error}. {error.remedy}")
         except OSError as error:
             self._drop(connection, is_closed=is_closed(error))
             return []
@@ -113,7 +132,7 @@ class First:
             self._drop(connection, is_closed=False)
             return []
 
-    def _take(self, connection: Connection, message: Message) -> list[Event]:
+    def _take(self, connection: Connection, message: Message | Malformed) -> list[Event]:
         now = time.monotonic()
         if isinstance(message, Hello) and connection.hello is None:
             refusal = difference(self._identity, message.identity) or self._leader.refusal(
@@ -130,6 +149,10 @@ class First:
             connection.send(Told(self._run_name))
         elif isinstance(message, Report) and connection.hello is not None:
             self._leader.on_report(connection.hello.node, message, now)
+        elif isinstance(message, FirstOf) and (refusal := two_firsts(self._identity, message)):
+            return self._refuse(connection, refusal)
+        elif isinstance(message, Malformed):
+            return self._say(f"a line of the launcher at {_host_of(connection)} is left out: {message.why}")
         return []
 
     def _broadcast(self, now: float) -> None:
@@ -153,9 +176,12 @@ class First:
         connection.is_refused = True
         with contextlib.suppress(OSError):
             connection.send(Refused(why))
-        # Without the port, which is another one each time.
-        text = f"refused a launcher at {connection.peer.rpartition(':')[0]}: {why}"
-        if text in self._told:
-            return []
-        self._told.append(text)
-        return [Tell(text)]
+        return self._say(f"refused a launcher at {_host_of(connection)}: {why}")
+
+    def _say(self, text: str) -> list[Event]:
+        return [*self._notices.say(text, time.monotonic())]
+
+
+def _host_of(connection: Connection) -> str:
+    """The address of the other side, without the port, which is another one each time."""
+    return connection.peer.rpartition(":")[0]

@@ -166,7 +166,7 @@ class Leader:
         elif now - self._waits_since >= self._timeouts.join_secs:
             same = "the same --hosts" if self._names[missing[0]] else f"--node-rank {missing[0]}"
             waited = f"it did not come within {self._timeouts.join_secs:g} s"
-            waited = f"{waited}. Was the command started there, with {same}?"
+            waited = f"{waited}. Was the command started there, with {same} and the same secret?"
             self.order = replace(self.order, failure=Failure(host=missing[0], why=waited))
             self._over(PEER_FAILED)
 

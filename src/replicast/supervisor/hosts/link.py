@@ -25,6 +25,7 @@ from replicast.supervisor.hosts.leader import Leader
 from replicast.supervisor.hosts.member import Command, Member
 from replicast.supervisor.hosts.messages import Hello, Identity
 from replicast.supervisor.hosts.other import CONNECT_SECS, Other
+from replicast.supervisor.hosts.rivals import Rivals
 from replicast.supervisor.hosts.timeouts import HostTimeouts
 
 _LOOK_SECS = 0.25
@@ -103,7 +104,7 @@ class Link:
             self._service.close()
 
     def _once(self) -> None:
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:  # `epoll` would need a descriptor, each time.
             for one in (self._thread_end, *self._service.sockets()):
                 selector.register(one, selectors.EVENT_READ, one)
             readable = [key.data for key, _ in selector.select(_LOOK_SECS)]
@@ -143,7 +144,9 @@ def first_link(
     now, session = time.monotonic(), secrets.token_hex(8)
     leader = Leader(names, session, identity.max_restarts, timeouts, now)
     member = Member(0, next_attempt, identity.max_restarts, timeouts, now)
-    service = First(leader, member, session, identity, secret, timeouts, listener, run_name)
+    # It listens already: of two launchers that take themselves for the first, one finds the other.
+    rivals = Rivals(identity.hosts, listener.getsockname()[1], identity.port, secret)
+    service = First(leader, member, session, identity, secret, timeouts, listener, run_name, rivals)
     return Link(member, service, timeouts.leave_secs)
 
 
@@ -172,7 +175,8 @@ def other_link(
     def hello(address: str) -> Hello:
         return Hello(node=node, session=session, address=address, identity=identity)
 
-    return Link(member, Other(member, hello, secret, timeouts, endpoint), timeouts.leave_secs)
+    other = Other(member, hello, secret, timeouts, endpoint, identity.nodes)
+    return Link(member, other, timeouts.leave_secs)
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:

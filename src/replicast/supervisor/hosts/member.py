@@ -146,9 +146,9 @@ class Member:
         self._unreachable = why
 
     def should_redial(self, now: float) -> bool:
-        """Whether nothing has come over the connection for so long that a new one is better."""
+        """Whether nothing has come over a connection of this age for so long that a new one is better."""
         heard = self._presence.heard_at
-        return heard is not None and now - heard >= self._timeouts.redial_secs
+        return heard is None or now - heard >= self._timeouts.redial_secs
 
     def on_time(self, now: float) -> list[Command]:
         """Some time has passed. Call it at least once a second."""

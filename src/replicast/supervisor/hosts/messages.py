@@ -9,9 +9,11 @@ from typing import Any
 
 from replicast.config import PEER_FAILED, TOLD_TO_END
 from replicast.strictjson import described
+from replicast.supervisor.interruptions import STOP_SIGNALS
 
 MAX_LINES, MAX_COLUMNS = 24, 400
 """How much of the end of a worker's log a failure carries to the other hosts."""
+_MAX_COUNT, _MAX_SIGNAL = 1 << 31, 64
 
 
 class Phase(enum.Enum):
@@ -107,6 +109,20 @@ def difference(ours: Identity, theirs: Identity) -> str:
     return ""
 
 
+def two_firsts(ours: Identity, theirs: FirstOf) -> str:
+    """In words: two launchers of one job take themselves for the first one; empty if they do not.
+
+    Theirs may be a job of its own, on other ports or hosts; or this launcher's own question, which a stranger
+    has passed on.
+    """
+    if not ours.hosts or not theirs.hosts or ours.hosts == theirs.hosts or ours.port != theirs.port:
+        return ""
+    if ours.hosts[0] not in theirs.hosts or theirs.hosts[0] not in ours.hosts:
+        return ""
+    lists = f"one with --hosts {_shown(ours.hosts, ',')}, the other with --hosts {_shown(theirs.hosts, ',')}"
+    return f"both take themselves for the launcher of the first host, {lists}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
     """The first message of a launcher to the first one.
@@ -198,14 +214,28 @@ class Refused:
     why: str
 
 
-_KINDS: dict[str, type[Hello] | type[Report] | type[Order] | type[Ask] | type[Told]] = {
+@dataclass(frozen=True, slots=True)
+class FirstOf:
+    """A launcher that takes itself for the first one asks whether another one does too.
+
+    Attributes:
+        hosts: Its hosts, in its order.
+        port: The port of the first worker on each of them.
+    """
+
+    hosts: tuple[str, ...]
+    port: int
+
+
+_KINDS: dict[str, type[Hello] | type[Report] | type[Order] | type[Ask] | type[Told] | type[FirstOf]] = {
     "hello": Hello,
     "report": Report,
     "order": Order,
     "ask": Ask,
     "told": Told,
+    "first_of": FirstOf,
 }
-Message = Hello | Report | Order | Ask | Told | Refused
+Message = Hello | Report | Order | Ask | Told | FirstOf | Refused
 
 
 def to_json(message: Message) -> dict[str, Any]:
@@ -219,11 +249,15 @@ def to_json(message: Message) -> dict[str, Any]:
     return {kind: fields}
 
 
-def from_json(fields: Mapping[str, Any]) -> Message:
+def from_json(fields: Mapping[str, Any], nodes: int) -> Message:
     """Reads a message.
 
+    Args:
+        fields: The JSON object.
+        nodes: The number of hosts of the job.
+
     Raises:
-        ValueError: The object is none.
+        ValueError: The object is none, or has values that no launcher sends.
     """
     if len(fields) != 1:
         raise ValueError(f"not a message of a launcher: {str(fields)[:200]}")
@@ -232,9 +266,40 @@ def from_json(fields: Mapping[str, Any]) -> Message:
         return Refused(content)
     if name not in _KINDS or not isinstance(content, dict):
         raise ValueError(f"not a message of a launcher: {str(fields)[:200]}")
-    return described(_KINDS[name], name, content)
+    message = described(_KINDS[name], name, content)
+    wrong = [] if isinstance(message, Hello | Ask | Told | FirstOf) else _wrong_values(message, nodes)
+    if wrong:
+        raise ValueError(f"no launcher sends a {name} with {', '.join(wrong)}")
+    return message
 
 
-def _shown(value: object) -> str:
-    text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+def _wrong_values(message: Report | Order, nodes: int) -> list[str]:
+    """What fits the type of its field, but cannot be: signals, exit codes, hosts and counts."""
+    attempts = (message.attempt, message.next_attempt if isinstance(message, Report) else None)
+    possible = {
+        f"the signal {message.signal}": message.signal is None or message.signal in STOP_SIGNALS,
+        f"the attempts {attempts}": all(one is None or 0 <= one < _MAX_COUNT for one in attempts),
+        f"{message.restarts} restarts": 0 <= message.restarts < _MAX_COUNT,
+    }
+    if isinstance(message, Order):
+        indices = {message.stopped_on, *message.missing}
+        possible |= {
+            f"the exit code {message.code}": 0 <= message.code < 256,
+            f"{len(message.hosts)} hosts": len(message.hosts) == nodes,
+            f"the hosts {sorted(indices)} of {nodes}": indices <= set(range(nodes)),
+        }
+    failure = message.failure
+    if failure is not None:
+        indices = {failure.host, failure.reported_by}
+        possible |= {
+            f"a failure on the hosts {sorted(indices)} of {nodes}": indices <= set(range(nodes)),
+            f"a failure of worker {failure.worker}": failure.worker is None or failure.worker >= 0,
+            f"a failure with the code {failure.code}": -_MAX_SIGNAL <= failure.code < 256,
+            f"a failure after {failure.ran_secs} s": failure.ran_secs >= 0,
+        }
+    return [value for value, is_possible in possible.items() if not is_possible]
+
+
+def _shown(value: object, separator: str = " ") -> str:
+    text = separator.join(map(str, value)) if isinstance(value, tuple) else str(value)
     return text[:200] or "none"

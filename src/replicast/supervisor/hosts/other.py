@@ -6,10 +6,11 @@ import socket
 import time
 from collections.abc import Callable
 
-from replicast.supervisor.hosts.connection import Connection, is_closed, shown_address
-from replicast.supervisor.hosts.events import Event, NotWelcome, Tell
+from replicast.supervisor.hosts.connection import Connection, Malformed, is_closed, shown_address
+from replicast.supervisor.hosts.events import Event, NotWelcome
 from replicast.supervisor.hosts.member import Member
 from replicast.supervisor.hosts.messages import Hello, Order, Refused, Report
+from replicast.supervisor.hosts.notices import Notices
 from replicast.supervisor.hosts.timeouts import HostTimeouts
 from replicast.supervisor.hosts.wire import NotAuthentic
 
@@ -27,15 +28,17 @@ class Other:
         secret: bytes,
         timeouts: HostTimeouts,
         endpoint: tuple[str, int],
+        nodes: int,
     ) -> None:
         self._member, self._hello, self._secret = member, hello, secret
         self._timeouts = timeouts
-        self._endpoint = endpoint
+        self._endpoint, self._nodes = endpoint, nodes
+        self._shown = shown_address(*endpoint)
         self._connection: Connection | None = None
         self._next_try = self._connected_at = 0.0
         self._sent: Report | None = None
         self._sent_at = 0.0
-        self._told = ""
+        self._notices = Notices()
 
     def sockets(self) -> list[socket.socket]:
         """The sockets from which something may come."""
@@ -66,18 +69,20 @@ class Other:
         now = time.monotonic()
         fresh = now - self._connected_at < self._timeouts.redial_secs
         if self._connection is not None and not fresh and self._member.should_redial(now):
+            silent_secs = self._timeouts.redial_secs
+            self._member.on_unreachable(f"{self._shown}: nothing was heard from there for {silent_secs:g} s")
             self._lost(is_closed=False)
 
     def _connect(self) -> None:
         try:
             connected = socket.create_connection(self._endpoint, timeout=CONNECT_SECS)
         except OSError as error:  # No answer says nothing about the process; a refused connection does.
-            self._member.on_unreachable(f"{shown_address(*self._endpoint)}: {error.strerror or error}")
+            self._member.on_unreachable(f"{self._shown}: {error.strerror or error}")
             self._lost(is_closed=isinstance(error, ConnectionRefusedError))
             return
         try:
             address = str(connected.getsockname()[0])
-            self._connection = Connection(connected, self._secret, is_first=False)
+            self._connection = Connection(connected, self._secret, is_first=False, nodes=self._nodes)
             self._connection.send(self._hello(address))
             self._sent, self._connected_at = None, time.monotonic()
         except OSError as error:
@@ -92,12 +97,13 @@ class Other:
                     return [NotWelcome(message.why)]
                 if isinstance(message, Order):
                     events += self._member.on_order(message, time.monotonic())
+                if isinstance(message, Malformed):
+                    events += self._say(f"{self._shown}: a line is left out: {message.why}")
             return events
-        except NotAuthentic as error:
+        except NotAuthentic as error:  # It may be anybody: no reason to give up.
             self._lost(is_closed=False)
-            self._member.on_unreachable(f"{shown_address(*self._endpoint)}: {error}")
-            said, self._told = self._told, str(error)
-            return [] if said == self._told else [Tell(f"{shown_address(*self._endpoint)}: {error}")]
+            self._member.on_unreachable(f"{self._shown}: {error}")
+            return self._say(f"{self._shown}: {error}. {error.remedy}; this launcher keeps trying")
         except OSError as error:
             self._lost(is_closed=is_closed(error))
             return []
@@ -116,6 +122,9 @@ class Other:
             self._sent, self._sent_at = report, now
         except OSError as error:
             self._lost(is_closed=is_closed(error))
+
+    def _say(self, text: str) -> list[Event]:
+        return [*self._notices.say(text, time.monotonic())]
 
     def _lost(self, *, is_closed: bool) -> None:
         if self._connection is not None:

@@ -216,6 +216,7 @@ def secret_line(job: Job, secret: bytes) -> str:
     if secret or job.endpoint is None:
         return ""
     return (
-        f"replicast: warning: {JOB_SECRET} is not set: whoever reaches {shown_address(*job.endpoint)} can "
-        "stop this job or take the place of a host; set it to the same random text on all hosts"
+        f"replicast: warning: {JOB_SECRET} is not set: any process that can reach "
+        f"{shown_address(*job.endpoint)} can stop this job or take the place of a host; set it to the same "
+        "random text on all hosts"
     )

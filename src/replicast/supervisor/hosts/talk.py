@@ -13,6 +13,7 @@ from typing import Any
 from replicast.errors import ClusterError
 from replicast.supervisor.hosts.connection import shown_address
 from replicast.supervisor.hosts.messages import Ask, Told, from_json, to_json
+from replicast.supervisor.hosts.notices import Notices
 from replicast.supervisor.hosts.wire import NotAuthentic, Wire
 
 STEP_SECS = 5.0
@@ -83,14 +84,20 @@ def ask_run_name(
         ClusterError: It has not answered in time.
     """
     shown, began, told, why = shown_address(*endpoint), time.monotonic(), False, ""
+    notices = Notices()
     while time.monotonic() - began < timeout_secs:
         try:
             with socket.create_connection(endpoint, timeout=STEP_SECS) as connection:
                 talk = Talk(connection, secret, is_first=False)
                 talk.send(to_json(Ask(node)))
-                answer = from_json(talk.receive(STEP_SECS))
+                answer = from_json(talk.receive(STEP_SECS), node + 1)
                 if isinstance(answer, Told):
                     return Path(answer.run_name).name
+        except NotAuthentic as error:  # It may be anybody: no reason to give up.
+            why = str(error)
+            text = f"{shown}: {why}. {error.remedy}; this launcher keeps trying"
+            for notice in notices.say(text, time.monotonic()):
+                report(notice.text)
         except (OSError, ValueError) as error:
             why = str(error)
         if not told and time.monotonic() - began >= _TELL_AFTER_SECS:

@@ -20,13 +20,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from replicast.config import JOB_SECRET
 from replicast.errors import ClusterError
+from replicast.processes import is_out_of_files
 from replicast.strictjson import described
 from replicast.supervisor.checks import Check, Verdict
 from replicast.supervisor.hosts.connection import shown_address
 from replicast.supervisor.hosts.diagnosis import Evidence, diagnose
 from replicast.supervisor.hosts.facts import Facts, Found, Look, gather_facts, look_around, now
+from replicast.supervisor.hosts.notices import Notices
 from replicast.supervisor.hosts.setup import listen
 from replicast.supervisor.hosts.talk import STEP_SECS, Talk
 from replicast.supervisor.hosts.wire import NotAuthentic
@@ -60,6 +61,7 @@ class Visit:
     ) -> None:
         self._hosts, self._port, self._secret = hosts, port, secret
         self._timeout_secs, self._run_dir, self._report = timeout_secs, run_dir, report
+        self._notices = Notices()
         self._look_secs = _LOOK_SECS_PER_HOST * len(hosts) + STEP_SECS
 
     def host(self, own: Facts, listener: socket.socket) -> list[Check]:
@@ -100,8 +102,7 @@ class Visit:
                         return [_from_json(fields) for fields in message["table"]]
             except NotAuthentic as error:
                 raise ClusterError(
-                    f"{self._hosts[0]} and this host do not belong together: {error}",
-                    remedy=f"Set {JOB_SECRET} to the same text on all hosts",
+                    f"{self._hosts[0]} and this host do not belong together: {error}", remedy=error.remedy
                 ) from None
             except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
                 raise ClusterError(f"The first host has left before the end ({error})") from None
@@ -119,9 +120,14 @@ class Visit:
                 connection = stack.enter_context(listener.accept()[0])
                 facts, talk = self._meet(connection)
             except NotAuthentic as error:
-                self._report(f"refused a host: {error}")
+                self._say(f"refused a host: {error}. {error.remedy}")
                 continue
-            except (OSError, ValueError, KeyError, TypeError):
+            except OSError as error:
+                if is_out_of_files(error):
+                    self._say("too many open files to let another host connect; see ulimit -n")
+                    time.sleep(_PAUSE_SECS)
+                continue
+            except (ValueError, KeyError, TypeError):
                 continue
             if facts.node in range(1, len(self._hosts)) and len(facts.addresses) == len(self._hosts):
                 came[facts.node] = facts, talk
@@ -132,6 +138,10 @@ class Visit:
     def _meet(self, connection: socket.socket) -> tuple[Facts, Talk]:
         talk = Talk(connection, self._secret, is_first=True)
         return described(Facts, "facts", talk.receive(STEP_SECS)["facts"]), talk
+
+    def _say(self, text: str) -> None:
+        for notice in self._notices.say(text, time.monotonic()):
+            self._report(notice.text)
 
     def _missing(self, came: set[int]) -> str:
         missing = [host for node, host in enumerate(self._hosts) if node not in came]

@@ -5,7 +5,7 @@
 
 The key of a connection follows from the secret of the job and both nonces, so that nothing that was sent over
 one connection is accepted on another, twice, or in the other direction. Without a secret the key follows from
-the nonces alone: then whoever can reach the port can pretend to be a launcher.
+the nonces alone: then any process that can reach the port can pretend to be a launcher.
 """
 
 from __future__ import annotations
@@ -15,15 +15,26 @@ import hmac
 import json
 from typing import Any
 
+from replicast.config import JOB_SECRET
 from replicast.strictjson import parse_object
 
 PROTOCOL = "launchers 1"
 MAX_OPENING, MAX_LINE = 1024, 256 * 1024
+SAME_SECRET = f"Set {JOB_SECRET}, or the content of --secret-file, to the same text on all hosts"
+_ELSE = "Another program, or another version of replicast, uses the port of the launchers"
 _SEALED_FROM_SERVER, _SEALED_FROM_CLIENT = b"first", b"other"
 
 
 class NotAuthentic(ValueError):  # noqa: N818 - reads as a sentence
-    """The other side does not know the secret of the job, or is no launcher of this version."""
+    """The other side does not know the secret of the job, or is no launcher of this version.
+
+    Attributes:
+        remedy: What to do about it.
+    """
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(problem)
+        self.remedy = remedy
 
 
 class Wire:
@@ -91,12 +102,12 @@ class Wire:
             fields = {}
         theirs = fields.get("nonce")
         if fields.get("replicast") != PROTOCOL or not isinstance(theirs, str) or len(theirs) < 32:
-            raise NotAuthentic("the other side is no launcher of this version of replicast")
+            raise NotAuthentic("the other side is no launcher of this version of replicast", _ELSE)
         if theirs == self._nonce:
-            raise NotAuthentic("the other side repeats what it was sent")
+            raise NotAuthentic("the other side repeats what it was sent", _ELSE)
         if fields.get("secret") is not bool(self._secret):
             has, lacks = ("this host", "the other") if self._secret else ("the other host", "this one")
-            raise NotAuthentic(f"{has} has a secret of the job, {lacks} has none")
+            raise NotAuthentic(f"{has} has a secret of the job, {lacks} has none", SAME_SECRET)
         first, other = (self._nonce, theirs) if self._is_first else (theirs, self._nonce)
         both = f"{PROTOCOL}\n{first}\n{other}".encode()
         self._key = hmac.digest(self._secret or b"no secret", both, "sha256")
@@ -105,7 +116,7 @@ class Wire:
         seal, _, text = line.partition(b" ")
         theirs = _SEALED_FROM_CLIENT if self._is_first else _SEALED_FROM_SERVER
         if not hmac.compare_digest(seal, self._seal(theirs, self._received, text)):
-            raise NotAuthentic("the other host has another secret of the job")
+            raise NotAuthentic("the other host has another secret of the job", SAME_SECRET)
         self._received += 1
         return parse_object(text)
 

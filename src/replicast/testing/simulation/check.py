@@ -281,7 +281,7 @@ class Checks:
                 raise StoryFailed(f"worker {replica.rank} has {replica.values}, and the model {values}")
 
     def _check_requests(self) -> None:
-        """Whoever asked has an answer."""
+        """Every request has an answer."""
         for id_, request in self._disk.requests.items():
             if self._was_in_time(id_):
                 raise StoryFailed(f"{id_} is not answered: {request}")

@@ -1,0 +1,36 @@
+"""What is said of launchers that do not belong together: a few lines, however often one comes. Pure."""
+
+from __future__ import annotations
+
+import collections
+
+from replicast.supervisor.hosts.events import Tell
+
+EVERY_SECS = 300.0
+"""The same line is not said again within this time."""
+MAX_LINES = 6
+"""How many lines are said within this time."""
+
+
+class Notices:
+    """Decides which lines are said: each at most once in `EVERY_SECS`, and `MAX_LINES` of them."""
+
+    def __init__(self) -> None:
+        self._said: collections.deque[tuple[float, str]] = collections.deque()
+
+    def say(self, text: str, now: float) -> list[Tell]:
+        """The line to show, if any; without what would move the cursor of a terminal.
+
+        Args:
+            text: The line; parts of it may come from a stranger.
+            now: The time in seconds.
+        """
+        while self._said and now - self._said[0][0] >= EVERY_SECS:
+            self._said.popleft()
+        if len(self._said) >= MAX_LINES or any(text == said for _, said in self._said):
+            return []
+        self._said.append((now, text))
+        shown = "".join(character if character.isprintable() else "�" for character in text)
+        if len(self._said) == MAX_LINES:
+            shown = f"{shown} (more lines like this are not shown for {EVERY_SECS / 60:.0f} min)"
+        return [Tell(shown)]

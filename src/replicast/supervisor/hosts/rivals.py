@@ -1,0 +1,91 @@
+"""Whether a launcher on another host takes itself for the first one too: its `--hosts` have another order.
+
+Each of the two would wait in vain for the other to connect. So a first launcher, once it listens, connects to
+its own port on each other host, where nothing should listen. Another first launcher that knows the secret,
+and needs the same ports on the same hosts, refuses it there. Of two such launchers at least the later one
+finds the other, because each listens before it looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import time
+from collections.abc import Sequence
+
+from replicast.supervisor.hosts.connection import Connection, shown_address
+from replicast.supervisor.hosts.events import NotWelcome, Tell
+from replicast.supervisor.hosts.messages import FirstOf, Refused
+from replicast.supervisor.hosts.wire import NotAuthentic
+
+LOOK_SECS = 5.0
+"""A host that does not answer within this time has no other first launcher."""
+
+
+class Rivals:
+    """Looks once at each other host. Nothing here blocks, except for the names of the hosts.
+
+    Args:
+        hosts: All hosts, as this launcher lists them; this is the first.
+        endpoint_port: The port at which the first launcher listens.
+        worker_port: The port of the first worker on each host.
+        secret: The secret of the job; empty if there is none.
+    """
+
+    def __init__(self, hosts: Sequence[str], endpoint_port: int, worker_port: int, secret: bytes) -> None:
+        self._connections: dict[Connection, str] = {}
+        for host in hosts[1:]:
+            connecting = _connecting(host, endpoint_port)
+            if connecting is None:
+                continue
+            try:
+                connection = Connection(connecting, secret, is_first=False, nodes=len(hosts))
+                connection.send(FirstOf(tuple(hosts), worker_port))
+            except OSError:
+                connecting.close()
+            else:
+                self._connections[connection] = shown_address(host, endpoint_port)
+
+    def sockets(self) -> list[socket.socket]:
+        """The sockets from which something may come."""
+        return [connection.socket for connection in self._connections]
+
+    def poll(self, readable: list[socket.socket]) -> list[NotWelcome | Tell]:
+        """What was found."""
+        events: list[NotWelcome | Tell] = []
+        for connection, address in list(self._connections.items()):
+            try:
+                if connection.socket in readable:
+                    events += [
+                        NotWelcome(message.why, by=f"The launcher at {address}")
+                        for message in connection.receive()
+                        if isinstance(message, Refused)
+                    ]
+                is_over = bool(events) or time.monotonic() - connection.since >= LOOK_SECS
+            except NotAuthentic as error:
+                events.append(Tell(f"{address}: {error}. {error.remedy}"))
+                is_over = True
+            except (OSError, ValueError):  # Nothing listens there, as it should be, or something else does.
+                is_over = True
+            if is_over:
+                connection.close()
+                del self._connections[connection]
+        return events
+
+    def close(self) -> None:
+        """Closes all sockets."""
+        for connection in self._connections:
+            connection.close()
+
+
+def _connecting(host: str, port: int) -> socket.socket | None:
+    """A socket that connects, without waiting for it; None if it cannot."""
+    with contextlib.suppress(OSError):
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        connecting = socket.socket(family, kind, protocol)
+        connecting.setblocking(False)
+        if connecting.connect_ex(address) in (0, errno.EINPROGRESS):
+            return connecting
+        connecting.close()
+    return None
