@@ -16,6 +16,7 @@ import pytest
 
 from replicast.core.stage import Stage
 from replicast.errors import JobFailed, UpdateRefused
+from replicast.replicas import inbox as inbox_of_worker_0
 from replicast.replicas import run_files
 from replicast.replicas.run_files import RunFiles
 from replicast.storage import inbox
@@ -31,7 +32,7 @@ from tests.workers.test_updates import replicas_of
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.setattr(run_files, "LOOK_SECS", 0.01)
-    monkeypatch.setattr(run_files, "ASIDE_SECS", 3600.0)
+    monkeypatch.setattr(inbox_of_worker_0, "ASIDE_SECS", 3600.0)
     with Job(1) as job:
         yield job
 
@@ -180,7 +181,7 @@ def test_an_entry_that_cannot_leave_the_inbox_keeps_no_other_from_its_word(
 def test_an_entry_that_was_set_aside_is_tried_again(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_files, "ASIDE_SECS", 0.05)
+    monkeypatch.setattr(inbox_of_worker_0, "ASIDE_SECS", 0.05)
     block(tmp_path, "bad")
     bad = inbox.submit(tmp_path, Update(id="bad").scale("of/another/model", 2.0))
     refused = count_calls(monkeypatch, "refuse")

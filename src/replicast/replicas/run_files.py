@@ -8,34 +8,22 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
 import socket
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from replicast import import_environment
-from replicast.core.entries import Receipt
-from replicast.core.messages import Tell
-from replicast.core.stage import Stage
-from replicast.errors import (
-    FileDamaged,
-    JobFailed,
-    ReplicastError,
-    UpdateRefused,
-)
+from replicast.errors import FileDamaged, JobFailed
 from replicast.files import write_quickly
-from replicast.processes import this_process
 from replicast.replicas.checkpoint_writer import numbers
+from replicast.replicas.inbox import Inbox
 from replicast.replicas.pace import Pace, memory_bytes, progress
 from replicast.replicas.position import Position
 from replicast.replicas.requests import Requests
 from replicast.runtime import Session
-from replicast.runtime.ticket import diverged, refused
 from replicast.storage import inbox
-from replicast.storage.entry_files import fields_of
 from replicast.storage.fence import Fence
 from replicast.storage.groups import sees_group
 from replicast.storage.runfiles import ENDED, WorkerNote, append_metrics, write_worker_note
@@ -46,8 +34,6 @@ OPERATIONS = "operations.json"
 """The current operations, for `replicast status`."""
 LOOK_SECS = 0.2
 NOTE_SECS = 1.0
-ASIDE_SECS = 10.0
-"""How long an update is set aside after a disk error, so that others need not wait for it."""
 
 
 class RunFiles:
@@ -86,23 +72,17 @@ class RunFiles:
         self._fence = fence
         self._run_dir = run_dir
         self._attempt = attempt
-        self._proposed: dict[str, Path] = {}
-        self._noted: dict[Path, tuple[Any, ...]] = {}
-        self._outcomes: queue.SimpleQueue[tuple[str, Tell]] = queue.SimpleQueue()
-        self._unsettled: dict[str, Tell] = {}
-        self._withdrawals = 0
         self._environment_noted = False
         self._operations: list[dict[str, Any]] = []
         self._last_metrics_step = -1
-        self._aside: dict[Path, float] = {}
         self._warned: set[Path] = set()
+        self._inbox = Inbox(session, self._warn)
         self.requests = Requests(session, attempt)
         self.waiting_for = ""
         self.logs: Mapping[str, Any] | None = None
         self.training = False
         self.position: Callable[[], Position | None] = lambda: None
         self._pace = Pace()
-        session.on_inbox = lambda ticket, tell: self._outcomes.put((ticket, tell))
 
     def start(self) -> None:
         """Starts the thread, if there is a run directory."""
@@ -113,8 +93,9 @@ class RunFiles:
         """Writes the last state, after the thread has stopped."""
         self.training = False
         self.waiting_for = ENDED
-        self._aside.clear()  # a last try
-        self._write_last(self._write_note, self._write_metrics, self._settle_inbox, self._write_operations)
+        self._write_last(
+            self._write_note, self._write_metrics, self._inbox.settle_last, self._write_operations
+        )
         if self._session.rank == 0:
             self._write_last(self.requests.finish)
         if self._fence is not None:
@@ -146,10 +127,10 @@ class RunFiles:
             if is_first:
                 self._with_files(
                     self._run_dir,
-                    self._look_into_inbox,
+                    lambda run_dir: self._inbox.propose(run_dir) if self.training else None,
                     lambda run_dir: self.requests.look(run_dir, training=self.training),
-                    self._look_for_withdrawals,
-                    self._settle_inbox,
+                    lambda run_dir: self._inbox.withdraw(run_dir) if self.training else None,
+                    self._inbox.settle,
                 )
 
     def _write_last(self, *acts: Callable[[Path], None]) -> None:
@@ -241,118 +222,3 @@ class RunFiles:
             said = json.dumps({"step": self._session.step, "operations": operations})
             write_quickly(run_dir / OPERATIONS, said)
             self._operations = operations
-
-    # The inbox: worker 0.
-
-    def _look_into_inbox(self, run_dir: Path) -> None:
-        # Updates pushed while no training runs stay in the inbox until one does: the script may be over.
-        ends = time.monotonic() + NOTE_SECS / 2  # The rest is for next time: this thread also writes notes.
-        known = set(self._proposed.values())
-        for waiting in inbox.waiting(run_dir) if self.training else ():
-            if waiting.path not in known:
-                self._with_entry(waiting.path, self._propose, run_dir)
-            if time.monotonic() > ends:
-                return
-
-    def _with_entry(self, path: Path, act: Callable[[Path, Path], None], run_dir: Path) -> None:
-        """Processes one update of the inbox; sets it aside for a while after a disk error.
-
-        A full disk may have space again, so the update is retried; not often, since a refusal is fsynced. Any
-        other error is caused by the update itself: it is refused, and the job continues.
-        """
-        if time.monotonic() < self._aside.get(path, 0.0):
-            return
-        self._aside.pop(path, None)
-        try:
-            try:
-                act(run_dir, path)
-            except (OSError, ReplicastError):
-                raise
-            except Exception as error:
-                logger.exception("%s refused: unexpected error while processing it", path)
-                inbox.refuse(run_dir, path, error)
-        except OSError as error:
-            self._aside[path] = time.monotonic() + ASIDE_SECS
-            self._warn(path, f"{path} stays in the inbox and will be retried after the others", error)
-
-    def _propose(self, run_dir: Path, path: Path) -> None:
-        try:
-            # Identifies this file: the same update may be submitted again after a refusal.
-            status = path.stat()
-            ticket = f"{path.name}@{status.st_ino}-{status.st_mtime_ns}"
-            taken = inbox.take(run_dir, path, self._session.limits.max_bytes)
-            if taken is not None:
-                self._propose_taken(ticket, taken)
-                self._proposed[ticket] = path
-        except FileNotFoundError:
-            return  # withdrawn just now
-        except (UpdateRefused, FileDamaged) as error:
-            inbox.refuse(run_dir, path, error, durably=False)
-
-    def _propose_taken(self, ticket: str, taken: inbox.Submitted) -> None:
-        proposals = self._session.proposals
-        if taken.reverts is None:
-            proposals.propose_from_outside(ticket, taken.update, taken.at_step, taken.trial)
-        else:
-            proposals.revert_from_outside(ticket, taken.update, taken.reverts, forced=taken.forced)
-
-    def _settle_inbox(self, run_dir: Path) -> None:
-        """Notes the stage of each proposal, and removes settled ones from the inbox."""
-        while not self._outcomes.empty():
-            ticket, tell = self._outcomes.get()
-            if ticket in self._proposed:
-                self._unsettled[ticket] = tell
-        settled = False
-        for ticket in list(self._unsettled):
-            path = self._proposed[ticket]
-            self._with_entry(path, partial(self._settle, ticket), run_dir)
-            settled = True
-        if settled:
-            inbox.clean(run_dir)
-        self._note_stages(run_dir)
-
-    def _note_stages(self, run_dir: Path) -> None:
-        under_way = {one["id"]: one for one in self._session.operations()} if self._proposed else {}
-        for path in self._proposed.values():
-            one = under_way.get(path.name.removesuffix(".safetensors"))
-            names = ("stage", "step", "waits_for", "trial_until")
-            standing = None if one is None else tuple(one[name] for name in names)
-            if one is not None and standing is not None and self._noted.get(path) != standing:
-                self._noted[path] = standing
-                waits = {name: one[name] for name in ("waits_for", "trial_until")}
-                self._note(run_dir, one["id"], Stage(one["stage"]), one["step"], **waits)
-
-    def _note(self, run_dir: Path, id_: str, stage: Stage, step: int | None, **fields: Any) -> None:
-        inbox.note_stage(run_dir, id_, stage, step=step, taken_by=this_process(), **fields)
-
-    def _settle(self, ticket: str, run_dir: Path, path: Path) -> None:
-        tell = self._unsettled[ticket]
-        match tell.stage, tell.outcome:
-            case ((Stage.VERIFIED | Stage.REVERTED), Receipt()):
-                # The note includes the receipt: without a journal on disk, its author finds it nowhere else.
-                receipt = fields_of(tell.outcome)
-                self._note(run_dir, tell.id, tell.stage, tell.step, receipt=receipt)
-                inbox.done(path)
-            case Stage.FAILED, Receipt():
-                error = diverged(tell.outcome)
-                logger.error("%s", error)
-                self._note(run_dir, tell.id, tell.stage, tell.step, reason=str(error))
-                inbox.done(path)
-            case Stage.WITHDRAWN, _:
-                inbox.note_stage(run_dir, tell.id, Stage.WITHDRAWN)
-                inbox.done(path)
-            case _:
-                known = tell.outcome is not None
-                said = (
-                    refused(tell.outcome) if known else UpdateRefused("It was refused in an earlier attempt")
-                )
-                inbox.refuse(run_dir, path, said)
-        del self._unsettled[ticket], self._proposed[ticket]
-        self._noted.pop(path, None)
-
-    def _look_for_withdrawals(self, run_dir: Path) -> None:
-        for update_id in inbox.take_withdrawals(run_dir) if self.training else ():
-            self._withdrawals += 1
-            self._session.proposals.withdraw_from_outside(
-                f"withdraw-{update_id}-{self._withdrawals}", update_id
-            )
