@@ -258,19 +258,3 @@ def test_a_job_removes_the_temporaries_of_dead_workers_when_it_starts(pool1: Poo
         place.mkdir(exist_ok=True)
         (place / ".tmp-0123").mkdir() if place.name == "checkpoints" else (place / ".tmp-0123").touch()
     assert pool1.run(begin, tmp_path) == [[]]
-
-
-def test_a_worker_that_does_not_see_the_run_directory_creates_none_and_one_that_sees_it_late_writes(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_files, "NOTE_SECS", 0.01)
-    shared, here = tmp_path / "shared", tmp_path / "here"
-    group = Fence(shared, 0).identity
-    keeping = RunFiles(job.workers[0].session, here, 0, group=group)
-    keeping.start()
-    for _ in range(3):
-        job.workers[0].step()
-    keeping.note_end()
-    assert not here.exists()
-    here.symlink_to(shared)  # as a shared file system that shows it late
-    eventually((shared / "workers" / "0.json").exists)

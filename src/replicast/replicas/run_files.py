@@ -1,6 +1,13 @@
 """A worker's files in the run directory: notes and metrics for others, and the inbox that others write to.
 
 One thread per worker does this, so that the training thread never touches a file.
+
+Who writes a worker's note, `workers/RANK.json`:
+
+    into worker 0's directory                   the worker, if it sees that directory; else it sends its
+                                                note to worker 0, which writes it (`distant_notes.py`)
+    into a directory that a launcher made       the worker: the launcher of its host reads it there
+    anywhere else                               nobody
 """
 
 from __future__ import annotations
@@ -9,15 +16,17 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from replicast import import_environment
-from replicast.errors import FileDamaged, JobFailed
+from replicast.errors import FileDamaged, JobFailed, ReplicastError
 from replicast.files import write_quickly
 from replicast.replicas.checkpoint_writer import numbers
+from replicast.replicas.distant_notes import DistantNotes, NoteSender
 from replicast.replicas.inbox import Inbox
 from replicast.replicas.pace import Pace, memory_bytes, progress
 from replicast.replicas.position import Position
@@ -39,7 +48,7 @@ NOTE_SECS = 1.0
 class RunFiles:
     """Writes this worker's note every second; on worker 0 also the metrics, and looks into the inbox.
 
-    A worker of another host may not see the run directory: it then writes nothing, and creates none. A full
+    A worker of another host may not see worker 0's run directory: it then sends its note to worker 0. A full
     or missing disk is reported once and does not stop training. If another group has taken over the
     run, this job stops: the inbox then belongs to that group.
 
@@ -48,8 +57,8 @@ class RunFiles:
         run_dir: The run directory, if there is one.
         attempt: The number of this attempt of the job.
         fence: On worker 0: checks that no other group has taken over the run.
-        group: On other workers, the group that worker 0 writes for. None if the run directory is known to be
-            this worker's to write to.
+        group: On other workers: the group whose claim is in worker 0's run directory; empty if that has none.
+        launcher_reads: Whether the launcher of this host made the run directory, and reads the note there.
 
     Attributes:
         logs: The latest loss and metrics. Set by the training thread.
@@ -66,9 +75,12 @@ class RunFiles:
         attempt: int,
         fence: Fence | None = None,
         group: str | None = None,
+        *,
+        launcher_reads: bool = False,
     ) -> None:
         self._session = session
         self._unseen_group = group
+        self._launcher_reads = launcher_reads
         self._fence = fence
         self._run_dir = run_dir
         self._attempt = attempt
@@ -77,17 +89,26 @@ class RunFiles:
         self._last_metrics_step = -1
         self._warned: set[Path] = set()
         self._inbox = Inbox(session, self._warn)
+        self._distant = DistantNotes(attempt, self._warn)
+        self._sender = NoteSender(session, self._note)
+        self._noting = threading.Lock()
         self.requests = Requests(session, attempt)
         self.waiting_for = ""
         self.logs: Mapping[str, Any] | None = None
         self.training = False
         self.position: Callable[[], Position | None] = lambda: None
         self._pace = Pace()
+        session.on_note = self._distant.receive
 
     def start(self) -> None:
-        """Starts the thread, if there is a run directory."""
-        if self._run_dir is not None:
+        """Starts the thread, if this worker or worker 0 has a run directory."""
+        if self._run_dir is not None or self._unseen_group:
             self._session.threads.start("run-files", self._run)
+
+    def send_last(self) -> None:
+        """Sends the last note, if worker 0 writes for this worker. Before all meet for the last time."""
+        if self._unseen_group:
+            self._sender.send()
 
     def finish(self) -> None:
         """Writes the last state, after the thread has stopped."""
@@ -98,6 +119,8 @@ class RunFiles:
         )
         if self._session.rank == 0:
             self._write_last(self.requests.finish)
+            if not self._job_has_failed():
+                self._write_last(self._distant.end)
         if self._fence is not None:
             self._fence.release()
 
@@ -107,26 +130,24 @@ class RunFiles:
         self._write_last(self._write_note)
 
     def _run(self) -> None:
-        if self._run_dir is None:
-            return
         noted = 0.0
         is_first = self._session.rank == 0
         if is_first:
-            self._with_files(self._run_dir, inbox.clean)
+            self._with_files(inbox.clean)
         while not self._session.threads.stopping.wait(LOOK_SECS):
             now = time.monotonic()
             if now - noted >= NOTE_SECS:
                 noted = now
                 self._with_files(
-                    self._run_dir,
                     self._note_environment,
                     self._write_note,
                     self._write_metrics,
                     self._write_operations,
                 )
+                self._send_note()
             if is_first:
                 self._with_files(
-                    self._run_dir,
+                    self._distant.write,
                     lambda run_dir: self._inbox.propose(run_dir) if self.training else None,
                     lambda run_dir: self.requests.look(run_dir, training=self.training),
                     lambda run_dir: self._inbox.withdraw(run_dir) if self.training else None,
@@ -136,18 +157,18 @@ class RunFiles:
     def _write_last(self, *acts: Callable[[Path], None]) -> None:
         """Runs last writes in the training thread, which reaches no further boundary that could raise."""
         try:
-            if self._run_dir is not None:
-                self._with_files(self._run_dir, *acts)
+            self._with_files(*acts)
         except JobFailed as error:
             logger.warning("%s", error)
 
-    def _with_files(self, run_dir: Path, *acts: Callable[[Path], None]) -> None:
-        """Runs each action; a disk error in one does not prevent the others.
+    def _with_files(self, *acts: Callable[[Path], None]) -> None:
+        """Runs each action if this worker writes; a disk error in one does not prevent the others.
 
         Raises:
             JobFailed: Another group has taken over the run; nothing was done.
         """
-        if not self._sees_directory(run_dir):
+        run_dir = self._run_dir
+        if run_dir is None or not (self._sees_directory() or self._launcher_reads):
             return
         problem = "the run directory cannot be kept up to date"
         try:
@@ -162,11 +183,24 @@ class RunFiles:
             except OSError as error:
                 self._warn(run_dir, problem, error)
 
-    def _sees_directory(self, run_dir: Path) -> bool:
+    def _sees_directory(self) -> bool:
         """Whether the run directory is worker 0's. A shared file system may show that after some seconds."""
-        if self._unseen_group is not None and sees_group(run_dir, self._unseen_group):
+        group, run_dir = self._unseen_group, self._run_dir
+        if group is not None and run_dir is not None and sees_group(run_dir, group):
             self._unseen_group = None
+            self._sender.stop()
         return self._unseen_group is None
+
+    def _send_note(self) -> None:
+        if self._unseen_group:
+            self._sender.look()
+
+    def _job_has_failed(self) -> bool:
+        try:
+            self._session.check()
+        except ReplicastError:
+            return True
+        return False
 
     def _warn(self, path: Path, problem: str, error: Exception) -> None:
         """Warns about a path, once."""
@@ -191,22 +225,25 @@ class RunFiles:
         write_quickly(path, import_environment.to_text(self._attempt))
 
     def _write_note(self, run_dir: Path) -> None:
+        write_worker_note(run_dir, self._note())
+
+    def _note(self) -> WorkerNote:
+        """This worker's note as it is now. Any thread."""
         now, step, training = time.time(), self._session.step, self.training
-        write_worker_note(
-            run_dir,
-            WorkerNote(
-                rank=self._session.rank,
-                pid=os.getpid(),
-                host=socket.gethostname(),
-                step=step,
-                attempt=self._attempt,
-                time=now,
-                training=training,
-                waiting_for=self.waiting_for,
-                memory_bytes=memory_bytes(),
-                **self._pace.look(step, now, training=training),
-                **progress(self.position(), training=training),
-            ),
+        with self._noting:
+            pace = self._pace.look(step, now, training=training)
+        return WorkerNote(
+            rank=self._session.rank,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            step=step,
+            attempt=self._attempt,
+            time=now,
+            training=training,
+            waiting_for=self.waiting_for,
+            memory_bytes=memory_bytes(),
+            **pace,
+            **progress(self.position(), training=training),
         )
 
     def _write_metrics(self, run_dir: Path) -> None:

@@ -98,7 +98,7 @@ class WorkerNote:
         host: The machine it runs on.
         step: The last step that it has finished.
         attempt: The attempt of the job that it belongs to.
-        time: When it wrote this, in seconds since 1970.
+        time: When it wrote this, in seconds since 1970; when worker 0 received it, if worker 0 wrote this.
         training: Whether it is inside a training loop.
         waiting_for: What it waits for, in words; empty if it does not wait.
         epoch: The epoch in which it is, from 0; so far as this is known, like all that follows.
