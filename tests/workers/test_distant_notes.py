@@ -31,7 +31,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.setattr(run_files, "LOOK_SECS", 0.01)
     monkeypatch.setattr(run_files, "NOTE_SECS", 0.01)
     monkeypatch.setattr(distant_notes, "SEES_SECS", 0.0)
-    monkeypatch.setattr(distant_notes, "SEND_SECS", 0.01)
+    monkeypatch.setattr(distant_notes, "sent_every_secs", lambda workers: 0.01)
     with Job(2) as job:
         yield job
 
