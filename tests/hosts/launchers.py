@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,9 +80,11 @@ class Machines:
 
 
 @contextlib.contextmanager
-def machines(directory: Path, hosts: int = 2) -> Iterator[Machines]:
+def machines(
+    directory: Path, hosts: int = 2, *, hidden: Mapping[int, Sequence[Path]] | None = None
+) -> Iterator[Machines]:
     """Machines on one switch; whatever was started there is killed at the end."""
-    with Network(hosts) as network, contextlib.chdir(directory):
+    with Network(hosts, hidden=hidden) as network, contextlib.chdir(directory):
         made = Machines(network, directory, [])
         try:
             yield made

@@ -35,3 +35,8 @@ def train_push_and_heal(job: HostJob) -> None:
 def seen_by(job: HostJob, rank: int, path: Path) -> list[str]:
     """What the host of a worker has in a directory."""
     return job.hosts[rank].namespaces.run("ls", "-A", str(path)).split()
+
+
+def hosts_in_status(job: HostJob) -> list[str]:
+    """The host of each worker that `replicast status` shows on the first host."""
+    return [note.host for note in replicast.connect(job.run_dir).status().workers]

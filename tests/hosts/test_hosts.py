@@ -7,7 +7,7 @@ from pathlib import Path
 from replicast.config import PEER_FAILED
 from tests.hosts.job import HostJob, need_machines
 from tests.hosts.network import Network
-from tests.hosts.story import seen_by, train_push_and_heal
+from tests.hosts.story import WAITS_SECS, hosts_in_status, seen_by, train_push_and_heal
 
 need_machines()
 
@@ -25,6 +25,7 @@ def test_two_hosts_train_update_and_heal_and_both_end_when_their_link_fails(
         HostJob(network, tmp_path, run_dir=runs / "first", environ={"EPOCHS": "1000"}) as job,
     ):
         train_push_and_heal(job)
+        job.until(lambda: hosts_in_status(job) == ["host0", "host1"], WAITS_SECS)
         network.cut(network.hosts[1])
         ends = job.ends(ENDS_SECS)
         assert [None if end is None else end[1] for end in ends] == [PEER_FAILED] * 2, job.logs()

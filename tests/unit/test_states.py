@@ -13,8 +13,8 @@ import pytest
 from replicast.client.directory import DirectoryRun
 from replicast.processes import this_process
 from replicast.replicas.run_state import RunStates
-from replicast.storage.runfiles import ENDED, WorkerNote
-from replicast.storage.states import Change, State, changes, damage, read_state, write_change
+from replicast.storage.runfiles import ENDED, WorkerNote, sent_every_secs
+from replicast.storage.states import Change, State, absent_secs, changes, damage, read_state, write_change
 
 
 def note(
@@ -130,3 +130,8 @@ def test_restarts_are_counted_also_when_their_changes_are_no_longer_told(tmp_pat
         write_change(tmp_path, Change(State.RESTARTING if attempt else State.STARTING, attempt))
     seen = DirectoryRun(tmp_path).status()
     assert (seen.restarted, len(seen.changes)) == (79, 50)
+
+
+def test_a_worker_of_a_large_job_is_not_silent_between_two_notes_that_worker_0_writes_for_it() -> None:
+    assert [absent_secs(workers) for workers in (2, 100, 1000)] == [10.0, 10.0, 60.0]
+    assert [sent_every_secs(workers) for workers in (2, 100, 1000)] == [2.0, 2.0, 20.0]

@@ -16,6 +16,7 @@ import pytest
 
 from replicast.core.stage import Stage
 from replicast.errors import JobFailed, UpdateRefused
+from replicast.replicas import inbox as inbox_of_worker_0
 from replicast.replicas import run_files
 from replicast.replicas.run_files import RunFiles
 from replicast.storage import inbox
@@ -31,7 +32,7 @@ from tests.workers.test_updates import replicas_of
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.setattr(run_files, "LOOK_SECS", 0.01)
-    monkeypatch.setattr(run_files, "ASIDE_SECS", 3600.0)
+    monkeypatch.setattr(inbox_of_worker_0, "ASIDE_SECS", 3600.0)
     with Job(1) as job:
         yield job
 
@@ -180,7 +181,7 @@ def test_an_entry_that_cannot_leave_the_inbox_keeps_no_other_from_its_word(
 def test_an_entry_that_was_set_aside_is_tried_again(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_files, "ASIDE_SECS", 0.05)
+    monkeypatch.setattr(inbox_of_worker_0, "ASIDE_SECS", 0.05)
     block(tmp_path, "bad")
     bad = inbox.submit(tmp_path, Update(id="bad").scale("of/another/model", 2.0))
     refused = count_calls(monkeypatch, "refuse")
@@ -257,19 +258,3 @@ def test_a_job_removes_the_temporaries_of_dead_workers_when_it_starts(pool1: Poo
         place.mkdir(exist_ok=True)
         (place / ".tmp-0123").mkdir() if place.name == "checkpoints" else (place / ".tmp-0123").touch()
     assert pool1.run(begin, tmp_path) == [[]]
-
-
-def test_a_worker_that_does_not_see_the_run_directory_creates_none_and_one_that_sees_it_late_writes(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_files, "NOTE_SECS", 0.01)
-    shared, here = tmp_path / "shared", tmp_path / "here"
-    group = Fence(shared, 0).identity
-    keeping = RunFiles(job.workers[0].session, here, 0, group=group)
-    keeping.start()
-    for _ in range(3):
-        job.workers[0].step()
-    keeping.note_end()
-    assert not here.exists()
-    here.symlink_to(shared)  # as a shared file system that shows it late
-    eventually((shared / "workers" / "0.json").exists)

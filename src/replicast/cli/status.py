@@ -24,7 +24,7 @@ from replicast.client.updates import UpdateView
 from replicast.client.views import Overview
 from replicast.core.stage import Stage
 from replicast.storage.runfiles import ENDED, WorkerNote
-from replicast.storage.states import ABSENT_SECS, State, age
+from replicast.storage.states import State, absent_secs, age
 
 WATCH_SECS = 1.0
 _STATE_STYLES = {
@@ -129,16 +129,16 @@ def _workers_table(seen: Overview) -> Table:
             table.add_row(str(rank), "", "", "", "", Text("never seen", style="red"))
         else:
             cells = str(note.pid), texts.one_line(note.host), str(note.step), str(note.attempt)
-            table.add_row(str(rank), *cells, _last_note_cell(note, seen.time))
+            table.add_row(str(rank), *cells, _last_note_cell(note, seen))
     return table
 
 
-def _last_note_cell(note: WorkerNote, now: float) -> Text:
-    silent = now - note.time
+def _last_note_cell(note: WorkerNote, seen: Overview) -> Text:
+    silent = seen.time - note.time
     if note.waiting_for == ENDED:
         return Text(f"exited {age(silent)} ago", style="dim")
     absent = Text(f"not seen for {age(silent)}", style="red")
-    cell = absent if silent > ABSENT_SECS else Text(f"{age(silent)} ago")
+    cell = absent if silent > absent_secs(seen.size) else Text(f"{age(silent)} ago")
     if note.waiting_for:
         cell.append(f", waits for {texts.one_line(note.waiting_for)}", style="yellow")
     return cell

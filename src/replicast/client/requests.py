@@ -15,7 +15,7 @@ from replicast.storage import requests
 from replicast.storage.checkpoint import CheckpointStore
 from replicast.storage.requests import Answer, Kind, Rows
 from replicast.storage.runfiles import WorkerNote, read_run_info, read_worker_notes
-from replicast.storage.states import ABSENT_SECS, age
+from replicast.storage.states import absent_secs, age
 from replicast.update.digest import digest_array
 from replicast.update.edits import Array
 from replicast.update.schema import Variable
@@ -118,10 +118,11 @@ def ranges_of(rows: Sequence[int]) -> Rows:
 def _waited_for(notes: list[WorkerNote], workers: int) -> str:
     """What keeps a job from answering, as far as the workers' notes tell."""
     now = time.time()
-    heard = {note.rank: note for note in notes if now - note.time <= ABSENT_SECS}
+    limit = absent_secs(workers)
+    heard = {note.rank: note for note in notes if now - note.time <= limit}
     silent = [rank for rank in range(workers) if rank not in heard]
     if silent:
-        return f"Waited for {workers_text(silent)}, not heard of for {age(ABSENT_SECS)} or more."
+        return f"Waited for {workers_text(silent)}, not heard of for {age(limit)} or more."
     if not any(note.training for note in heard.values()):
         return "Waited for the training to begin: no worker is inside a training loop."
     steps = sorted({note.step for note in heard.values()})

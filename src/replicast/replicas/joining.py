@@ -154,11 +154,19 @@ def join(
         writer, store = _writer(state, strategy.size, settings, fence)
     elif settings.run_dir is not None:
         store = CheckpointStore(settings.run_dir)
-    group = _group_to_see(exchange, fence, settings)
+    identity = "" if fence is None else fence.identity
+    group = exchange.agree("group", identity, settings.timeouts.join_secs)[0]
     session = _session(exchange, transport, state, writer, strategy, settings)
     session.replica.may_differ = may_differ
     session.start()
-    run_files = RunFiles(session, settings.run_dir, settings.attempt, fence, group)
+    run_files = RunFiles(
+        session,
+        settings.run_dir,
+        settings.attempt,
+        fence,
+        None if strategy.rank == 0 else group,
+        launcher_reads=_launcher_reads(settings.run_dir),
+    )
     checkpoints = Checkpoints(session, state, store, settings.attempt)
     run_files.position = lambda: checkpoints.position
     run_files.start()
@@ -209,15 +217,10 @@ def _agreed(state: KerasState, strategy: Strategy, settings: Settings) -> Exchan
     return exchange
 
 
-def _group_to_see(exchange: Exchange, fence: Fence | None, settings: Settings) -> str | None:
-    """The group whose claim a worker must see in its run directory before it writes there.
-
-    None if there is nothing to see: on worker 0, and where a launcher has made the directory on this host.
-    """
-    told = exchange.agree("group", "" if fence is None else fence.identity, settings.timeouts.join_secs)[0]
-    if exchange.rank == 0 or read_launch(os.environ).launched:
-        return None
-    return told
+def _launcher_reads(run_dir: Path | None) -> bool:
+    """Whether the launcher of this host reads the notes in this directory, which it has made."""
+    launch = read_launch(os.environ)
+    return launch.launched and run_dir is not None and run_dir.absolute() == launch.run_dir
 
 
 def _session(

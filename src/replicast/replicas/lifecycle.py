@@ -77,6 +77,7 @@ class ReplicasLifecycle(ReplicasView):
         parts.run_files.training = False
         try:
             self._counted()
+            parts.run_files.send_last()
             parts.checkpoints.report()
             parts.training.leaving.settle()
             parts.checkpoints.settle()

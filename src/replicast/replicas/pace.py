@@ -14,7 +14,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Pace:
-    """The mean time of the last steps. Looked at about once a second, by one thread."""
+    """The mean time of the last steps. Looked at about once a second, by one thread at a time."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque(maxlen=_LOOKS)

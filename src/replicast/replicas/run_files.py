@@ -1,6 +1,13 @@
 """A worker's files in the run directory: notes and metrics for others, and the inbox that others write to.
 
 One thread per worker does this, so that the training thread never touches a file.
+
+Who writes a worker's note, `workers/RANK.json`:
+
+    into worker 0's directory                   the worker, if it sees that directory; else it sends its
+                                                note to worker 0, which writes it (`distant_notes.py`)
+    into a directory that a launcher made       the worker: the launcher of its host reads it there
+    anywhere else                               nobody
 """
 
 from __future__ import annotations
@@ -8,34 +15,24 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from replicast import import_environment
-from replicast.core.entries import Receipt
-from replicast.core.messages import Tell
-from replicast.core.stage import Stage
-from replicast.errors import (
-    FileDamaged,
-    JobFailed,
-    ReplicastError,
-    UpdateRefused,
-)
+from replicast.errors import FileDamaged, JobFailed, ReplicastError
 from replicast.files import write_quickly
-from replicast.processes import this_process
 from replicast.replicas.checkpoint_writer import numbers
+from replicast.replicas.distant_notes import DistantNotes, NoteSender
+from replicast.replicas.inbox import Inbox
 from replicast.replicas.pace import Pace, memory_bytes, progress
 from replicast.replicas.position import Position
 from replicast.replicas.requests import Requests
 from replicast.runtime import Session
-from replicast.runtime.ticket import diverged, refused
 from replicast.storage import inbox
-from replicast.storage.entry_files import fields_of
 from replicast.storage.fence import Fence
 from replicast.storage.groups import sees_group
 from replicast.storage.runfiles import ENDED, WorkerNote, append_metrics, write_worker_note
@@ -46,14 +43,12 @@ OPERATIONS = "operations.json"
 """The current operations, for `replicast status`."""
 LOOK_SECS = 0.2
 NOTE_SECS = 1.0
-ASIDE_SECS = 10.0
-"""How long an update is set aside after a disk error, so that others need not wait for it."""
 
 
 class RunFiles:
     """Writes this worker's note every second; on worker 0 also the metrics, and looks into the inbox.
 
-    A worker of another host may not see the run directory: it then writes nothing, and creates none. A full
+    A worker of another host may not see worker 0's run directory: it then sends its note to worker 0. A full
     or missing disk is reported once and does not stop training. If another group has taken over the
     run, this job stops: the inbox then belongs to that group.
 
@@ -62,8 +57,8 @@ class RunFiles:
         run_dir: The run directory, if there is one.
         attempt: The number of this attempt of the job.
         fence: On worker 0: checks that no other group has taken over the run.
-        group: On other workers, the group that worker 0 writes for. None if the run directory is known to be
-            this worker's to write to.
+        group: On other workers: the group whose claim is in worker 0's run directory; empty if that has none.
+        launcher_reads: Whether the launcher of this host made the run directory, and reads the note there.
 
     Attributes:
         logs: The latest loss and metrics. Set by the training thread.
@@ -80,43 +75,52 @@ class RunFiles:
         attempt: int,
         fence: Fence | None = None,
         group: str | None = None,
+        *,
+        launcher_reads: bool = False,
     ) -> None:
         self._session = session
         self._unseen_group = group
+        self._launcher_reads = launcher_reads
         self._fence = fence
         self._run_dir = run_dir
         self._attempt = attempt
-        self._proposed: dict[str, Path] = {}
-        self._noted: dict[Path, tuple[Any, ...]] = {}
-        self._outcomes: queue.SimpleQueue[tuple[str, Tell]] = queue.SimpleQueue()
-        self._unsettled: dict[str, Tell] = {}
-        self._withdrawals = 0
         self._environment_noted = False
         self._operations: list[dict[str, Any]] = []
         self._last_metrics_step = -1
-        self._aside: dict[Path, float] = {}
         self._warned: set[Path] = set()
+        self._inbox = Inbox(session, self._warn)
+        self._distant = DistantNotes(attempt, self._warn)
+        self._sender = NoteSender(session, self._note)
+        self._noting = threading.Lock()
         self.requests = Requests(session, attempt)
         self.waiting_for = ""
         self.logs: Mapping[str, Any] | None = None
         self.training = False
         self.position: Callable[[], Position | None] = lambda: None
         self._pace = Pace()
-        session.on_inbox = lambda ticket, tell: self._outcomes.put((ticket, tell))
+        session.on_note = self._distant.receive
 
     def start(self) -> None:
-        """Starts the thread, if there is a run directory."""
-        if self._run_dir is not None:
+        """Starts the thread, if this worker or worker 0 has a run directory."""
+        if self._run_dir is not None or self._unseen_group:
             self._session.threads.start("run-files", self._run)
+
+    def send_last(self) -> None:
+        """Sends the last note, if worker 0 writes for this worker. Before all meet for the last time."""
+        if self._unseen_group:
+            self._sender.send()
 
     def finish(self) -> None:
         """Writes the last state, after the thread has stopped."""
         self.training = False
         self.waiting_for = ENDED
-        self._aside.clear()  # a last try
-        self._write_last(self._write_note, self._write_metrics, self._settle_inbox, self._write_operations)
+        self._write_last(
+            self._write_note, self._write_metrics, self._inbox.settle_last, self._write_operations
+        )
         if self._session.rank == 0:
             self._write_last(self.requests.finish)
+            if not self._job_has_failed():
+                self._write_last(self._distant.end)
         if self._fence is not None:
             self._fence.release()
 
@@ -126,47 +130,45 @@ class RunFiles:
         self._write_last(self._write_note)
 
     def _run(self) -> None:
-        if self._run_dir is None:
-            return
         noted = 0.0
         is_first = self._session.rank == 0
         if is_first:
-            self._with_files(self._run_dir, inbox.clean)
+            self._with_files(inbox.clean)
         while not self._session.threads.stopping.wait(LOOK_SECS):
             now = time.monotonic()
             if now - noted >= NOTE_SECS:
                 noted = now
                 self._with_files(
-                    self._run_dir,
                     self._note_environment,
                     self._write_note,
                     self._write_metrics,
                     self._write_operations,
                 )
+                self._send_note()
             if is_first:
                 self._with_files(
-                    self._run_dir,
-                    self._look_into_inbox,
+                    self._distant.write,
+                    lambda run_dir: self._inbox.propose(run_dir) if self.training else None,
                     lambda run_dir: self.requests.look(run_dir, training=self.training),
-                    self._look_for_withdrawals,
-                    self._settle_inbox,
+                    lambda run_dir: self._inbox.withdraw(run_dir) if self.training else None,
+                    self._inbox.settle,
                 )
 
     def _write_last(self, *acts: Callable[[Path], None]) -> None:
         """Runs last writes in the training thread, which reaches no further boundary that could raise."""
         try:
-            if self._run_dir is not None:
-                self._with_files(self._run_dir, *acts)
+            self._with_files(*acts)
         except JobFailed as error:
             logger.warning("%s", error)
 
-    def _with_files(self, run_dir: Path, *acts: Callable[[Path], None]) -> None:
-        """Runs each action; a disk error in one does not prevent the others.
+    def _with_files(self, *acts: Callable[[Path], None]) -> None:
+        """Runs each action if this worker writes; a disk error in one does not prevent the others.
 
         Raises:
             JobFailed: Another group has taken over the run; nothing was done.
         """
-        if not self._sees_directory(run_dir):
+        run_dir = self._run_dir
+        if run_dir is None or not (self._sees_directory() or self._launcher_reads):
             return
         problem = "the run directory cannot be kept up to date"
         try:
@@ -181,11 +183,24 @@ class RunFiles:
             except OSError as error:
                 self._warn(run_dir, problem, error)
 
-    def _sees_directory(self, run_dir: Path) -> bool:
+    def _sees_directory(self) -> bool:
         """Whether the run directory is worker 0's. A shared file system may show that after some seconds."""
-        if self._unseen_group is not None and sees_group(run_dir, self._unseen_group):
+        group, run_dir = self._unseen_group, self._run_dir
+        if group is not None and run_dir is not None and sees_group(run_dir, group):
             self._unseen_group = None
+            self._sender.stop()
         return self._unseen_group is None
+
+    def _send_note(self) -> None:
+        if self._unseen_group:
+            self._sender.look()
+
+    def _job_has_failed(self) -> bool:
+        try:
+            self._session.check()
+        except ReplicastError:
+            return True
+        return False
 
     def _warn(self, path: Path, problem: str, error: Exception) -> None:
         """Warns about a path, once."""
@@ -210,22 +225,25 @@ class RunFiles:
         write_quickly(path, import_environment.to_text(self._attempt))
 
     def _write_note(self, run_dir: Path) -> None:
+        write_worker_note(run_dir, self._note())
+
+    def _note(self) -> WorkerNote:
+        """This worker's note as it is now. Any thread."""
         now, step, training = time.time(), self._session.step, self.training
-        write_worker_note(
-            run_dir,
-            WorkerNote(
-                rank=self._session.rank,
-                pid=os.getpid(),
-                host=socket.gethostname(),
-                step=step,
-                attempt=self._attempt,
-                time=now,
-                training=training,
-                waiting_for=self.waiting_for,
-                memory_bytes=memory_bytes(),
-                **self._pace.look(step, now, training=training),
-                **progress(self.position(), training=training),
-            ),
+        with self._noting:
+            pace = self._pace.look(step, now, training=training)
+        return WorkerNote(
+            rank=self._session.rank,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            step=step,
+            attempt=self._attempt,
+            time=now,
+            training=training,
+            waiting_for=self.waiting_for,
+            memory_bytes=memory_bytes(),
+            **pace,
+            **progress(self.position(), training=training),
         )
 
     def _write_metrics(self, run_dir: Path) -> None:
@@ -241,118 +259,3 @@ class RunFiles:
             said = json.dumps({"step": self._session.step, "operations": operations})
             write_quickly(run_dir / OPERATIONS, said)
             self._operations = operations
-
-    # The inbox: worker 0.
-
-    def _look_into_inbox(self, run_dir: Path) -> None:
-        # Updates pushed while no training runs stay in the inbox until one does: the script may be over.
-        ends = time.monotonic() + NOTE_SECS / 2  # The rest is for next time: this thread also writes notes.
-        known = set(self._proposed.values())
-        for waiting in inbox.waiting(run_dir) if self.training else ():
-            if waiting.path not in known:
-                self._with_entry(waiting.path, self._propose, run_dir)
-            if time.monotonic() > ends:
-                return
-
-    def _with_entry(self, path: Path, act: Callable[[Path, Path], None], run_dir: Path) -> None:
-        """Processes one update of the inbox; sets it aside for a while after a disk error.
-
-        A full disk may have space again, so the update is retried; not often, since a refusal is fsynced. Any
-        other error is caused by the update itself: it is refused, and the job continues.
-        """
-        if time.monotonic() < self._aside.get(path, 0.0):
-            return
-        self._aside.pop(path, None)
-        try:
-            try:
-                act(run_dir, path)
-            except (OSError, ReplicastError):
-                raise
-            except Exception as error:
-                logger.exception("%s refused: unexpected error while processing it", path)
-                inbox.refuse(run_dir, path, error)
-        except OSError as error:
-            self._aside[path] = time.monotonic() + ASIDE_SECS
-            self._warn(path, f"{path} stays in the inbox and will be retried after the others", error)
-
-    def _propose(self, run_dir: Path, path: Path) -> None:
-        try:
-            # Identifies this file: the same update may be submitted again after a refusal.
-            status = path.stat()
-            ticket = f"{path.name}@{status.st_ino}-{status.st_mtime_ns}"
-            taken = inbox.take(run_dir, path, self._session.limits.max_bytes)
-            if taken is not None:
-                self._propose_taken(ticket, taken)
-                self._proposed[ticket] = path
-        except FileNotFoundError:
-            return  # withdrawn just now
-        except (UpdateRefused, FileDamaged) as error:
-            inbox.refuse(run_dir, path, error, durably=False)
-
-    def _propose_taken(self, ticket: str, taken: inbox.Submitted) -> None:
-        proposals = self._session.proposals
-        if taken.reverts is None:
-            proposals.propose_from_outside(ticket, taken.update, taken.at_step, taken.trial)
-        else:
-            proposals.revert_from_outside(ticket, taken.update, taken.reverts, forced=taken.forced)
-
-    def _settle_inbox(self, run_dir: Path) -> None:
-        """Notes the stage of each proposal, and removes settled ones from the inbox."""
-        while not self._outcomes.empty():
-            ticket, tell = self._outcomes.get()
-            if ticket in self._proposed:
-                self._unsettled[ticket] = tell
-        settled = False
-        for ticket in list(self._unsettled):
-            path = self._proposed[ticket]
-            self._with_entry(path, partial(self._settle, ticket), run_dir)
-            settled = True
-        if settled:
-            inbox.clean(run_dir)
-        self._note_stages(run_dir)
-
-    def _note_stages(self, run_dir: Path) -> None:
-        under_way = {one["id"]: one for one in self._session.operations()} if self._proposed else {}
-        for path in self._proposed.values():
-            one = under_way.get(path.name.removesuffix(".safetensors"))
-            names = ("stage", "step", "waits_for", "trial_until")
-            standing = None if one is None else tuple(one[name] for name in names)
-            if one is not None and standing is not None and self._noted.get(path) != standing:
-                self._noted[path] = standing
-                waits = {name: one[name] for name in ("waits_for", "trial_until")}
-                self._note(run_dir, one["id"], Stage(one["stage"]), one["step"], **waits)
-
-    def _note(self, run_dir: Path, id_: str, stage: Stage, step: int | None, **fields: Any) -> None:
-        inbox.note_stage(run_dir, id_, stage, step=step, taken_by=this_process(), **fields)
-
-    def _settle(self, ticket: str, run_dir: Path, path: Path) -> None:
-        tell = self._unsettled[ticket]
-        match tell.stage, tell.outcome:
-            case ((Stage.VERIFIED | Stage.REVERTED), Receipt()):
-                # The note includes the receipt: without a journal on disk, its author finds it nowhere else.
-                receipt = fields_of(tell.outcome)
-                self._note(run_dir, tell.id, tell.stage, tell.step, receipt=receipt)
-                inbox.done(path)
-            case Stage.FAILED, Receipt():
-                error = diverged(tell.outcome)
-                logger.error("%s", error)
-                self._note(run_dir, tell.id, tell.stage, tell.step, reason=str(error))
-                inbox.done(path)
-            case Stage.WITHDRAWN, _:
-                inbox.note_stage(run_dir, tell.id, Stage.WITHDRAWN)
-                inbox.done(path)
-            case _:
-                known = tell.outcome is not None
-                said = (
-                    refused(tell.outcome) if known else UpdateRefused("It was refused in an earlier attempt")
-                )
-                inbox.refuse(run_dir, path, said)
-        del self._unsettled[ticket], self._proposed[ticket]
-        self._noted.pop(path, None)
-
-    def _look_for_withdrawals(self, run_dir: Path) -> None:
-        for update_id in inbox.take_withdrawals(run_dir) if self.training else ():
-            self._withdrawals += 1
-            self._session.proposals.withdraw_from_outside(
-                f"withdraw-{update_id}-{self._withdrawals}", update_id
-            )

@@ -15,6 +15,7 @@ from replicast.audits.distances import Deviation
 from replicast.core import entries, messages, operation, proposal, refusal, reports
 from replicast.core.operations import audit, function, keep, leave, pull, revert, save, sync, trial, update
 from replicast.core.stage import Stage
+from replicast.runtime.note import Note
 from replicast.transport import Parcel, Piece
 from replicast.update.trial import Trial, TrialOutcome
 
@@ -28,6 +29,7 @@ _CLASSES: tuple[type[Any], ...] = (
     *(reports.ReportId, reports.Applied, reports.Seen, reports.Snapshot, entries.Receipt),
     *(operation.Outcome, refusal.Refusal),
     *(proposal.Proposal, proposal.Published, Trial, TrialOutcome, Parcel, Piece, Deviation),
+    Note,
 )
 _BY_NAME = {cls.__name__: cls for cls in _CLASSES}
 _FIELDS = {cls: tuple(field.name for field in fields(cls)) for cls in _CLASSES}

@@ -1,7 +1,8 @@
 """The state machines of one worker, driven by its event loop: events in, messages out.
 
 Messages between worker 0 and its own coordinator are handled directly, in the same process. All other
-messages go through the channel; readers post incoming ones.
+messages go through the channel; readers post incoming ones. Notes go through the channel too, past the state
+machines.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from replicast.core.worker import Worker
 from replicast.errors import JobFailed
 from replicast.runtime.channel import Channel
 from replicast.runtime.loop import Loop
+from replicast.runtime.note import Note
 from replicast.runtime.threads import Threads
 
 _ToCoordinator = e.FromWorker | e.Written
@@ -35,6 +37,7 @@ class Machines:
         threads: Runs the loop and the readers.
         carry_out: Executes the commands that are not messages or timers. Must not block.
         on_tell: Called with the coordinator's progress messages about operations.
+        on_note: On worker 0: called with a worker's rank and note, by that worker's reader. Must not raise.
 
     Attributes:
         lock: Held while a machine is called. The training thread may query a machine under this lock.
@@ -48,6 +51,7 @@ class Machines:
         threads: Threads,
         carry_out: Callable[[Any], None],
         on_tell: Callable[[Tell], None],
+        on_note: Callable[[int, str], None],
     ) -> None:
         self.worker = worker
         self.coordinator = coordinator
@@ -56,6 +60,7 @@ class Machines:
         self._threads = threads
         self._carry_out = carry_out
         self._on_tell = on_tell
+        self._on_note = on_note
         self._loop = Loop(self._handle, threads.stopping.is_set)
 
     def start(self) -> None:
@@ -89,6 +94,10 @@ class Machines:
         """Passes an event to its machine, executes the commands, and returns the local events that follow."""
         if isinstance(event, Request):
             return self._dispatch([c.Send(event)])
+        if isinstance(event, Note):
+            with contextlib.suppress(JobFailed):  # The readers report a service that is gone.
+                self._channel.send([event])
+            return []
         machine: Worker | Coordinator | None
         if isinstance(event, tuple):  # a timer of one of the machines
             machine, event = event
@@ -128,4 +137,7 @@ class Machines:
     def _read_from(self, rank: int) -> None:
         while not self._threads.stopping.is_set():
             for message in self._channel.receive_from(rank):
-                self._loop.post(e.FromWorker(rank, message))
+                if isinstance(message, Note):
+                    self._on_note(rank, message.text)
+                else:
+                    self._loop.post(e.FromWorker(rank, message))

@@ -39,6 +39,7 @@ from replicast.runtime.exchange import Exchange
 from replicast.runtime.functions import Function
 from replicast.runtime.gate import Gate
 from replicast.runtime.machines import Machines
+from replicast.runtime.note import Note
 from replicast.runtime.parcels import Parcels
 from replicast.runtime.proposals import Proposals
 from replicast.runtime.replica import StateReplica
@@ -82,6 +83,8 @@ class Session:
         on_long_wait: Told the step at which the training thread has waited for some time, and None when it
             goes on after that. Called in the training thread.
         on_inbox: On worker 0: told of each proposal from outside that has its outcome.
+        on_note: On worker 0: told the rank and the note of a worker that has called `send_note`. Called by
+            the thread that reads this worker's messages; must not block or raise.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class Session:
             self.threads,
             self._carry_out,
             self._note_told,
+            lambda rank, text: self.on_note(rank, text),
         )
         self.proposals = Proposals(
             self.replica,
@@ -137,6 +141,7 @@ class Session:
         self.receipts: list[Receipt] = []
         self.on_ended: Callable[[c.Ended], None] = lambda ended: None
         self.on_inbox: Callable[[str, Tell], None] = lambda ticket, tell: None
+        self.on_note: Callable[[int, str], None] = lambda rank, text: None
         self.on_long_wait: Callable[[int | None], None] = lambda step: None
 
     def _new_replica(self, state: State, guard: Guard | None) -> StateReplica:
@@ -306,6 +311,13 @@ class Session:
     def request(self, kind: str, asked_by: tuple[str, ...] = (), arguments: tuple[Any, ...] = ()) -> None:
         """Requests an operation of all workers at one of the next boundaries. Signal handlers may call it."""
         self._outbox.do(lambda: self._machines.post(Request(kind, asked_by, arguments)))
+
+    def send_note(self, text: str) -> None:
+        """Sends this worker's note to worker 0, before whatever it sends next. Returns at once.
+
+        Not for worker 0. A note that cannot be sent is lost.
+        """
+        self._machines.post(Note(text))
 
     def operations(self) -> list[dict[str, Any]]:
         """Worker 0: the current operations, in order. Any thread."""

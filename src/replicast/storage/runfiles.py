@@ -36,6 +36,7 @@ WITHOUT_CALLBACK = "a boundary: its fit has no replicas.callback()"
 """What a worker waits for while its model is trained without boundaries. Updates wait too."""
 ENDED = "nothing: it has ended"
 """What a worker waits for after it has ended."""
+_SENT_SECS, _MOST_SENT_PER_SEC = 2.0, 50
 _PIECE_BYTES = 64 * 1024
 _MAX_LINE_BYTES = 4 * 2**20
 _MAX_BACK_BYTES = 256 * 2**20
@@ -98,7 +99,7 @@ class WorkerNote:
         host: The machine it runs on.
         step: The last step that it has finished.
         attempt: The attempt of the job that it belongs to.
-        time: When it wrote this, in seconds since 1970.
+        time: When it wrote this, in seconds since 1970; when worker 0 received it, if worker 0 wrote this.
         training: Whether it is inside a training loop.
         waiting_for: What it waits for, in words; empty if it does not wait.
         epoch: The epoch in which it is, from 0; so far as this is known, like all that follows.
@@ -136,6 +137,14 @@ class WorkerNote:
             ValueError: It is not a worker's note.
         """
         return described(cls, "worker", fields)
+
+
+def sent_every_secs(workers: int) -> float:
+    """How often a worker of a job of this size sends its note to worker 0, if worker 0 writes it.
+
+    The more workers, the less often each: all together at most `_MOST_SENT_PER_SEC`.
+    """
+    return max(_SENT_SECS, workers / _MOST_SENT_PER_SEC)
 
 
 def clean_run(run_dir: Path) -> None:

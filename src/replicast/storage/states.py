@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from replicast.processes import is_alive, is_on_this_host, this_process
-from replicast.storage.runfiles import ENDED, WorkerNote, append_line, lines_from_the_end
+from replicast.storage.runfiles import ENDED, WorkerNote, append_line, lines_from_the_end, sent_every_secs
 from replicast.strictjson import described, parse_json
 
 FILE = "states.jsonl"
@@ -228,6 +228,11 @@ def _sentence(state: State, change: Change | None, heard: Sequence[WorkerNote], 
 
 def _secs_since(moment: float) -> float:
     return time.time() - moment
+
+
+def absent_secs(workers: int) -> float:
+    """After how long without a note one worker of a job of this size counts as silent."""
+    return max(ABSENT_SECS, 3 * sent_every_secs(workers))
 
 
 def age(secs: float) -> str:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+import replicast
+from replicast.storage.runfiles import ENDED
 from tests.hosts.job import HostJob, need_machines
 from tests.hosts.network import Network
-from tests.hosts.story import WAITS_SECS, seen_by, train_push_and_heal
+from tests.hosts.story import WAITS_SECS, hosts_in_status, seen_by, train_push_and_heal
 
 need_machines()
 
@@ -32,3 +34,6 @@ def test_hosts_train_update_and_heal_although_only_the_first_sees_the_run_direct
         assert finals[0].endswith("cargo 2 to 2"), "each update was applied once"
         for rank in range(per_host, len(job.hosts)):
             assert seen_by(job, rank, runs) == []
+        assert hosts_in_status(job) == [host.name for host in job.hosts]
+        ends = {(note.step, note.waiting_for) for note in replicast.connect(job.run_dir).status().workers}
+        assert ends == {(300, ENDED)}

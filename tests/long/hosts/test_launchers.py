@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from replicast.storage.runfiles import ENDED
 from replicast.storage.updates import committed_updates
-from tests.hosts.launchers import Launched, Machines, machines, noted_pid
+from tests.hosts.launchers import Launched, Machines, eventually, machines, noted_pid
 from tests.hosts.network import missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "namespaces")
@@ -21,10 +26,10 @@ SECS = 240.0
 class Job:
     """Two machines with a launcher each, and `-n` workers on each machine."""
 
-    def __init__(self, two: Machines, workers: int, *more: str) -> None:
+    def __init__(self, two: Machines, workers: int, *more: str, run: str = "run") -> None:
         self.two, self.workers = two, workers
         restarts = ("--max-restarts", "2", *more)
-        self.options = ("-n", str(workers), *restarts, "--run-dir", "run", str(SCRIPT), ".")
+        self.options = ("-n", str(workers), *restarts, "--run-dir", run, str(SCRIPT), ".")
         self.launched: list[Launched] = []
 
     def start(self) -> None:
@@ -153,3 +158,39 @@ def test_a_launcher_that_is_told_to_stop(two: Machines, undisturbed: tuple[int, 
     assert job.codes() == [0, 0]
     assert job.bits() == bits
     assert not job.finals()[0].startswith("from 40 "), "the stop was saved, at a later step"
+
+
+def test_status_on_the_first_host_shows_all_workers_also_where_the_run_directory_is_not_shared(
+    tmp_path: Path,
+) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    with machines(tmp_path, hidden={1: [runs]}) as two:
+        job = Job(two, 1, "--tee", "all", run="runs/first")
+
+        def status() -> list[tuple[Any, ...]]:
+            """The host, attempt, step of each worker, and what it waits for."""
+            command = [sys.executable, "-m", "replicast.cli", "status", "runs/first", "--json"]
+            inside = two.hosts[0].namespaces.inside(command)
+            shown = json.loads(subprocess.run(inside, capture_output=True, timeout=SECS, check=True).stdout)
+            names = ("host", "attempt", "step", "waiting_for")
+            return [tuple(one[name] for name in names) for one in shown["workers"]]
+
+        for attempt in (0, 1):
+            job.hold(attempt)
+        job.start()
+        pids = job.pids(0)
+        seen = [("host0", 0, 50, ""), ("host1", 0, 50, "")]
+        eventually(lambda: status() == seen, "not all workers are seen", SECS)
+        os.kill(pids[1], signal.SIGKILL)
+        job.pids(1)
+        seen = [(host, 1, step, said) for host, _, step, said in seen]
+        eventually(lambda: status() == seen, "not all workers are seen after a restart", SECS)
+        job.release(1)
+        assert job.codes() == [0, 0]
+        assert status() == [("host0", 1, 120, ENDED), ("host1", 1, 120, ENDED)]
+        there = two.hosts[1].namespaces.run("find", str(runs), "-type", "f", "-printf", "%P\n").split()
+        others = [path for path in there if not path.startswith("first/logs/")]
+        made = ["launcher-1.lock", "workers/1.environment", "workers/1.json"]
+        assert sorted(others) == [f"first/{name}" for name in made], "for its launcher, and nothing else"
+        assert "finished after 1 restart: worker 1 of 2, step 120" in job.launched[1].text

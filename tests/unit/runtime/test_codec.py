@@ -37,6 +37,7 @@ from replicast.core.refusal import Refusal
 from replicast.core.reports import Applied, ReportId, Seen, Snapshot
 from replicast.core.stage import Stage
 from replicast.runtime.codec import decode, encode
+from replicast.runtime.note import Note
 from replicast.transport import Parcel, Piece
 from replicast.update.trial import Trial, TrialOutcome
 
@@ -118,6 +119,7 @@ MESSAGES: list[Any] = [
     Release(8),
     *(Resume((4, 5), outcome) for outcome in (None, REFUSAL, Outcome(Stage.VERIFIED, REPORT))),
     *(Tell("fix", ("a", "b"), stage, 7, RECEIPT, "the trial of 2", ended=True) for stage in Stage),
+    Note('{"rank": 1}'),
 ]
 
 
@@ -136,7 +138,7 @@ def test_a_measure_that_is_not_a_number_arrives_as_such() -> None:
 
 
 def test_every_kind_of_message_is_among_those() -> None:
-    kinds = {*get_args(ToCoordinator), *get_args(ToWorkers)}
+    kinds = {*get_args(ToCoordinator), *get_args(ToWorkers), Note}
     assert {type(message) for message in MESSAGES} == kinds
 
 
