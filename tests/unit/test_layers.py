@@ -27,7 +27,7 @@ LAYERS = [
     {"update", "audits"},
     {"core"},
     {"storage"},
-    {"coordination", "rendezvous", "port_filter"},
+    {"coordination", "agreement", "rendezvous", "port_filter"},
     {"transport", "lifetime", "causes", "turns"},
     {"allreduce"},
     {"strategy"},
