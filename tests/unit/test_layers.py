@@ -23,6 +23,7 @@ LAYERS = [
         "files",
         "tensorfiles",
         "import_environment",
+        "names",
     },
     {"update", "audits"},
     {"core"},
