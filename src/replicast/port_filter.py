@@ -16,16 +16,20 @@ import logging
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from replicast.config import Cluster
+from replicast.names import addresses_of
 from replicast.options import TRUSTED_NETWORKS, Network, trusted_networks
 
 logger = logging.getLogger("replicast")
 
 _SO_ATTACH_FILTER = 26
+_NAMES_SECS = 5.0
+"""How long the names of all workers may take to be resolved. They are resolved only to warn."""
 _NETWORK_HEADER = 0xFFF00000
 """SKF_NET_OFF: offsets from here are in the IP header."""
 _LOAD_BYTE, _LOAD_WORD, _AND, _SHIFT_RIGHT = 0x30, 0x20, 0x54, 0x74
@@ -48,10 +52,11 @@ def port_limit(cluster: Cluster | None, environ: Mapping[str, str]) -> Callable[
     networks = trusted_networks(environ, cluster.addresses)
     if networks is None:
         return lambda: None
+    until = time.monotonic() + _NAMES_SECS
     absent = [
         f"worker {worker} ({address})"
         for worker, address in enumerate(cluster.addresses)  # Also this one: it connects to itself.
-        if not _may_connect(address, networks)
+        if not _may_connect(address, networks, until)
     ]
     if absent:
         logger.warning(
@@ -64,14 +69,19 @@ def port_limit(cluster: Cluster | None, environ: Mapping[str, str]) -> Callable[
     return partial(limit_port, int(cluster.addresses[cluster.rank].rpartition(":")[2]), networks)
 
 
-def _may_connect(address: str, networks: Sequence[Network]) -> bool:
-    """Whether a worker's address is in one of the networks, or is not known. Blocks while it resolves."""
+def _may_connect(address: str, networks: Sequence[Network], until: float) -> bool:
+    """Whether a worker's address is in one of the networks, or is not known by then."""
     host, _, port = address.rpartition(":")
+
+    def look() -> None:
+        if time.monotonic() >= until:
+            raise TimeoutError("the name is not resolved yet")
+
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        found = addresses_of(host.strip("[]"), int(port), look)
     except OSError:
         return True
-    resolved = [ipaddress.ip_address(str(one[4][0]).partition("%")[0]) for one in found]
+    resolved = [ipaddress.ip_address(one.partition("%")[0]) for one, _ in found]
     return any(one in network for one in resolved for network in networks)
 
 

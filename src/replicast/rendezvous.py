@@ -26,6 +26,7 @@ from typing import Any
 
 from replicast.config import START_TIMEOUT, Cluster
 from replicast.errors import ClusterError
+from replicast.names import addresses_of
 from replicast.processes import is_out_of_files
 from replicast.script_digest import difference, digest_of, is_digest
 
@@ -40,6 +41,8 @@ _TELL_SECS = 1.0
 _ANSWER_SECS = 5.0
 """Worker 0 sends something every second. What is silent for this long is not worker 0, or hangs."""
 _SERVER_SECS = 10.0
+_SILENT = "does not answer"
+_NAMELESS = "has a name that no DNS server has resolved yet"
 _MAX_LINE = 1 << 20
 
 
@@ -159,7 +162,7 @@ def _host(cluster: Cluster, wait: _Wait, start: dict[str, Any]) -> dict[int, str
     """
     strangers: list[_Line] = []
     workers: dict[int, _Line] = {}
-    with _listening(cluster.addresses[0]) as listener, contextlib.ExitStack() as connections:
+    with _listening(cluster.addresses[0], wait) as listener, contextlib.ExitStack() as connections:
         told = 0.0
         while len(workers) < cluster.size - 1:
             missing = [worker for worker in range(1, cluster.size) if worker not in workers]
@@ -246,11 +249,9 @@ def _join(cluster: Cluster, wait: _Wait, hello: dict[str, Any]) -> float | None:
     Returns:
         The heartbeat timeout of the job, once this worker is told to start; None if it should go again.
     """
-    host, port = _host_and_port(cluster.addresses[0])
-    missing, why = [0], "does not answer"
+    missing, why = [0], _SILENT
     try:
-        wait.check(missing, why)
-        with socket.create_connection((host, port), timeout=_ANSWER_SECS) as connection:
+        with _connected(cluster.addresses[0], wait) as connection:
             line = _Line(connection)
             line.send(hello)
             heard = time.monotonic()
@@ -275,6 +276,24 @@ def _join(cluster: Cluster, wait: _Wait, hello: dict[str, Any]) -> float | None:
     return None
 
 
+def _connected(address: str, wait: _Wait) -> socket.socket:
+    """A connection to worker 0. Says what it waits for; raises `OSError` if worker 0 cannot be reached."""
+    host, port = _host_and_port(address)
+    try:
+        found = addresses_of(host, port, lambda: wait.check([0], _NAMELESS))
+    except OSError as error:
+        wait.check([0], f"has no address ({error.strerror or error})")
+        raise
+    problem: OSError | None = None
+    for place in found:
+        wait.check([0], _SILENT)
+        try:
+            return socket.create_connection(place, timeout=_ANSWER_SECS)
+        except OSError as error:
+            problem = error
+    raise problem or OSError("it has no address")
+
+
 def _await_server(address: str) -> None:
     """Waits until TensorFlow's server in worker 0 listens: a connection that fails is not retried for 1 s."""
     ends = time.monotonic() + _SERVER_SECS
@@ -285,11 +304,12 @@ def _await_server(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _listening(address: str) -> Iterator[socket.socket]:
+def _listening(address: str, wait: _Wait) -> Iterator[socket.socket]:
     """A socket that listens at an address of this host; at all addresses if this host does not know it."""
-    host, port = _host_and_port(address)
+    name, port = _host_and_port(address)
     try:
-        listener = _listen(host, port)
+        hosts = [host for host, _ in addresses_of(name, port, lambda: wait.check([0], _NAMELESS))]
+        listener = _listen(next((host for host in hosts if ":" not in host), hosts[0]), port)
     except OSError:
         try:
             listener = _listen("", port)

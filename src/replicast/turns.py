@@ -9,6 +9,7 @@ Keys of the coordination service, each written once:
 
     turn/K        by the first worker at its K-th turn: its rank and its number of transfers
     turn/K/RANK   by each worker at its K-th turn: whether a given worker has passed is one lookup
+    turn/K/all    by worker 0, if the workers meet at their K-th turn: what all of them say
     left          by the first worker at the end of its script: its rank, transfers and turns
     stands        by a worker that has waited for others at a boundary for a while; deleted when it continues
 """
@@ -16,12 +17,15 @@ Keys of the coordination service, each written once:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from replicast.agreement import LOOK_SECS, collect, waiting
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed
 
@@ -61,6 +65,21 @@ class JobKeys:
         """Deletes a key; no-op if it does not exist."""
         self._coordination.delete(f"{PREFIX}/{key}")
 
+    def collect(
+        self, key: str, rank: int, size: int, look: Callable[[str, int], None]
+    ) -> dict[int, dict[str, Any]]:
+        """The values of all workers below a key, as `agreement.collect`, without a time limit.
+
+        Args:
+            key: The key below which each worker has written its own.
+            rank: This worker.
+            size: The number of workers.
+            look: Called about once a second with the key and the worker; raises to end the wait.
+        """
+        wait = waiting(self._coordination, math.inf, lambda worker: JobFailed("", worker=worker), look)
+        texts = collect(self._coordination, f"{PREFIX}/{key}", rank, size, wait)
+        return {worker: dict(json.loads(text)) for worker, text in texts.items()}
+
 
 class Turns:
     """Counts this worker's turns and compares its position in the script with the other workers'.
@@ -88,6 +107,7 @@ class Turns:
         self._transfers_started = transfers_started
         self._check = check
         self._deleted = 0
+        self._meetings: set[int] = set()
         self._alone: tuple[str, int] | None = None
         self._suspect: dict[str, Any] | None = None
         self.count = 0
@@ -120,16 +140,23 @@ class Turns:
             Each worker's message, by rank.
         """
         turn = self.take(message)
-        messages = {self._rank: message}
-        waited = 0.0
-        for worker in (w for w in range(self._size) if w != self._rank):
-            while (found := self._keys.get(f"turn/{turn}/{worker}", 1.0)) is None:
-                self._check()
-                waited += 1.0
-                if waited % REMIND_SECS == 0:
-                    logger.warning("worker %d waits for worker %d to open its data", self._rank, worker)
-            messages[worker] = str(found["message"])
-        return messages
+        self._meetings.add(turn)
+        key = f"turn/{turn}"
+        looks = itertools.count(1)
+
+        def look(_: str, worker: int) -> None:
+            self._check()
+            if next(looks) % (REMIND_SECS / LOOK_SECS) == 0:
+                late = self._first_without(key) if worker == 0 else worker
+                logger.warning("worker %d waits for worker %d to open its data", self._rank, late)
+
+        said = self._keys.collect(key, self._rank, self._size, look)
+        return {worker: str(value["message"]) for worker, value in said.items()}
+
+    def _first_without(self, key: str) -> int:
+        """The first worker without this key: worker 0, whom all others wait for, may itself wait for it."""
+        missing = (worker for worker in range(self._size) if self._keys.get(f"{key}/{worker}", 0.001) is None)
+        return next(missing, 0)
 
     def position(self) -> tuple[int, int]:
         """This worker's position in the script, in transfers and turns: equal on all workers at one line."""
@@ -229,6 +256,9 @@ class Turns:
             if self._rank == 0:
                 self._keys.delete(f"turn/{self._deleted}")
             self._keys.delete(f"turn/{self._deleted}/{self._rank}")
+            if self._rank == 0 and self._deleted in self._meetings:
+                self._keys.delete(f"turn/{self._deleted}/all")
+            self._meetings.discard(self._deleted)
 
     def transfers_or_none(self) -> int | None:
         """The number of transfers started, or None if TensorFlow is shutting down."""

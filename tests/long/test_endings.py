@@ -87,6 +87,23 @@ def test_a_worker_that_leaves_between_two_trainings_ends_the_others_with_the_rea
     assert "worker 1 reached the end of its script" in logs[0]
 
 
+def test_sigterm_after_the_start_ends_a_worker_without_replicas(tmp_path: Path) -> None:
+    done, logs = run(
+        tmp_path,
+        """
+        import os, signal
+        print("started", flush=True)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            print("still here", flush=True)
+        model.fit(x, y, verbose=0)
+        """,
+    )
+    assert done.returncode == 143, done.stdout + done.stderr
+    assert "started" in logs[1]
+    assert "still here" not in logs[1]
+
+
 def test_sigterm_before_the_first_training_ends_all(tmp_path: Path) -> None:
     done, logs = run(
         tmp_path,

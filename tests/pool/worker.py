@@ -45,8 +45,10 @@ def build_strategy() -> Any:
     if os.environ[WITH_STRATEGY] != "1":
         return None
     import replicast
+    from tests.pool.start import observed
 
-    return replicast.Strategy()
+    with observed():
+        return replicast.Strategy()
 
 
 def serve(connection: Connection, strategy: Any) -> None:

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,6 +113,58 @@ def test_a_worker_says_when_worker_0_does_not_answer(monkeypatch: pytest.MonkeyP
     worker.join(DEADLINE_SECS)
     assert f"for worker 0 ({addresses[0]}), which does not answer" in worker.lines[0]
     assert worker.error is not None
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Name servers that do not answer before this event; then "worker-0" is the loopback."""
+    real, answers = socket.getaddrinfo, threading.Event()
+
+    def getaddrinfo(host: str, *arguments: Any, **options: Any) -> Any:
+        if host != "worker-0":
+            return real(host, *arguments, **options)
+        answers.wait()
+        return real("127.0.0.1", *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    yield answers
+    answers.set()
+
+
+def named(addresses: tuple[str, ...]) -> tuple[str, ...]:
+    return (addresses[0].replace("127.0.0.1", "worker-0"), *addresses[1:])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_says_when_the_name_of_worker_0_is_not_resolved(
+    monkeypatch: pytest.MonkeyPatch, resolver: threading.Event, rank: int
+) -> None:
+    monkeypatch.setattr("replicast.rendezvous.REPORT_SECS", 0.0)
+    addresses = named(free_addresses(2))
+    unresolved = f"worker 0 ({addresses[0]}), which has a name that no DNS server has resolved yet"
+    worker = Meeting(addresses, rank)
+    eventually_said(worker, unresolved)
+    resolver.set()
+    assert all(one.has_met() for one in (Meeting(addresses, 1 - rank), worker))
+
+
+def test_a_worker_gives_up_in_time_while_the_name_of_worker_0_is_not_resolved(
+    resolver: threading.Event,
+) -> None:
+    worker = Meeting(named(free_addresses(2)), 1, timeout_secs=0.5)
+    worker.join(DEADLINE_SECS)
+    assert "has a name that no DNS server has resolved yet" in str(worker.error)
+    assert not resolver.is_set()
+
+
+def test_a_worker_says_when_the_name_of_worker_0_has_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(host: str, *arguments: Any, **options: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    worker = Meeting(("worker-0:1", "127.0.0.1:9"), 1, timeout_secs=0.5)
+    worker.join(DEADLINE_SECS)
+    assert "worker 0 (worker-0:1) has no address (Name or service not known)" in str(worker.error)
 
 
 def test_a_worker_of_another_job_is_refused_and_told_why() -> None:

@@ -587,6 +587,27 @@ def test_a_reader_that_takes_a_little_at_a_time_is_given_up_too(
     link.close()
 
 
+def test_a_server_that_waits_for_a_segment_ends_when_it_is_closed(
+    served: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "BEAT_SECS", 3600.0)  # it would say nothing, and look at nothing, before
+    find, waits = Holdings.find, threading.Event()
+
+    def finding(*arguments: Any) -> Any:
+        waits.set()
+        return find(*arguments)
+
+    monkeypatch.setattr(Holdings, "find", finding)
+    link = Link("127.0.0.1", served.port, SECRET, 1)
+    connection = link.take()
+    wire.send_request(connection, "not here yet", 0)
+    assert waits.wait(20.0)
+    served.close()
+    assert senders() == 0
+    link.drop(connection)
+    link.close()
+
+
 def test_connections_are_used_again(served: Server) -> None:
     link = Link("127.0.0.1", served.port, SECRET, 1)
     for _ in range(5):

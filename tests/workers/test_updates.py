@@ -52,7 +52,7 @@ def forget_hosts(strategy: Any) -> None:
 
     To be called by all of them before they make `Replicas`, where they wait for each other.
     """
-    for key in (f"host/{strategy.rank}", *(["job"] if strategy.rank == 0 else [])):
+    for key in (f"host/{strategy.rank}", *(["host/all", "job"] if strategy.rank == 0 else [])):
         strategy.coordination.delete(f"replicast/transport/{key}")
 
 

@@ -6,8 +6,9 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
 
+from replicast import agreement
 from replicast.allreduce.exchange import Exchange
 from replicast.allreduce.part import Part, part_bytes
 from replicast.config import shared_memory_directory
@@ -45,7 +46,7 @@ def open_exchange(
     Raises:
         JobFailed: A worker has not answered within two minutes.
     """
-    answers = _Answers(coordination, rank, size)
+    first_problem = partial(_first_problem, coordination, rank, size)
     hosts, job = hosts_of_job(_PREFIX, coordination, rank, size, environ)
     if len(set(hosts)) > 1:
         return SEVERAL_HOSTS
@@ -62,14 +63,14 @@ def open_exchange(
                 file.complete(directory / f"{name}{rank}")
             except OSError as error:
                 problem = f"worker {rank} has no shared memory ({error})"
-        problem = answers.first_problem("created", problem)
+        problem = first_problem("created", problem)
         if problem is not None or file is None:
             return problem or "unreachable"
         try:
             parts = [own if w == rank else Part.open(directory / f"{name}{w}", size) for w in range(size)]
         except OSError as error:
             problem = f"worker {rank} cannot map the shared memory of all workers ({error})"
-        problem = answers.first_problem("mapped", problem)
+        problem = first_problem("mapped", problem)
         if problem is not None:
             return problem
         file.hide()
@@ -77,27 +78,20 @@ def open_exchange(
     return Exchange(rank, parts, check)
 
 
-class _Answers:
-    """What each worker answers to a question, through the coordination service."""
+def _first_problem(
+    coordination: Coordination, rank: int, size: int, question: str, own: str | None
+) -> str | None:
+    """The problem of the first worker that has one; the same on all workers."""
+    key = f"{_PREFIX}/{question}"
+    coordination.put(f"{key}/{rank}", json.dumps(own))
 
-    def __init__(self, coordination: Coordination, rank: int, size: int) -> None:
-        self._coordination = coordination
-        self._rank = rank
-        self._size = size
+    def late(worker: int) -> JobFailed:
+        return JobFailed(
+            f"worker {worker} did not say within {OPEN_SECS:g} s whether it has shared memory. See its log.",
+            worker=worker,
+        )
 
-    def first_problem(self, question: str, own: str | None) -> str | None:
-        """The problem of the first worker that has one; the same on all workers."""
-        until = time.monotonic() + OPEN_SECS
-        self._coordination.put(f"{_PREFIX}/{question}/{self._rank}", json.dumps(own))
-        answers: list[Any] = []
-        for worker in range(self._size):
-            left_secs = max(0.001, until - time.monotonic())
-            text = self._coordination.get(f"{_PREFIX}/{question}/{worker}", left_secs)
-            if text is None:
-                raise JobFailed(
-                    f"worker {worker} did not say within {OPEN_SECS:g} s whether it has shared memory. "
-                    "See its log.",
-                    worker=worker,
-                )
-            answers.append(json.loads(text))
-        return next((answer for answer in answers if answer is not None), None)
+    wait = agreement.waiting(coordination, time.monotonic() + OPEN_SECS, late)
+    answers = agreement.collect(coordination, key, rank, size, wait)
+    problems: list[str | None] = [json.loads(text) for text in answers.values()]
+    return next((problem for problem in problems if problem is not None), None)

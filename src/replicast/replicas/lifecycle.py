@@ -143,7 +143,7 @@ class ReplicasLifecycle(ReplicasView):
         self._states = RunStates(self._settings.run_dir, session.rank, session.size, parts.attempt)
         self._states.starting()
         self._strategy.before_leaving(self._close_at_the_end, always=self._abandon)
-        # Even before training: TensorFlow's handler would swallow SIGTERM, and loading data may take long.
+        # Even before training: a worker that is told to exit then tells the others, and exits with its code.
         leaving = parts.training.leaving
         leaving.is_training = lambda: parts.run_files.training
         leaving.has_trained = lambda: self._trained

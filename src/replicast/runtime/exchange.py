@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from replicast import agreement
+from replicast.agreement import LOOK_SECS
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed
-
-LOOK_SECS = 1.0
 
 
 class Exchange:
@@ -52,7 +52,7 @@ class Exchange:
         Raises:
             JobFailed: The value did not arrive in time, or that worker has left.
         """
-        return self._wait_for(f"told/{what}", what, time.monotonic() + timeout_secs, timeout_secs, worker)
+        return self._waiting(what, timeout_secs)(f"{self._prefix}/told/{what}", worker)
 
     def agree(self, what: str, value: str, timeout_secs: float) -> dict[int, str]:
         """Every worker gives its value and gets everyone's. Blocks until all have, at most `timeout_secs`.
@@ -60,16 +60,15 @@ class Exchange:
         Raises:
             JobFailed: A worker did not arrive in time, or has left. The error names it.
         """
-        self._coordination.put(f"{self._prefix}/agree/{what}/{self.rank}", value)
-        ends = time.monotonic() + timeout_secs
-        return {
-            worker: self._wait_for(f"agree/{what}/{worker}", what, ends, timeout_secs, worker)
-            for worker in range(self.size)
-        }
+        key = f"{self._prefix}/agree/{what}"
+        self._coordination.put(f"{key}/{self.rank}", value)
+        return agreement.collect(
+            self._coordination, key, self.rank, self.size, self._waiting(what, timeout_secs)
+        )
 
     def forget_agreed(self, what: str) -> None:
         """Removes this worker's value, once all workers are known to have read it."""
-        self._coordination.delete(f"{self._prefix}/agree/{what}/{self.rank}")
+        agreement.forget(self._coordination, f"{self._prefix}/agree/{what}", self.rank)
 
     def check_nobody_left(self) -> None:
         """Raises if another worker has reached the end of its script and will not arrive here."""
@@ -77,26 +76,21 @@ class Exchange:
             if worker != self.rank and self._has_left(worker):
                 raise self._gone(worker)
 
-    def _wait_for(self, key: str, what: str, ends: float, timeout_secs: float, worker: int) -> str:
-        # Polls, because the process cannot handle signals during a call to the service.
-        while (text := self._get(key, ends)) is None:
-            if time.monotonic() >= ends:
-                raise JobFailed(
-                    f"worker {self.rank} waited {timeout_secs:.0f} s for worker {worker}, which did not send "
-                    f"its {what}",
-                    worker=worker,
-                )
-            if self._has_left(worker):
-                # Anything it sent before it left has arrived by now.
-                text = self._get(key, time.monotonic() + LOOK_SECS)
-                if text is None:
-                    raise self._gone(worker)
-                return text
-        return text
+    def _waiting(self, what: str, timeout_secs: float) -> agreement.Wait:
+        def late(worker: int) -> JobFailed:
+            return JobFailed(
+                f"worker {self.rank} waited {timeout_secs:.0f} s for worker {worker}, which did not send "
+                f"its {what}",
+                worker=worker,
+            )
 
-    def _get(self, key: str, ends: float) -> str | None:
-        timeout_secs = max(0.001, min(LOOK_SECS, ends - time.monotonic()))
-        return self._coordination.get(f"{self._prefix}/{key}", timeout_secs)
+        ends = time.monotonic() + timeout_secs
+        return agreement.waiting(self._coordination, ends, late, self._check_not_left)
+
+    def _check_not_left(self, key: str, worker: int) -> None:
+        # What it wrote before it left has arrived by now.
+        if self._has_left(worker) and self._coordination.get(key, LOOK_SECS) is None:
+            raise self._gone(worker)
 
     def _gone(self, worker: int) -> JobFailed:
         return JobFailed(

@@ -7,6 +7,7 @@ Python runs meanwhile. It takes less than a second, unless a worker or its host 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import signal
 import threading
 from collections.abc import Iterator
@@ -22,13 +23,16 @@ REGISTER_SECS = 60.0
 
 Before it connects, each worker initializes its devices, for which a GPU's driver may need many seconds.
 """
+_SIGACTION_BYTES = 512
+"""More than a `struct sigaction` has anywhere."""
 
 
 @contextlib.contextmanager
 def connecting(cluster: Cluster | None) -> Iterator[None]:
     """Ctrl-C ends the process at once in this context, and an error of TensorFlow says who is missing.
 
-    SIGTERM does not: TensorFlow has a handler of its own for it, which ends nothing.
+    SIGTERM does not: before it connects, TensorFlow installs a handler of its own, which ends nothing.
+    Afterwards SIGTERM does again what it did before.
 
     Args:
         cluster: The workers; None for a job of one.
@@ -37,7 +41,7 @@ def connecting(cluster: Cluster | None) -> Iterator[None]:
         ClusterError: Not all workers were connected within `REGISTER_SECS`.
     """
     try:
-        with _ended_by_ctrl_c():
+        with _kept(signal.SIGTERM), _ended_by_ctrl_c():
             yield
     except (tf.errors.DeadlineExceededError, tf.errors.UnavailableError) as error:
         if cluster is None:
@@ -51,6 +55,20 @@ def connecting(cluster: Cluster | None) -> Iterator[None]:
             f"within {REGISTER_SECS:.0f} s",
             remedy="A process or a host was lost, or stopped, in this moment: start all workers again",
         ) from error
+
+
+@contextlib.contextmanager
+def _kept(signum: int) -> Iterator[None]:
+    """Afterwards the process does on a signal what it did before.
+
+    Not with the module `signal`, which can do this in the main thread only, and only for its own handlers.
+    """
+    libc, before = ctypes.CDLL(None), ctypes.create_string_buffer(_SIGACTION_BYTES)
+    libc.sigaction(signum, None, before)
+    try:
+        yield
+    finally:
+        libc.sigaction(signum, before, None)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ import atexit
 import functools
 import gc
 import os
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -15,13 +14,9 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
-from replicast import rendezvous
-from replicast.config import HEARTBEAT_SECS, heartbeat_timeout_secs, read_cluster, start_timeout_secs
-from replicast.coordination import Coordination, MemoryCoordination, ServiceCoordination
+from replicast.config import read_cluster
+from replicast.coordination import Coordination
 from replicast.errors import ClusterError, NotSupported
-from replicast.lifetime import Lifetime
-from replicast.port_filter import port_limit
-from replicast.script_digest import main_script
 from replicast.strategy import feeding
 from replicast.strategy.building import creating_in_scope, is_built, may_fail, trace_once
 from replicast.strategy.callbacks import Callbacks
@@ -34,8 +29,6 @@ from replicast.strategy.caller import (
     model_to_build,
     only_looks_at_shapes,
 )
-from replicast.strategy.collectives import ReplicatedExtended
-from replicast.strategy.connecting import connecting
 from replicast.strategy.inputs import Inputs
 from replicast.strategy.optimizers import optimizers_of
 from replicast.strategy.outside import take_over
@@ -43,6 +36,7 @@ from replicast.strategy.replicated import SummedVariable
 from replicast.strategy.rows import predicting_all_rows
 from replicast.strategy.seeds import Seeds
 from replicast.strategy.sharing import sum_through_shared_memory
+from replicast.strategy.start import connect, watch
 from replicast.strategy.step import Agreed, KerasStep, fed_as_by_keras, waiting_for_data
 from replicast.strategy.writing import Writing
 
@@ -92,26 +86,8 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         _check_options(statistics, all_reduce)
         _check_backend()
         cluster = read_cluster(os.environ)
-        self._rank = 0 if cluster is None else cluster.rank
-        self._size = 1 if cluster is None else cluster.size
-        limit_port = port_limit(cluster, os.environ)
-        heartbeat_secs = HEARTBEAT_SECS
-        if cluster is not None and self._size > 1:
-            heartbeat_secs = rendezvous.meet(
-                cluster,
-                start_timeout_secs(os.environ),
-                _tell,
-                heartbeat_timeout_secs(os.environ),
-                main_script(),
-            )
-        with connecting(cluster):
-            extended = ReplicatedExtended(
-                self,
-                tf.distribute.cluster_resolver.TFConfigClusterResolver(),
-                communication_options or tf.distribute.experimental.CommunicationOptions(),
-                heartbeat_secs,
-            )
-        limit_port()
+        self._rank, self._size = (0, 1) if cluster is None else (cluster.rank, cluster.size)
+        extended, heartbeat_secs = connect(self, cluster, communication_options)
         # Skips MultiWorkerMirroredStrategy's constructor, which would create its own `extended`.
         super(tf.distribute.MultiWorkerMirroredStrategy, self).__init__(extended)
         self.statistics = statistics
@@ -126,31 +102,28 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         self._start: tuple[weakref.ref[keras.Model], feeding.Start] | None = None
         self._epoch: int | None = None
         self._guarded = 0
-        self._coordination: Coordination = (
-            MemoryCoordination(MemoryCoordination.Store())
-            if cluster is None or self._size == 1
-            else ServiceCoordination(chiefs=cluster.chiefs)
-        )
-        self._lifetime = Lifetime(
-            self._coordination,
-            self._rank,
-            self._size,
-            extended.transfers_started,
-            heartbeat_secs=heartbeat_secs,
-            trained_alone=_a_model_was_trained,
+        self._coordination, self._lifetime = watch(
+            cluster, extended.transfers_started, _a_model_was_trained, heartbeat_secs
         )
         self._writing = Writing(self._coordination, self._rank, self._lifetime)
         self._callbacks = Callbacks(self._rank, self._size, self._writing)
-        if self._size > 1:
-            self._lifetime.begin()  # Before other calls into the service: it ends a worker that hangs in one.
         self._inputs = self._make_inputs()
         if self._size > 1:
-            extended.compiles = self._writing.guard
-            extended.loops_without_run = self._guard_models
-            extended.next_turn = self._lifetime.turns.take
-            wanted = all_reduce == "auto"
-            if sum_through_shared_memory(extended, self._coordination, self._rank, self._lifetime, wanted):
-                self.all_reduce = "shared memory"
+            self._join_others(all_reduce == "auto")
+
+    def _join_others(self, shared_memory: bool) -> None:
+        """What only a job of several workers needs. Blocks until all of them are here, at most two minutes.
+
+        Args:
+            shared_memory: Whether steps may sum through shared memory.
+        """
+        self.extended.compiles = self._writing.guard
+        self.extended.loops_without_run = self._guard_models
+        self.extended.next_turn = self._lifetime.turns.take
+        if sum_through_shared_memory(
+            self.extended, self._coordination, self._rank, self._lifetime, shared_memory
+        ):
+            self.all_reduce = "shared memory"
 
     def _make_inputs(self) -> Inputs:
         return Inputs(
@@ -381,11 +354,6 @@ def _a_model_was_trained() -> bool:
 
 def _models() -> list[keras.Model]:
     return [thing for thing in gc.get_objects() if issubclass(type(thing), keras.Model)]
-
-
-def _tell(line: str) -> None:
-    sys.stderr.write(line)
-    sys.stderr.flush()
 
 
 def _meet_alone(message: str) -> dict[int, str]:

@@ -57,6 +57,7 @@ class Holdings:
         self._holdings: dict[str, _Holding] = {}
         self._gone: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._changed = threading.Condition(threading.RLock())
+        self._closing = False
 
     def add(
         self, parcel_id: str, descriptor: int, segments: tuple[Segment, ...], *, arrives_from: int | None
@@ -113,10 +114,16 @@ class Holdings:
             for parcel_id in list(self._holdings):
                 self.remove(parcel_id)
 
+    def stop_waiting(self) -> None:
+        """Ends all waits in `find`; later calls do not block."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
     def find(self, parcel_id: str, segment: int, timeout_secs: float) -> Ready | Waiting | Refused:
         """A segment of a parcel. Blocks until there is something to say, at most `timeout_secs`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_known(parcel_id, segment), timeout_secs)
+            self._changed.wait_for(lambda: self._closing or self._is_known(parcel_id, segment), timeout_secs)
             if parcel_id in self._gone:
                 return Refused(self._gone[parcel_id])
             holding = self._holdings.get(parcel_id)

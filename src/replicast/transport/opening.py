@@ -7,6 +7,7 @@ import uuid
 import zlib
 from collections.abc import Mapping
 
+from replicast import agreement
 from replicast.config import host_id, shared_memory_directory
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed
@@ -64,30 +65,23 @@ def hosts_of_job(
     Raises:
         JobFailed: A worker did not do so within two minutes.
     """
-    until = time.monotonic() + OPEN_SECS
-    coordination.put(f"{prefix}/host/{rank}", host_id(environ))
-    if rank == 0:
+    key = f"{prefix}/host"
+    if rank == 0:  # first: whoever has the hosts of all finds it
         coordination.put(f"{prefix}/job", uuid.uuid4().hex)
-    hosts = _hosts(prefix, coordination, size, until)
-    job = coordination.get(f"{prefix}/job", _remaining(until))
-    if job is None:
-        raise JobFailed(
-            f"Worker 0 did not publish the name of the job within {OPEN_SECS:g} s. See its log.", worker=0
-        )
-    return hosts, job
+    coordination.put(f"{key}/{rank}", host_id(environ))
 
-
-def _hosts(prefix: str, coordination: Coordination, size: int, until: float) -> tuple[str, ...]:
-    hosts = [coordination.get(f"{prefix}/host/{rank}", _remaining(until)) for rank in range(size)]
-    missing = [rank for rank, host in enumerate(hosts) if host is None]
-    if missing:
-        raise JobFailed(
+    def late(worker: int) -> JobFailed:
+        missing = [other for other in range(size) if coordination.get(f"{key}/{other}", 0.001) is None]
+        return JobFailed(
             f"Not all workers published their host within {OPEN_SECS:g} s. Every worker must create its "
             "Strategy and Replicas: look for the reason in the logs of the missing workers. "
             f"Received: nothing from {_named(missing)}",
-            worker=missing[0],
+            worker=worker,
         )
-    return tuple(host for host in hosts if host is not None)
+
+    wait = agreement.waiting(coordination, time.monotonic() + OPEN_SECS, late)
+    hosts = agreement.collect(coordination, key, rank, size, wait)
+    return tuple(hosts.values()), wait(f"{prefix}/job", 0)
 
 
 def _job_on_host(job: str, host: str) -> str:
@@ -96,7 +90,3 @@ def _job_on_host(job: str, host: str) -> str:
 
 def _named(ranks: list[int]) -> str:
     return f"worker{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _remaining(until: float) -> float:
-    return max(0.001, until - time.monotonic())

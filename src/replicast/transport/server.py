@@ -68,6 +68,7 @@ class Server:
     def close(self) -> None:
         """Closes all connections and ends all threads; waits at most 5 s. A second call does nothing."""
         self._closing.set()
+        self._holdings.stop_waiting()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         ends = time.monotonic() + _CLOSE_SECS

@@ -1,0 +1,130 @@
+"""What every worker says reaches all of them through worker 0, with threads as workers."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from replicast.coordination import MemoryCoordination
+from replicast.errors import JobFailed
+from replicast.runtime import Exchange
+from replicast.testing.job import DEADLINE_SECS
+from replicast.transport import opening
+from replicast.transport.opening import hosts_of_job
+
+
+class Counting(MemoryCoordination):
+    """Counts the keys that are read; all share the counters."""
+
+    def __init__(self, store: MemoryCoordination.Store, reads: Counter[str]) -> None:
+        super().__init__(store)
+        self._reads = reads
+        self._lock = threading.Lock()
+
+    def get(self, key: str, timeout_secs: float) -> str | None:
+        with self._lock:
+            self._reads[key] += 1
+        return super().get(key, timeout_secs)
+
+
+class Workers:
+    """The exchanges of all workers, each of whose calls runs in a thread of its own."""
+
+    def __init__(self, size: int, threads: ThreadPoolExecutor) -> None:
+        store = MemoryCoordination.Store()
+        self.left: set[int] = set()
+        self.exchanges = [
+            Exchange(MemoryCoordination(store), "test", rank, size, self.left.__contains__)
+            for rank in range(size)
+        ]
+        self._threads = threads
+
+    def agree(self, rank: int, timeout_secs: float = DEADLINE_SECS) -> Future[dict[int, str]]:
+        return self._threads.submit(self.exchanges[rank].agree, "plan", f"of {rank}", timeout_secs)
+
+
+def failure_of(agreeing: Future[dict[int, str]]) -> JobFailed:
+    error = agreeing.exception(DEADLINE_SECS)
+    assert isinstance(error, JobFailed)
+    return error
+
+
+def test_every_worker_gets_what_all_say_in_whatever_order_they_come() -> None:
+    with ThreadPoolExecutor() as threads:
+        workers = Workers(4, threads)
+        agreeing = [workers.agree(rank) for rank in (3, 1, 0, 2)]
+        expected = {rank: f"of {rank}" for rank in range(4)}
+        assert [one.result(DEADLINE_SECS) for one in agreeing] == [expected] * 4
+
+
+def test_the_number_of_reads_grows_with_the_workers_and_not_with_their_square() -> None:
+    store, size, reads = MemoryCoordination.Store(), 40, Counter[str]()
+    environ = {"REPLICAST_HOST_ID": "one"}
+    with ThreadPoolExecutor(size) as threads:
+
+        def start(rank: int) -> None:
+            coordination = Counting(store, reads)
+            assert hosts_of_job("test", coordination, rank, size, environ)[0] == ("one",) * size
+            Exchange(coordination, "test", rank, size).agree("plan", "mine", DEADLINE_SECS)
+
+        list(threads.map(start, range(size)))
+    values = sum(count for key, count in reads.items() if key.rpartition("/")[2].isdigit())
+    assert values <= 2 * 2 * size, "worker 0 reads each value, and once more if it had to wait for one"
+    # A read is counted again after each second without an answer.
+    assert sum(reads.values()) - values <= 3 * 2 * size
+
+
+def test_the_missing_worker_is_named_on_every_worker_whoever_came_first() -> None:
+    with ThreadPoolExecutor() as threads:
+        workers = Workers(4, threads)
+        assert failure_of(workers.agree(1, timeout_secs=0.01)).worker == 0, "nobody else has come"
+        # Worker 3 gives up before worker 0 does, worker 1 would wait longer.
+        waiting = [workers.agree(rank, timeout_secs=secs) for rank, secs in ((0, 0.5), (3, 0.2), (1, 60.0))]
+        for failure in map(failure_of, waiting):
+            assert failure.worker == 2
+            assert "for worker 2, which did not send its plan" in str(failure)
+
+
+def test_a_worker_that_comes_after_worker_0_has_given_up_is_told_that_it_is_the_one() -> None:
+    with ThreadPoolExecutor() as threads:
+        workers = Workers(2, threads)
+        assert failure_of(workers.agree(0, timeout_secs=0.01)).worker == 1
+        failure = failure_of(workers.agree(1))
+        assert failure.worker == 1
+        assert "worker 0 waited 0 s for worker 1, which did not send its plan" in str(failure)
+
+
+def test_a_worker_that_has_left_is_named_on_every_worker() -> None:
+    with ThreadPoolExecutor() as threads:
+        workers = Workers(3, threads)
+        workers.left.add(2)
+        waiting = [workers.agree(rank) for rank in (1, 0)]
+        for failure in map(failure_of, waiting):
+            assert failure.worker == 2
+            assert "worker 2 reached the end of its script" in str(failure)
+
+
+def test_nobody_waits_for_worker_0_when_it_has_left_but_what_all_said_is_heard() -> None:
+    with ThreadPoolExecutor() as threads:
+        workers = Workers(2, threads)
+        agreeing = [workers.agree(0), workers.agree(1)]
+        assert agreeing[0].result(DEADLINE_SECS) == agreeing[1].result(DEADLINE_SECS)
+        workers.left.add(0)
+        assert workers.agree(1).result(DEADLINE_SECS) == {0: "of 0", 1: "of 1"}
+
+
+def test_workers_without_a_host_are_named_to_those_who_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "OPEN_SECS", 0.3)
+    store = MemoryCoordination.Store()
+    with ThreadPoolExecutor() as threads:
+        waiting = [
+            threads.submit(hosts_of_job, "test", MemoryCoordination(store), rank, 4, {}) for rank in (0, 2)
+        ]
+        for one in waiting:
+            error = one.exception(DEADLINE_SECS)
+            assert isinstance(error, JobFailed)
+            assert "Received: nothing from workers 1, 3" in str(error)
+            assert error.worker == 1
