@@ -107,7 +107,7 @@ class RunFiles:
 
     def send_last(self) -> None:
         """Sends the last note, if worker 0 writes for this worker. Before all meet for the last time."""
-        if self._unseen_group:
+        if self._unseen_group and not self._sees_directory():
             self._sender.send()
 
     def finish(self) -> None:
