@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from replicast.agreement import LOOK_SECS
 from replicast.config import HEARTBEAT_SECS, PEER_FAILED
 from replicast.coordination import Loss, MemoryCoordination, lost_worker, unregistered_workers
 from replicast.errors import JobFailed
@@ -260,6 +261,33 @@ def test_workers_open_their_data_together(workers: list[Worker]) -> None:
     workers[1].lifetime.turns.meet()
     first.join(DEADLINE_SECS)
     assert not first.is_alive()
+
+
+def test_every_worker_that_waits_for_the_others_is_told_who_is_late_and_then_what_all_say(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("replicast.turns.REMIND_SECS", LOOK_SECS)
+    store = MemoryCoordination.Store()
+    workers = [Worker(store, rank, size=3) for rank in range(3)]
+    heard: dict[int, dict[int, str]] = {}
+
+    def meet(rank: int) -> None:
+        heard[rank] = workers[rank].lifetime.turns.meet(f"of {rank}")
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(3)]
+    for thread in threads[:2]:
+        thread.start()
+    for rank in (0, 1):
+        eventually(lambda rank=rank: f"worker {rank} waits for worker 2 to open its data" in caplog.text)
+    threads[2].start()
+    for thread in threads:
+        thread.join(DEADLINE_SECS)
+    said = {rank: f"of {rank}" for rank in range(3)}
+    assert [heard[rank] for rank in range(3)] == [said] * 3
+    for worker in workers * (TURNS_KEPT + 1):
+        worker.lifetime.turns.take()
+    eventually(lambda: not [key for key in list(store.values) if key.endswith("/all")])
+    leave_all(workers)
 
 
 def test_a_worker_that_waits_for_one_that_failed_is_told(workers: list[Worker]) -> None:
