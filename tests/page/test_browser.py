@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
-from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route, expect
 
 from replicast.client import connect
 from replicast.storage.states import Change, State, write_change
@@ -146,6 +146,22 @@ def test_a_click_is_not_lost_when_the_list_changes_under_it(page: Page, run: Pla
     page.mouse.up()
     expect(entries).to_have_count(2)
     expect(page.locator("details[open] [data-focus=act-first]")).to_be_visible()
+
+
+def test_an_entry_stays_open_when_its_update_is_applied(page: Page, run: PlayedRun) -> None:
+    run.kill()
+    pushed = connect(run.path).push(Update(id="fix").add("dense/bias", np.ones(3, np.float32)))
+    unlock(page)
+    page.locator("#updates summary").click()
+    held: list[Route] = []
+    page.route("**/updates?last=*", lambda route: held.append(route))
+    run.start()
+    pushed.result(20)
+    expect(page.locator("#updates summary")).to_have_count(0)  # what was applied is not read yet
+    for route in held:
+        route.continue_()
+    page.unroute("**/updates?last=*")
+    expect(page.locator("details[open] [data-focus=act-fix]")).to_be_visible()
 
 
 def test_a_push_by_mouse_ends_with_its_receipt(page: Page, run: PlayedRun, tmp_path: Path) -> None:

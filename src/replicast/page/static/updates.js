@@ -8,6 +8,7 @@ export class Updates {
   /** @param actions {allowed(), withdraw(view), revert(view), around(step)} */
   constructor(actions) {
     this.actions = actions;
+    this.open = new Set();
     this.node = card("updates", "Updates");
     this.body = el("div", { class: "body" });
     this.node.append(this.body);
@@ -36,12 +37,16 @@ export class Updates {
     kept();
   }
 
-  /** What is open and has the focus stays so, also where an entry goes to another group. Call the result afterwards. */
+  /**
+   * What is open and has the focus stays so, also where an entry goes to another group, and is in none for a moment: what waits
+   * and what was applied are read one after the other. Call the result afterwards.
+   */
   kept() {
-    const open = [...this.body.querySelectorAll("li:has(> details[open])")].map((node) => node.dataset.key);
+    for (const node of this.body.querySelectorAll("li")) this.open.delete(node.dataset.key);
+    for (const node of this.body.querySelectorAll("li:has(> details[open])")) this.open.add(node.dataset.key);
     const focused = this.body.contains(document.activeElement) ? document.activeElement.dataset.focus : undefined;
     return () => {
-      for (const node of this.body.querySelectorAll("li")) if (open.includes(node.dataset.key)) node.querySelector("details")?.setAttribute("open", "");
+      for (const node of this.body.querySelectorAll("li")) if (this.open.has(node.dataset.key)) node.querySelector("details")?.setAttribute("open", "");
       if (focused && !this.body.contains(document.activeElement)) this.body.querySelector(`[data-focus="${CSS.escape(focused)}"]`)?.focus();
     };
   }
