@@ -11,6 +11,7 @@ import numpy as np
 from replicast.audits.report import AuditReport
 from replicast.client.updates import UpdateView
 from replicast.storage.runfiles import WorkerNote
+from replicast.storage.states import absent_secs
 from replicast.strictjson import described, reading
 from replicast.update.edits import Array
 from replicast.update.parts import factor_to_json
@@ -137,7 +138,7 @@ class Overview:
             metrics = {**metrics, "values": values}
         return {
             **{one.name: getattr(self, one.name) for one in fields(self)},
-            "workers": [note.to_json() | {"age_secs": self.time - note.time} for note in self.workers],
+            "workers": [note.to_json() | self._heard(note) for note in self.workers],
             "metrics": metrics,
             "audit": None if self.audit is None else self.audit.to_json(),
             "operations": [dict(one) for one in self.operations],
@@ -145,6 +146,10 @@ class Overview:
             "restarts": [asdict(one) for one in self.restarts],
             **{name: [view.to_json() for view in getattr(self, name)] for name in _UPDATES},
         }
+
+    def _heard(self, note: WorkerNote) -> dict[str, Any]:
+        silent = self.time - note.time
+        return {"age_secs": silent, "absent": silent > absent_secs(self.size)}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Overview:

@@ -160,4 +160,4 @@ def _note_age(kept: _Kept, loop: asyncio.AbstractEventLoop, task: asyncio.Task[A
     took, kept.read_at = loop.time() - kept.read_at, loop.time()
     kept.max_age = max(kept.max_age, _COSTLY * took) if kept.max_age else 0.0
     if not task.cancelled():
-        task.exception()  # Raised where it is awaited, if it is: not reported as lost.
+        task.exception()  # Marks it as seen; asyncio would log it if nobody awaits the task.

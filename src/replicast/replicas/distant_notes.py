@@ -6,8 +6,8 @@ since the next one follows.
 
 What it costs worker 0: for each note, the thread that reads its sender's messages takes one key from the
 service, and a small file is written without sync: 1.5 ms of CPU time in all, measured with two workers. All
-workers together send at most 50 notes a second, so this is less than a tenth of one core, with 100 workers,
-which send every 2 s, as with 1,000, which send every 20 s. Only the last note of each worker is in memory.
+workers together send at most 50 notes a second: less than a tenth of one core, for 100 workers (one note each
+per 2 s) and for 1,000 (one per 20 s). Only the last note of each worker is in memory.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class RunFiles:
         run_dir: The run directory, if there is one.
         attempt: The number of this attempt of the job.
         fence: On worker 0: checks that no other group has taken over the run.
-        group: On other workers: the group whose claim is in worker 0's run directory; empty if that has none.
+        group: On other workers: the group whose claim is in worker 0's run directory; empty without one.
         launcher_reads: Whether the launcher of this host made the run directory, and reads the note there.
 
     Attributes:

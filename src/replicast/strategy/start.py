@@ -36,7 +36,7 @@ def connect(
     cluster: Cluster | None,
     options: tf.distribute.experimental.CommunicationOptions | None,
 ) -> tuple[ReplicatedExtended, float]:
-    """TensorFlow connects the workers once they have met; then only those in its trusted networks reach it.
+    """TensorFlow connects the workers, which have met; afterwards its port accepts only trusted networks.
 
     Returns:
         What the strategy is built on, and the heartbeat timeout of the job.
@@ -60,9 +60,9 @@ def watch(
     trained_alone: Callable[[], bool],
     heartbeat_secs: float,
 ) -> tuple[Coordination, Lifetime]:
-    """The keys that all workers share, and what ends this worker if it hangs in a call for one of them.
+    """The keys that all workers share, and the watcher, which ends this worker if a call for one hangs.
 
-    That runs before anybody else gets the keys: a call into the service may block for ever.
+    The watcher starts before any other code can make such a call.
     """
     if cluster is None or cluster.size == 1:
         alone = MemoryCoordination(MemoryCoordination.Store())

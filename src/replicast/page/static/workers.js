@@ -16,10 +16,9 @@ export class Workers {
   show(status) {
     const notes = new Map(status.workers.map((note) => [note.rank, note]));
     const slow = slowest(status.workers, status.running);
-    const absent = absentSecs(status.size);
     for (let rank = 0; rank < status.size; rank += 1) {
       this.body.children[rank] ?? this.body.append(row(rank));
-      fill(this.body.children[rank], notes.get(rank), slow, absent);
+      fill(this.body.children[rank], notes.get(rank), slow);
     }
     while (this.body.children.length > status.size) this.body.lastChild.remove();
   }
@@ -32,9 +31,9 @@ function row(rank) {
     el("td", {}, el("span", { class: "chip" }), el("div", { class: "dim small waits" })));
 }
 
-function fill(node, note, slow, absent) {
+function fill(node, note, slow) {
   const [first, step, time, memory, now] = node.children;
-  const said = doing(note, slow, absent);
+  const said = doing(note, slow);
   setText(first.querySelector(".host"), note ? `${note.host}, pid ${note.pid}` : "");
   setText(step, note ? count(note.step) : "");
   setText(time, note?.step_secs ? seconds(note.step_secs) : "–");
@@ -45,15 +44,10 @@ function fill(node, note, slow, absent) {
   setText(now.querySelector(".waits"), said.more);
 }
 
-/** After how long without a note a worker counts as silent: in large jobs, notes from other hosts are rarer. */
-function absentSecs(size) {
-  return Math.max(10, (3 * size) / 50);
-}
-
-function doing(note, slow, absent) {
+function doing(note, slow) {
   if (!note) return { text: "never seen", tone: "bad", more: "" };
   if (note.waiting_for === ENDED) return { text: "exited", tone: "", more: `${duration(note.age_secs)} ago` };
-  if (note.age_secs > absent) return { text: "not seen", tone: "bad", more: `for ${duration(note.age_secs)}` };
+  if (note.absent) return { text: "not seen", tone: "bad", more: `for ${duration(note.age_secs)}` };
   const more = note.waiting_for ? `waits for ${note.waiting_for}` : "";
   if (slow.has(note.rank)) return { text: "slow", tone: "careful", more: slow.get(note.rank) };
   return note.training ? { text: "training", tone: "good", more } : { text: "running", tone: "accent", more };
