@@ -79,6 +79,7 @@ RATIOS = (
     Ratio("an update of one number, one copy, assign_add / mpi4py + TensorFlow", UNAVOIDABLE, MPI_TENSORS),
     Ratio("the same with digests and their verification / mpi4py + TensorFlow", VERIFIED, MPI_TENSORS),
     Ratio("first update of a job / a later one, making included", FIRST, FROM_ARRAYS, "at most", 2.0),
+    Ratio("new memory of this size / a later update, making included", NEW_MEMORY, FROM_ARRAYS),
     Ratio("all_reduce / replicast", ALL_REDUCE, REPLICAST, "at least", 8.0),
     Ratio("TF broadcast per variable / replicast", BROADCAST_EACH, REPLICAST, "at least", 4.0),
     Ratio("TF broadcast fused / replicast", BROADCAST_FUSED, REPLICAST, "at least", 4.0),
