@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from replicast.causes import first
 from replicast.client.directory import DirectoryRun
 from replicast.processes import this_process
 from replicast.replicas.run_state import RunStates
@@ -123,6 +124,23 @@ def test_a_script_of_one_worker_that_raises_has_failed(
     assert read_state(tmp_path, []).sentence.startswith("Stopped at step 20 by Ctrl-C")
     states.ended(20, told_to=False, at_exit=False)
     assert read_state(tmp_path, []).state is State.FINISHED, "an error of an earlier cell of a notebook"
+
+
+def test_a_job_without_a_launcher_names_the_worker_that_was_lost_not_what_tensorflow_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = RunStates(tmp_path, 0, 2, 0)
+    states.starting()
+    error = RuntimeError("Graph execution error:\n\nDetected at node ...\nmuch more")
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    states.abandoned(20, first(1, "worker 1 was lost: its connection broke (says worker 0)"))
+    sentence = read_state(tmp_path, []).sentence
+    assert "worker 1 was lost: its connection broke (says worker 0)" in sentence
+    assert "Graph" not in sentence
+    states.abandoned(20, first(0, "worker 0 raised RuntimeError: Graph execution error:"))
+    sentence = read_state(tmp_path, []).sentence
+    assert "(worker 0): RuntimeError: Graph execution error:" in sentence
+    assert "\n" not in sentence
 
 
 def test_restarts_are_counted_also_when_their_changes_are_no_longer_told(tmp_path: Path) -> None:

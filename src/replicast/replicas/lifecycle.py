@@ -163,7 +163,7 @@ class ReplicasLifecycle(ReplicasView):
             self._parts.session.abandon()
             self._parts.run_files.note_end()
             self._progress.stop(finished=False)
-            self._states.abandoned(self._parts.session.step)
+            self._states.abandoned(self._parts.session.step, self._strategy.failure)
             self._parts.training.leaving.ends = True  # it exits anyway: SIGTERM need not
 
     def _fit_begins(self, model: Any, callbacks: Any) -> None:

@@ -9,6 +9,7 @@ import traceback
 from pathlib import Path
 
 from replicast.config import read_launch
+from replicast.errors import JobFailed
 from replicast.storage.states import Change, State, write_change
 
 logger = logging.getLogger("replicast")
@@ -41,32 +42,48 @@ class RunStates:
         `sys.exit` cannot be told from the end of the script.
         """
         if at_exit and not told_to and getattr(sys, "last_value", None) is not None:
-            self.abandoned(step)
+            self.abandoned(step, None)
         else:
             self._write(State.STOPPED if told_to else State.FINISHED, step, "SIGTERM" if told_to else "")
 
-    def abandoned(self, step: int) -> None:
-        """The process exits without having come to the end."""
-        error = getattr(sys, "last_value", None)  # what ended the script, set before exit handlers run
-        lines = traceback.format_exception_only(error) if error is not None else []
-        reason = lines[-1].strip() if lines else "it exited before its end"
-        stopped = isinstance(error, KeyboardInterrupt)
-        self._write(State.STOPPED if stopped else State.FAILED, step, "Ctrl-C" if stopped else reason)
+    def abandoned(self, step: int, failure: JobFailed | None) -> None:
+        """The process exits without having come to the end.
 
-    def _write(self, state: State, step: int | None = None, reason: str = "") -> None:
+        Args:
+            step: The last step.
+            failure: Why the job failed, if that is known: often another worker is the cause.
+        """
+        error = getattr(sys, "last_value", None)  # what ended the script, set before exit handlers run
+        if failure is not None and failure.worker not in (None, 0):
+            self._write(State.FAILED, step, str(failure), failure.worker)
+        elif isinstance(error, KeyboardInterrupt):
+            self._write(State.STOPPED, step, "Ctrl-C")
+        else:
+            self._write(State.FAILED, step, _said(error), 0)
+
+    def _write(
+        self, state: State, step: int | None = None, reason: str = "", worker: int | None = None
+    ) -> None:
         if self._run_dir is None:
             return
-        failed = 0 if state is State.FAILED else None
         change = Change(
             state,
             self._attempt,
             by="worker 0",
             workers=self._workers,
             step=step,
-            worker=failed,
+            worker=worker,
             reason=reason,
         )
         try:
             write_change(self._run_dir, change)
         except OSError as error:
             logger.warning("the state of the job cannot be written: %s", error)
+
+
+def _said(error: BaseException | None) -> str:
+    """What ended the script, in one line: TensorFlow's errors have hundreds."""
+    if error is None:
+        return "it exited before its end"
+    lines = "".join(traceback.format_exception_only(error)).split("\n")
+    return next((line.strip() for line in lines if line.strip()), type(error).__name__)

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from replicast.config import read_cluster
 from replicast.coordination import Coordination
-from replicast.errors import ClusterError, NotSupported
+from replicast.errors import ClusterError, JobFailed, NotSupported
 from replicast.strategy import feeding
 from replicast.strategy.building import creating_in_scope, is_built, may_fail, trace_once
 from replicast.strategy.callbacks import Callbacks
@@ -171,6 +171,11 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         """The wait of `stands` is over. Any thread."""
         if self._size > 1:
             self._lifetime.turns.go_on()
+
+    @property
+    def failure(self) -> JobFailed | None:
+        """Why the job has failed, if it has."""
+        return self._lifetime.failure
 
     def check_job(self) -> None:
         """Raises `JobFailed` if another worker has failed."""
