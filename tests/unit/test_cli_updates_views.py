@@ -99,6 +99,15 @@ def test_status_says_who_is_missing(run: Path) -> None:
     assert "never seen" in invoke("status", run).output
 
 
+def test_status_does_not_show_a_worker_of_the_attempt_before_as_a_lost_one(run: Path) -> None:
+    for rank, attempt, secs_ago in ((0, 1, 0.0), (1, 0, 55.0)):
+        written = time.time() - secs_ago
+        write_worker_note(run, WorkerNote(rank, 1, "box", 5, attempt, written, training=True, waiting_for=""))
+    output = invoke("status", run).output
+    assert "no note in this attempt yet" in output
+    assert "not seen for" not in output
+
+
 def test_status_says_that_a_worker_has_ended(run: Path) -> None:
     for rank in range(2):
         note = WorkerNote(rank, 1, "box", 5, 0, time.time() - 79, training=False, waiting_for=ENDED)

@@ -135,6 +135,8 @@ def _workers_table(seen: Overview) -> Table:
 
 def _last_note_cell(note: WorkerNote, seen: Overview) -> Text:
     silent = seen.time - note.time
+    if note.attempt < seen.attempt:
+        return Text("no note in this attempt yet", style="dim")
     if note.waiting_for == ENDED:
         return Text(f"exited {age(silent)} ago", style="dim")
     absent = Text(f"not seen for {age(silent)}", style="red")

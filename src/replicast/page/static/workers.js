@@ -18,7 +18,7 @@ export class Workers {
     const slow = slowest(status.workers, status.running);
     for (let rank = 0; rank < status.size; rank += 1) {
       this.body.children[rank] ?? this.body.append(row(rank));
-      fill(this.body.children[rank], notes.get(rank), slow);
+      fill(this.body.children[rank], notes.get(rank), slow, status.attempt);
     }
     while (this.body.children.length > status.size) this.body.lastChild.remove();
   }
@@ -31,9 +31,9 @@ function row(rank) {
     el("td", {}, el("span", { class: "chip" }), el("div", { class: "dim small waits" })));
 }
 
-function fill(node, note, slow) {
+function fill(node, note, slow, attempt) {
   const [first, step, time, memory, now] = node.children;
-  const said = doing(note, slow);
+  const said = doing(note, slow, attempt);
   setText(first.querySelector(".host"), note ? `${note.host}, pid ${note.pid}` : "");
   setText(step, note ? count(note.step) : "");
   setText(time, note?.step_secs ? seconds(note.step_secs) : "–");
@@ -44,8 +44,9 @@ function fill(node, note, slow) {
   setText(now.querySelector(".waits"), said.more);
 }
 
-function doing(note, slow) {
+function doing(note, slow, attempt) {
   if (!note) return { text: "never seen", tone: "bad", more: "" };
+  if (note.attempt < attempt) return { text: "not yet seen", tone: "", more: "in this attempt" };
   if (note.waiting_for === ENDED) return { text: "exited", tone: "", more: `${duration(note.age_secs)} ago` };
   if (note.absent) return { text: "not seen", tone: "bad", more: `for ${duration(note.age_secs)}` };
   const more = note.waiting_for ? `waits for ${note.waiting_for}` : "";
