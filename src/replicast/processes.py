@@ -21,6 +21,15 @@ def is_out_of_files(error: OSError) -> bool:
     return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
+def accept_problem(error: OSError) -> str:
+    """Why `accept` fails for now, and would again at once; empty if only this connection is gone."""
+    if error.errno in (errno.ECONNABORTED, errno.EAGAIN):
+        return ""
+    if is_out_of_files(error):
+        return "too many open files; see ulimit -n"
+    return error.strerror or str(error)
+
+
 def is_on_this_host(process: Mapping[str, Any]) -> bool:
     """Whether a process is, or was, on this host."""
     return process.get("host") == socket.gethostname()

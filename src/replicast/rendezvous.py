@@ -27,7 +27,7 @@ from typing import Any
 from replicast.config import START_TIMEOUT, Cluster
 from replicast.errors import ClusterError
 from replicast.names import addresses_of
-from replicast.processes import is_out_of_files
+from replicast.processes import accept_problem
 from replicast.script_digest import difference, digest_of, is_digest
 
 REPORT_SECS = 10.0
@@ -44,6 +44,8 @@ _SERVER_SECS = 10.0
 _SILENT = "does not answer"
 _NAMELESS = "has a name that no DNS server has resolved yet"
 _MAX_LINE = 1 << 20
+_MAX_STRANGERS = 64
+"""How many connections more than there are workers may be without a worker; the oldest makes way."""
 
 
 def meet(
@@ -77,9 +79,10 @@ def meet(
         return heartbeat_secs
     hello = {"worker": cluster.rank, "addresses": list(cluster.addresses), "script": digest}
     pauses_secs = itertools.chain(_FIRST_PAUSES_SECS, itertools.repeat(_LOOK_SECS))
-    while (agreed_secs := _join(cluster, wait, hello)) is None:
+    while (agreed := _join(cluster, wait, hello)) is None:
         time.sleep(next(pauses_secs))
-    _await_server(cluster.addresses[0])
+    agreed_secs, place = agreed
+    _await_server(place)
     return agreed_secs
 
 
@@ -92,30 +95,37 @@ class _Wait:
         self._report = report
         self._began = time.monotonic()
         self._next_report_secs = REPORT_SECS
-        self._is_out_of_files = False
+        self._is_deaf = False
 
     def check(self, missing: Sequence[int], why: str) -> None:
         """Reports who is missing when it is time to, and raises after the timeout."""
-        waited_secs = time.monotonic() - self._began
         names = ", ".join(f"worker {worker} ({self._cluster.addresses[worker]})" for worker in missing)
+        self._check(f"{names}, which {why}", f"{names} {why}")
+
+    def check_own_name(self) -> None:
+        """The same in worker 0, while the name at which it shall listen is not resolved."""
+        name = f"its own name ({self._cluster.addresses[self._cluster.rank]})"
+        self._check(f"{name} to be resolved", f"worker {self._cluster.rank} waits for {name} to be resolved")
+
+    def _check(self, awaited: str, problem: str) -> None:
+        waited_secs = time.monotonic() - self._began
         if waited_secs >= self._timeout_secs:
             raise ClusterError(
-                f"Not all workers started within {self._timeout_secs:.0f} s: {names} {why}",
+                f"Not all workers started within {self._timeout_secs:.0f} s: {problem}",
                 remedy=f"Start all workers of TF_CONFIG, or set {START_TIMEOUT} to a longer time in seconds",
             )
         if waited_secs >= self._next_report_secs:
             self._next_report_secs += REPEAT_SECS
             self._report(
-                f"replicast: worker {self._cluster.rank} has waited {waited_secs:.0f} s for {names}, "
-                f"which {why}\n"
+                f"replicast: worker {self._cluster.rank} has waited {waited_secs:.0f} s for {awaited}\n"
             )
 
-    def out_of_files(self) -> None:
+    def cannot_accept(self, problem: str) -> None:
         """Reports once that no connection can be accepted for now, and pauses."""
-        if not self._is_out_of_files:
-            self._is_out_of_files = True
+        if not self._is_deaf:
+            self._is_deaf = True
             who = f"worker {self._cluster.rank}"
-            self._report(f"replicast: {who} has too many open files to meet the others; see ulimit -n\n")
+            self._report(f"replicast: {who} cannot accept the others for now: {problem}\n")
         time.sleep(_LOOK_SECS)
 
 
@@ -125,6 +135,8 @@ class _Line:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.opened = time.monotonic()
+        self.is_heard = False
+        """Whether the other side has introduced itself, or was refused."""
         self.script: str | None = None
         """The digest of the worker's script, if it has sent one."""
         self._buffer = b""
@@ -171,9 +183,10 @@ def _host(cluster: Cluster, wait: _Wait, start: dict[str, Any]) -> dict[int, str
             for connection in _readable([listener, *everyone], _LOOK_SECS):
                 if connection is listener:
                     strangers += map(_Line, _accept(listener, connections, wait))
+                    _drop(strangers, strangers[: -(_MAX_STRANGERS + cluster.size)])
                 else:
                     _hear(cluster, everyone[connection], strangers, workers)
-            _drop_silent(strangers)
+            _drop(strangers, [line for line in strangers if time.monotonic() - line.opened >= _ANSWER_SECS])
             if time.monotonic() - told >= _TELL_SECS:
                 told = time.monotonic()
                 _tell(workers, {"missing": missing})
@@ -188,42 +201,49 @@ def _accept(
     """The next connection, if there is one."""
     try:
         accepted = connections.enter_context(listener.accept()[0])
-    except OSError as error:  # Also if the other side has gone meanwhile.
-        if is_out_of_files(error):
-            wait.out_of_files()
+    except OSError as error:
+        if problem := accept_problem(error):
+            wait.cannot_accept(problem)
         return
     accepted.settimeout(_TELL_SECS)
     yield accepted
 
 
 def _hear(cluster: Cluster, line: _Line, strangers: list[_Line], workers: dict[int, _Line]) -> None:
-    """Takes what came over a connection: a worker introduces itself once, and may go again."""
+    """Takes what came over a connection: a worker introduces itself once, and may go again.
+
+    Only the first message counts: a stranger that sends thousands and reads no answer must block nobody.
+    """
     try:
         messages = line.receive()
     except (OSError, ValueError):
-        line.connection.close()
-        strangers[:] = [other for other in strangers if other is not line]
+        _drop(strangers, [line])
         for worker in [worker for worker, other in workers.items() if other is line]:
             del workers[worker]
         return
-    for message in messages:
-        rank = message.get("worker")
-        known = type(rank) is int and 0 < rank < cluster.size
-        if message.get("addresses") != list(cluster.addresses) or not known:
-            refused = f"worker 0 has the workers {', '.join(cluster.addresses)}"
-            with contextlib.suppress(OSError):
-                line.send({"refused": refused})
-        else:
-            strangers[:] = [other for other in strangers if other is not line]
-            line.script = message.get("script") if is_digest(message.get("script")) else None
-            workers[int(message["worker"])] = line
+    if line.is_heard or not messages:
+        return
+    line.is_heard = True
+    message = messages[0]
+    rank = message.get("worker")
+    known = type(rank) is int and 0 < rank < cluster.size
+    if message.get("addresses") != list(cluster.addresses) or not known:
+        refused = f"worker 0 has the workers {', '.join(cluster.addresses)}"
+        with contextlib.suppress(OSError):
+            line.send({"refused": refused})
+        return
+    strangers.remove(line)
+    line.script = message.get("script") if is_digest(message.get("script")) else None
+    if (replaced := workers.get(message["worker"])) is not None:
+        replaced.connection.close()
+    workers[message["worker"]] = line
 
 
-def _drop_silent(strangers: list[_Line]) -> None:
-    """Closes connections over which nobody introduces himself. A worker that was stopped reconnects."""
-    for line in [line for line in strangers if time.monotonic() - line.opened >= _ANSWER_SECS]:
+def _drop(strangers: list[_Line], dropped: Sequence[_Line]) -> None:
+    """Closes connections over which no worker has introduced itself. A worker that was stopped reconnects."""
+    for line in dropped:
         line.connection.close()
-        strangers.remove(line)
+    strangers[:] = [line for line in strangers if line not in dropped]
 
 
 def _readable(sockets: Iterable[socket.socket], secs: float) -> list[socket.socket]:
@@ -243,16 +263,17 @@ def _tell(workers: dict[int, _Line], message: dict[str, Any]) -> None:
             line.send(message)
 
 
-def _join(cluster: Cluster, wait: _Wait, hello: dict[str, Any]) -> float | None:
+def _join(cluster: Cluster, wait: _Wait, hello: dict[str, Any]) -> tuple[float, tuple[str, int]] | None:
     """Another worker: goes to worker 0 once and waits there.
 
     Returns:
-        The heartbeat timeout of the job, once this worker is told to start; None if it should go again.
+        The heartbeat timeout of the job and the address at which worker 0 was reached, once this worker is
+        told to start; None if it should go again.
     """
     missing, why = [0], _SILENT
     try:
         with _connected(cluster.addresses[0], wait) as connection:
-            line = _Line(connection)
+            line, place = _Line(connection), connection.getpeername()[:2]
             line.send(hello)
             heard = time.monotonic()
             while time.monotonic() - heard < _ANSWER_SECS:
@@ -262,7 +283,7 @@ def _join(cluster: Cluster, wait: _Wait, hello: dict[str, Any]) -> float | None:
                 heard = time.monotonic()
                 for message in line.receive():
                     if message.get("start"):
-                        return float(message["heartbeat_secs"])
+                        return float(message["heartbeat_secs"]), place
                     if "refused" in message:
                         raise ClusterError(
                             f"TF_CONFIG differs between the workers: {message['refused']}",
@@ -294,11 +315,11 @@ def _connected(address: str, wait: _Wait) -> socket.socket:
     raise problem or OSError("it has no address")
 
 
-def _await_server(address: str) -> None:
+def _await_server(place: tuple[str, int]) -> None:
     """Waits until TensorFlow's server in worker 0 listens: a connection that fails is not retried for 1 s."""
     ends = time.monotonic() + _SERVER_SECS
     while time.monotonic() < ends:
-        with contextlib.suppress(OSError), socket.create_connection(_host_and_port(address), timeout=1.0):
+        with contextlib.suppress(OSError), socket.create_connection(place, timeout=1.0):
             return
         time.sleep(0.02)
 
@@ -308,7 +329,7 @@ def _listening(address: str, wait: _Wait) -> Iterator[socket.socket]:
     """A socket that listens at an address of this host; at all addresses if this host does not know it."""
     name, port = _host_and_port(address)
     try:
-        hosts = [host for host, _ in addresses_of(name, port, lambda: wait.check([0], _NAMELESS))]
+        hosts = [host for host, _ in addresses_of(name, port, wait.check_own_name)]
         listener = _listen(next((host for host in hosts if ":" not in host), hosts[0]), port)
     except OSError:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import os
 import select
 import signal
 import socket
@@ -207,11 +208,15 @@ def test_a_stranger_cannot_fill_the_screen_and_what_is_wrong_is_said_again_later
     assert notices.say("no secret", 311.0) == []
 
 
-def test_a_first_launcher_without_free_descriptors_says_so_once_and_does_not_spin(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("number", "problem"),
+    [(errno.EMFILE, "too many open files; see ulimit -n"), (errno.ENOBUFS, "No buffer space available")],
+)
+def test_a_first_launcher_that_cannot_accept_for_now_says_so_once_and_does_not_spin(
+    monkeypatch: pytest.MonkeyPatch, number: int, problem: str
 ) -> None:
     def fails(listener: socket.socket) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
+        raise OSError(number, os.strerror(number))
 
     timeouts, listener = HostTimeouts(), listen(("127.0.0.1", 0))
     leader, member = Leader(("a", "b"), "s", 0, timeouts, 0.0), Member(0, 0, 0, timeouts, 0.0)
@@ -221,7 +226,7 @@ def test_a_first_launcher_without_free_descriptors_says_so_once_and_does_not_spi
         patched.setattr(socket.socket, "accept", fails)
         assert listener in first.sockets()
         (told,) = (event for event in first.poll([listener]) if isinstance(event, Tell))
-        assert "too many open files" in told.text
+        assert told.text == f"cannot accept other launchers for now: {problem}"
         assert listener not in first.sockets(), "for a moment"
         assert not any(isinstance(event, Tell) for event in first.poll([listener]))
 

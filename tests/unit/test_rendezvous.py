@@ -141,11 +141,34 @@ def test_a_worker_says_when_the_name_of_worker_0_is_not_resolved(
 ) -> None:
     monkeypatch.setattr("replicast.rendezvous.REPORT_SECS", 0.0)
     addresses = named(free_addresses(2))
-    unresolved = f"worker 0 ({addresses[0]}), which has a name that no DNS server has resolved yet"
+    unresolved = (
+        f"worker 0 has waited 0 s for its own name ({addresses[0]}) to be resolved",
+        f"worker 0 ({addresses[0]}), which has a name that no DNS server has resolved yet",
+    )[rank]
     worker = Meeting(addresses, rank)
     eventually_said(worker, unresolved)
     resolver.set()
     assert all(one.has_met() for one in (Meeting(addresses, 1 - rank), worker))
+
+
+def test_no_worker_looks_up_a_name_in_the_thread_that_must_end_in_time(
+    monkeypatch: pytest.MonkeyPatch, resolver: threading.Event
+) -> None:
+    resolving, look_up = [], socket.getaddrinfo
+
+    def getaddrinfo(host: str, *arguments: Any, **options: Any) -> Any:
+        if host == "worker-0":
+            resolving.append(threading.current_thread())
+        return look_up(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr("replicast.rendezvous._SERVER_SECS", 0.1)  # it waits for TensorFlow's server too
+    resolver.set()
+    addresses = named(free_addresses(2))
+    workers = [Meeting(addresses, rank) for rank in range(2)]
+    assert all(worker.has_met() for worker in workers)
+    assert resolving
+    assert not set(resolving) & set(workers)
 
 
 def test_a_worker_gives_up_in_time_while_the_name_of_worker_0_is_not_resolved(
@@ -200,6 +223,49 @@ def test_whoever_does_not_speak_the_protocol_disturbs_nothing(said: bytes) -> No
         visitor.sendall(said)
         assert Meeting(addresses, 1).has_met()
     assert host.has_met()
+
+
+def connected(address: str) -> socket.socket:
+    """A connection to worker 0, as soon as it listens."""
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection(
+                ("127.0.0.1", int(address.rpartition(":")[2])), timeout=DEADLINE_SECS
+            )
+
+
+def test_a_stranger_that_sends_thousands_of_messages_and_reads_nothing_delays_nobody() -> None:
+    addresses = free_addresses(2)
+    host = Meeting(addresses, 0)
+    with connected(addresses[0]) as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stranger.sendall(b"{}\n" * 15_000)
+        worker = Meeting(addresses, 1)
+        assert worker.has_met()
+        assert host.has_met()
+        refusals = stranger.makefile("rb").readlines()
+    assert len(refusals) <= 1
+
+
+def test_the_oldest_of_many_strangers_makes_way_and_a_worker_that_comes_again_replaces_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("replicast.rendezvous._ANSWER_SECS", 1000.0)  # none is closed for its silence
+    addresses = free_addresses(3)
+    host = Meeting(addresses, 0)
+    hello = json.dumps({"worker": 1, "addresses": addresses}).encode() + b"\n"
+    with contextlib.ExitStack() as stack:
+        replaced = stack.enter_context(connected(addresses[0]))
+        replaced.sendall(hello)
+        assert b"missing" in replaced.recv(4096)
+        again = stack.enter_context(connected(addresses[0]))
+        again.sendall(hello)
+        while replaced.recv(4096):
+            pass
+        strangers = [stack.enter_context(connected(addresses[0])) for _ in range(64 + 3 + 1)]
+        assert strangers[0].recv(1) == b"", "worker 0 has closed the connection"
+        assert Meeting(addresses, 2).has_met()
+        assert host.has_met()
 
 
 def test_whoever_connects_and_says_nothing_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +392,27 @@ def test_worker_0_without_free_descriptors_says_so_once_and_meets_the_others_lat
     assert worker.has_met()
     assert host.has_met()
     assert failures == []
-    assert host.lines == ["replicast: worker 0 has too many open files to meet the others; see ulimit -n\n"]
+    problem = "too many open files; see ulimit -n"
+    assert host.lines == [f"replicast: worker 0 cannot accept the others for now: {problem}\n"]
+
+
+def test_worker_0_says_why_it_cannot_accept_for_now_and_meets_the_others_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accept, failures = socket.socket.accept, [errno.ENOBUFS, errno.ENOMEM]
+
+    def fails_first(listener: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise OSError(failures[0], os.strerror(failures.pop(0)))
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", fails_first)
+    addresses = free_addresses(2)
+    host, worker = Meeting(addresses, 0), Meeting(addresses, 1)
+    assert worker.has_met()
+    assert host.has_met()
+    assert failures == []
+    assert host.lines == ["replicast: worker 0 cannot accept the others for now: No buffer space available\n"]
 
 
 def test_the_time_limit_comes_from_the_environment() -> None:

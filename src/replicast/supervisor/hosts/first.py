@@ -6,7 +6,7 @@ import contextlib
 import socket
 import time
 
-from replicast.processes import is_out_of_files
+from replicast.processes import accept_problem
 from replicast.supervisor.hosts.connection import Connection, Malformed, is_closed
 from replicast.supervisor.hosts.events import Event
 from replicast.supervisor.hosts.leader import Leader
@@ -34,7 +34,7 @@ _INTRODUCE_SECS = 5.0
 """A connection over which nobody introduces itself within this time is closed."""
 _MAX_STRANGERS = 64
 _DEAF_SECS = 1.0
-"""How long nothing is accepted when there are too many open files."""
+"""How long nothing is accepted after it has failed, for example for too many open files."""
 
 
 class First:
@@ -102,11 +102,10 @@ class First:
         try:
             accepted, _ = self._listener.accept()
         except OSError as error:
-            if not is_out_of_files(error):
+            if not (problem := accept_problem(error)):
                 return []
             self._deaf_until = now + _DEAF_SECS
-            text = "too many open files to let another launcher connect; see ulimit -n"
-            return [*self._notices.say(text, now)]
+            return [*self._notices.say(f"cannot accept other launchers for now: {problem}", now)]
         strangers = [one for one in self._connections if one.hello is None]
         if len(strangers) >= _MAX_STRANGERS:  # A launcher introduces itself at once: the oldest is none.
             self._drop(strangers[0], is_closed=False)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from replicast.errors import ClusterError
-from replicast.processes import is_out_of_files
+from replicast.processes import accept_problem
 from replicast.strictjson import described
 from replicast.supervisor.checks import Check, Verdict
 from replicast.supervisor.hosts.connection import shown_address
@@ -118,16 +118,19 @@ class Visit:
             listener.settimeout(max(0.01, until - time.monotonic()))
             try:
                 connection = stack.enter_context(listener.accept()[0])
+            except TimeoutError:
+                break
+            except OSError as error:
+                if problem := accept_problem(error):
+                    self._say(f"cannot accept other hosts for now: {problem}")
+                    time.sleep(_PAUSE_SECS)
+                continue
+            try:
                 facts, talk = self._meet(connection)
             except NotAuthentic as error:
                 self._say(f"refused a host: {error}. {error.remedy}")
                 continue
-            except OSError as error:
-                if is_out_of_files(error):
-                    self._say("too many open files to let another host connect; see ulimit -n")
-                    time.sleep(_PAUSE_SECS)
-                continue
-            except (ValueError, KeyError, TypeError):
+            except (OSError, ValueError, KeyError, TypeError):
                 continue
             if facts.node in range(1, len(self._hosts)) and len(facts.addresses) == len(self._hosts):
                 came[facts.node] = facts, talk
