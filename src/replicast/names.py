@@ -1,19 +1,91 @@
-"""The addresses of a host name. A lookup has no time limit and ignores signals, so a thread makes it."""
+"""The addresses of host names. A lookup has no time limit and ignores signals, so threads make them."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import ipaddress
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 LOOK_SECS = 0.2
+NAMES_SECS = 30.0
+"""How long a launcher waits for names. The system's resolver asks silent servers for 10 to 30 s."""
+_MAX_THREADS = 16
+
+
+class Lookups:
+    """Looks up some names at the same time, each once. An IP address is its own address at once.
+
+    The threads are daemons. `stop` lets them begin no other lookup; the one that each is in ends when the
+    system's resolver gives up, which may take minutes, or with the process.
+    """
+
+    def __init__(self, hosts: Iterable[str]) -> None:
+        self._found: dict[str, list[str] | OSError] = {}
+        self._ends = threading.Condition()
+        named = []
+        for host in dict.fromkeys(hosts):
+            if _is_address(host):
+                self._found[host] = [host]
+            else:
+                named.append(host)
+        self._left = collections.deque(named)
+        self._count = len(self._found) + len(named)
+        for number in range(min(_MAX_THREADS, len(named))):
+            try:
+                threading.Thread(target=self._run, name="replicast-lookup", daemon=True).start()
+            except RuntimeError:  # No more threads for now: those that were started look up all names.
+                if number == 0:
+                    self.stop()
+                break
+
+    def addresses(self, host: str) -> list[str] | None:
+        """The addresses of one of the names; None if they are not known yet.
+
+        Raises:
+            OSError: It has no address.
+        """
+        with self._ends:
+            found = self._found.get(host)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    def wait(self, secs: float) -> bool:
+        """Blocks until all lookups have ended, at most this long; returns whether they have."""
+        with self._ends:
+            return self._ends.wait_for(lambda: len(self._found) == self._count, secs)
+
+    def stop(self) -> None:
+        """Gives up the names of which the lookup has not begun."""
+        with contextlib.suppress(IndexError):  # There is none left.
+            while True:
+                self._end(self._left.popleft(), OSError("its name was not looked up"))
+
+    def _run(self) -> None:
+        while True:
+            try:
+                host = self._left.popleft()
+            except IndexError:
+                return
+            found: list[str] | OSError = OSError("its name could not be looked up")
+            try:
+                found = _look_up(host)
+            except OSError as error:
+                found = error
+            finally:
+                self._end(host, found)
+
+    def _end(self, host: str, found: list[str] | OSError) -> None:
+        with self._ends:
+            self._found[host] = found
+            self._ends.notify_all()
 
 
 def addresses_of(host: str, port: int, look: Callable[[], object]) -> list[tuple[str, int]]:
     """Looks up a name; an IP address is returned as it is.
-
-    The thread is a daemon, and nobody stops it: it ends when the system's resolver gives up, which may take
-    minutes, or with the process.
 
     Args:
         host: A name or an address.
@@ -23,31 +95,56 @@ def addresses_of(host: str, port: int, look: Callable[[], object]) -> list[tuple
     Raises:
         OSError: The name has no address.
     """
-    lookup = _Lookup(host, port)
-    lookup.start()
-    while lookup.is_alive():
-        lookup.join(LOOK_SECS)
-        if lookup.is_alive():
-            look()
-    if not lookup.addresses:
-        raise lookup.error or OSError("it has no address")
-    return lookup.addresses
+    lookup = Lookups([host])
+    while not lookup.wait(LOOK_SECS):
+        look()
+    return [(address, port) for address in lookup.addresses(host) or []]
 
 
-class _Lookup(threading.Thread):
+class Dialer:
+    """Connects to a host, in a bounded time however long its name takes.
+
+    A lookup that takes longer goes on, and the next try takes its result: if the first of two DNS servers is
+    down, each lookup takes some seconds.
+    """
+
     def __init__(self, host: str, port: int) -> None:
-        super().__init__(name="replicast-lookup", daemon=True)
-        self._host = host
-        self._port = port
-        self.addresses: list[tuple[str, int]] = []
-        self.error: OSError | None = None
+        self._host, self._port = host, port
+        self._lookup: Lookups | None = None
 
-    def run(self) -> None:
-        try:
-            found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            self.error = error
-        except UnicodeError:
-            self.error = OSError(f"{self._host!r} is not a host name")
-        else:
-            self.addresses = [(str(address[0]), int(address[1])) for *_, address in found]
+    def connect(self, timeout_secs: float) -> socket.socket:
+        """A connection; the name and each of its addresses have this time.
+
+        Raises:
+            OSError: The name has no address, or none yet, or none of them answers.
+        """
+        if self._lookup is None:
+            self._lookup = Lookups([self._host])
+        if not self._lookup.wait(timeout_secs):
+            raise TimeoutError("no DNS server has resolved the name yet")
+        lookup, self._lookup = self._lookup, None
+        problem = OSError("it has no address")
+        for address in lookup.addresses(self._host) or []:
+            try:
+                return socket.create_connection((address, self._port), timeout=timeout_secs)
+            except OSError as error:
+                problem = error
+        raise problem
+
+
+def _look_up(host: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except ValueError:  # A text that cannot be encoded as a name.
+        raise OSError(f"{host!r} is not a host name") from None
+    if not found:
+        raise OSError("it has no address")
+    return [str(address[0]) for *_, address in found]
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -16,13 +16,12 @@ import logging
 import os
 import socket
 import struct
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from replicast.config import Cluster
-from replicast.names import addresses_of
+from replicast.names import Lookups
 from replicast.options import TRUSTED_NETWORKS, Network, trusted_networks
 
 logger = logging.getLogger("replicast")
@@ -52,11 +51,14 @@ def port_limit(cluster: Cluster | None, environ: Mapping[str, str]) -> Callable[
     networks = trusted_networks(environ, cluster.addresses)
     if networks is None:
         return lambda: None
-    until = time.monotonic() + _NAMES_SECS
+    hosts = [address.rpartition(":")[0].strip("[]") for address in cluster.addresses]
+    lookups = Lookups(hosts)
+    lookups.wait(_NAMES_SECS)
+    lookups.stop()
     absent = [
         f"worker {worker} ({address})"
         for worker, address in enumerate(cluster.addresses)  # Also this one: it connects to itself.
-        if not _may_connect(address, networks, until)
+        if not _may_connect(hosts[worker], networks, lookups)
     ]
     if absent:
         logger.warning(
@@ -69,19 +71,15 @@ def port_limit(cluster: Cluster | None, environ: Mapping[str, str]) -> Callable[
     return partial(limit_port, int(cluster.addresses[cluster.rank].rpartition(":")[2]), networks)
 
 
-def _may_connect(address: str, networks: Sequence[Network], until: float) -> bool:
-    """Whether a worker's address is in one of the networks, or is not known by then."""
-    host, _, port = address.rpartition(":")
-
-    def look() -> None:
-        if time.monotonic() >= until:
-            raise TimeoutError("the name is not resolved yet")
-
+def _may_connect(host: str, networks: Sequence[Network], lookups: Lookups) -> bool:
+    """Whether an address of a worker's host is in one of the networks, or none is known by now."""
     try:
-        found = addresses_of(host.strip("[]"), int(port), look)
+        found = lookups.addresses(host)
     except OSError:
+        found = None
+    if found is None:
         return True
-    resolved = [ipaddress.ip_address(one.partition("%")[0]) for one, _ in found]
+    resolved = [ipaddress.ip_address(one.partition("%")[0]) for one in found]
     return any(one in network for one in resolved for network in networks)
 
 

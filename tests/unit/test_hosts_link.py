@@ -9,8 +9,11 @@ import os
 import select
 import signal
 import socket
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +24,8 @@ from replicast.supervisor.hosts.connection import Connection, Malformed
 from replicast.supervisor.hosts.events import Event, NotWelcome, Tell
 from replicast.supervisor.hosts.first import First
 from replicast.supervisor.hosts.leader import Leader
-from replicast.supervisor.hosts.link import Link, first_link
-from replicast.supervisor.hosts.member import End, Member, Start
+from replicast.supervisor.hosts.link import Link, first_link, other_link
+from replicast.supervisor.hosts.member import End, Member, Start, Waiting
 from replicast.supervisor.hosts.messages import (
     Ask,
     Failure,
@@ -32,14 +35,16 @@ from replicast.supervisor.hosts.messages import (
     Message,
     Order,
     Phase,
+    Refused,
     Report,
     Told,
 )
 from replicast.supervisor.hosts.notices import Notices
 from replicast.supervisor.hosts.rivals import Rivals
-from replicast.supervisor.hosts.setup import identity_of, listen
+from replicast.supervisor.hosts.setup import identity_of, listen, own_node
 from replicast.supervisor.hosts.talk import ask_run_name
 from replicast.supervisor.hosts.timeouts import HostTimeouts
+from replicast.supervisor.hosts.wire import NotAuthentic
 from replicast.supervisor.interruptions import Interruptions
 from replicast.supervisor.plan import Job
 from replicast.supervisor.screen import make_screen
@@ -94,12 +99,12 @@ def test_strangers_who_say_nothing_keep_no_launcher_out() -> None:
         assert run_name(endpoint) == "the-run"
 
 
-def first_of(identity: Identity, listener: socket.socket) -> Link:
+def first_of(identity: Identity, listener: socket.socket, secret: bytes = b"secret") -> Link:
     """The link of a first launcher; without `--hosts` it looks for no other one."""
     return first_link(
         names=identity.hosts or ("a", "b"),
         identity=identity,
-        secret=b"secret",
+        secret=secret,
         next_attempt=0,
         timeouts=HostTimeouts(leave_secs=0.0),
         listener=listener,
@@ -162,6 +167,85 @@ def test_of_two_launchers_that_take_themselves_for_the_first_the_later_one_is_re
         assert told.text == f"refused a launcher at 127.0.0.1: {refused.why}"
 
 
+def test_a_stranger_at_one_host_does_not_hide_another_first_launcher_at_the_next_one() -> None:
+    here, stranger, rival = "127.0.0.1", "127.0.0.2", "127.0.0.3"
+    listener = listen((here, 0))
+    port = listener.getsockname()[1]
+    late = listen((rival, port))  # It lets the question in, and answers when it is served.
+    with (
+        first_of(replace(IDENTITY, hosts=()), listen((stranger, port)), b"another"),
+        first_of(replace(IDENTITY, hosts=(here, stranger, rival)), listener) as first,
+    ):
+        (told,) = next_events(first)
+        assert isinstance(told, Tell)
+        assert told.text.startswith(f"{stranger}:{port}: the other host has another secret")
+        with first_of(replace(IDENTITY, hosts=(rival, stranger, here)), late):
+            while not (refused := [one for one in next_events(first) if isinstance(one, NotWelcome)]):
+                pass  # It says first that it has refused the other one.
+            assert refused[0].by == f"The launcher at {rival}:{port}"
+
+
+@pytest.fixture
+def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Name servers that do not answer before this event; then "gpu1" is the loopback."""
+    real, answers = socket.getaddrinfo, threading.Event()
+
+    def getaddrinfo(host: str, *arguments: Any, **options: Any) -> Any:
+        if host != "gpu1":
+            return real(host, *arguments, **options)
+        assert threading.current_thread().name == "replicast-lookup", "nothing else waits for it"
+        answers.wait()
+        return real("127.0.0.1", *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    yield answers
+    answers.set()
+
+
+def test_a_first_launcher_accepts_the_others_while_no_dns_server_answers(resolver: threading.Event) -> None:
+    listener = listen(("127.0.0.1", 0))
+    with first_of(replace(IDENTITY, hosts=("127.0.0.1", "gpu1")), listener):
+        assert run_name(listener.getsockname()[:2]) == "the-run"
+    assert not resolver.is_set()
+
+
+def test_another_launcher_finds_the_first_one_when_a_slow_dns_server_has_answered(
+    monkeypatch: pytest.MonkeyPatch, resolver: threading.Event
+) -> None:
+    for limit in ("talk.STEP_SECS", "other.CONNECT_SECS"):
+        monkeypatch.setattr(f"replicast.supervisor.hosts.{limit}", 0.1)
+    with pytest.raises(ClusterError, match=r"within 0\.5 s \(no DNS server has resolved the name yet\)"):
+        ask_run_name(("gpu1", 1), 1, b"secret", timeout_secs=0.5, report=lambda _: None)
+    listener = listen(("127.0.0.1", 0))
+    endpoint = ("gpu1", listener.getsockname()[1])
+    timeouts = HostTimeouts(leave_secs=0.0, tell_after_secs=0.3)
+    with (
+        first_of(IDENTITY, listener),
+        other_link(
+            node=1, identity=IDENTITY, secret=b"secret", next_attempt=0, timeouts=timeouts, endpoint=endpoint
+        ) as other,
+    ):
+        (waiting,) = next_events(other)
+        assert isinstance(waiting, Waiting)
+        assert "no DNS server has resolved the name yet" in waiting.why
+        resolver.set()
+        assert any(isinstance(event, Start) for event in next_events(other))
+
+
+def test_a_launcher_says_when_no_dns_server_answers(
+    monkeypatch: pytest.MonkeyPatch, resolver: threading.Event
+) -> None:
+    monkeypatch.setattr("replicast.supervisor.hosts.setup.NAMES_SECS", 0.1)
+    assert own_node(("gpu1", "127.0.0.1")) == 1
+    with pytest.raises(ClusterError, match=r"not all names were resolved within 0\.1 s"):
+        own_node(("gpu1", "198.51.100.1"))
+    with pytest.raises(ClusterError, match=r"name of the first host was not resolved within 0\.1 s: gpu1"):
+        listen(("gpu1", 0))
+    resolver.set()
+    assert own_node(("gpu1", "198.51.100.1")) == 0
+    listen(("gpu1", 0)).close()
+
+
 @pytest.mark.parametrize(
     "question",
     [
@@ -206,6 +290,30 @@ def test_a_stranger_cannot_fill_the_screen_and_what_is_wrong_is_said_again_later
     assert notices.say("no secret", 299.0) == []
     assert notices.say("no secret", 310.0) == [Tell("no secret")]
     assert notices.say("no secret", 311.0) == []
+    (long,) = notices.say("x" * 300_000, 312.0)
+    assert len(long.text) <= 1001
+
+
+def test_strangers_do_not_hide_the_refusal_of_a_launcher_that_knows_the_secret() -> None:
+    listener = listen(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    hello = Hello(node=1, session="s", address="a", identity=replace(IDENTITY, port=IDENTITY.port + 1))
+    with first_of(IDENTITY, listener) as link:
+        for number in range(2, 10):
+            with socket.create_connection(
+                ("127.0.0.1", port), source_address=(f"127.0.0.{number}", 0)
+            ) as connected:
+                stranger = Connection(connected, b"another", is_first=False, nodes=2)
+                stranger.send(Ask(1))
+                with contextlib.suppress(NotAuthentic):
+                    while select.select([connected], [], [], SECS)[0]:
+                        stranger.receive()
+        refused = answer_to(("127.0.0.1", port), hello)
+        assert isinstance(refused, Refused)
+        said: list[str] = []
+        while not any("another --port" in text for text in said):
+            said += [event.text for event in next_events(link) if isinstance(event, Tell)]
+        assert len([text for text in said if "secret" in text]) == 6
 
 
 @pytest.mark.parametrize(

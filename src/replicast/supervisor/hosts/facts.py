@@ -14,6 +14,7 @@ from pathlib import Path
 
 from replicast.config import shared_memory_directory
 from replicast.errors import ClusterError
+from replicast.names import NAMES_SECS, Dialer, Lookups
 from replicast.options import TRUSTED_NETWORKS
 from replicast.supervisor.checks import installed
 from replicast.supervisor.machine import this_machine
@@ -80,7 +81,7 @@ class Look:
 def gather_facts(
     node: int, hosts: Sequence[str], environ: Mapping[str, str], run_dir: Path | None, port: str
 ) -> Facts:
-    """Looks at this machine. Blocks as long as the names of the hosts take to resolve.
+    """Looks at this machine. Blocks until the names of the hosts are resolved, at most `NAMES_SECS`.
 
     Args:
         node: The index of this host.
@@ -89,12 +90,13 @@ def gather_facts(
         run_dir: The run directory, if it shall be looked for.
         port: Empty if the port of the first worker is free here, else why it is not.
     """
-    machine = this_machine(environ)
+    machine, lookups = this_machine(environ), Lookups(hosts)
+    lookups.wait(NAMES_SECS)
     return Facts(
         node=node,
         name=socket.gethostname(),
         versions=_versions(),
-        addresses=tuple(_address(host) for host in hosts),
+        addresses=tuple(_address(host, lookups) for host in hosts),
         shared_bytes=_shared_bytes(environ),
         cores=machine.cores,
         gpus=len(machine.gpus),
@@ -125,9 +127,9 @@ def _versions() -> dict[str, str]:
     return {**found, "replicast": metadata.version("replicast")}
 
 
-def _address(host: str) -> str:
+def _address(host: str, lookups: Lookups) -> str:
     try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        return next(iter(lookups.addresses(host) or []), "")
     except OSError:
         return ""
 
@@ -147,7 +149,7 @@ def _state_of(run_dir: Path) -> str:
 
 def _reach(host: str, port: int) -> str:
     try:
-        with socket.create_connection((host, port), timeout=_CONNECT_SECS):
+        with Dialer(host, port).connect(_CONNECT_SECS):
             return "answers"
     except OSError as error:
         return error.strerror or str(error)

@@ -58,7 +58,7 @@ class First:
         self._connections: list[Connection] = []
         self._sent: Order | None = None
         self._sent_at = 0.0
-        self._notices = Notices()
+        self._of_strangers, self._of_launchers = Notices(), Notices()
         self._deaf_until = 0.0
         leader.on_joined(0, session, "", time.monotonic())
 
@@ -69,7 +69,7 @@ class First:
 
     def poll(self, readable: list[socket.socket]) -> list[Event]:
         """Reads what has come, and sends what is due. Call it at least every second."""
-        events: list[Event] = [*self._rivals.poll(readable)]
+        events: list[Event] = [*self._rivals.poll(readable, self._of_strangers)]
         if self._listener in readable:
             events += self._accept()
         for connection in list(self._connections):
@@ -105,7 +105,7 @@ class First:
             if not (problem := accept_problem(error)):
                 return []
             self._deaf_until = now + _DEAF_SECS
-            return [*self._notices.say(f"cannot accept other launchers for now: {problem}", now)]
+            return [*self._of_launchers.say(f"cannot accept other launchers for now: {problem}", now)]
         strangers = [one for one in self._connections if one.hello is None]
         if len(strangers) >= _MAX_STRANGERS:  # A launcher introduces itself at once: the oldest is none.
             self._drop(strangers[0], is_closed=False)
@@ -123,7 +123,7 @@ class First:
                 events += self._take(connection, message)
             return events
         except NotAuthentic as error:
-            return self._refuse(connection, f"{error}. {error.remedy}")
+            return self._refuse(connection, f"{error}. {error.remedy}", self._of_strangers)
         except OSError as error:
             self._drop(connection, is_closed=is_closed(error))
             return []
@@ -138,7 +138,7 @@ class First:
                 message.node, message.session, now
             )
             if refusal:
-                return self._refuse(connection, refusal)
+                return self._refuse(connection, refusal, self._of_launchers)
             for older in [one for one in self._connections if one.hello and one.hello.node == message.node]:
                 self._drop(older, is_closed=False)
             connection.hello = message
@@ -149,9 +149,10 @@ class First:
         elif isinstance(message, Report) and connection.hello is not None:
             self._leader.on_report(connection.hello.node, message, now)
         elif isinstance(message, FirstOf) and (refusal := two_firsts(self._identity, message)):
-            return self._refuse(connection, refusal)
+            return self._refuse(connection, refusal, self._of_launchers)
         elif isinstance(message, Malformed):
-            return self._say(f"a line of the launcher at {_host_of(connection)} is left out: {message.why}")
+            text = f"a line of the launcher at {_host_of(connection)} is left out: {message.why}"
+            return [*self._of_launchers.say(text, now)]
         return []
 
     def _broadcast(self, now: float) -> None:
@@ -171,14 +172,12 @@ class First:
         if connection.hello is not None and is_closed:
             self._leader.on_closed(connection.hello.node, connection.hello.session, time.monotonic())
 
-    def _refuse(self, connection: Connection, why: str) -> list[Event]:
+    def _refuse(self, connection: Connection, why: str, notices: Notices) -> list[Event]:
         connection.is_refused = True
         with contextlib.suppress(OSError):
             connection.send(Refused(why))
-        return self._say(f"refused a launcher at {_host_of(connection)}: {why}")
-
-    def _say(self, text: str) -> list[Event]:
-        return [*self._notices.say(text, time.monotonic())]
+        text = f"refused a launcher at {_host_of(connection)}: {why}"
+        return [*notices.say(text, time.monotonic())]
 
 
 def _host_of(connection: Connection) -> str:

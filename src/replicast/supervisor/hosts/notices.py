@@ -10,10 +10,16 @@ EVERY_SECS = 300.0
 """The same line is not said again within this time."""
 MAX_LINES = 6
 """How many lines are said within this time."""
+MAX_CHARACTERS = 1000
+"""How much of a line is said."""
 
 
 class Notices:
-    """Decides which lines are said: each at most once in `EVERY_SECS`, and `MAX_LINES` of them."""
+    """Decides which lines are said: each at most once in `EVERY_SECS`, and `MAX_LINES` of them.
+
+    Use one for strangers and another one for launchers that know the secret: strangers must not hide a line
+    that the user needs.
+    """
 
     def __init__(self) -> None:
         self._said: collections.deque[tuple[float, str]] = collections.deque()
@@ -25,6 +31,8 @@ class Notices:
             text: The line; parts of it may come from a stranger.
             now: The time in seconds.
         """
+        if len(text) > MAX_CHARACTERS:
+            text = f"{text[:MAX_CHARACTERS]}…"
         while self._said and now - self._said[0][0] >= EVERY_SECS:
             self._said.popleft()
         if len(self._said) >= MAX_LINES or any(text == said for _, said in self._said):

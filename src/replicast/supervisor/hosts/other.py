@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 
+from replicast.names import Dialer
 from replicast.supervisor.hosts.connection import Connection, Malformed, is_closed, shown_address
 from replicast.supervisor.hosts.events import Event, NotWelcome
 from replicast.supervisor.hosts.member import Member
@@ -32,13 +33,13 @@ class Other:
     ) -> None:
         self._member, self._hello, self._secret = member, hello, secret
         self._timeouts = timeouts
-        self._endpoint, self._nodes = endpoint, nodes
+        self._dialer, self._nodes = Dialer(*endpoint), nodes
         self._shown = shown_address(*endpoint)
         self._connection: Connection | None = None
         self._next_try = self._connected_at = 0.0
         self._sent: Report | None = None
         self._sent_at = 0.0
-        self._notices = Notices()
+        self._of_strangers, self._of_first = Notices(), Notices()
 
     def sockets(self) -> list[socket.socket]:
         """The sockets from which something may come."""
@@ -75,7 +76,7 @@ class Other:
 
     def _connect(self) -> None:
         try:
-            connected = socket.create_connection(self._endpoint, timeout=CONNECT_SECS)
+            connected = self._dialer.connect(CONNECT_SECS)
         except OSError as error:  # No answer says nothing about the process; a refused connection does.
             self._member.on_unreachable(f"{self._shown}: {error.strerror or error}")
             self._lost(is_closed=isinstance(error, ConnectionRefusedError))
@@ -98,12 +99,14 @@ class Other:
                 if isinstance(message, Order):
                     events += self._member.on_order(message, time.monotonic())
                 if isinstance(message, Malformed):
-                    events += self._say(f"{self._shown}: a line is left out: {message.why}")
+                    text = f"{self._shown}: a line is left out: {message.why}"
+                    events += self._of_first.say(text, time.monotonic())
             return events
         except NotAuthentic as error:  # It may be anybody: no reason to give up.
             self._lost(is_closed=False)
             self._member.on_unreachable(f"{self._shown}: {error}")
-            return self._say(f"{self._shown}: {error}. {error.remedy}; this launcher keeps trying")
+            text = f"{self._shown}: {error}. {error.remedy}; this launcher keeps trying"
+            return [*self._of_strangers.say(text, time.monotonic())]
         except OSError as error:
             self._lost(is_closed=is_closed(error))
             return []
@@ -122,9 +125,6 @@ class Other:
             self._sent, self._sent_at = report, now
         except OSError as error:
             self._lost(is_closed=is_closed(error))
-
-    def _say(self, text: str) -> list[Event]:
-        return [*self._notices.say(text, time.monotonic())]
 
     def _lost(self, *, is_closed: bool) -> None:
         if self._connection is not None:

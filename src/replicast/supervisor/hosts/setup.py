@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from replicast.config import JOB_SECRET
 from replicast.errors import ClusterError, LaunchRefused
+from replicast.names import NAMES_SECS, Lookups
 from replicast.supervisor.hosts.connection import shown_address
 from replicast.supervisor.hosts.link import Link, first_link, other_link
 from replicast.supervisor.hosts.messages import Identity
@@ -63,33 +65,44 @@ def parse_nnodes(text: str) -> int:
 def own_node(hosts: Sequence[str]) -> int:
     """The index of this machine in the list of hosts: the one whose address is an address of this machine.
 
+    Blocks until the names are resolved, at most `NAMES_SECS`.
+
     Raises:
         ClusterError: None is, or several are.
     """
-    found = [node for node, host in enumerate(hosts) if _is_here(host)]
+    lookups = Lookups(hosts)
+    are_resolved = lookups.wait(NAMES_SECS)
+    found = [node for node, host in enumerate(hosts) if _is_here(host, lookups)]
     if len(found) == 1:
         return found[0]
     why = "none of --hosts is" if not found else "several of --hosts are"
+    late = "" if are_resolved else f"; not all names were resolved within {NAMES_SECS:g} s"
     raise ClusterError(
-        f"Which host this is cannot be found out: {why} an address of this machine",
+        f"Which host this is cannot be found out: {why} an address of this machine{late}",
         remedy="Say it with --node-rank, the index of this machine in --hosts, from 0",
         received=",".join(hosts),
     )
 
 
-def _is_here(host: str) -> bool:
+def _is_here(host: str, lookups: Lookups) -> bool:
     try:
-        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        addresses = lookups.addresses(host) or []
     except OSError:
         return False
-    for family, kind, protocol, _, address in addresses:
+    return any(map(_is_own, addresses))
+
+
+def _is_own(address: str) -> bool:
+    """Whether an IP address is one of this machine."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )[0]
         with socket.socket(family, kind, protocol) as tried:
-            try:
-                tried.bind(address)
-            except OSError:
-                continue
-            return True
-    return False
+            tried.bind(place)
+    except OSError:
+        return False
+    return True
 
 
 def read_secret(environ: Mapping[str, str], file: Path | None) -> bytes:
@@ -124,19 +137,10 @@ def listen(endpoint: tuple[str, int], *, name_secs: float = 0.0) -> socket.socke
     """
     host, port = endpoint
     shown = shown_address(host, port)
-    until = time.monotonic() + name_secs
-    while True:
-        try:
-            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            break
-        except OSError:
-            if time.monotonic() >= until:
-                raise ClusterError(
-                    f"The name of the first host has no address: {host}", remedy="Correct it, or the DNS"
-                ) from None
-            time.sleep(_PAUSE_SECS)
+    address = _address_of(host, time.monotonic() + name_secs)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        listener = socket.create_server((str(address[0]), port), family=family, backlog=1024)
+        listener = socket.create_server((address, port), family=family, backlog=1024)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ClusterError(
@@ -150,6 +154,22 @@ def listen(endpoint: tuple[str, int], *, name_secs: float = 0.0) -> socket.socke
         ) from None
     listener.setblocking(False)
     return listener
+
+
+def _address_of(host: str, until: float) -> str:
+    """The address of the first host. A name that has none is looked up again until then."""
+    while True:
+        lookup, problem = Lookups([host]), "has no address"
+        with contextlib.suppress(OSError):
+            if not lookup.wait(NAMES_SECS):
+                problem = f"was not resolved within {NAMES_SECS:g} s"
+            elif addresses := lookup.addresses(host):
+                return addresses[0]
+        if time.monotonic() >= until:
+            raise ClusterError(
+                f"The name of the first host {problem}: {host}", remedy="Correct it, or the DNS"
+            )
+        time.sleep(_PAUSE_SECS)
 
 
 def identity_of(job: Job, max_restarts: int) -> Identity:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from replicast.errors import ClusterError
+from replicast.names import Dialer
 from replicast.supervisor.hosts.connection import shown_address
 from replicast.supervisor.hosts.messages import Ask, Told, from_json, to_json
 from replicast.supervisor.hosts.notices import Notices
@@ -84,10 +85,10 @@ def ask_run_name(
         ClusterError: It has not answered in time.
     """
     shown, began, told, why = shown_address(*endpoint), time.monotonic(), False, ""
-    notices = Notices()
+    notices, dialer = Notices(), Dialer(*endpoint)
     while time.monotonic() - began < timeout_secs:
         try:
-            with socket.create_connection(endpoint, timeout=STEP_SECS) as connection:
+            with dialer.connect(STEP_SECS) as connection:
                 talk = Talk(connection, secret, is_first=False)
                 talk.send(to_json(Ask(node)))
                 answer = from_json(talk.receive(STEP_SECS), node + 1)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from replicast.errors import ClusterError
+from replicast.names import Dialer
 from replicast.processes import accept_problem
 from replicast.strictjson import described
 from replicast.supervisor.checks import Check, Verdict
@@ -179,11 +180,11 @@ class Visit:
 
     def _connect(self, endpoint: tuple[str, int]) -> tuple[socket.socket, Talk]:
         shown, why = shown_address(*endpoint), ""
-        until, told = time.monotonic() + self._timeout_secs, ""
+        until, told, dialer = time.monotonic() + self._timeout_secs, "", Dialer(*endpoint)
         while time.monotonic() < until:
             connection = None
             try:
-                connection = socket.create_connection(endpoint, timeout=STEP_SECS)
+                connection = dialer.connect(STEP_SECS)
                 return connection, Talk(connection, self._secret, is_first=False)
             except (OSError, ValueError) as error:
                 why = str(error)
