@@ -111,20 +111,22 @@ def test_where_no_namespace_can_be_made_the_job_is_refused_and_nothing_is_left(t
 
 @needs_root
 @needs_namespaces
-def test_a_launcher_with_threads_that_may_not_be_isolated_without_root_is_refused_with_the_reason() -> None:
+def test_a_launcher_with_threads_that_may_not_be_isolated_without_root_is_refused_and_nothing_is_left(
+    tmp_path: Path,
+) -> None:
     threaded = (
-        "import threading; from replicast.supervisor.isolation import isolate\n"
+        "import threading; from replicast.cli import main\n"
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-        "try: isolate()\n"
-        "except Exception as error: print(type(error).__name__, error)"
+        "main()"
     )
     unprivileged = ["setpriv", "--bounding-set=-sys_admin,-net_admin", "--inh-caps=-all"]
-    done = subprocess.run(
-        [*unprivileged, sys.executable, "-c", threaded], capture_output=True, text=True, timeout=SECS
-    )
-    assert done.stdout.startswith("LaunchRefused --isolate: "), done.stderr
-    assert "process of 2 threads" in done.stdout
-    assert "leave out --isolate" in done.stdout
+    arguments = command(tmp_path, WORKER, "0")[3:]
+    full = [*unprivileged, sys.executable, "-c", threaded, *arguments]
+    done = subprocess.run(full, capture_output=True, text=True, timeout=SECS)
+    assert done.returncode == 2
+    assert "process of 2 threads" in done.stderr
+    assert "leave out --isolate" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 @needs_namespaces

@@ -25,6 +25,14 @@ def test_a_pause_between_two_trainings_is_no_slow_step() -> None:
     assert pace.look(20, 501.0, training=True)["step_secs"] == pytest.approx(0.1)
 
 
+def test_a_step_that_goes_back_begins_a_new_mean() -> None:
+    pace = Pace()
+    pace.look(10, 100.0, training=True)
+    pace.look(20, 101.0, training=True)
+    assert pace.look(10, 102.0, training=True)["step_secs"] == pytest.approx(0.1)
+    assert pace.look(15, 103.0, training=True)["step_secs"] == pytest.approx(0.2)
+
+
 def test_the_steps_left_are_those_of_all_epochs_that_remain() -> None:
     fits = (Fit(2, 10), Fit(4, 25))
     assert progress(Position(1, 5, fits), training=True) == {"epoch": 1, "epochs": 4, "steps_left": 70}

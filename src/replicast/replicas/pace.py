@@ -29,9 +29,9 @@ class Pace:
             now: In seconds since 1970.
             training: Whether it is inside a training loop. A pause between two of them is no slow step.
         """
-        if not training:
+        if not training or (self._seen and step < self._seen[-1][1]):  # A restored state is an earlier step.
             self._seen.clear()
-        elif not self._seen or step != self._seen[-1][1]:
+        if training and (not self._seen or step != self._seen[-1][1]):
             self._stepped_at = now if self._seen else self._stepped_at
             self._seen.append((now, step))
         if len(self._seen) > 1:

@@ -43,13 +43,15 @@ def check_isolation(job: Job, environ: Mapping[str, str]) -> None:
             f"--isolate leaves the workers no network, so they cannot report to {PROGRESS_URL}",
             remedy=f"Unset it, {_WITHOUT}",
         )
-    problem = _try_in_a_child()
+    problem, needs_one_thread = _try_in_a_child()
     if problem:
         raise LaunchRefused(
             f"--isolate: this user may not make a network namespace here ({problem})",
             remedy="Run as root, let users make namespaces (sysctl kernel.unprivileged_userns_clone=1; on "
             f"Ubuntu also kernel.apparmor_restrict_unprivileged_userns=0), {_WITHOUT}",
         )
+    if needs_one_thread and _threads() > 1:
+        raise _too_many_threads()
 
 
 def isolate() -> None:
@@ -61,56 +63,70 @@ def isolate() -> None:
     try:
         _enter()
     except OSError as error:
-        threads = len(list(Path("/proc/self/task").iterdir()))
-        if error.errno == errno.EINVAL and threads > 1:
-            raise LaunchRefused(
-                f"--isolate: a user other than root may not enter a namespace with a process of {threads} "
-                "threads, and something has started threads in the launcher",
-                remedy="Run as root, start it without what runs threads in every Python process (a debugger, "
-                f"a profiler, a .pth file), {_WITHOUT}",
-            ) from error
+        if error.errno == errno.EINVAL and _threads() > 1:
+            raise _too_many_threads() from error
         raise LaunchRefused(
             f"--isolate: the launcher could not enter a network namespace ({error.strerror or error})",
             remedy=f"Run as root, {_WITHOUT}",
         ) from error
 
 
-def _enter() -> None:
+def _threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def _too_many_threads() -> LaunchRefused:
+    return LaunchRefused(
+        f"--isolate: a user other than root may not enter a namespace with a process of {_threads()} "
+        "threads, and something has started threads in the launcher",
+        remedy="Run as root, start it without what runs threads in every Python process (a debugger, "
+        f"a profiler, a .pth file), {_WITHOUT}",
+    )
+
+
+def _enter() -> bool:
     """Enters a new network namespace.
+
+    Returns:
+        Whether that took a user namespace, which only a process of one thread may enter.
 
     Raises:
         OSError: The system does not allow it.
     """
     uid, gid = os.geteuid(), os.getegid()
+    took_user_namespace = False
     try:
         _unshare(_CLONE_NEWNET)
     except OSError:
+        took_user_namespace = True
         _unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
         Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1", encoding="ascii")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1", encoding="ascii")
     _bring_up_loopback()
+    return took_user_namespace
 
 
-def _try_in_a_child() -> str:
-    """Why a child process could not enter a namespace; empty if it could."""
+def _try_in_a_child() -> tuple[str, bool]:
+    """Why a child process could not enter a namespace, empty if it could; whether it needs one thread."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
+        code = 0
         try:
-            _enter()
+            code = int(_enter())
         except OSError as error:
             limit = "user.max_user_namespaces or user.max_net_namespaces is reached"
             os.write(
                 writer, (limit if error.errno == errno.ENOSPC else error.strerror or str(error)).encode()
             )
         finally:
-            os._exit(0)
+            os._exit(code)
     os.close(writer)
     with os.fdopen(reader, "rb") as said:
         problem = said.read().decode()
-    os.waitpid(child, 0)
-    return problem
+    _, status = os.waitpid(child, 0)
+    return problem, os.waitstatus_to_exitcode(status) == 1
 
 
 def _unshare(flags: int) -> None:
