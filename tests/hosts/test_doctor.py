@@ -61,6 +61,17 @@ def test_another_secret_is_named_on_both_hosts(two: Machines) -> None:
     assert "do not belong together: the other host has another secret of the job" in second.text
 
 
+def test_hosts_in_another_order_are_named_on_both_hosts(two: Machines) -> None:
+    first = two.launch(0, "--hosts", HOSTS, "--timeout", "60", command="doctor")
+    first.wait_for("waiting for 10.77.0.2")
+    second = two.launch(1, "--hosts", "10.77.0.2,10.77.0.1", command="doctor")
+    assert second.finish() == 2
+    assert "10.77.0.1:29499 has refused this host: both take themselves" in second.text
+    first.wait_for("refused a host: both take themselves for the launcher of the first host")
+    assert two.launch(1, "--hosts", HOSTS, command="doctor").finish() == 0
+    assert first.finish() == 0
+
+
 def test_a_closed_port_and_a_directory_that_others_do_not_see_are_named(two: Machines) -> None:
     two.hosts[1].namespaces.run("nft", "add rule inet faults in tcp dport 29500 drop")
     for node in range(2):

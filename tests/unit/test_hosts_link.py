@@ -167,6 +167,20 @@ def test_of_two_launchers_that_take_themselves_for_the_first_the_later_one_is_re
         assert told.text == f"refused a launcher at 127.0.0.1: {refused.why}"
 
 
+def test_two_launchers_that_take_themselves_for_the_first_at_the_same_moment_refuse_each_other() -> None:
+    one, other = "127.0.0.1", "127.0.0.2"
+    listener = listen((one, 0))
+    listeners = (listener, listen((other, listener.getsockname()[1])))
+    links = [
+        first_of(replace(IDENTITY, hosts=hosts), own)
+        for hosts, own in zip(((one, other), (other, one)), listeners, strict=True)
+    ]
+    with links[0], links[1]:
+        for link in links:
+            while not any(isinstance(event, NotWelcome) for event in next_events(link)):
+                pass
+
+
 def test_a_stranger_at_one_host_does_not_hide_another_first_launcher_at_the_next_one() -> None:
     here, stranger, rival = "127.0.0.1", "127.0.0.2", "127.0.0.3"
     listener = listen((here, 0))

@@ -211,7 +211,7 @@ def test_a_worker_of_another_job_is_refused_and_told_why() -> None:
         pytest.param(b"[" * 100_000 + b"\n", id="nested"),
     ],
 )
-def test_whoever_does_not_speak_the_protocol_disturbs_nothing(said: bytes) -> None:
+def test_a_program_that_does_not_speak_the_protocol_disturbs_nothing(said: bytes) -> None:
     addresses = free_addresses(2)
     host = Meeting(addresses, 0)
     port = int(addresses[0].rpartition(":")[2])
@@ -268,7 +268,7 @@ def test_the_oldest_of_many_strangers_makes_way_and_a_worker_that_comes_again_re
         assert host.has_met()
 
 
-def test_whoever_connects_and_says_nothing_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_connects_and_says_nothing_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replicast.rendezvous._ANSWER_SECS", 1.5)
     addresses = free_addresses(3)
     host, worker = Meeting(addresses, 0), Meeting(addresses, 1)

@@ -13,7 +13,7 @@ class FrozenWorkers:
 
     A group that is stopped as a whole has been paused on purpose and can be continued, so that does not
     count. Nor does a job of one worker, for which nobody waits. Nor does time in which the launcher was
-    stopped too: when a suspended job is continued, the launcher may be so before the last worker.
+    stopped too: when a suspended job is continued, the launcher may run again before the last worker does.
     """
 
     def __init__(self) -> None:

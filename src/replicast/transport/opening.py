@@ -66,7 +66,7 @@ def hosts_of_job(
         JobFailed: A worker did not do so within two minutes.
     """
     key = f"{prefix}/host"
-    if rank == 0:  # first: whoever has the hosts of all finds it
+    if rank == 0:  # first: a worker that has the hosts of all finds it
         coordination.put(f"{prefix}/job", uuid.uuid4().hex)
     coordination.put(f"{key}/{rank}", host_id(environ))
 

@@ -18,7 +18,7 @@ _READ_BYTES = 65536
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A line that is authentic, and no message of a launcher. It is left out."""
+    """An authentic line that is not a valid message. It is skipped."""
 
     why: str
 

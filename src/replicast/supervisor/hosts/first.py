@@ -55,6 +55,7 @@ class First:
         self._leader, self._member = leader, member
         self._identity, self._secret, self._timeouts = identity, secret, timeouts
         self._listener, self._run_name, self._rivals = listener, run_name, rivals
+        self._first_of = FirstOf(identity.hosts, identity.port)
         self._connections: list[Connection] = []
         self._sent: Order | None = None
         self._sent_at = 0.0
@@ -148,7 +149,7 @@ class First:
             connection.send(Told(self._run_name))
         elif isinstance(message, Report) and connection.hello is not None:
             self._leader.on_report(connection.hello.node, message, now)
-        elif isinstance(message, FirstOf) and (refusal := two_firsts(self._identity, message)):
+        elif isinstance(message, FirstOf) and (refusal := two_firsts(self._first_of, message)):
             return self._refuse(connection, refusal, self._of_launchers)
         elif isinstance(message, Malformed):
             text = f"a line of the launcher at {_host_of(connection)} is left out: {message.why}"

@@ -146,7 +146,7 @@ class Member:
         self._unreachable = why
 
     def should_redial(self, now: float) -> bool:
-        """Whether nothing has come over a connection of this age for so long that a new one is better."""
+        """Whether nothing was heard for `redial_secs`. Ask only for a connection at least that old."""
         heard = self._presence.heard_at
         return heard is None or now - heard >= self._timeouts.redial_secs
 

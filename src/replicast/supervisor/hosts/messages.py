@@ -109,7 +109,7 @@ def difference(ours: Identity, theirs: Identity) -> str:
     return ""
 
 
-def two_firsts(ours: Identity, theirs: FirstOf) -> str:
+def two_firsts(ours: FirstOf, theirs: FirstOf) -> str:
     """In words: two launchers of one job take themselves for the first one; empty if they do not.
 
     Theirs may be a job of its own, on other ports or hosts; or this launcher's own question, which a stranger
@@ -257,7 +257,7 @@ def from_json(fields: Mapping[str, Any], nodes: int) -> Message:
         nodes: The number of hosts of the job.
 
     Raises:
-        ValueError: The object is none, or has values that no launcher sends.
+        ValueError: The object is not a message, or has values that no launcher sends.
     """
     if len(fields) != 1:
         raise ValueError(f"not a message of a launcher: {str(fields)[:200]}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +28,11 @@ from replicast.strictjson import described
 from replicast.supervisor.checks import Check, Verdict
 from replicast.supervisor.hosts.connection import shown_address
 from replicast.supervisor.hosts.diagnosis import Evidence, diagnose
+from replicast.supervisor.hosts.events import NotWelcome
 from replicast.supervisor.hosts.facts import Facts, Found, Look, gather_facts, look_around, now
+from replicast.supervisor.hosts.messages import FirstOf, Refused, to_json, two_firsts
 from replicast.supervisor.hosts.notices import Notices
+from replicast.supervisor.hosts.rivals import Rivals
 from replicast.supervisor.hosts.setup import listen
 from replicast.supervisor.hosts.talk import STEP_SECS, Talk
 from replicast.supervisor.hosts.wire import NotAuthentic
@@ -113,14 +117,14 @@ class Visit:
     ) -> dict[int, tuple[Facts, Talk]]:
         came: dict[int, tuple[Facts, Talk]] = {}
         until = time.monotonic() + self._timeout_secs
-        listener.setblocking(True)
+        rivals = Rivals(self._hosts, listener.getsockname()[1], self._port, self._secret)
+        stack.callback(rivals.close)
         self._report(self._missing({own.node}))
         while len(came) < len(self._hosts) - 1 and time.monotonic() < until:
-            listener.settimeout(max(0.01, until - time.monotonic()))
+            if not self._has_come(listener, rivals):
+                continue
             try:
                 connection = stack.enter_context(listener.accept()[0])
-            except TimeoutError:
-                break
             except OSError as error:
                 if problem := accept_problem(error):
                     self._say(f"cannot accept other hosts for now: {problem}")
@@ -139,9 +143,34 @@ class Visit:
                     self._report(self._missing({0, *came}))
         return came
 
+    def _has_come(self, listener: socket.socket, rivals: Rivals) -> bool:
+        """Whether somebody has connected within a moment.
+
+        Raises:
+            ClusterError: On another host, this command takes itself for that of the first one too.
+        """
+        with selectors.PollSelector() as selector:
+            for one in (listener, *rivals.sockets()):
+                selector.register(one, selectors.EVENT_READ, one)
+            readable = [key.data for key, _ in selector.select(_PAUSE_SECS)]
+        for event in rivals.poll(readable, self._notices):
+            if isinstance(event, NotWelcome):
+                raise ClusterError(
+                    f"{event.by} has refused this host: {event.why}",
+                    remedy="Start the same command on all hosts, with --hosts in the same order",
+                )
+            self._report(event.text)
+        return listener in readable
+
     def _meet(self, connection: socket.socket) -> tuple[Facts, Talk]:
         talk = Talk(connection, self._secret, is_first=True)
-        return described(Facts, "facts", talk.receive(STEP_SECS)["facts"]), talk
+        message = talk.receive(STEP_SECS)
+        if "first_of" in message:
+            theirs = described(FirstOf, "first_of", message["first_of"])
+            if why := two_firsts(FirstOf(tuple(self._hosts), self._port), theirs):
+                talk.send(to_json(Refused(why)))
+                self._say(f"refused a host: {why}")
+        return described(Facts, "facts", message["facts"]), talk
 
     def _say(self, text: str) -> None:
         for notice in self._notices.say(text, time.monotonic()):
