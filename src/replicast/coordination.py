@@ -19,6 +19,9 @@ MAX_TIMED_OUT_WAITS = 20
 """After this many timed-out waits of a worker for one key, the service is made to release them."""
 CLEANUP_SECS = 30.0
 """Longer than a worker may be silent before TensorFlow considers it dead."""
+PEEK_SECS = 0.3
+"""To learn whether a key exists. TensorFlow's client gives up after this time whether or not the service has
+answered, so a shorter one would only tell that the machine is busy."""
 _NO_VALUE = "replicast: nothing"
 _RETRY_SECS = 0.005
 _KEYS_COUNTED = 100
@@ -102,6 +105,10 @@ class Coordination(abc.ABC):
     def get(self, key: str, timeout_secs: float) -> str | None:
         """Blocks until the key exists, at most `timeout_secs`; returns None on timeout."""
 
+    def peek(self, key: str) -> str | None:
+        """Returns the value of a key; None if it does not exist, which takes `PEEK_SECS` to find out."""
+        return self.get(key, PEEK_SECS)
+
     @abc.abstractmethod
     def delete(self, key: str) -> None:
         """Deletes a key; no-op if it does not exist."""
@@ -150,7 +157,7 @@ class ServiceCoordination(Coordination):
     def put(self, key: str, value: str) -> bool:  # noqa: D102
         deadline = time.monotonic() + self._cleanup_secs
         while not self._insert(key, value):
-            existing = self._wait_for(key, _RETRY_SECS)
+            existing = self._wait_for(key, PEEK_SECS)
             if existing is not None and existing != _NO_VALUE:
                 return False
             if existing == _NO_VALUE and time.monotonic() > deadline:

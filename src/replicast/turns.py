@@ -44,12 +44,16 @@ class JobKeys:
     def __init__(self, coordination: Coordination) -> None:
         self._coordination = coordination
 
-    def put(self, key: str, value: dict[str, Any]) -> None:
-        """Writes a key unless it exists. A lost service is only logged: `get` raises for it."""
+    def put(self, key: str, value: dict[str, Any]) -> bool:
+        """Writes a key unless it exists; returns whether it was written.
+
+        A lost service is only logged: `get` raises for it.
+        """
         try:
-            self._coordination.put(f"{PREFIX}/{key}", json.dumps(value))
+            return self._coordination.put(f"{PREFIX}/{key}", json.dumps(value))
         except JobFailed:
             logger.debug("could not publish %s", key, exc_info=True)
+            return False
 
     def get(self, key: str, timeout_secs: float | None = None) -> dict[str, Any] | None:
         """Returns a key's value, or None after the timeout.
@@ -110,6 +114,7 @@ class Turns:
         self._meetings: set[int] = set()
         self._alone: tuple[str, int] | None = None
         self._suspect: dict[str, Any] | None = None
+        self._stands = False
         self.count = 0
         """The number of turns that this worker has taken."""
 
@@ -184,13 +189,13 @@ class Turns:
     def stand(self, step: int) -> None:
         """Publishes that this worker waits for the others at a boundary, where it starts no transfer."""
         value = {"worker": self._rank, "transfers": self._transfers_started(), "step": step}
-        self._keys.put("stands", value)
+        self._stands = self._keys.put("stands", value) or self._stands
 
     def go_on(self) -> None:
         """Ends the wait of `stand`."""
-        stands = self._keys.get("stands", 0.001)
-        if stands is not None and stands["worker"] == self._rank:
+        if self._stands:  # not if the key is another worker's
             self._keys.delete("stands")
+            self._stands = False
 
     def leave(self) -> int | None:
         """Publishes that this worker has reached the end of its script.
@@ -236,7 +241,7 @@ class Turns:
 
         Must be observed twice, because the other worker may just be about to continue.
         """
-        stands, suspect = self._keys.get("stands", 0.001), self._suspect
+        stands, suspect = self._keys.get("stands"), self._suspect
         in_vain = stands is not None and stands["worker"] != self._rank and self._waits_in_vain(stands)
         self._suspect = stands if in_vain else None
         if stands is None or not in_vain or stands != suspect:

@@ -97,6 +97,24 @@ def test_the_placeholder_of_a_worker_that_died_is_deleted() -> None:
     assert stuck.values["key"] == "mine"
 
 
+class SlowToAnswer(PlayedService):
+    """Needs 20 ms for an answer: a shorter wait finds nothing, though the key exists."""
+
+    def get_config_key_value(self, key: str, timeout_in_ms: int) -> str:
+        self.looks = getattr(self, "looks", 0) + 1
+        assert self.looks < 10, "the key exists"
+        if timeout_in_ms < 20:
+            raise tf.errors.DeadlineExceededError(None, None, key)
+        return super().get_config_key_value(key, timeout_in_ms)
+
+
+def test_a_writer_learns_that_the_key_exists_though_the_service_is_slow() -> None:
+    coordination = ServiceCoordination(SlowToAnswer())
+    assert coordination.put("key", "mine")
+    assert not coordination.put("key", "another")
+    assert coordination.peek("key") == "mine"
+
+
 def kilobytes() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
