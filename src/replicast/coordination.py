@@ -24,7 +24,8 @@ PEEK_SECS = 0.3
 answered, so a shorter one would only tell that the machine is busy."""
 _NO_VALUE = "replicast: nothing"
 _RETRY_SECS = 0.005
-_KEYS_COUNTED = 100
+FORGET_SECS = 60.0
+"""Nobody waits any more for a key that was not read for this long: a worker polls each key more often."""
 
 
 _TASK = r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)"
@@ -138,9 +139,16 @@ class ServiceCoordination(Coordination):
         context: TensorFlow's eager context; for tests.
         chiefs: The number of tasks of type "chief" in the cluster.
         cleanup_secs: A placeholder that is this old was left behind by a worker that died.
+        forget_secs: The timed-out waits for a key are no longer counted after this time without one.
     """
 
-    def __init__(self, context: Any = None, chiefs: int = 0, cleanup_secs: float = CLEANUP_SECS) -> None:
+    def __init__(
+        self,
+        context: Any = None,
+        chiefs: int = 0,
+        cleanup_secs: float = CLEANUP_SECS,
+        forget_secs: float = FORGET_SECS,
+    ) -> None:
         import tensorflow as tf
 
         if context is None:
@@ -151,7 +159,8 @@ class ServiceCoordination(Coordination):
         self._context = context
         self.chiefs = chiefs
         self._cleanup_secs = cleanup_secs
-        self._timed_out: OrderedDict[str, int] = OrderedDict()
+        self._forget_secs = forget_secs
+        self._timed_out: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self._lock = threading.Lock()
 
     def put(self, key: str, value: str) -> bool:  # noqa: D102
@@ -186,12 +195,13 @@ class ServiceCoordination(Coordination):
 
     def _count(self, key: str, *, timed_out: bool) -> bool:
         """Counts consecutive timed-out waits for a key; returns whether there are too many."""
+        now = time.monotonic()
         with self._lock:
-            count = self._timed_out.pop(key, 0) + 1
+            count = self._timed_out.pop(key, (0, now))[0] + 1
+            while self._timed_out and now - next(iter(self._timed_out.values()))[1] >= self._forget_secs:
+                self._timed_out.popitem(last=False)
             if timed_out and count <= MAX_TIMED_OUT_WAITS:
-                self._timed_out[key] = count
-            if len(self._timed_out) > _KEYS_COUNTED:
-                self._timed_out.popitem(last=False)  # nobody waits for the oldest key any more
+                self._timed_out[key] = (count, now)
             return timed_out and count > MAX_TIMED_OUT_WAITS
 
     def _insert(self, key: str, value: str) -> bool:
