@@ -265,23 +265,29 @@ def test_workers_open_their_data_together(workers: list[Worker]) -> None:
     assert not first.is_alive()
 
 
-def test_every_worker_that_waits_for_the_others_is_told_who_is_late_and_then_what_all_say(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("late", [0, 2])
+def test_every_worker_that_waits_for_the_others_is_told_for_whom_and_then_what_all_say(
+    late: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("replicast.turns.REMIND_SECS", LOOK_SECS)
     store = MemoryCoordination.Store()
-    workers = [Worker(store, rank, size=3) for rank in range(3)]
+    workers = [Worker(store, rank, size=3, service=SlowService) for rank in range(3)]
     heard: dict[int, dict[int, str]] = {}
 
     def meet(rank: int) -> None:
         heard[rank] = workers[rank].lifetime.turns.meet(f"of {rank}")
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(3)]
-    for thread in threads[:2]:
-        thread.start()
-    for rank in (0, 1):
-        eventually(lambda rank=rank: f"worker {rank} waits for worker 2 to open its data" in caplog.text)
-    threads[2].start()
+    early = [rank for rank in range(3) if rank != late]
+    for rank in early:
+        threads[rank].start()
+    for rank in early:
+        of_all = "until all workers have opened their data: worker 0's log names the late one"
+        what = of_all if late and rank else f"for worker {late} to open its data"
+        eventually(lambda rank=rank, what=what: f"worker {rank} waits {what}" in caplog.text)
+    threads[late].start()
     for thread in threads:
         thread.join(DEADLINE_SECS)
     said = {rank: f"of {rank}" for rank in range(3)}
