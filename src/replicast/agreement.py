@@ -14,53 +14,114 @@ import json
 import time
 from collections.abc import Callable
 
-from replicast.coordination import Coordination
+from replicast.coordination import PEEK_SECS, Coordination
 from replicast.errors import JobFailed
 
 LOOK_SECS = 1.0
 """A longer wait is made of several calls: during a call to the service, no signal handler of Python runs."""
+LIST_SECS = 5.0
+"""The others wait longer than worker 0, which may have come later and has to find out who is missing."""
 
-Wait = Callable[[str, int], str]
-"""Returns the value of a key once a worker has written it; raises `JobFailed`, which names that worker."""
 
-
-def collect(coordination: Coordination, key: str, rank: int, size: int, wait: Wait) -> dict[int, str]:
-    """The values of all workers, by rank. All of them call it, each when it has written its own.
+class Wait:
+    """Waits for keys until a time that is the same for all of them.
 
     Args:
         coordination: The keys that all workers share.
+        secs: When to give up, from now.
+        late: The error about a worker that has not written its key by then.
+        look: Called about once a second with the key and the worker; raises to end the wait.
+    """
+
+    def __init__(
+        self,
+        coordination: Coordination,
+        secs: float,
+        late: Callable[[int], JobFailed],
+        look: Callable[[str, int], None] = lambda key, worker: None,
+    ) -> None:
+        self.coordination = coordination
+        self.late = late
+        self._until = time.monotonic() + secs
+        self._look = look
+
+    def value(self, key: str, worker: int) -> str:
+        """The value of a key, once a worker has written it.
+
+        Raises:
+            JobFailed: It is late, or what `look` raises.
+        """
+        value = self.value_or_none(key, worker)
+        if value is None:
+            raise self.late(worker)
+        return value
+
+    def value_or_none(self, key: str, worker: int, longer_secs: float = 0.0) -> str | None:
+        """As `value`, and waits this much longer; None if it is late."""
+        until = self._until + longer_secs
+        while (value := self.coordination.get(key, _look_secs(until))) is None:
+            if time.monotonic() >= until:
+                return None
+            self._look(key, worker)
+        return value
+
+
+def _look_secs(until: float) -> float:
+    return max(PEEK_SECS, min(LOOK_SECS, until - time.monotonic()))
+
+
+def collect(wait: Wait, key: str, rank: int, size: int) -> dict[int, str]:
+    """The values of all workers, by rank. All of them call it, each when it has written its own.
+
+    Args:
+        wait: How long to wait; a worker other than 0 waits up to 10 s longer.
         key: The prefix of the keys.
         rank: This worker.
         size: The number of workers.
-        wait: How to wait for a key; it sets how long.
 
     Raises:
-        JobFailed: A value is missing. The error names the worker that did not write it, on every worker.
+        JobFailed: A value is missing, and the error names the worker that did not write it, on every worker.
+            Or what `look` raises.
     """
     if rank == 0:
-        return _publish(coordination, key, size, wait)
+        return _publish(wait, key, size)
+    told = wait.value_or_none(f"{key}/all", 0, LIST_SECS)
+    if told is None:  # Worker 0 has not come, or came later and has not given up yet.
+        return _read_without_list(wait, key, size)
+    return _listed(told)
+
+
+def _publish(wait: Wait, key: str, size: int) -> dict[int, str]:
+    listed = f"{key}/all"
     try:
-        told = json.loads(wait(f"{key}/all", 0))
-    except JobFailed:  # Worker 0 is missing, or still waits, because it came later than this worker.
-        return _read(key, size, wait)
+        values = {worker: wait.value(f"{key}/{worker}", worker) for worker in range(size)}
+    except JobFailed as error:
+        with contextlib.suppress(JobFailed):  # the service is gone
+            wait.coordination.put(listed, json.dumps({"missing": error.worker, "problem": str(error)}))
+        raise
+    if wait.coordination.put(listed, json.dumps({"values": list(values.values())})):
+        return values
+    return _listed(wait.value(listed, 0))  # of an earlier call: the others obey it too
+
+
+def _listed(text: str) -> dict[int, str]:
+    told = json.loads(text)
     if "missing" in told:
         raise JobFailed(told["problem"], worker=told["missing"])
     return dict(enumerate(told["values"]))
 
 
-def _publish(coordination: Coordination, key: str, size: int, wait: Wait) -> dict[int, str]:
-    try:
-        values = _read(key, size, wait)
-    except JobFailed as error:
-        with contextlib.suppress(JobFailed):  # the service is gone
-            coordination.put(f"{key}/all", json.dumps({"missing": error.worker, "problem": str(error)}))
-        raise
-    coordination.put(f"{key}/all", json.dumps({"values": list(values.values())}))
+def _read_without_list(wait: Wait, key: str, size: int) -> dict[int, str]:
+    until = time.monotonic() + LIST_SECS
+    values: dict[int, str] = {}
+    for worker in range(size):
+        value = wait.coordination.peek(f"{key}/{worker}")
+        if value is None:
+            raise wait.late(worker)
+        if time.monotonic() > until:
+            raise wait.late(0)
+        values[worker] = value
     return values
-
-
-def _read(key: str, size: int, wait: Wait) -> dict[int, str]:
-    return {worker: wait(f"{key}/{worker}", worker) for worker in range(size)}
 
 
 def forget(coordination: Coordination, key: str, rank: int) -> None:
@@ -68,32 +129,3 @@ def forget(coordination: Coordination, key: str, rank: int) -> None:
     coordination.delete(f"{key}/{rank}")
     if rank == 0:
         coordination.delete(f"{key}/all")
-
-
-def waiting(
-    coordination: Coordination,
-    until: float,
-    late: Callable[[int], JobFailed],
-    look: Callable[[str, int], None] = lambda key, worker: None,
-) -> Wait:
-    """Waits for keys until a time.
-
-    Args:
-        coordination: The keys that all workers share.
-        until: When to give up, as `time.monotonic` counts.
-        late: The error about a worker that has not written its key by then.
-        look: Called about once a second with the key and the worker; raises to end the wait.
-    """
-
-    def wait(key: str, worker: int) -> str:
-        while (value := coordination.get(key, _look_secs(until))) is None:
-            if time.monotonic() >= until:
-                raise late(worker)
-            look(key, worker)
-        return value
-
-    return wait
-
-
-def _look_secs(until: float) -> float:
-    return max(0.001, min(LOOK_SECS, until - time.monotonic()))

@@ -19,9 +19,13 @@ MAX_TIMED_OUT_WAITS = 20
 """After this many timed-out waits of a worker for one key, the service is made to release them."""
 CLEANUP_SECS = 30.0
 """Longer than a worker may be silent before TensorFlow considers it dead."""
+PEEK_SECS = 0.3
+"""To learn whether a key exists. TensorFlow's client gives up after this time whether or not the service has
+answered, so a shorter one would only tell that the machine is busy."""
 _NO_VALUE = "replicast: nothing"
 _RETRY_SECS = 0.005
-_KEYS_COUNTED = 100
+FORGET_SECS = 60.0
+"""Nobody waits any more for a key that was not read for this long: a worker polls each key more often."""
 
 
 _TASK = r"/job:(\w+)/(?:replica:\d+/)?task:(\d+)"
@@ -102,6 +106,10 @@ class Coordination(abc.ABC):
     def get(self, key: str, timeout_secs: float) -> str | None:
         """Blocks until the key exists, at most `timeout_secs`; returns None on timeout."""
 
+    def peek(self, key: str) -> str | None:
+        """Returns the value of a key; None if it does not exist, which takes `PEEK_SECS` to find out."""
+        return self.get(key, PEEK_SECS)
+
     @abc.abstractmethod
     def delete(self, key: str) -> None:
         """Deletes a key; no-op if it does not exist."""
@@ -131,9 +139,16 @@ class ServiceCoordination(Coordination):
         context: TensorFlow's eager context; for tests.
         chiefs: The number of tasks of type "chief" in the cluster.
         cleanup_secs: A placeholder that is this old was left behind by a worker that died.
+        forget_secs: The timed-out waits for a key are no longer counted after this time without one.
     """
 
-    def __init__(self, context: Any = None, chiefs: int = 0, cleanup_secs: float = CLEANUP_SECS) -> None:
+    def __init__(
+        self,
+        context: Any = None,
+        chiefs: int = 0,
+        cleanup_secs: float = CLEANUP_SECS,
+        forget_secs: float = FORGET_SECS,
+    ) -> None:
         import tensorflow as tf
 
         if context is None:
@@ -144,13 +159,14 @@ class ServiceCoordination(Coordination):
         self._context = context
         self.chiefs = chiefs
         self._cleanup_secs = cleanup_secs
-        self._timed_out: OrderedDict[str, int] = OrderedDict()
+        self._forget_secs = forget_secs
+        self._timed_out: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self._lock = threading.Lock()
 
     def put(self, key: str, value: str) -> bool:  # noqa: D102
         deadline = time.monotonic() + self._cleanup_secs
         while not self._insert(key, value):
-            existing = self._wait_for(key, _RETRY_SECS)
+            existing = self._wait_for(key, PEEK_SECS)
             if existing is not None and existing != _NO_VALUE:
                 return False
             if existing == _NO_VALUE and time.monotonic() > deadline:
@@ -179,12 +195,13 @@ class ServiceCoordination(Coordination):
 
     def _count(self, key: str, *, timed_out: bool) -> bool:
         """Counts consecutive timed-out waits for a key; returns whether there are too many."""
+        now = time.monotonic()
         with self._lock:
-            count = self._timed_out.pop(key, 0) + 1
+            count = self._timed_out.pop(key, (0, now))[0] + 1
+            while self._timed_out and now - next(iter(self._timed_out.values()))[1] >= self._forget_secs:
+                self._timed_out.popitem(last=False)
             if timed_out and count <= MAX_TIMED_OUT_WAITS:
-                self._timed_out[key] = count
-            if len(self._timed_out) > _KEYS_COUNTED:
-                self._timed_out.popitem(last=False)  # nobody waits for the oldest key any more
+                self._timed_out[key] = (count, now)
             return timed_out and count > MAX_TIMED_OUT_WAITS
 
     def _insert(self, key: str, value: str) -> bool:

@@ -321,7 +321,7 @@ class Lifetime:
         A transfer of TensorFlow notices a broken connection at once, one through shared memory has none.
         """
         worker = self.dead_worker()
-        if worker is None or self._keys.get("failed", 0.001) is not None:  # the next poll says why
+        if worker is None or self._keys.get("failed") is not None:  # the next poll says why
             return None
         message = self._causes.witnessed(lost_text(Loss(worker, "its process has ended")))
         return JobFailed(message, worker=worker)

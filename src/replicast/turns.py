@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from replicast.agreement import LOOK_SECS, collect, waiting
+from replicast.agreement import LOOK_SECS, Wait, collect
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed
 
@@ -44,12 +44,16 @@ class JobKeys:
     def __init__(self, coordination: Coordination) -> None:
         self._coordination = coordination
 
-    def put(self, key: str, value: dict[str, Any]) -> None:
-        """Writes a key unless it exists. A lost service is only logged: `get` raises for it."""
+    def put(self, key: str, value: dict[str, Any]) -> bool:
+        """Writes a key unless it exists; returns whether it was written.
+
+        A lost service is only logged: `get` raises for it.
+        """
         try:
-            self._coordination.put(f"{PREFIX}/{key}", json.dumps(value))
+            return self._coordination.put(f"{PREFIX}/{key}", json.dumps(value))
         except JobFailed:
             logger.debug("could not publish %s", key, exc_info=True)
+            return False
 
     def get(self, key: str, timeout_secs: float | None = None) -> dict[str, Any] | None:
         """Returns a key's value, or None after the timeout.
@@ -76,8 +80,8 @@ class JobKeys:
             size: The number of workers.
             look: Called about once a second with the key and the worker; raises to end the wait.
         """
-        wait = waiting(self._coordination, math.inf, lambda worker: JobFailed("", worker=worker), look)
-        texts = collect(self._coordination, f"{PREFIX}/{key}", rank, size, wait)
+        wait = Wait(self._coordination, math.inf, lambda worker: JobFailed("", worker=worker), look)
+        texts = collect(wait, f"{PREFIX}/{key}", rank, size)
         return {worker: dict(json.loads(text)) for worker, text in texts.items()}
 
 
@@ -110,6 +114,7 @@ class Turns:
         self._meetings: set[int] = set()
         self._alone: tuple[str, int] | None = None
         self._suspect: dict[str, Any] | None = None
+        self._stands = False
         self.count = 0
         """The number of turns that this worker has taken."""
 
@@ -130,8 +135,9 @@ class Turns:
     def meet(self, message: str = "") -> dict[int, str]:
         """Takes a turn and waits there for all other workers.
 
-        Blocks while the others run, and logs every 30 s which worker it waits for. If another worker never
-        arrives because it waits for a transfer of this worker, that worker's `mismatch` detects it.
+        Blocks while the others run, and logs every 30 s what it waits for; worker 0 names the late worker. If
+        another worker never arrives because it waits for a transfer of this worker, that worker's `mismatch`
+        detects it.
 
         Args:
             message: Passed to the other workers.
@@ -147,16 +153,20 @@ class Turns:
         def look(_: str, worker: int) -> None:
             self._check()
             if next(looks) % (REMIND_SECS / LOOK_SECS) == 0:
-                late = self._first_without(key) if worker == 0 else worker
-                logger.warning("worker %d waits for worker %d to open its data", self._rank, late)
+                self._remind(worker, key)
 
         said = self._keys.collect(key, self._rank, self._size, look)
         return {worker: str(value["message"]) for worker, value in said.items()}
 
-    def _first_without(self, key: str) -> int:
-        """The first worker without this key: worker 0, whom all others wait for, may itself wait for it."""
-        missing = (worker for worker in range(self._size) if self._keys.get(f"{key}/{worker}", 0.001) is None)
-        return next(missing, 0)
+    def _remind(self, worker: int, key: str) -> None:
+        """Logs for whom this worker waits. Only worker 0 reads what each of the others has written."""
+        if self._rank == 0 or self._keys.get(f"{key}/0") is None:
+            logger.warning("worker %d waits for worker %d to open its data", self._rank, worker)
+        else:
+            logger.warning(
+                "worker %d waits until all workers have opened their data: worker 0's log names the late one",
+                self._rank,
+            )
 
     def position(self) -> tuple[int, int]:
         """This worker's position in the script, in transfers and turns: equal on all workers at one line."""
@@ -184,13 +194,13 @@ class Turns:
     def stand(self, step: int) -> None:
         """Publishes that this worker waits for the others at a boundary, where it starts no transfer."""
         value = {"worker": self._rank, "transfers": self._transfers_started(), "step": step}
-        self._keys.put("stands", value)
+        self._stands = self._keys.put("stands", value) or self._stands
 
     def go_on(self) -> None:
         """Ends the wait of `stand`."""
-        stands = self._keys.get("stands", 0.001)
-        if stands is not None and stands["worker"] == self._rank:
+        if self._stands:  # not if the key is another worker's
             self._keys.delete("stands")
+            self._stands = False
 
     def leave(self) -> int | None:
         """Publishes that this worker has reached the end of its script.
@@ -236,7 +246,7 @@ class Turns:
 
         Must be observed twice, because the other worker may just be about to continue.
         """
-        stands, suspect = self._keys.get("stands", 0.001), self._suspect
+        stands, suspect = self._keys.get("stands"), self._suspect
         in_vain = stands is not None and stands["worker"] != self._rank and self._waits_in_vain(stands)
         self._suspect = stands if in_vain else None
         if stands is None or not in_vain or stands != suspect:

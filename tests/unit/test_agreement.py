@@ -11,12 +11,13 @@ import pytest
 from replicast.coordination import MemoryCoordination
 from replicast.errors import JobFailed
 from replicast.runtime import Exchange
-from replicast.testing.job import DEADLINE_SECS
+from replicast.testing.job import DEADLINE_SECS, eventually
 from replicast.transport import opening
-from replicast.transport.opening import hosts_of_job
+from replicast.transport.opening import MOST_NAMED, hosts_of_job
+from tests.unit.slow_service import SlowService
 
 
-class Counting(MemoryCoordination):
+class Counting(SlowService):
     """Counts the keys that are read; all share the counters."""
 
     def __init__(self, store: MemoryCoordination.Store, reads: Counter[str]) -> None:
@@ -34,10 +35,10 @@ class Workers:
     """The exchanges of all workers, each of whose calls runs in a thread of its own."""
 
     def __init__(self, size: int, threads: ThreadPoolExecutor) -> None:
-        store = MemoryCoordination.Store()
+        self.store = MemoryCoordination.Store()
         self.left: set[int] = set()
         self.exchanges = [
-            Exchange(MemoryCoordination(store), "test", rank, size, self.left.__contains__)
+            Exchange(SlowService(self.store), "test", rank, size, self.left.__contains__)
             for rank in range(size)
         ]
         self._threads = threads
@@ -77,15 +78,53 @@ def test_the_number_of_reads_grows_with_the_workers_and_not_with_their_square() 
     assert sum(reads.values()) - values <= 3 * 2 * size
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers hardly wait for what worker 0 has to say."""
+    monkeypatch.setattr("replicast.agreement.LIST_SECS", 0.1)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_worker_0_is_named_if_it_has_not_come() -> None:
+    with ThreadPoolExecutor() as threads:
+        assert failure_of(Workers(4, threads).agree(1, timeout_secs=0.01)).worker == 0
+
+
+@pytest.mark.usefixtures("impatient")
+def test_the_missing_worker_is_named_though_worker_0_came_much_later_and_still_waits() -> None:
+    with ThreadPoolExecutor() as threads:
+        workers = Workers(4, threads)
+        late = workers.agree(0)
+        eventually(lambda: workers.store.values)
+        failure = failure_of(workers.agree(1, timeout_secs=0.01))
+        assert failure.worker == 2
+        assert "worker 1 waited 0 s for worker 2, which did not send its plan" in str(failure)
+        for rank in (2, 3):
+            workers.agree(rank)
+        assert len(late.result(DEADLINE_SECS)) == 4
+
+
 def test_the_missing_worker_is_named_on_every_worker_whoever_came_first() -> None:
     with ThreadPoolExecutor() as threads:
         workers = Workers(4, threads)
-        assert failure_of(workers.agree(1, timeout_secs=0.01)).worker == 0, "nobody else has come"
-        # Worker 3 gives up before worker 0 does, worker 1 would wait longer.
-        waiting = [workers.agree(rank, timeout_secs=secs) for rank, secs in ((0, 0.5), (3, 0.2), (1, 60.0))]
+        # The time of worker 3 is up before that of worker 0, worker 1 would wait longer.
+        waiting = [workers.agree(rank, timeout_secs=secs) for rank, secs in ((0, 0.4), (3, 0.01), (1, 60.0))]
         for failure in map(failure_of, waiting):
             assert failure.worker == 2
-            assert "for worker 2, which did not send its plan" in str(failure)
+            assert "worker 0 waited 0 s for worker 2, which did not send its plan" in str(failure)
+
+
+def test_the_failure_of_the_job_ends_the_wait_without_another_read() -> None:
+    reads, failed = Counter[str](), JobFailed("worker 2 failed first: no such column", worker=2)
+
+    def check(_: int) -> bool:
+        raise failed
+
+    exchange = Exchange(Counting(MemoryCoordination.Store(), reads), "test", 1, 40, check)
+    with pytest.raises(JobFailed) as caught:
+        exchange.agree("plan", "mine", DEADLINE_SECS)
+    assert caught.value is failed
+    assert reads == {"replicast/test/agree/plan/all": 1}
 
 
 def test_a_worker_that_comes_after_worker_0_has_given_up_is_told_that_it_is_the_one() -> None:
@@ -95,6 +134,8 @@ def test_a_worker_that_comes_after_worker_0_has_given_up_is_told_that_it_is_the_
         failure = failure_of(workers.agree(1))
         assert failure.worker == 1
         assert "worker 0 waited 0 s for worker 1, which did not send its plan" in str(failure)
+        again = failure_of(workers.agree(0))
+        assert (again.worker, str(again)) == (1, str(failure)), "worker 0 obeys what it has told the others"
 
 
 def test_a_worker_that_has_left_is_named_on_every_worker() -> None:
@@ -120,11 +161,18 @@ def test_workers_without_a_host_are_named_to_those_who_have_one(monkeypatch: pyt
     monkeypatch.setattr(opening, "OPEN_SECS", 0.3)
     store = MemoryCoordination.Store()
     with ThreadPoolExecutor() as threads:
-        waiting = [
-            threads.submit(hosts_of_job, "test", MemoryCoordination(store), rank, 4, {}) for rank in (0, 2)
-        ]
+        waiting = [threads.submit(hosts_of_job, "test", SlowService(store), rank, 4, {}) for rank in (0, 2)]
         for one in waiting:
             error = one.exception(DEADLINE_SECS)
             assert isinstance(error, JobFailed)
             assert "Received: nothing from workers 1, 3" in str(error)
             assert error.worker == 1
+
+
+def test_an_error_about_many_workers_without_a_host_names_the_first_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(opening, "OPEN_SECS", 0.01)
+    monkeypatch.setattr("replicast.coordination.PEEK_SECS", 0.01)
+    with pytest.raises(JobFailed, match=rf"from workers 1, 2, .*, {MOST_NAMED} and perhaps more$"):
+        hosts_of_job("test", SlowService(MemoryCoordination.Store()), 0, 1000, {})

@@ -18,7 +18,7 @@ import pytest
 from replicast.allreduce import Exchange, Form, Part, Plan, open_exchange
 from replicast.allreduce.layout import CHUNK_BYTES, Layout
 from replicast.allreduce.part import part_bytes
-from replicast.config import HOST_ID, SHM_DIR
+from replicast.config import HOST_ID, SHM_DIR, host_id
 from replicast.coordination import MemoryCoordination
 from replicast.errors import JobFailed
 from replicast.transport.files import SharedFile
@@ -221,6 +221,20 @@ def test_an_exchange_leaves_no_name_in_shared_memory(tmp_path: Path) -> None:
     plan = Plan([Form(np.dtype("f4"))])
     sums = together(2, lambda rank: exchanges[rank].combine(plan, 1.0, [np.float32([rank + 1])]))
     assert [total[0].tolist() for total in sums] == [[3.0], [3.0]]
+
+
+@pytest.mark.parametrize("has_come", [False, True])
+def test_who_waits_for_the_exchange_is_told_that_the_job_has_failed(tmp_path: Path, has_come: bool) -> None:
+    store, environ = MemoryCoordination.Store(), {SHM_DIR: str(tmp_path)}
+
+    def check() -> None:
+        raise JobFailed("worker 1 failed first: no such column", worker=1)
+
+    if has_come:  # and failed before it said whether it has shared memory
+        MemoryCoordination(store).put("replicast/allreduce/host/1", host_id(environ))
+    with pytest.raises(JobFailed, match="worker 1 failed first"):
+        open_exchange(MemoryCoordination(store), 0, 2, environ, unwilling=None, check=check)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_worker_without_shared_memory_decides_for_all(

@@ -15,6 +15,7 @@ from replicast.errors import JobFailed
 from replicast.lifetime import CALL_SECS, GRACE_SECS, SILENT_AFTER_HEARTBEAT_SECS, Lifetime
 from replicast.silence import Pauses
 from replicast.turns import POLL_SECS, TURNS_KEPT
+from tests.unit.slow_service import SlowService
 
 DEADLINE_SECS = 20.0
 
@@ -28,8 +29,9 @@ class Worker:
         rank: int,
         size: int = 2,
         heartbeat_secs: float = HEARTBEAT_SECS,
+        service: type[MemoryCoordination] = MemoryCoordination,
     ) -> None:
-        self.coordination = MemoryCoordination(store)
+        self.coordination = service(store)
         self.transfers = 0
         self.exit_codes: list[int] = []
         self.lifetime = Lifetime(
@@ -263,23 +265,29 @@ def test_workers_open_their_data_together(workers: list[Worker]) -> None:
     assert not first.is_alive()
 
 
-def test_every_worker_that_waits_for_the_others_is_told_who_is_late_and_then_what_all_say(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("late", [0, 2])
+def test_every_worker_that_waits_for_the_others_is_told_for_whom_and_then_what_all_say(
+    late: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("replicast.turns.REMIND_SECS", LOOK_SECS)
     store = MemoryCoordination.Store()
-    workers = [Worker(store, rank, size=3) for rank in range(3)]
+    workers = [Worker(store, rank, size=3, service=SlowService) for rank in range(3)]
     heard: dict[int, dict[int, str]] = {}
 
     def meet(rank: int) -> None:
         heard[rank] = workers[rank].lifetime.turns.meet(f"of {rank}")
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(3)]
-    for thread in threads[:2]:
-        thread.start()
-    for rank in (0, 1):
-        eventually(lambda rank=rank: f"worker {rank} waits for worker 2 to open its data" in caplog.text)
-    threads[2].start()
+    early = [rank for rank in range(3) if rank != late]
+    for rank in early:
+        threads[rank].start()
+    for rank in early:
+        of_all = "until all workers have opened their data: worker 0's log names the late one"
+        what = of_all if late and rank else f"for worker {late} to open its data"
+        eventually(lambda rank=rank, what=what: f"worker {rank} waits {what}" in caplog.text)
+    threads[late].start()
     for thread in threads:
         thread.join(DEADLINE_SECS)
     said = {rank: f"of {rank}" for rank in range(3)}
@@ -416,6 +424,38 @@ def test_a_worker_that_took_its_next_turn_has_gone_on(workers: list[Worker]) -> 
     assert not workers[0].lifetime.has_gone_on(1)
     workers[1].lifetime.turns.take()
     assert not workers[1].lifetime.has_gone_on(0)
+
+
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
+    """Three workers; the service answers workers 1 and 2 slowly."""
+    monkeypatch.setattr("replicast.turns.POLL_SECS", 0.02)
+    store = MemoryCoordination.Store()
+    services = (MemoryCoordination, SlowService, SlowService)
+    return [Worker(store, rank, size=3, service=service) for rank, service in enumerate(services)]
+
+
+def test_a_worker_that_went_on_from_a_boundary_is_not_waited_for_there(busy: list[Worker]) -> None:
+    busy[1].lifetime.turns.stand(step=3)
+    busy[2].lifetime.turns.stand(step=3)
+    busy[1].lifetime.turns.go_on()
+    busy[0].transfers = 1  # the next step
+    polled = busy[0].lifetime.polls
+    eventually(lambda: busy[0].lifetime.polls >= polled + 3 or busy[0].lifetime.failure is not None)
+    assert busy[0].lifetime.failure is None
+    for worker in busy:
+        worker.transfers = 1
+    leave_all(busy)
+
+
+def test_a_missed_boundary_is_noticed_though_a_third_worker_goes_on(busy: list[Worker]) -> None:
+    busy[1].lifetime.turns.stand(step=3)
+    busy[0].lifetime.turns.stand(step=3)
+    busy[0].lifetime.turns.go_on()
+    busy[2].transfers = 1
+    eventually(lambda: busy[2].coordination.aborted)
+    assert "worker 1 waits for the others at the boundary of step 3" in busy[2].coordination.aborted[0]
+    leave_all(busy)
 
 
 def freeze_the_service(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from replicast.transport import (
     open_transport,
     opening,
 )
+from replicast.transport.chain_opening import ChainOpening
 from replicast.transport.layout import aligned_buffer, arrays_in, check_share, lay_out, write_out
 from replicast.update.blocks import BLOCK_BYTES, blocks_of, digest_block, digest_of_blocks
 
@@ -195,14 +196,32 @@ def test_the_hosts_decide_the_transport(hosts: list[str], kind: type[Transport],
     assert not list(tmp_path.iterdir())
 
 
-def test_workers_that_do_not_publish_their_host_are_named(
+def test_worker_0_is_named_if_it_does_not_publish_its_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(opening, "OPEN_SECS", 0.01)
+    monkeypatch.setattr("replicast.agreement.LIST_SECS", 0.01)
     coordination = MemoryCoordination(MemoryCoordination.Store())
-    with pytest.raises(JobFailed, match=r"Received: nothing from workers 0, 2") as caught:
+    with pytest.raises(JobFailed, match=r"Received: nothing from worker 0$") as caught:
         open_transport(coordination, 1, 3, {"REPLICAST_SHM_DIR": str(tmp_path)}, "replicas-1")
     assert caught.value.worker == 0
+
+
+def fails() -> None:
+    raise JobFailed("worker 2 failed first: no such column", worker=2)
+
+
+def test_who_waits_for_the_hosts_of_all_is_told_that_the_job_has_failed(tmp_path: Path) -> None:
+    coordination = MemoryCoordination(MemoryCoordination.Store())
+    with pytest.raises(JobFailed, match="worker 2 failed first"):
+        open_transport(coordination, 1, 3, {"REPLICAST_SHM_DIR": str(tmp_path)}, "replicas-1", fails)
+    assert not list(tmp_path.iterdir())
+
+
+def test_who_waits_for_the_chain_of_hosts_is_told_that_the_job_has_failed() -> None:
+    coordination = MemoryCoordination(MemoryCoordination.Store())
+    with pytest.raises(JobFailed, match="worker 2 failed first"):
+        ChainOpening(coordination, 1, (0, 2), "chain", {}, 60.0, fails).open()
 
 
 def test_the_host_is_told_apart_by_its_shared_memory(tmp_path: Path) -> None:

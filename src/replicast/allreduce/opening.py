@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -38,7 +37,7 @@ def open_exchange(
         size: The number of workers.
         environ: The environment variables.
         unwilling: Why this worker does not take part; None if it does.
-        check: Raises if the job has failed; for waits in the exchange.
+        check: Raises if the job has failed; for waits here and in the exchange.
 
     Returns:
         The exchange, or the reason why there is none: the same on all workers.
@@ -46,8 +45,8 @@ def open_exchange(
     Raises:
         JobFailed: A worker has not answered within two minutes.
     """
-    first_problem = partial(_first_problem, coordination, rank, size)
-    hosts, job = hosts_of_job(_PREFIX, coordination, rank, size, environ)
+    first_problem = partial(_first_problem, coordination, rank, size, check)
+    hosts, job = hosts_of_job(_PREFIX, coordination, rank, size, environ, check)
     if len(set(hosts)) > 1:
         return SEVERAL_HOSTS
     with contextlib.ExitStack() as on_failure:
@@ -79,7 +78,12 @@ def open_exchange(
 
 
 def _first_problem(
-    coordination: Coordination, rank: int, size: int, question: str, own: str | None
+    coordination: Coordination,
+    rank: int,
+    size: int,
+    check: Callable[[], None],
+    question: str,
+    own: str | None,
 ) -> str | None:
     """The problem of the first worker that has one; the same on all workers."""
     key = f"{_PREFIX}/{question}"
@@ -91,7 +95,7 @@ def _first_problem(
             worker=worker,
         )
 
-    wait = agreement.waiting(coordination, time.monotonic() + OPEN_SECS, late)
-    answers = agreement.collect(coordination, key, rank, size, wait)
+    wait = agreement.Wait(coordination, OPEN_SECS, late, lambda key, worker: check())
+    answers = agreement.collect(wait, key, rank, size)
     problems: list[str | None] = [json.loads(text) for text in answers.values()]
     return next((problem for problem in problems if problem is not None), None)

@@ -147,7 +147,9 @@ def join(
     may_differ = declared(state.schema, settings.may_differ, local_statistics=local)
     exchange = _agreed(state, strategy, settings)
     settings = replace(settings, attempt=attempt_of(settings.run_dir, exchange, settings.timeouts.join_secs))
-    transport = open_transport(strategy.coordination, strategy.rank, strategy.size, os.environ, exchange.name)
+    transport = open_transport(
+        strategy.coordination, strategy.rank, strategy.size, os.environ, exchange.name, strategy.check_job
+    )
     fence = writer = store = None
     if strategy.rank == 0:
         fence = None if settings.run_dir is None else Fence(settings.run_dir, settings.attempt)

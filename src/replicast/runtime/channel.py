@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from replicast.coordination import Coordination
+from replicast.errors import JobFailed
 from replicast.runtime.codec import decode, encode
 
 LOOK_SECS = 1.0
@@ -45,20 +46,33 @@ class Channel:
         self._read_by = [0] * size
 
     def send(self, messages: Sequence[Any]) -> None:
-        """Sends messages to the coordinator. For all workers but worker 0."""
-        self._coordination.put(f"{self._prefix}/up/{self.rank}/{self._sent}", encode([self._read, *messages]))
+        """Sends messages to the coordinator. For all workers but worker 0.
+
+        Raises:
+            JobFailed: The service is gone. Or, after an error that was ignored, the messages before these may
+                have arrived or not.
+        """
+        self._put(f"up/{self.rank}/{self._sent}", [self._read, *messages])
         self._sent += 1
 
     def broadcast(self, messages: Sequence[Any]) -> None:
-        """Sends the coordinator's messages to all workers but worker 0."""
+        """Sends the coordinator's messages to all workers but worker 0; raises as `send`."""
         if self.size == 1:
             return
-        self._coordination.put(f"{self._prefix}/down/{self._appended}", encode(list(messages)))
+        self._put(f"down/{self._appended}", list(messages))
         self._appended += 1
         read_by_all = min(self._read_by[1:])
         while self._deleted < read_by_all:
             self._coordination.delete(f"{self._prefix}/down/{self._deleted}")
             self._deleted += 1
+
+    def _put(self, key: str, messages: list[Any]) -> None:
+        if not self._coordination.put(f"{self._prefix}/{key}", encode(messages)):
+            raise JobFailed(
+                f"Worker {self.rank} cannot send a message: the coordination service has another one under "
+                f"its key ({key}). A call to the service failed before; see the log of this worker",
+                worker=self.rank,
+            )
 
     def receive(self) -> list[Any]:
         """The next messages of the coordinator; empty if none arrived in time."""

@@ -6,7 +6,6 @@ others' values. Each wait has a deadline, and the error names the worker that is
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from replicast import agreement
@@ -52,19 +51,19 @@ class Exchange:
         Raises:
             JobFailed: The value did not arrive in time, or that worker has left.
         """
-        return self._waiting(what, timeout_secs)(f"{self._prefix}/told/{what}", worker)
+        return self._wait(what, timeout_secs).value(f"{self._prefix}/told/{what}", worker)
 
     def agree(self, what: str, value: str, timeout_secs: float) -> dict[int, str]:
         """Every worker gives its value and gets everyone's. Blocks until all have, at most `timeout_secs`.
+
+        Workers other than 0 wait some seconds longer for what worker 0 says about a missing one.
 
         Raises:
             JobFailed: A worker did not arrive in time, or has left. The error names it.
         """
         key = f"{self._prefix}/agree/{what}"
         self._coordination.put(f"{key}/{self.rank}", value)
-        return agreement.collect(
-            self._coordination, key, self.rank, self.size, self._waiting(what, timeout_secs)
-        )
+        return agreement.collect(self._wait(what, timeout_secs), key, self.rank, self.size)
 
     def forget_agreed(self, what: str) -> None:
         """Removes this worker's value, once all workers are known to have read it."""
@@ -76,7 +75,7 @@ class Exchange:
             if worker != self.rank and self._has_left(worker):
                 raise self._gone(worker)
 
-    def _waiting(self, what: str, timeout_secs: float) -> agreement.Wait:
+    def _wait(self, what: str, timeout_secs: float) -> agreement.Wait:
         def late(worker: int) -> JobFailed:
             return JobFailed(
                 f"worker {self.rank} waited {timeout_secs:.0f} s for worker {worker}, which did not send "
@@ -84,8 +83,7 @@ class Exchange:
                 worker=worker,
             )
 
-        ends = time.monotonic() + timeout_secs
-        return agreement.waiting(self._coordination, ends, late, self._check_not_left)
+        return agreement.Wait(self._coordination, timeout_secs, late, self._check_not_left)
 
     def _check_not_left(self, key: str, worker: int) -> None:
         # What it wrote before it left has arrived by now.

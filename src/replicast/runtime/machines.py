@@ -95,8 +95,7 @@ class Machines:
         if isinstance(event, Request):
             return self._dispatch([c.Send(event)])
         if isinstance(event, Note):
-            with contextlib.suppress(JobFailed):  # The readers report a service that is gone.
-                self._channel.send([event])
+            self._channel.send([event])
             return []
         machine: Worker | Coordinator | None
         if isinstance(event, tuple):  # a timer of one of the machines

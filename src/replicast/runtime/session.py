@@ -315,7 +315,7 @@ class Session:
     def send_note(self, text: str) -> None:
         """Sends this worker's note to worker 0, before whatever it sends next. Returns at once.
 
-        Not for worker 0. A note that cannot be sent is lost.
+        Not for worker 0.
         """
         self._machines.post(Note(text))
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from replicast.agreement import Wait
 from replicast.config import Cluster, read_cluster
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed
@@ -40,6 +40,7 @@ class ChainOpening:
         prefix: Of the keys, unique to this transport.
         environ: Has `TF_CONFIG`.
         timeout_secs: How long to wait for the other workers.
+        check: Raises if the job has failed; called about once a second.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class ChainOpening:
         prefix: str,
         environ: Mapping[str, str],
         timeout_secs: float,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._coordination = coordination
         self._rank = rank
@@ -57,7 +59,7 @@ class ChainOpening:
         self._prefix = prefix
         self._cluster = read_cluster(environ)
         self._timeout_secs = timeout_secs
-        self._until = time.monotonic() + timeout_secs
+        self._wait = Wait(coordination, timeout_secs, self._late, lambda key, worker: check())
 
     def open(self) -> tuple[bool, Ends | None]:
         """Whether the hosts are a chain: the same on all workers. And this leader's ends of it.
@@ -125,15 +127,14 @@ class ChainOpening:
         self._coordination.put(f"{self._prefix}/{what}", value)
 
     def _get(self, what: str, worker: int) -> str:
-        left_secs = max(0.001, self._until - time.monotonic())
-        value = self._coordination.get(f"{self._prefix}/{what}", left_secs)
-        if value is None:
-            raise JobFailed(
-                f"Worker {worker} did not connect to the other hosts within {self._timeout_secs:g} s. "
-                "See its log.",
-                worker=worker,
-            )
-        return value
+        return self._wait.value(f"{self._prefix}/{what}", worker)
+
+    def _late(self, worker: int) -> JobFailed:
+        return JobFailed(
+            f"Worker {worker} did not connect to the other hosts within {self._timeout_secs:g} s. "
+            "See its log.",
+            worker=worker,
+        )
 
 
 def _listening(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
+import itertools
 import uuid
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from replicast import agreement
 from replicast.config import host_id, shared_memory_directory
@@ -19,11 +19,18 @@ from replicast.transport.keys import leaders_of
 from replicast.transport.shared import SharedMemoryTransport
 
 OPEN_SECS = 120.0
+MOST_NAMED = 10
+"""How many missing workers an error names: each takes worker 0 a third of a second to find."""
 _PREFIX = "replicast/transport"
 
 
 def open_transport(
-    coordination: Coordination, rank: int, size: int, environ: Mapping[str, str], name: str
+    coordination: Coordination,
+    rank: int,
+    size: int,
+    environ: Mapping[str, str],
+    name: str,
+    check: Callable[[], None] = lambda: None,
 ) -> Transport:
     """The transport for this job. On every worker; blocks until all have published their host.
 
@@ -33,12 +40,13 @@ def open_transport(
         size: The number of workers.
         environ: The environment variables.
         name: The same on all workers, and different for each transport of a job.
+        check: Raises if the job has failed; called about once a second.
 
     Raises:
         JobFailed: A worker did not do its part within two minutes.
         ClusterError: `REPLICAST_SHM_DIR` cannot be used.
     """
-    hosts, job = hosts_of_job(_PREFIX, coordination, rank, size, environ)
+    hosts, job = hosts_of_job(_PREFIX, coordination, rank, size, environ, check)
     directory = shared_memory_directory(environ)
     if len(set(hosts)) == 1:
         return SharedMemoryTransport(job, rank, directory=directory, local_ranks=range(size))
@@ -48,7 +56,7 @@ def open_transport(
     shared = SharedMemoryTransport(files, rank, directory=directory, local_ranks=local_ranks)
     leaders = tuple(leaders_of(hosts).values())
     keys = f"{job}/{name}"
-    opening = ChainOpening(coordination, rank, leaders, f"{_PREFIX}/{keys}", environ, OPEN_SECS)
+    opening = ChainOpening(coordination, rank, leaders, f"{_PREFIX}/{keys}", environ, OPEN_SECS, check)
     is_chain, ends = opening.open()
     if is_chain:
         return ChainTransport(shared, coordination, rank, hosts, keys, ends)
@@ -56,7 +64,12 @@ def open_transport(
 
 
 def hosts_of_job(
-    prefix: str, coordination: Coordination, rank: int, size: int, environ: Mapping[str, str]
+    prefix: str,
+    coordination: Coordination,
+    rank: int,
+    size: int,
+    environ: Mapping[str, str],
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[tuple[str, ...], str]:
     """The host of every worker, by rank, and a name of the job, unique for each prefix of the keys.
 
@@ -66,12 +79,14 @@ def hosts_of_job(
         JobFailed: A worker did not do so within two minutes.
     """
     key = f"{prefix}/host"
-    if rank == 0:  # first: a worker that has the hosts of all finds it
+    if rank == 0:  # Written first, so that it exists once all hosts are published.
         coordination.put(f"{prefix}/job", uuid.uuid4().hex)
     coordination.put(f"{key}/{rank}", host_id(environ))
 
     def late(worker: int) -> JobFailed:
-        missing = [other for other in range(size) if coordination.get(f"{key}/{other}", 0.001) is None]
+        others = range(worker + 1, size) if rank == 0 else ()  # worker 0 tells all what it has found
+        without = (other for other in others if coordination.peek(f"{key}/{other}") is None)
+        missing = [worker, *itertools.islice(without, MOST_NAMED - 1)]
         return JobFailed(
             f"Not all workers published their host within {OPEN_SECS:g} s. Every worker must create its "
             "Strategy and Replicas: look for the reason in the logs of the missing workers. "
@@ -79,9 +94,9 @@ def hosts_of_job(
             worker=worker,
         )
 
-    wait = agreement.waiting(coordination, time.monotonic() + OPEN_SECS, late)
-    hosts = agreement.collect(coordination, key, rank, size, wait)
-    return tuple(hosts.values()), wait(f"{prefix}/job", 0)
+    wait = agreement.Wait(coordination, OPEN_SECS, late, lambda key, worker: check())
+    hosts = agreement.collect(wait, key, rank, size)
+    return tuple(hosts.values()), wait.value(f"{prefix}/job", 0)
 
 
 def _job_on_host(job: str, host: str) -> str:
@@ -89,4 +104,5 @@ def _job_on_host(job: str, host: str) -> str:
 
 
 def _named(ranks: list[int]) -> str:
-    return f"worker{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    more = " and perhaps more" if len(ranks) == MOST_NAMED else ""
+    return f"worker{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}{more}"

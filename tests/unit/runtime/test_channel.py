@@ -32,6 +32,43 @@ def test_every_worker_hears_everything_in_order_and_is_heard_in_order() -> None:
             assert heard == [Request("save", (f"{worker.rank}",))] * len(messages)
 
 
+class BrokenOnce(MemoryCoordination):
+    """The connection to the service breaks once, after the service has stored a message."""
+
+    broken = False
+
+    def put(self, key: str, value: str) -> bool:
+        written = super().put(key, value)
+        if not self.broken:
+            self.broken = True
+            raise JobFailed("The coordination service does not answer", worker=0)
+        return written
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_message_is_lost_in_silence_after_one_that_failed(rank: int) -> None:
+    channel = Channel(BrokenOnce(MemoryCoordination.Store()), "test", rank, 2)
+    say = channel.send if rank else channel.broadcast
+    with pytest.raises(JobFailed, match="does not answer"):
+        say([Release(1)])
+    with pytest.raises(JobFailed, match=f"Worker {rank} cannot send a message"):
+        say([Release(2)])
+
+
+def test_a_note_that_cannot_be_sent_ends_the_job_as_any_message() -> None:
+    with Job(2) as job:
+        worker = job.workers[1]
+
+        def broken(key: str, value: str) -> bool:
+            raise JobFailed("The coordination service does not answer", worker=0)
+
+        worker.coordination.put = broken  # type: ignore[method-assign]
+        worker.session.send_note("{}")
+        eventually(worker.session.threads.stopping.is_set)
+        with pytest.raises(JobFailed, match="does not answer"):
+            worker.session.check()
+
+
 def test_what_was_read_by_all_is_deleted_and_what_one_has_not_read_stays() -> None:
     store = MemoryCoordination.Store()
     coordinator, quick, slow = channels(store, 3)
