@@ -209,7 +209,7 @@ class Lifetime:
         failure only worker 0, which hosts the coordination service, waits, at most 10 s, and not for the
         worker that failed.
         """
-        transfers = self.turns.leave() if self.failure is None else None
+        transfers = self.turns.leave(interrupted=self._interrupted) if self.failure is None else None
         if transfers is not None:
             self._keys.put(f"end/{self._rank}", {})
         if not self._interrupted and self.failure is None:

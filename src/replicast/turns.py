@@ -202,15 +202,16 @@ class Turns:
             self._keys.delete("stands")
             self._stands = False
 
-    def leave(self) -> int | None:
-        """Publishes that this worker has reached the end of its script.
+    def leave(self, *, interrupted: bool = False) -> int | None:
+        """Publishes that this worker has reached the end of its script, or was interrupted by Ctrl-C.
 
         Returns:
             How many transfers it has started; None if TensorFlow is already shut down.
         """
         transfers = self.transfers_or_none()
         if transfers is not None:
-            self._keys.put("left", {"worker": self._rank, "transfers": transfers, "turn": self.count})
+            left = {"worker": self._rank, "transfers": transfers, "turn": self.count}
+            self._keys.put("left", {**left, "interrupted": interrupted})
         return transfers
 
     def mismatch(self) -> JobFailed | None:
@@ -234,9 +235,9 @@ class Turns:
         if left is None or left["worker"] == self._rank:
             return None
         if self.count > left["turn"] or self._waits_in_vain(left):
+            how = "was interrupted by Ctrl-C" if left["interrupted"] else "reached the end of its script"
             return JobFailed(
-                f"worker {left['worker']} reached the end of its script while worker {self._rank} "
-                "is still training",
+                f"worker {left['worker']} {how} while worker {self._rank} is still training",
                 worker=left["worker"],
             )
         return None

@@ -348,6 +348,18 @@ def test_a_worker_that_leaves_while_another_trains_is_noticed(workers: list[Work
     first.join(DEADLINE_SECS)
 
 
+def test_a_worker_that_was_interrupted_is_not_said_to_have_reached_its_end(workers: list[Worker]) -> None:
+    workers[0].transfers = 6
+    workers[1].transfers = 5
+    workers[1].lifetime.failed(KeyboardInterrupt())
+    first = threading.Thread(target=workers[1].lifetime.leave)
+    first.start()
+    eventually(lambda: workers[0].coordination.aborted)
+    assert "worker 1 was interrupted by Ctrl-C while worker 0 is still" in workers[0].coordination.aborted[0]
+    workers[0].lifetime.leave()
+    first.join(DEADLINE_SECS)
+
+
 def test_a_worker_that_leaves_while_another_exchanges_metrics_is_noticed(workers: list[Worker]) -> None:
     first = threading.Thread(target=workers[1].lifetime.leave)
     first.start()
