@@ -398,6 +398,41 @@ def test_a_link_that_never_returns_ends_both_sides_with_the_name_of_the_other() 
     assert [cause.host for cause in causes(world) if cause] == [1, 0]
 
 
+@pytest.mark.parametrize("ends_by_itself", [0, 1])
+def test_both_sides_wait_the_whole_join_timeout_from_when_the_other_counts_as_lost(
+    ends_by_itself: int,
+) -> None:
+    """A worker gives up its peers after 14 s of silence, long before its launcher gives up the other one."""
+    timeouts = HostTimeouts(join_secs=15.0)
+    world = World(2, timeouts=timeouts)
+    world.boot()
+    world.run(2.0)
+    world.cut = {1}
+    world.run(14.0)
+    world.fail(ends_by_itself, code=PEER)
+    world.run(timeouts.silent_secs + timeouts.join_secs - 14.0 - 1.5)
+    assert world.codes() == [None, None]
+    waits = [one for node in (0, 1) for one in world.said(node, Waiting) if isinstance(one, Waiting)]
+    assert [one.at_most_secs > one.secs >= 10.0 for one in waits if one.missing] == [True, True]
+    world.cut = set()
+    world.run(1.5)
+    assert world.running() == [1, 1]
+
+
+def test_a_host_that_is_lost_while_another_is_waited_for_is_waited_for_as_long() -> None:
+    world = World(3)
+    world.boot(0, 1)
+    world.run(100.0)
+    world.kill(1)
+    world.run(10.0)
+    world.boot(2)
+    world.run(100.0)
+    assert world.codes() == [None, None, None], "120 s since the start, and not since host 1 was lost"
+    world.boot(1)
+    world.run(2.0)
+    assert world.running() == [0, 0, 0]
+
+
 def test_the_attempt_is_one_of_which_no_host_has_logs() -> None:
     world = World(2)
     world.last_attempts[1] = 6

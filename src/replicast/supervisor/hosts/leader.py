@@ -56,7 +56,7 @@ class Leader:
         self._hosts = [_Host(timeouts) for _ in hosts]
         self._names = tuple(hosts)
         self._failures: dict[int, Failure] = {}
-        self._waits_since = now
+        self._missing_since = dict.fromkeys(range(len(hosts)), now)
         self._has_run = False
         self.order = Order(
             session=session,
@@ -161,14 +161,18 @@ class Leader:
             return
         missing = tuple(node for node, host in enumerate(self._hosts) if not self._is_ready(host, now))
         self.order = replace(self.order, missing=missing)
+        self._missing_since = {node: self._missing_since.get(node, now) for node in missing}
+        late = [node for node in missing if now - self._missing_since[node] >= self._timeouts.join_secs]
         if not missing:
             self._start()
-        elif now - self._waits_since >= self._timeouts.join_secs:
-            same = "the same --hosts" if self._names[missing[0]] else f"--node-rank {missing[0]}"
-            waited = f"it did not come within {self._timeouts.join_secs:g} s"
-            waited = f"{waited}. Was the command started there, with {same} and the same secret?"
-            self.order = replace(self.order, failure=Failure(host=missing[0], why=waited))
+        elif late:
+            self.order = replace(self.order, failure=Failure(host=late[0], why=self._why_late(late[0])))
             self._over(PEER_FAILED)
+
+    def _why_late(self, node: int) -> str:
+        same = "the same --hosts" if self._names[node] else f"--node-rank {node}"
+        waited = f"it did not come within {self._timeouts.join_secs:g} s"
+        return f"{waited}. Was the command started there, with {same} and the same secret?"
 
     @staticmethod
     def _is_ready(host: _Host, now: float) -> bool:
@@ -228,7 +232,6 @@ class Leader:
         elif not cause.is_failure or self._left_behind() or order.restarts >= order.max_restarts:
             self._over(cause.shell_code)
         else:
-            self._waits_since = now
             self.order = replace(
                 order, phase=Phase.WAIT, attempt=order.attempt + 1, restarts=order.restarts + 1
             )
