@@ -10,6 +10,7 @@ import select
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -305,6 +306,44 @@ def test_with_another_secret_both_sides_say_at_once_what_to_do_and_go_on() -> No
 
 
 @pytest.mark.parametrize(
+    ("secret", "message", "why"),
+    [
+        (
+            b"secret",
+            Hello(node=1, session="s", address="", identity=replace(IDENTITY, hosts=("a", "b"), workers=2)),
+            "another number of workers (-n): 1 on the first host, 2 on the other",
+        ),
+        (b"secret", FirstOf(("b", "a"), IDENTITY.port), "one with --hosts a,b, the other with --hosts b,a"),
+        (b"another", Ask(1), "the other host has another secret of the job"),
+    ],
+)
+def test_the_last_line_of_the_first_launcher_says_why_it_refused_the_host_that_is_missing(
+    secret: bytes, message: Message, why: str
+) -> None:
+    timeouts, listener = HostTimeouts(), listen(("127.0.0.1", 0))
+    now = time.monotonic()
+    leader, member = Leader(("a", "b"), "s", 0, timeouts, now), Member(0, 0, 0, timeouts, now)
+    identity, nobody = replace(IDENTITY, hosts=("a", "b")), Rivals((), 0, 0, b"")
+    first = First(leader, member, "s", identity, b"secret", timeouts, listener, "the-run", nobody)
+    with contextlib.closing(first), socket.create_connection(listener.getsockname()[:2]) as connected:
+        other = Connection(connected, secret, is_first=False, nodes=2)
+        other.send(message)
+        events: list[Event] = []
+        while not any(isinstance(event, Tell) for event in events):
+            readable, _, _ = select.select([*first.sockets(), connected], [], [], SECS)
+            assert readable, "nothing happened"
+            if connected in readable:
+                other.receive()
+            events += first.poll([one for one in readable if one is not connected])
+        leader.on_time(now + timeouts.join_secs)
+    assert leader.order.failure is not None
+    assert leader.order.failure.why.startswith(
+        "it did not come within 600 s. A launcher at 127.0.0.1 was refu"
+    )
+    assert leader.order.failure.why.endswith(why)
+
+
+@pytest.mark.parametrize(
     ("signum", "code", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")]
 )
 def test_a_launcher_that_asks_for_the_run_s_name_is_stopped_by_a_signal_as_any_other(
@@ -394,6 +433,12 @@ def test_a_first_launcher_that_cannot_accept_for_now_says_so_once_and_does_not_s
         assert told.text == f"cannot accept other launchers for now: {problem}"
         assert listener not in first.sockets(), "for a moment"
         assert not any(isinstance(event, Tell) for event in first.poll([listener]))
+
+
+def test_an_address_in_use_is_refused_in_sentences_that_end_once() -> None:
+    refused = pytest.raises(ClusterError, match=r"must: another job\? Give each job an address of its own")
+    with listen(("127.0.0.1", 0)) as taken, refused:
+        listen(taken.getsockname()[:2])
 
 
 def test_a_command_of_any_length_fits_into_a_message() -> None:

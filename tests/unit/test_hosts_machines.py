@@ -136,7 +136,7 @@ def test_a_launcher_that_ended_its_workers_for_want_of_the_first_does_not_report
     assert [type(one) for one in member.on_time(40.0)] == [End]
     member.on_group_end(None, 41.0, left_behind=False)
     assert member.report.failure is not None
-    assert "because of the first host: nothing was heard of it for 30 s" in member.report.failure.why
+    assert "because of the first host: nothing was heard of it for 40 s" in member.report.failure.why
 
 
 def test_a_launcher_whose_first_one_was_started_again_ends_its_workers_and_says_why() -> None:
@@ -211,6 +211,64 @@ def test_a_stopped_job_ends_on_both_sides_although_the_link_is_cut(node: int) ->
     world.cut = {1}
     world.run(12.0)
     assert world.codes() == [143, 143], "within the grace period of a scheduler"
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_job_that_is_stopped_during_a_cut_says_how_long_and_of_whom_nothing_is_known(node: int) -> None:
+    world = started(2)
+    world.cut = {1}
+    world.run(20.0)
+    world.signal(node, signal.SIGINT)
+    world.run(3.0)
+    (over,) = (one.order for one in world.said(node, Over) if isinstance(one, Over))
+    assert (over.code, over.unreached) == (130, (1 - node,))
+    if node == 0:
+        assert over.failure is not None
+        assert over.failure.why in ("nothing was heard of it for 20 s", "nothing was heard of it for 21 s")
+
+
+def test_a_job_that_is_stopped_on_all_hosts_knows_of_all() -> None:
+    world = started(2)
+    world.signal(1, signal.SIGINT)
+    world.run(3.0)
+    assert [over.order.unreached for node in (0, 1) for over in world.said(node, Over)] == [(), ()]  # type: ignore[union-attr]
+
+
+def test_why_the_host_that_did_not_come_was_refused_is_said_instead_of_a_question() -> None:
+    def why(*refused: tuple[int | None, str]) -> str:
+        leader = Leader(("a", "b", "c"), "first", 0, HostTimeouts(join_secs=15.0), 0.0)
+        leader.on_joined(0, "first", "", 0.0)
+        leader.on_report(0, Report(next_attempt=0), 0.0)
+        leader.on_joined(2, "other", "", 0.0)
+        leader.on_report(2, Report(next_attempt=0), 14.0)
+        for node, what in refused:
+            leader.on_refused(node, what)
+        leader.on_time(15.0)
+        assert leader.order.failure is not None
+        assert leader.order.failure.host == 1
+        return leader.order.failure.why
+
+    assert why().startswith("it did not come within 15 s. Was the command started there")
+    assert why((1, "Another -n")) == "it did not come within 15 s. Another -n"
+    assert why((None, "Another secret")) == "it did not come within 15 s. Another secret"
+    assert why((9, "Another rank")) == "it did not come within 15 s. Another rank"
+    assert why((1, "Another -n"), (None, "Another secret")).endswith("Another -n"), "surely of this host"
+    assert "Was the command started there" in why((2, "A second one of a host that is there"))
+
+
+def test_a_refusal_is_forgotten_when_its_host_has_come() -> None:
+    leader = Leader(("a", "b"), "first", 1, HostTimeouts(), 0.0)
+    leader.on_refused(1, "Another -n")
+    leader.on_refused(None, "Another secret")
+    for node, session in enumerate(("first", "other")):
+        leader.on_joined(node, session, "", 0.0)
+        leader.on_report(node, Report(next_attempt=0), 0.0)
+    assert leader.order.phase is Phase.RUN
+    leader.on_time(40.0)
+    leader.on_report(0, Report(next_attempt=1, attempt=0), 40.0)
+    leader.on_report(0, Report(next_attempt=1, attempt=0), 700.0)
+    assert leader.order.failure is not None
+    assert "Was the command started there" in leader.order.failure.why
 
 
 def test_a_launcher_without_contact_can_be_stopped() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from replicast.cli.torchrun import refuses_torchrun_options
+from replicast.cli.torchrun import refuses_torchrun_options, worker_count
 from replicast.config import (
     HEARTBEAT_TIMEOUT,
     JOB_SECRET,
@@ -46,7 +46,14 @@ _PORTS_SECS = 5.0
 
 @click.command(context_settings={"allow_interspersed_args": False, "show_default": True})
 @click.option(
-    "-n", "--workers", "--nproc", "--nproc-per-node", default=1, metavar="N", help="Workers on this machine."
+    "-n",
+    "--workers",
+    "--nproc",
+    "--nproc-per-node",
+    type=worker_count,
+    default=1,
+    metavar="N",
+    help="Workers on this machine.",
 )
 @click.option("-m", "--module", is_flag=True, help="PROGRAM is a module's name, as in python -m.")
 @click.option("--run-dir", type=_DIR, metavar="DIR", help="The run directory. [default: runs/TIME-PROGRAM]")

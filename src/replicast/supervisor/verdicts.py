@@ -38,7 +38,7 @@ def report_verdict(verdict: Verdict, screen: Screen, run_dir: Path, attempt: int
         if others:
             screen.tell(others)
     if end.interrupted_by is not None:
-        screen.tell(interruption_line(end.interrupted_by, end, verdict.stopped_on))
+        screen.tell(interruption_line(end.interrupted_by, end, verdict.stopped_on, verdict.unreached))
 
 
 def _told_by(run_dir: Path, attempt: int) -> str:

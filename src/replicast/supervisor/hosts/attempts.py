@@ -190,6 +190,7 @@ class HostsAttempts:
             order.restarts,
             order.max_restarts,
             stopped_on=self._names[order.stopped_on] if elsewhere else "",
+            unreached=tuple(self._names[node] for node in order.unreached),
         )
 
     def _failure(self, ended: WorkerExit) -> Failure:

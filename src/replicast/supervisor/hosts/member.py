@@ -258,11 +258,12 @@ class Member:
         over = replace(order, phase=Phase.OVER, failure=own)
         if self.report.signal is not None:
             over = replace(over, signal=self.report.signal, stopped_on=self._node)
+        has_run = self.report.attempt is not None
         if over.signal is not None:
-            return self._finish(Over(replace(over, code=128 + over.signal), alone=True))
+            over = replace(over, unreached=(0,) if has_run else (), code=128 + over.signal)
+            return self._finish(Over(over, alone=True))
         if own is not None and not own.is_failure:
             return self._finish(Over(replace(over, failure=own, code=own.shell_code), alone=True))
-        has_run = self.report.attempt is not None
         lost = Failure(host=0, why=why, reported_by=self._node)
         gone = replace(over, failure=lost, code=PEER_FAILED)
         if has_run and order.restarts >= order.max_restarts:
