@@ -40,7 +40,7 @@ class ClusterError(ReplicastError):
     """
 
     def __init__(self, problem: str, *, received: object = None, remedy: str = "") -> None:
-        parts = [problem if problem.endswith(".") else f"{problem}."]
+        parts = [problem if problem.endswith((".", "?")) else f"{problem}."]
         if remedy:
             parts.append(remedy if remedy.endswith(".") else f"{remedy}.")
         if received is not None:

@@ -133,6 +133,7 @@ def test_what_cannot_work_is_refused_in_one_line(arguments: list[str], expected:
     ("arguments", "expected"),
     [
         (["--nproc_per_node", "0"], "-n must be at least 1"),
+        (["--nproc_per_node=gpu"], "-n must be a number. Give the number of workers, for example -n 2"),
         (["--hosts", "a,b", "--node_rank=2"], "--node-rank must be from 0 to 1"),
         (["--nnodes", "2", "--rdzv_endpoint", "a:x"], "--rdzv-endpoint must be the host and port"),
         (

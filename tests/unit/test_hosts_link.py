@@ -10,7 +10,9 @@ import select
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,8 @@ from replicast.supervisor.hosts.connection import Connection, Malformed
 from replicast.supervisor.hosts.events import Event, NotWelcome, Tell
 from replicast.supervisor.hosts.first import First
 from replicast.supervisor.hosts.leader import Leader
-from replicast.supervisor.hosts.link import Link, first_link, other_link
-from replicast.supervisor.hosts.member import End, Member, Start, Waiting
+from replicast.supervisor.hosts.link import Link, asking_link, first_link, other_link
+from replicast.supervisor.hosts.member import End, Member, Over, Start, Waiting
 from replicast.supervisor.hosts.messages import (
     Ask,
     Failure,
@@ -42,11 +44,11 @@ from replicast.supervisor.hosts.messages import (
 from replicast.supervisor.hosts.notices import Notices
 from replicast.supervisor.hosts.rivals import Rivals
 from replicast.supervisor.hosts.setup import identity_of, listen, own_node
-from replicast.supervisor.hosts.talk import ask_run_name
 from replicast.supervisor.hosts.timeouts import HostTimeouts
 from replicast.supervisor.hosts.wire import NotAuthentic
 from replicast.supervisor.interruptions import Interruptions
 from replicast.supervisor.plan import Job
+from replicast.supervisor.run_name import ask_run_name
 from replicast.supervisor.screen import make_screen
 
 SECS = 10.0
@@ -114,7 +116,9 @@ def first_of(identity: Identity, listener: socket.socket, secret: bytes = b"secr
 
 def run_name(endpoint: tuple[str, int]) -> str:
     """What the first launcher answers: it is alive."""
-    return ask_run_name(endpoint, 1, b"secret", timeout_secs=SECS, report=lambda _: None)
+    told = ask_run_name(replace(JOB, endpoint=endpoint), b"secret", HostTimeouts(join_secs=SECS), {})
+    assert isinstance(told, str)
+    return told
 
 
 def next_events(link: Link) -> list[Event]:
@@ -224,12 +228,12 @@ def test_a_first_launcher_accepts_the_others_while_no_dns_server_answers(resolve
 
 
 def test_another_launcher_finds_the_first_one_when_a_slow_dns_server_has_answered(
-    monkeypatch: pytest.MonkeyPatch, resolver: threading.Event
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], resolver: threading.Event
 ) -> None:
-    for limit in ("talk.STEP_SECS", "other.CONNECT_SECS"):
-        monkeypatch.setattr(f"replicast.supervisor.hosts.{limit}", 0.1)
-    with pytest.raises(ClusterError, match=r"within 0\.5 s \(no DNS server has resolved the name yet\)"):
-        ask_run_name(("gpu1", 1), 1, b"secret", timeout_secs=0.5, report=lambda _: None)
+    monkeypatch.setattr("replicast.supervisor.hosts.other.CONNECT_SECS", 0.1)
+    asking = replace(JOB, endpoint=("gpu1", 1))
+    assert ask_run_name(asking, b"secret", HostTimeouts(join_secs=0.5), {}) == 75
+    assert "within 0.5 s (gpu1:1: no DNS server has resolved the name yet)" in capsys.readouterr().err
     listener = listen(("127.0.0.1", 0))
     endpoint = ("gpu1", listener.getsockname()[1])
     timeouts = HostTimeouts(leave_secs=0.0, tell_after_secs=0.3)
@@ -280,18 +284,96 @@ def test_the_first_launcher_of_another_job_is_not_refused_and_no_stranger_can_ha
 def test_with_another_secret_both_sides_say_at_once_what_to_do_and_go_on() -> None:
     listener = listen(("127.0.0.1", 0))
     endpoint = listener.getsockname()[:2]
-    said: list[str] = []
+    timeouts = HostTimeouts(join_secs=1.0)
     with first_of(IDENTITY, listener) as link:
-        with pytest.raises(ClusterError, match="did not answer"):
-            ask_run_name(endpoint, 1, b"another", timeout_secs=1.0, report=said.append)
+        with asking_link(node=1, nodes=2, secret=b"another", timeouts=timeouts, endpoint=endpoint) as other:
+            said = next_events(other)
+            while not isinstance(said[-1], Over):
+                said += next_events(other)
         problem = "the other host has another secret of the job. Set REPLICAST_JOB_SECRET"
-        (line,) = said
-        assert line.startswith(f"127.0.0.1:{endpoint[1]}: {problem}")
-        assert line.endswith("; this launcher keeps trying")
+        line, over = said
+        assert isinstance(line, Tell)
+        assert line.text.startswith(f"127.0.0.1:{endpoint[1]}: {problem}")
+        assert line.text.endswith("; this launcher keeps trying")
+        assert isinstance(over, Over)
+        assert over.order.failure is not None
+        assert over.order.failure.why.startswith("it did not come within 1 s (127.0.0.1:")
+        assert over.order.failure.why.endswith("the other host has another secret of the job)")
         told = [event.text for event in next_events(link) if isinstance(event, Tell)]
         assert len(told) == 1, "however often it came"
         assert told[0].startswith(f"refused a launcher at 127.0.0.1: {problem}")
         assert run_name(endpoint) == "the-run"
+
+
+@pytest.mark.parametrize(
+    ("secret", "message", "why"),
+    [
+        (
+            b"secret",
+            Hello(node=1, session="s", address="", identity=replace(IDENTITY, hosts=("a", "b"), workers=2)),
+            "another number of workers (-n): 1 on the first host, 2 on the other",
+        ),
+        (b"secret", FirstOf(("b", "a"), IDENTITY.port), "one with --hosts a,b, the other with --hosts b,a"),
+        (b"another", Ask(1), "the other host has another secret of the job"),
+    ],
+)
+def test_the_last_line_of_the_first_launcher_says_why_it_refused_the_host_that_is_missing(
+    secret: bytes, message: Message, why: str
+) -> None:
+    timeouts, listener = HostTimeouts(), listen(("127.0.0.1", 0))
+    now = time.monotonic()
+    leader, member = Leader(("a", "b"), "s", 0, timeouts, now), Member(0, 0, 0, timeouts, now)
+    identity, nobody = replace(IDENTITY, hosts=("a", "b")), Rivals((), 0, 0, b"")
+    first = First(leader, member, "s", identity, b"secret", timeouts, listener, "the-run", nobody)
+    with contextlib.closing(first), socket.create_connection(listener.getsockname()[:2]) as connected:
+        other = Connection(connected, secret, is_first=False, nodes=2)
+        other.send(message)
+        events: list[Event] = []
+        while not any(isinstance(event, Tell) for event in events):
+            readable, _, _ = select.select([*first.sockets(), connected], [], [], SECS)
+            assert readable, "nothing happened"
+            if connected in readable:
+                other.receive()
+            events += first.poll([one for one in readable if one is not connected])
+        leader.on_time(now + timeouts.join_secs)
+    assert leader.order.failure is not None
+    assert leader.order.failure.why.startswith(
+        "it did not come within 600 s. A launcher at 127.0.0.1 was refu"
+    )
+    assert leader.order.failure.why.endswith(why)
+
+
+@pytest.mark.parametrize(
+    ("signum", "code", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")]
+)
+def test_a_launcher_that_asks_for_the_run_s_name_is_stopped_by_a_signal_as_any_other(
+    signum: signal.Signals, code: int, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute, ThreadPoolExecutor(1) as pool:
+
+        def stops() -> None:
+            with mute.accept()[0]:
+                os.kill(os.getpid(), signum)
+
+        mute.settimeout(SECS)
+        stopping = pool.submit(stops)
+        asking = replace(JOB, endpoint=mute.getsockname()[:2])
+        assert ask_run_name(asking, b"secret", HostTimeouts(join_secs=SECS), {}) == code
+        stopping.result()
+    assert capsys.readouterr().err == f"replicast: stopped by {name}; all workers have exited\n"
+
+
+def test_a_launcher_that_asks_for_the_run_s_name_waits_for_the_first_one_as_any_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = taken.getsockname()[:2]
+    timeouts = HostTimeouts(join_secs=0.5, tell_after_secs=0.2)
+    assert ask_run_name(replace(JOB, endpoint=endpoint), b"secret", timeouts, {}) == 75
+    why = f"(127.0.0.1:{endpoint[1]}: Connection refused)"
+    waits, lost = capsys.readouterr().err.splitlines()
+    assert waits == f"replicast: waiting for the launcher of a, 0 s of at most 0.5 s {why}"
+    assert lost == f"replicast: host a was lost: it did not come within 0.5 s {why}"
 
 
 def test_a_stranger_cannot_fill_the_screen_and_what_is_wrong_is_said_again_later() -> None:
@@ -351,6 +433,12 @@ def test_a_first_launcher_that_cannot_accept_for_now_says_so_once_and_does_not_s
         assert told.text == f"cannot accept other launchers for now: {problem}"
         assert listener not in first.sockets(), "for a moment"
         assert not any(isinstance(event, Tell) for event in first.poll([listener]))
+
+
+def test_an_address_in_use_is_refused_in_sentences_that_end_once() -> None:
+    refused = pytest.raises(ClusterError, match=r"must: another job\? Give each job an address of its own")
+    with listen(("127.0.0.1", 0)) as taken, refused:
+        listen(taken.getsockname()[:2])
 
 
 def test_a_command_of_any_length_fits_into_a_message() -> None:

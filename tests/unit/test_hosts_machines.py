@@ -136,7 +136,7 @@ def test_a_launcher_that_ended_its_workers_for_want_of_the_first_does_not_report
     assert [type(one) for one in member.on_time(40.0)] == [End]
     member.on_group_end(None, 41.0, left_behind=False)
     assert member.report.failure is not None
-    assert "because of the first host: nothing was heard of it for 30 s" in member.report.failure.why
+    assert "because of the first host: nothing was heard of it for 40 s" in member.report.failure.why
 
 
 def test_a_launcher_whose_first_one_was_started_again_ends_its_workers_and_says_why() -> None:
@@ -211,6 +211,64 @@ def test_a_stopped_job_ends_on_both_sides_although_the_link_is_cut(node: int) ->
     world.cut = {1}
     world.run(12.0)
     assert world.codes() == [143, 143], "within the grace period of a scheduler"
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_job_that_is_stopped_during_a_cut_says_how_long_and_of_whom_nothing_is_known(node: int) -> None:
+    world = started(2)
+    world.cut = {1}
+    world.run(20.0)
+    world.signal(node, signal.SIGINT)
+    world.run(3.0)
+    (over,) = (one.order for one in world.said(node, Over) if isinstance(one, Over))
+    assert (over.code, over.unreached) == (130, (1 - node,))
+    if node == 0:
+        assert over.failure is not None
+        assert over.failure.why in ("nothing was heard of it for 20 s", "nothing was heard of it for 21 s")
+
+
+def test_a_job_that_is_stopped_on_all_hosts_knows_of_all() -> None:
+    world = started(2)
+    world.signal(1, signal.SIGINT)
+    world.run(3.0)
+    assert [over.order.unreached for node in (0, 1) for over in world.said(node, Over)] == [(), ()]  # type: ignore[union-attr]
+
+
+def test_why_the_host_that_did_not_come_was_refused_is_said_instead_of_a_question() -> None:
+    def why(*refused: tuple[int | None, str]) -> str:
+        leader = Leader(("a", "b", "c"), "first", 0, HostTimeouts(join_secs=15.0), 0.0)
+        leader.on_joined(0, "first", "", 0.0)
+        leader.on_report(0, Report(next_attempt=0), 0.0)
+        leader.on_joined(2, "other", "", 0.0)
+        leader.on_report(2, Report(next_attempt=0), 14.0)
+        for node, what in refused:
+            leader.on_refused(node, what)
+        leader.on_time(15.0)
+        assert leader.order.failure is not None
+        assert leader.order.failure.host == 1
+        return leader.order.failure.why
+
+    assert why().startswith("it did not come within 15 s. Was the command started there")
+    assert why((1, "Another -n")) == "it did not come within 15 s. Another -n"
+    assert why((None, "Another secret")) == "it did not come within 15 s. Another secret"
+    assert why((9, "Another rank")) == "it did not come within 15 s. Another rank"
+    assert why((1, "Another -n"), (None, "Another secret")).endswith("Another -n"), "surely of this host"
+    assert "Was the command started there" in why((2, "A second one of a host that is there"))
+
+
+def test_a_refusal_is_forgotten_when_its_host_has_come() -> None:
+    leader = Leader(("a", "b"), "first", 1, HostTimeouts(), 0.0)
+    leader.on_refused(1, "Another -n")
+    leader.on_refused(None, "Another secret")
+    for node, session in enumerate(("first", "other")):
+        leader.on_joined(node, session, "", 0.0)
+        leader.on_report(node, Report(next_attempt=0), 0.0)
+    assert leader.order.phase is Phase.RUN
+    leader.on_time(40.0)
+    leader.on_report(0, Report(next_attempt=1, attempt=0), 40.0)
+    leader.on_report(0, Report(next_attempt=1, attempt=0), 700.0)
+    assert leader.order.failure is not None
+    assert "Was the command started there" in leader.order.failure.why
 
 
 def test_a_launcher_without_contact_can_be_stopped() -> None:
@@ -396,6 +454,41 @@ def test_a_link_that_never_returns_ends_both_sides_with_the_name_of_the_other() 
     world.run(160.0)
     assert world.codes() == [PEER, PEER]
     assert [cause.host for cause in causes(world) if cause] == [1, 0]
+
+
+@pytest.mark.parametrize("ends_by_itself", [0, 1])
+def test_both_sides_wait_the_whole_join_timeout_from_when_the_other_counts_as_lost(
+    ends_by_itself: int,
+) -> None:
+    """A worker gives up its peers after 14 s of silence, long before its launcher gives up the other one."""
+    timeouts = HostTimeouts(join_secs=15.0)
+    world = World(2, timeouts=timeouts)
+    world.boot()
+    world.run(2.0)
+    world.cut = {1}
+    world.run(14.0)
+    world.fail(ends_by_itself, code=PEER)
+    world.run(timeouts.silent_secs + timeouts.join_secs - 14.0 - 1.5)
+    assert world.codes() == [None, None]
+    waits = [one for node in (0, 1) for one in world.said(node, Waiting) if isinstance(one, Waiting)]
+    assert [one.at_most_secs > one.secs >= 10.0 for one in waits if one.missing] == [True, True]
+    world.cut = set()
+    world.run(1.5)
+    assert world.running() == [1, 1]
+
+
+def test_a_host_that_is_lost_while_another_is_waited_for_is_waited_for_as_long() -> None:
+    world = World(3)
+    world.boot(0, 1)
+    world.run(100.0)
+    world.kill(1)
+    world.run(10.0)
+    world.boot(2)
+    world.run(100.0)
+    assert world.codes() == [None, None, None], "120 s since the start, and not since host 1 was lost"
+    world.boot(1)
+    world.run(2.0)
+    assert world.running() == [0, 0, 0]
 
 
 def test_the_attempt_is_one_of_which_no_host_has_logs() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 
 from replicast.config import PEER_FAILED
 from replicast.supervisor.failure import exception_in, traceback_in
 from replicast.supervisor.group import GroupEnd
-from replicast.supervisor.report import restart_line
+from replicast.supervisor.report import failure_line, interruption_line, restart_line
 from replicast.supervisor.worker import WorkerExit
 
 RAISED = """Epoch 1/3
@@ -62,3 +63,20 @@ def test_a_restart_names_the_worker_that_was_lost_not_the_one_that_says_so() -> 
     }.items():
         end = GroupEnd(exits=(), first_failure=failure, interrupted_by=None)
         assert restart_line(end, 1, 3) == f"replicast: restart 1 of 3 because {why}; 2 left after it"
+
+
+def test_a_stopped_launcher_does_not_say_that_the_workers_of_unreached_hosts_have_exited() -> None:
+    end = GroupEnd(exits=(), first_failure=None, interrupted_by=signal.SIGINT)
+    known = "replicast: stopped by Ctrl-C; all workers have exited"
+    assert interruption_line(signal.SIGINT, end) == known
+    assert interruption_line(signal.SIGINT, end, "", ("gpu1", "gpu2")) == (
+        "replicast: stopped by Ctrl-C; the workers on this host have exited; "
+        "nothing is known of those on gpu1, gpu2"
+    )
+
+
+def test_who_says_that_a_host_was_lost_stands_before_what_it_says() -> None:
+    lost = WorkerExit(
+        rank=1, code=PEER_FAILED, ran_secs=0, log=Path(), tail=(), host="b", lost="Why?", said_by="a"
+    )
+    assert failure_line(lost) == "replicast: host b was lost, says the launcher of a: Why?"

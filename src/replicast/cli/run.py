@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from replicast.cli.torchrun import refuses_torchrun_options
+from replicast.cli.torchrun import refuses_torchrun_options, worker_count
 from replicast.config import (
     HEARTBEAT_TIMEOUT,
     JOB_SECRET,
@@ -32,12 +32,12 @@ from replicast.supervisor import (
 )
 from replicast.supervisor.hosts.placing import place_on_hosts
 from replicast.supervisor.hosts.setup import read_secret
-from replicast.supervisor.hosts.talk import ask_run_name
 from replicast.supervisor.hosts.timeouts import HostTimeouts, host_timeouts
 from replicast.supervisor.isolation import check_isolation, isolate
 from replicast.supervisor.page import PageAddress, page_beside
 from replicast.supervisor.plan import DEFAULT_PORT
 from replicast.supervisor.program import check_module, check_script
+from replicast.supervisor.run_name import ask_run_name
 from replicast.supervisor.rundir import RUNS
 
 _DIR, _COUNT, _SECS = click.Path(path_type=Path), click.IntRange(min=0), click.FloatRange(min=0)
@@ -46,7 +46,14 @@ _PORTS_SECS = 5.0
 
 @click.command(context_settings={"allow_interspersed_args": False, "show_default": True})
 @click.option(
-    "-n", "--workers", "--nproc", "--nproc-per-node", default=1, metavar="N", help="Workers on this machine."
+    "-n",
+    "--workers",
+    "--nproc",
+    "--nproc-per-node",
+    type=worker_count,
+    default=1,
+    metavar="N",
+    help="Workers on this machine.",
 )
 @click.option("-m", "--module", is_flag=True, help="PROGRAM is a module's name, as in python -m.")
 @click.option("--run-dir", type=_DIR, metavar="DIR", help="The run directory. [default: runs/TIME-PROGRAM]")
@@ -152,7 +159,8 @@ def run(**typed: Any) -> None:
     tee = parse_tee(options.tee, job)
     page = PageAddress.parse(options.serve) if options.serve is not None else None
     _check_ports(job)
-    directory = _run_directory(options, job, secret)
+    between = host_timeouts(join_secs=options.join_timeout, heartbeat_secs=heartbeat_secs)
+    directory = _run_directory(options, job, secret, between)
     settings = Settings(
         run_dir=directory,
         log_dir=options.log_dir.absolute() if options.log_dir is not None else directory / "logs",
@@ -161,7 +169,7 @@ def run(**typed: Any) -> None:
         timeouts=EndTimeouts(stop_secs=options.grace, frozen_secs=heartbeat_secs),
         standby=options.standby,
         secret=secret,
-        host_timeouts=host_timeouts(join_secs=options.join_timeout, heartbeat_secs=heartbeat_secs),
+        host_timeouts=between,
     )
     sys.exit(_supervise(job, settings, _environment(heartbeat_secs), page, isolated=options.isolate))
 
@@ -231,13 +239,17 @@ def _check_ports(job: Job) -> None:
         hold_ports(job.fixed_ports, within_secs=_PORTS_SECS if job.endpoint is not None else 0.0).release()
 
 
-def _run_directory(options: _Options, job: Job, secret: bytes) -> Path:
-    """Makes the run directory; launchers of other hosts may have to ask the first one for its name."""
+def _run_directory(options: _Options, job: Job, secret: bytes, timeouts: HostTimeouts) -> Path:
+    """Makes the run directory; launchers of other hosts may have to ask the first one for its name.
+
+    Exits with the code of the job if it is over before there is an answer.
+    """
     chosen = options.run_dir
     if chosen is None and job.endpoint is not None and job.node_rank > 0:
-        chosen = RUNS / ask_run_name(
-            job.endpoint, job.node_rank, secret, timeout_secs=options.join_timeout, report=_tell
-        )
+        told = ask_run_name(job, secret, timeouts, os.environ)
+        if isinstance(told, int):
+            sys.exit(told)
+        chosen = RUNS / told
     name = options.program.rpartition(".")[2] if options.module else Path(options.program).stem
     return make_run_dir(chosen, program=name, now=datetime.now())
 

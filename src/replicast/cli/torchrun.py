@@ -1,4 +1,4 @@
-"""Options of `torchrun` that `replicast run` does not have: each is refused, with what to do instead."""
+"""Options and values of `torchrun` that `replicast run` does not have: refused, with what to do instead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from replicast.config import JOB_SECRET
-from replicast.errors import LaunchRefused
+from replicast.errors import ClusterError, LaunchRefused
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 _REFUSED = {
@@ -26,6 +26,18 @@ _REFUSED = {
     ),
 }
 _FLAGS = ("--standalone",)
+
+
+def worker_count(text: str) -> int:
+    """The number of workers; `torchrun` also takes "gpu", "cpu" and "auto"."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ClusterError(
+            "-n must be a number",
+            remedy="Give the number of workers, for example -n 2; nvidia-smi -L lists the GPUs",
+            received=text,
+        ) from None
 
 
 def refuses_torchrun_options(command: _Decorated) -> _Decorated:

@@ -40,6 +40,7 @@ class Verdict:
         restarts: How many restarts the job has needed, the next one included.
         max_restarts: How many it may need.
         stopped_on: The other host on which it was stopped; empty if on none, or on this one.
+        unreached: The hosts of whose workers nothing is known when it is stopped.
     """
 
     end: GroupEnd
@@ -48,6 +49,7 @@ class Verdict:
     restarts: int
     max_restarts: int
     stopped_on: str = ""
+    unreached: tuple[str, ...] = ()
 
 
 class Attempts(Protocol):

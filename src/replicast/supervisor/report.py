@@ -26,7 +26,7 @@ def failure_line(failure: WorkerExit) -> str:
     """One line: which worker failed, how, after how long, and where its log is; its host, if another."""
     if failure.lost:
         who = f", says the launcher of {failure.said_by}" if failure.said_by else ""
-        return f"replicast: {_host(failure)} was lost: {failure.lost}{who}"
+        return f"replicast: {_host(failure)} was lost{who}: {failure.lost}"
     how = f"failed first: {failure.how}"
     if failure.frozen:
         how = "was stopped (SIGSTOP) and did not continue: killed"
@@ -134,21 +134,33 @@ def finished_line(who: str, *, step: int | None, secs: float, restarts: int, log
     return f"replicast: finished{after}: {', '.join(facts)}, logs in {short_path(logs)}"
 
 
-def interruption_line(signum: signal.Signals, end: GroupEnd, host: str = "") -> str:
-    """One line: what stopped the group, on which other host, and whether all workers exited in time."""
+def interruption_line(
+    signum: signal.Signals, end: GroupEnd, host: str = "", unreached: Sequence[str] = ()
+) -> str:
+    """One line: what stopped the group, on which other host, and whether all workers exited in time.
+
+    Args:
+        signum: The signal.
+        end: How the group of this host ended.
+        host: The other host on which the job was stopped; empty if on this one.
+        unreached: Hosts of whose workers nothing is known.
+    """
     name = "Ctrl-C" if signum is signal.SIGINT else signum.name
     left = ", ".join(str(rank) for rank in end.left_behind)
     killed = ", ".join(
         str(rank) for rank in sorted(one.rank for one in end.exits if one.code == -signal.SIGKILL)
     )
     rest = f"could not be killed: worker {left}" if left else "all workers have exited"
+    if unreached and not left:
+        rest = "the workers on this host have exited"
     if killed and not left:
         rest = (
             f"killed before it had exited: worker {killed}; the last checkpoint may be missing "
             "(--grace gives more time)"
         )
     where = f" on {host}" if host else ""
-    return f"replicast: stopped by {name}{where}; {rest}"
+    unknown = f"; nothing is known of those on {', '.join(unreached)}" if unreached else ""
+    return f"replicast: stopped by {name}{where}; {rest}{unknown}"
 
 
 def tail_box(failure: WorkerExit, stream: TextIO) -> str:

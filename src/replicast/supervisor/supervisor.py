@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from replicast.config import TOLD_TO_END, shared_memory_directory
+from replicast.config import shared_memory_directory
 from replicast.errors import ClusterError
 from replicast.supervisor.attempts import Attempts, Begin, LocalAttempts, Verdict
 from replicast.supervisor.group import EndTimeouts, Group, GroupEnd
@@ -30,21 +30,17 @@ from replicast.supervisor.plan import (
 from replicast.supervisor.ports import HeldPorts, hold_free_ports, hold_ports
 from replicast.supervisor.report import (
     absent_line,
-    failure_line,
     faults_line,
     finished_line,
-    interruption_line,
-    others_line,
     restart_line,
     short_path,
-    sigterm_line,
     standby_words,
-    tail_box,
 )
 from replicast.supervisor.rundir import locked, make_attempt_dir, next_attempt
 from replicast.supervisor.screen import Screen, make_screen
 from replicast.supervisor.standby import StandbySet
 from replicast.supervisor.states import States, what_is_taken_over
+from replicast.supervisor.verdicts import report_verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,14 +125,14 @@ class _Supervision:
         while True:
             begun = self._attempts.begin()
             if isinstance(begun, Verdict):
-                _report(begun, self._screen, self._settings.run_dir, None)
+                report_verdict(begun, self._screen, self._settings.run_dir, None)
                 self._states.ended(begun.attempt, begun.end, begun.code or 0, None)
                 return begun.code or 0
             end = self._run_attempt(begun)
             verdict = self._attempts.decide(end)
             if any(ended.code for ended in end.exits):
                 _remove_shared_memory(self._environ)
-            _report(verdict, self._screen, self._settings.run_dir, begun.attempt)
+            report_verdict(verdict, self._screen, self._settings.run_dir, begun.attempt)
             if verdict.code is not None:
                 self._finish(begun.attempt, verdict, verdict.code)
                 return verdict.code
@@ -265,27 +261,3 @@ def _trains(run_dir: Path, attempt: int) -> bool:
 
     notes = read_worker_notes(run_dir)
     return any(note.attempt == attempt and note.stepped_at is not None for note in notes)
-
-
-def _told_by(run_dir: Path, attempt: int) -> str:
-    """Who has asked the job to stop, and where it did; empty if nobody has."""
-    from replicast.storage.requests import stopped_by  # Imports numpy, which nothing else here needs.
-
-    told = stopped_by(run_dir, attempt)
-    return "" if told is None else f"stopped by {told.author} at step {told.step}"
-
-
-def _report(verdict: Verdict, screen: Screen, run_dir: Path, attempt: int | None) -> None:
-    end = verdict.end
-    if end.first_failure is not None:
-        if end.first_failure.code == TOLD_TO_END and attempt is not None:
-            screen.tell(sigterm_line(end.first_failure, _told_by(run_dir, attempt)))
-        else:
-            if not end.first_failure.lost:
-                screen.tell(tail_box(end.first_failure, sys.stderr))
-            screen.tell(failure_line(end.first_failure))
-        others = others_line(end)
-        if others:
-            screen.tell(others)
-    if end.interrupted_by is not None:
-        screen.tell(interruption_line(end.interrupted_by, end, verdict.stopped_on))

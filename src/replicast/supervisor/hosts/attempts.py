@@ -6,6 +6,7 @@ import selectors
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from replicast.config import PEER_FAILED
 from replicast.errors import ClusterError, LaunchRefused
@@ -14,7 +15,7 @@ from replicast.supervisor.group import GroupEnd, Peers
 from replicast.supervisor.hosts.events import Broken, Event, NotWelcome, Tell
 from replicast.supervisor.hosts.link import Link
 from replicast.supervisor.hosts.member import End, Over, Restart, Start, Waiting
-from replicast.supervisor.hosts.messages import MAX_COLUMNS, MAX_LINES, Failure, Order, Phase
+from replicast.supervisor.hosts.messages import MAX_COLUMNS, MAX_LINES, Failure, Order, Phase, Told
 from replicast.supervisor.interruptions import STOP_SIGNALS, Interruptions
 from replicast.supervisor.plan import Job
 from replicast.supervisor.screen import Screen
@@ -22,6 +23,7 @@ from replicast.supervisor.states import exception_of, last_lines
 from replicast.supervisor.worker import WorkerExit
 
 _POLL_SECS = 1.0
+_Awaited = TypeVar("_Awaited", Start, Restart, Told)
 
 
 class HostsAttempts:
@@ -43,7 +45,18 @@ class HostsAttempts:
         # The addresses of the others are known when all have come.
         self._names = job.hosts or (first, *(f"host {node}" for node in range(1, job.nodes)))
         self._events: list[Event] = []
-        self._stopped = False
+        self._stopped_by: signal.Signals | None = None
+
+    def ask_run_name(self) -> str | Verdict:
+        """Waits until the first launcher has told the name of the run directory, at most the time to join."""
+        found = self._wait_for(Told)
+        if isinstance(found, Over):
+            return self._verdict(nothing_ran(), found.order)
+        came = [one for one in self._interruptions.take() if one in STOP_SIGNALS]
+        stopped_by = next(iter(came), self._stopped_by)  # At the same time: nobody will see it later.
+        if stopped_by is not None:
+            return self._verdict(nothing_ran(), self._interrupted(stopped_by))
+        return found.run_name
 
     def begin(self) -> Begin | Verdict:
         """Waits until all hosts are ready, at most the time to join.
@@ -51,7 +64,7 @@ class HostsAttempts:
         Raises:
             LaunchRefused: The first launcher does not accept this one.
         """
-        found = self._wait_for(Start, Over)
+        found = self._wait_for(Start)
         order = found.order
         if isinstance(found, Over):
             return self._verdict(nothing_ran(), order)
@@ -68,7 +81,7 @@ class HostsAttempts:
         failure = None if end.first_failure is None else self._failure(end.first_failure)
         left = bool(end.left_behind)
         self._link.post(lambda member, now: member.on_group_end(failure, now, left_behind=left))
-        return self._verdict(end, self._wait_for(Restart, Over).order)
+        return self._verdict(end, self._wait_for(Restart).order)
 
     def fileno(self) -> int:
         """A descriptor that is readable when something came from the others."""
@@ -101,18 +114,18 @@ class HostsAttempts:
 
     def tell_signal(self, signum: signal.Signals) -> None:
         """This launcher was told to stop."""
-        self._stopped = True
+        self._stopped_by = signum
         self._link.post(lambda member, _: member.on_signal(signum))
 
-    def _wait_for(self, *kinds: type[Start] | type[Restart] | type[Over]) -> Start | Restart | Over:
-        """Waits for a command; a second Ctrl-C does not wait."""
+    def _wait_for(self, kind: type[_Awaited]) -> _Awaited | Over:
+        """Waits for an event or the end of the job; a second Ctrl-C does not wait."""
         with selectors.PollSelector() as selector:
             selector.register(self._link, selectors.EVENT_READ)
             selector.register(self._interruptions, selectors.EVENT_READ)
             while True:
                 while self._events:
                     event = self._events.pop(0)
-                    if isinstance(event, kinds):
+                    if isinstance(event, (kind, Over)):
                         self._link.put_back(self._events)  # An `End`, for the group that is started now.
                         self._events = []
                         return event
@@ -120,7 +133,7 @@ class HostsAttempts:
                 selector.select(_POLL_SECS)
                 self._events += self._link.take()
                 for signum in self._interruptions.take():
-                    if signum is signal.SIGINT and self._stopped:
+                    if signum is signal.SIGINT and self._stopped_by is not None:
                         return Over(self._interrupted(signum), alone=True)
                     if signum in STOP_SIGNALS:
                         self.tell_signal(signum)
@@ -177,6 +190,7 @@ class HostsAttempts:
             order.restarts,
             order.max_restarts,
             stopped_on=self._names[order.stopped_on] if elsewhere else "",
+            unreached=tuple(self._names[node] for node in order.unreached),
         )
 
     def _failure(self, ended: WorkerExit) -> Failure:

@@ -24,13 +24,18 @@ class Malformed:
 
 
 class Connection:
-    """A connection to another launcher: nothing here blocks."""
+    """A connection to another launcher: nothing here blocks.
+
+    Attributes:
+        host: The address of the other side when this was made; later the socket may not know it any more.
+    """
 
     def __init__(self, connection: socket.socket, secret: bytes, *, is_first: bool, nodes: int) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self.since = time.monotonic()
+        self.host = _host_of(connection)
         self.hello: Hello | None = None
         """The introduction of the other side, once it is accepted."""
         self.is_refused = False
@@ -87,13 +92,12 @@ class Connection:
         """Closes the socket."""
         self.socket.close()
 
-    @property
-    def peer(self) -> str:
-        """The address of the other side."""
-        with contextlib.suppress(OSError):
-            host, port = self.socket.getpeername()[:2]
-            return shown_address(host, port)
-        return "an unknown address"
+
+def _host_of(connection: socket.socket) -> str:
+    """The address of the other side, without the port, which is another one each time."""
+    with contextlib.suppress(OSError):  # It is not connected yet, or no more.
+        return str(connection.getpeername()[0])
+    return "an unknown address"
 
 
 def _message(fields: dict[str, Any], nodes: int) -> Message | Malformed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from replicast.supervisor.hosts.member import Command
+from replicast.supervisor.hosts.messages import Told
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,4 +35,4 @@ class NotWelcome:
     by: str = "The first launcher"
 
 
-Event = Command | Broken | Tell | NotWelcome
+Event = Command | Broken | Tell | NotWelcome | Told

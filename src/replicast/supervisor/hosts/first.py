@@ -28,7 +28,7 @@ from replicast.supervisor.hosts.messages import (
 from replicast.supervisor.hosts.notices import Notices
 from replicast.supervisor.hosts.rivals import Rivals
 from replicast.supervisor.hosts.timeouts import HostTimeouts
-from replicast.supervisor.hosts.wire import NotAuthentic
+from replicast.supervisor.hosts.wire import SAME_SECRET, NotAuthentic
 
 _INTRODUCE_SECS = 5.0
 """A connection over which nobody introduces itself within this time is closed."""
@@ -124,6 +124,8 @@ class First:
                 events += self._take(connection, message)
             return events
         except NotAuthentic as error:
+            if error.remedy == SAME_SECRET:  # Else it is no launcher, and nobody waits for it.
+                self._note_refusal(None, connection, str(error))
             return self._refuse(connection, f"{error}. {error.remedy}", self._of_strangers)
         except OSError as error:
             self._drop(connection, is_closed=is_closed(error))
@@ -139,6 +141,7 @@ class First:
                 message.node, message.session, now
             )
             if refusal:
+                self._note_refusal(message.node, connection, refusal)
                 return self._refuse(connection, refusal, self._of_launchers)
             for older in [one for one in self._connections if one.hello and one.hello.node == message.node]:
                 self._drop(older, is_closed=False)
@@ -150,9 +153,10 @@ class First:
         elif isinstance(message, Report) and connection.hello is not None:
             self._leader.on_report(connection.hello.node, message, now)
         elif isinstance(message, FirstOf) and (refusal := two_firsts(self._first_of, message)):
+            self._note_refusal(None, connection, refusal)
             return self._refuse(connection, refusal, self._of_launchers)
         elif isinstance(message, Malformed):
-            text = f"a line of the launcher at {_host_of(connection)} is left out: {message.why}"
+            text = f"a line of the launcher at {connection.host} is left out: {message.why}"
             return [*self._of_launchers.say(text, now)]
         return []
 
@@ -177,10 +181,9 @@ class First:
         connection.is_refused = True
         with contextlib.suppress(OSError):
             connection.send(Refused(why))
-        text = f"refused a launcher at {_host_of(connection)}: {why}"
+        text = f"refused a launcher at {connection.host}: {why}"
         return [*notices.say(text, time.monotonic())]
 
-
-def _host_of(connection: Connection) -> str:
-    """The address of the other side, without the port, which is another one each time."""
-    return connection.peer.rpartition(":")[0]
+    def _note_refusal(self, node: int | None, connection: Connection, why: str) -> None:
+        shown = "".join(character if character.isprintable() else "�" for character in why)
+        self._leader.on_refused(node, f"A launcher at {connection.host} was refused: {shown}")

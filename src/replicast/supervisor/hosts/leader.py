@@ -56,7 +56,8 @@ class Leader:
         self._hosts = [_Host(timeouts) for _ in hosts]
         self._names = tuple(hosts)
         self._failures: dict[int, Failure] = {}
-        self._waits_since = now
+        self._missing_since = dict.fromkeys(range(len(hosts)), now)
+        self._refused: dict[int | None, str] = {}
         self._has_run = False
         self.order = Order(
             session=session,
@@ -84,6 +85,17 @@ class Leader:
             return ""
         return f"a launcher with --node-rank {node} is connected already, from {host.address or 'this host'}"
 
+    def on_refused(self, node: int | None, what: str) -> None:
+        """A launcher was refused: perhaps the one that is waited for.
+
+        Args:
+            node: The index of its host, as it says; None if unknown.
+            what: Where it is and why it was refused, as a sentence without its full stop.
+        """
+        known = node if node is not None and 0 <= node < len(self._hosts) else None
+        if known is None or not self._hosts[known].presence.connected:  # A second one of a host is not.
+            self._refused[known] = what
+
     def on_joined(self, node: int, session: str, address: str, now: float) -> None:
         """A launcher has connected, for the first time or again. Call `refusal` before."""
         host = self._hosts[node]
@@ -91,6 +103,7 @@ class Leader:
             self._lose(node, "its launcher ended and was started again")
             host.report = None
         host.session, host.address = session, address
+        self._refused.pop(node, None)
         host.presence.hear(now)
         self._advance(now)  # What it hears first must not be to run the attempt that has just failed.
 
@@ -161,14 +174,21 @@ class Leader:
             return
         missing = tuple(node for node, host in enumerate(self._hosts) if not self._is_ready(host, now))
         self.order = replace(self.order, missing=missing)
+        self._missing_since = {node: self._missing_since.get(node, now) for node in missing}
+        late = [node for node in missing if now - self._missing_since[node] >= self._timeouts.join_secs]
         if not missing:
             self._start()
-        elif now - self._waits_since >= self._timeouts.join_secs:
-            same = "the same --hosts" if self._names[missing[0]] else f"--node-rank {missing[0]}"
-            waited = f"it did not come within {self._timeouts.join_secs:g} s"
-            waited = f"{waited}. Was the command started there, with {same} and the same secret?"
-            self.order = replace(self.order, failure=Failure(host=missing[0], why=waited))
+        elif late:
+            self.order = replace(self.order, failure=Failure(host=late[0], why=self._why_late(late[0])))
             self._over(PEER_FAILED)
+
+    def _why_late(self, node: int) -> str:
+        waited = f"it did not come within {self._timeouts.join_secs:g} s"
+        refused = self._refused.get(node) or self._refused.get(None)
+        if refused:
+            return f"{waited}. {refused}"
+        same = "the same --hosts" if self._names[node] else f"--node-rank {node}"
+        return f"{waited}. Was the command started there, with {same} and the same secret?"
 
     @staticmethod
     def _is_ready(host: _Host, now: float) -> bool:
@@ -188,7 +208,7 @@ class Leader:
         attempt = max(order.attempt, *(report.next_attempt for report in reports))
         addresses = tuple(name or host.address for name, host in zip(self._names, self._hosts, strict=True))
         self._has_run = True
-        self._failures = {}
+        self._failures, self._refused = {}, {}
         self.order = replace(order, phase=Phase.RUN, attempt=attempt, hosts=addresses)
 
     def _run(self, now: float) -> None:
@@ -222,13 +242,13 @@ class Leader:
     def _decide(self, now: float) -> None:
         order, cause = self.order, self._cause()
         if order.signal is not None:
+            self.order = replace(order, unreached=tuple(sorted(self._lost())))
             self._over(128 + order.signal)
         elif cause is None:
             self._over(_UNKILLABLE)
         elif not cause.is_failure or self._left_behind() or order.restarts >= order.max_restarts:
             self._over(cause.shell_code)
         else:
-            self._waits_since = now
             self.order = replace(
                 order, phase=Phase.WAIT, attempt=order.attempt + 1, restarts=order.restarts + 1
             )

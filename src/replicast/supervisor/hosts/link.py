@@ -23,7 +23,7 @@ from replicast.supervisor.hosts.events import Broken, Event
 from replicast.supervisor.hosts.first import First
 from replicast.supervisor.hosts.leader import Leader
 from replicast.supervisor.hosts.member import Command, Member
-from replicast.supervisor.hosts.messages import Hello, Identity
+from replicast.supervisor.hosts.messages import Ask, Hello, Identity
 from replicast.supervisor.hosts.other import CONNECT_SECS, Other
 from replicast.supervisor.hosts.rivals import Rivals
 from replicast.supervisor.hosts.timeouts import HostTimeouts
@@ -177,6 +177,24 @@ def other_link(
 
     other = Other(member, hello, secret, timeouts, endpoint, identity.nodes)
     return Link(member, other, timeouts.leave_secs)
+
+
+def asking_link(
+    *, node: int, nodes: int, secret: bytes, timeouts: HostTimeouts, endpoint: tuple[str, int]
+) -> Link:
+    """The link of another launcher that does not join yet: it asks for the name of the run directory.
+
+    Args:
+        node: The index of this host.
+        nodes: The number of hosts.
+        secret: The secret of the job; empty if there is none.
+        timeouts: The time limits.
+        endpoint: The address of the first launcher.
+    """
+    member = Member(node, 0, 0, timeouts, time.monotonic())
+    return Link(
+        member, Other(member, lambda _: Ask(node), secret, timeouts, endpoint, nodes), timeouts.leave_secs
+    )
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:

@@ -110,15 +110,19 @@ class Member:
         self._told_end: End | None = None
         self._told_restart = True
         self._unreachable = ""
-        self._waits_since = now
-        self._next_tell = now + timeouts.tell_after_secs
+        self._ended_at = self._next_tell = now
+        self._lost_since: float | None = now  # It has not come yet.
+        self._missing_since: dict[int, float] = {}
         self.report = Report(next_attempt=next_attempt)
         self.is_over = False
 
     def on_order(self, order: Order, now: float) -> list[Command]:
         """The first launcher's order came."""
         self._presence.hear(now)
-        self._unreachable = ""
+        self._unreachable, self._lost_since = "", None
+        if not self._missing_since.keys() >= set(order.missing):
+            self._next_tell = now  # Others are waited for than was said.
+        self._missing_since = {node: self._missing_since.get(node, now) for node in order.missing}
         if self.is_over:
             return []
         ended = self._take_other_leader(order)
@@ -135,7 +139,8 @@ class Member:
             return [*commands, *self._start(order)]
         if order.phase is Phase.RUN:  # The workers here have finished, those of other hosts have not.
             return commands
-        return [*commands, *self._wait(now, order.missing, first_is_lost=False)]
+        since = min(self._missing_since.values(), default=self._ended_at)
+        return [*commands, *self._wait(now, since, order.missing, first_is_lost=False)]
 
     def on_closed(self, now: float) -> None:
         """The first launcher's host has closed the connection, or refused one: nobody listens there."""
@@ -159,7 +164,6 @@ class Member:
         if not why or (is_stopping and self.report.running):  # They have the grace period, whatever happens.
             return []
         if self.report.running:
-            self._waits_since = now
             return self._end_because(Failure(host=0, why=why, reported_by=self._node))
         return self._without_leader(why, now)
 
@@ -182,7 +186,7 @@ class Member:
             left_behind=left_behind,
             next_attempt=self.report.next_attempt if attempt is None else attempt + 1,
         )
-        self._waits_since, self._next_tell = now, now + self._timeouts.tell_after_secs
+        self._ended_at = self._next_tell = now
         if self._order.phase is Phase.OVER:
             return self._finish(Over(self._order))
         return []
@@ -254,32 +258,34 @@ class Member:
         over = replace(order, phase=Phase.OVER, failure=own)
         if self.report.signal is not None:
             over = replace(over, signal=self.report.signal, stopped_on=self._node)
+        has_run = self.report.attempt is not None
         if over.signal is not None:
-            return self._finish(Over(replace(over, code=128 + over.signal), alone=True))
+            over = replace(over, unreached=(0,) if has_run else (), code=128 + over.signal)
+            return self._finish(Over(over, alone=True))
         if own is not None and not own.is_failure:
             return self._finish(Over(replace(over, failure=own, code=own.shell_code), alone=True))
-        has_run = self.report.attempt is not None
         lost = Failure(host=0, why=why, reported_by=self._node)
         gone = replace(over, failure=lost, code=PEER_FAILED)
         if has_run and order.restarts >= order.max_restarts:
             return self._finish(Over(gone, alone=True))
-        heard = self._presence.heard_at
-        if heard is not None:  # It may have been there long after the workers here had exited.
-            self._waits_since = max(self._waits_since, heard)
-        if now - self._waits_since >= self._timeouts.join_secs:
+        if self._lost_since is None:  # Not when the workers here exited: it was not lost then.
+            self._lost_since = self._next_tell = now
+        if now - self._lost_since >= self._timeouts.join_secs:
             reason = f" ({self._unreachable})" if self._unreachable else ""
             lost = replace(lost, why=f"it did not come within {self._timeouts.join_secs:g} s{reason}")
             return self._finish(Over(replace(gone, failure=lost), alone=True))
         following = replace(order, failure=lost, attempt=order.attempt + 1, restarts=order.restarts + 1)
         commands = self._restart(following) if has_run else []
-        return [*commands, *self._wait(now, (0,), first_is_lost=True)]
+        return [*commands, *self._wait(now, self._lost_since, (0,), first_is_lost=True)]
 
-    def _wait(self, now: float, missing: tuple[int, ...], *, first_is_lost: bool) -> list[Command]:
-        if now < self._next_tell:
+    def _wait(
+        self, now: float, since: float, missing: tuple[int, ...], *, first_is_lost: bool
+    ) -> list[Command]:
+        if now < max(self._next_tell, since + self._timeouts.tell_after_secs):
             return []
         self._next_tell = now + self._timeouts.tell_again_secs
         why = self._unreachable if first_is_lost else ""
-        return [Waiting(now - self._waits_since, missing, first_is_lost, self._timeouts.join_secs, why)]
+        return [Waiting(now - since, missing, first_is_lost, self._timeouts.join_secs, why)]
 
     def _finish(self, over: Over) -> list[Command]:
         if (

@@ -177,6 +177,7 @@ class Order:
         failure: Why the attempt, or the one before, failed.
         signal: The signal that stopped the job, if any.
         stopped_on: The host whose launcher received it.
+        unreached: The hosts of whose workers nothing is known when the job is stopped.
         code: The exit code of every launcher.
     """
 
@@ -190,6 +191,7 @@ class Order:
     failure: Failure | None = None
     signal: int | None = None
     stopped_on: int = 0
+    unreached: tuple[int, ...] = ()
     code: int = 0
 
 
@@ -282,7 +284,7 @@ def _wrong_values(message: Report | Order, nodes: int) -> list[str]:
         f"{message.restarts} restarts": 0 <= message.restarts < _MAX_COUNT,
     }
     if isinstance(message, Order):
-        indices = {message.stopped_on, *message.missing}
+        indices = {message.stopped_on, *message.missing, *message.unreached}
         possible |= {
             f"the exit code {message.code}": 0 <= message.code < 256,
             f"{len(message.hosts)} hosts": len(message.hosts) == nodes,

@@ -10,7 +10,7 @@ from replicast.names import Dialer
 from replicast.supervisor.hosts.connection import Connection, Malformed, is_closed, shown_address
 from replicast.supervisor.hosts.events import Event, NotWelcome
 from replicast.supervisor.hosts.member import Member
-from replicast.supervisor.hosts.messages import Hello, Order, Refused, Report
+from replicast.supervisor.hosts.messages import Ask, Hello, Order, Refused, Report, Told
 from replicast.supervisor.hosts.notices import Notices
 from replicast.supervisor.hosts.timeouts import HostTimeouts
 from replicast.supervisor.hosts.wire import NotAuthentic
@@ -20,18 +20,27 @@ _PAUSE_SECS = 0.25
 
 
 class Other:
-    """Another launcher: connects to the first one, again and again if need be."""
+    """Another launcher: connects to the first one, again and again if need be.
+
+    Args:
+        member: Its state machine.
+        introduce: Its first message, given the address from which it comes: to join, or only to ask.
+        secret: The secret of the job; empty if there is none.
+        timeouts: The time limits.
+        endpoint: The address of the first launcher.
+        nodes: The number of hosts.
+    """
 
     def __init__(
         self,
         member: Member,
-        hello: Callable[[str], Hello],
+        introduce: Callable[[str], Hello | Ask],
         secret: bytes,
         timeouts: HostTimeouts,
         endpoint: tuple[str, int],
         nodes: int,
     ) -> None:
-        self._member, self._hello, self._secret = member, hello, secret
+        self._member, self._introduce, self._secret = member, introduce, secret
         self._timeouts = timeouts
         self._dialer, self._nodes = Dialer(*endpoint), nodes
         self._shown = shown_address(*endpoint)
@@ -84,7 +93,7 @@ class Other:
         try:
             address = str(connected.getsockname()[0])
             self._connection = Connection(connected, self._secret, is_first=False, nodes=self._nodes)
-            self._connection.send(self._hello(address))
+            self._connection.send(self._introduce(address))
             self._sent, self._connected_at = None, time.monotonic()
         except OSError as error:
             connected.close()
@@ -98,6 +107,8 @@ class Other:
                     return [NotWelcome(message.why)]
                 if isinstance(message, Order):
                     events += self._member.on_order(message, time.monotonic())
+                if isinstance(message, Told):
+                    events.append(message)
                 if isinstance(message, Malformed):
                     text = f"{self._shown}: a line is left out: {message.why}"
                     events += self._of_first.say(text, time.monotonic())

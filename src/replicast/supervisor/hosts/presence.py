@@ -39,8 +39,9 @@ class Presence:
         if self.heard_at is None:
             return "it has not come"
         at_most_secs = self._timeouts.leave_secs if is_stopping else self._timeouts.silent_secs
-        if now - self.heard_at >= at_most_secs:
-            return f"nothing was heard of it for {at_most_secs:.0f} s"
+        silent_secs = now - self.heard_at
+        if silent_secs >= at_most_secs:
+            return f"nothing was heard of it for {silent_secs:.0f} s"
         if self._closed_at is not None and now - self._closed_at >= self._timeouts.reconnect_secs:
             return "its connection was closed, as when its process or machine ends"
         return ""

@@ -6,19 +6,11 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from replicast.errors import ClusterError
-from replicast.names import Dialer
-from replicast.supervisor.hosts.connection import shown_address
-from replicast.supervisor.hosts.messages import Ask, Told, from_json, to_json
-from replicast.supervisor.hosts.notices import Notices
 from replicast.supervisor.hosts.wire import NotAuthentic, Wire
 
 STEP_SECS = 5.0
-_PAUSE_SECS, _TELL_AFTER_SECS = 0.25, 10.0
 
 
 class Talk:
@@ -62,50 +54,3 @@ class Talk:
                 if self._wire.is_open:
                     self.send({})  # By its seal the other side sees that the secrets differ.
             raise
-
-
-def ask_run_name(
-    endpoint: tuple[str, int],
-    node: int,
-    secret: bytes,
-    *,
-    timeout_secs: float,
-    report: Callable[[str], object],
-) -> str:
-    """Asks the first launcher for the name of the run directory; blocks until it answers.
-
-    Args:
-        endpoint: The address of the first launcher.
-        node: The index of this host.
-        secret: The secret of the job; empty if there is none.
-        timeout_secs: How long to wait.
-        report: Called with a line of text while it does not answer.
-
-    Raises:
-        ClusterError: It has not answered in time.
-    """
-    shown, began, told, why = shown_address(*endpoint), time.monotonic(), False, ""
-    notices, dialer = Notices(), Dialer(*endpoint)
-    while time.monotonic() - began < timeout_secs:
-        try:
-            with dialer.connect(STEP_SECS) as connection:
-                talk = Talk(connection, secret, is_first=False)
-                talk.send(to_json(Ask(node)))
-                answer = from_json(talk.receive(STEP_SECS), node + 1)
-                if isinstance(answer, Told):
-                    return Path(answer.run_name).name
-        except NotAuthentic as error:  # It may be anybody: no reason to give up.
-            why = str(error)
-            text = f"{shown}: {why}. {error.remedy}; this launcher keeps trying"
-            for notice in notices.say(text, time.monotonic()):
-                report(notice.text)
-        except (OSError, ValueError) as error:
-            why = str(error)
-        if not told and time.monotonic() - began >= _TELL_AFTER_SECS:
-            told = True
-            report(f"waiting for the first launcher at {shown} ({why})")
-        time.sleep(_PAUSE_SECS)
-    raise ClusterError(
-        f"The first launcher did not answer at {shown} within {timeout_secs:g} s ({why})",
-        remedy="Start the same command on the first host, and open this port there",
-    )
