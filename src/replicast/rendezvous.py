@@ -87,7 +87,11 @@ def meet(
 
 
 class _Wait:
-    """How long this worker has waited, and for whom."""
+    """How long this worker has waited, and for whom.
+
+    Attributes:
+        hint: What may be the reason why others do not come; empty if nothing is known.
+    """
 
     def __init__(self, cluster: Cluster, timeout_secs: float, report: Callable[[str], object]) -> None:
         self._cluster = cluster
@@ -96,11 +100,12 @@ class _Wait:
         self._began = time.monotonic()
         self._next_report_secs = REPORT_SECS
         self._is_deaf = False
+        self.hint = ""
 
     def check(self, missing: Sequence[int], why: str) -> None:
         """Reports who is missing when it is time to, and raises after the timeout."""
         names = ", ".join(f"worker {worker} ({self._cluster.addresses[worker]})" for worker in missing)
-        self._check(f"{names}, which {why}", f"{names} {why}")
+        self._check(f"{names}, which {why}{self.hint}", f"{names} {why}{self.hint}")
 
     def check_own_name(self) -> None:
         """The same in worker 0, while the name at which it shall listen is not resolved."""
@@ -331,7 +336,9 @@ def _listening(address: str, wait: _Wait) -> Iterator[socket.socket]:
     try:
         hosts = [host for host, _ in addresses_of(name, port, wait.check_own_name)]
         listener = _listen(next((host for host in hosts if ":" not in host), hosts[0]), port)
-    except OSError:
+    except OSError as problem:
+        if isinstance(problem, socket.gaierror):
+            wait.hint = f"; worker 0 finds no address for its own name, {name}: perhaps the others find none"
         try:
             listener = _listen("", port)
         except OSError as error:

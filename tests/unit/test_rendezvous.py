@@ -190,6 +190,17 @@ def test_a_worker_says_when_the_name_of_worker_0_has_no_address(monkeypatch: pyt
     assert "worker 0 (worker-0:1) has no address (Name or service not known)" in str(worker.error)
 
 
+def test_worker_0_says_when_its_own_name_has_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(host: str, *arguments: Any, **options: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    port = free_addresses(1)[0].rpartition(":")[2]
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    worker = Meeting((f"worker-0:{port}", "127.0.0.1:9"), 0, timeout_secs=0.5)
+    worker.join(DEADLINE_SECS)
+    assert "worker 0 finds no address for its own name, worker-0" in str(worker.error)
+
+
 def test_a_worker_of_another_job_is_refused_and_told_why() -> None:
     addresses = free_addresses(2)
     host = Meeting(addresses, 0)
