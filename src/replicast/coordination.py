@@ -139,7 +139,7 @@ class ServiceCoordination(Coordination):
         context: TensorFlow's eager context; for tests.
         chiefs: The number of tasks of type "chief" in the cluster.
         cleanup_secs: A placeholder that is this old was left behind by a worker that died.
-        forget_secs: The timed-out waits for a key are no longer counted after this time without one.
+        forget_secs: The count of timed-out waits for a key starts again after this long without one.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class Lookups:
         self._ends = threading.Condition()
         named = []
         for host in dict.fromkeys(hosts):
-            if _is_address(host):
+            if is_address(host):
                 self._found[host] = [host]
             else:
                 named.append(host)
@@ -142,7 +142,8 @@ def _look_up(host: str) -> list[str]:
     return [str(address[0]) for *_, address in found]
 
 
-def _is_address(host: str) -> bool:
+def is_address(host: str) -> bool:
+    """Whether a host is given by its IP address."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

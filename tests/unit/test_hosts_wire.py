@@ -79,7 +79,7 @@ def test_a_changed_line_is_not_accepted() -> None:
     ],
 )
 def test_something_else_is_not_a_launcher(data: bytes) -> None:
-    with pytest.raises(ValueError, match=r"is no launcher|without an end|repeats"):
+    with pytest.raises(ValueError, match=r"is not a launcher|without an end|repeats"):
         Wire(b"s", ONE, is_first=True).feed(data)
 
 

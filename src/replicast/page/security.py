@@ -8,7 +8,6 @@ refused by its Host, and a page of another site by its Origin.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import secrets
 import socket
@@ -19,6 +18,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from replicast.names import is_address
 from replicast.page.problems import HttpError
 from replicast.page.settings import (
     ACTIONS_PER_MINUTE,
@@ -120,7 +120,7 @@ class Access:
     def _checked_host(self, headers: Headers) -> str:
         given = headers.getlist("host")
         host = _host_of(given[0]) if len(given) == 1 else ""
-        if host not in self._names and not _is_address(host):
+        if host not in self._names and not is_address(host):
             raise HttpError(
                 421,
                 "This server is not known under this name",
@@ -201,14 +201,6 @@ def _host_of(header: str) -> str:
         return (urlsplit(f"//{header}").hostname or "").rstrip(".")
     except ValueError:
         return ""
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _unauthorized(problem: str) -> HttpError:

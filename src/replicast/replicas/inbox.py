@@ -70,12 +70,15 @@ class Inbox:
                 f"withdraw-{update_id}-{self._withdrawals}", update_id
             )
 
-    def settle(self, run_dir: Path) -> None:
-        """Notes the stage of each proposal, and removes settled ones from the inbox."""
+    def take_outcomes(self, run_dir: Path) -> None:
+        """Takes the outcomes that have come, for `settle`: check in between whose run it is."""
         while not self._outcomes.empty():
             ticket, tell = self._outcomes.get()
             if ticket in self._proposed:
                 self._unsettled[ticket] = tell
+
+    def settle(self, run_dir: Path) -> None:
+        """Notes the stage of each proposal, and removes settled ones from the inbox."""
         settled = False
         for ticket in list(self._unsettled):
             path = self._proposed[ticket]

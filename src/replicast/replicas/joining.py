@@ -150,12 +150,7 @@ def join(
     transport = open_transport(
         strategy.coordination, strategy.rank, strategy.size, os.environ, exchange.name, strategy.check_job
     )
-    fence = writer = store = None
-    if strategy.rank == 0:
-        fence = None if settings.run_dir is None else Fence(settings.run_dir, settings.attempt)
-        writer, store = _writer(state, strategy.size, settings, fence)
-    elif settings.run_dir is not None:
-        store = CheckpointStore(settings.run_dir)
+    fence, writer, store = _stores(state, strategy, settings)
     identity = "" if fence is None else fence.identity
     group = exchange.agree("group", identity, settings.timeouts.join_secs)[0]
     session = _session(exchange, transport, state, writer, strategy, settings)
@@ -217,6 +212,17 @@ def _agreed(state: KerasState, strategy: Strategy, settings: Settings) -> Exchan
     accelerated = exchange.agree("accelerator", str(state.on_accelerator), secs)
     state.fingerprints_on_device = str(True) in accelerated.values()  # same kind everywhere: comparable
     return exchange
+
+
+def _stores(
+    state: KerasState, strategy: Strategy, settings: Settings
+) -> tuple[Fence | None, Writer | None, CheckpointStore | None]:
+    """What this worker may do with the run directory: only worker 0 claims it and writes."""
+    run_dir = settings.run_dir
+    if strategy.rank > 0:
+        return None, None, None if run_dir is None else CheckpointStore(run_dir)
+    fence = None if run_dir is None else Fence(run_dir, settings.attempt)
+    return fence, *_writer(state, strategy.size, settings, fence)
 
 
 def _launcher_reads(run_dir: Path | None) -> bool:

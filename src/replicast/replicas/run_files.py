@@ -115,7 +115,11 @@ class RunFiles:
         self.training = False
         self.waiting_for = ENDED
         self._write_last(
-            self._write_note, self._write_metrics, self._inbox.settle_last, self._write_operations
+            self._write_note,
+            self._write_metrics,
+            self._inbox.take_outcomes,
+            self._inbox.settle_last,
+            self._write_operations,
         )
         if self._session.rank == 0:
             self._write_last(self.requests.finish)
@@ -151,6 +155,7 @@ class RunFiles:
                     lambda run_dir: self._inbox.propose(run_dir) if self.training else None,
                     lambda run_dir: self.requests.look(run_dir, training=self.training),
                     lambda run_dir: self._inbox.withdraw(run_dir) if self.training else None,
+                    self._inbox.take_outcomes,
                     self._inbox.settle,
                 )
 
@@ -165,19 +170,19 @@ class RunFiles:
         """Runs each action if this worker writes; a disk error in one does not prevent the others.
 
         Raises:
-            JobFailed: Another group has taken over the run; nothing was done.
+            JobFailed: Another group has taken over the run; nothing more was done.
         """
         run_dir = self._run_dir
         if run_dir is None or not (self._sees_directory() or self._launcher_reads):
             return
         problem = "the run directory cannot be kept up to date"
-        try:
-            if self._fence is not None:
-                self._fence.check()
-        except FileDamaged as error:  # Until the disk is back, it is not known which group owns the run.
-            self._warn(run_dir, problem, error)
-            return
         for act in acts:
+            try:
+                if self._fence is not None:
+                    self._fence.check()  # Before each: another group may have taken over meanwhile.
+            except FileDamaged as error:  # Until the disk is back, it is not known which group owns the run.
+                self._warn(run_dir, problem, error)
+                return
             try:
                 act(run_dir)
             except OSError as error:

@@ -71,7 +71,7 @@ class Connection:
 
         Raises:
             OSError: The connection is closed.
-            ValueError: The other side is no launcher of this job.
+            ValueError: The other side is not a launcher of this job.
         """
         try:
             data = self.socket.recv(_READ_BYTES)

@@ -124,7 +124,7 @@ class First:
                 events += self._take(connection, message)
             return events
         except NotAuthentic as error:
-            if error.remedy == SAME_SECRET:  # Else it is no launcher, and nobody waits for it.
+            if error.remedy == SAME_SECRET:  # Else it is not a launcher, and nobody waits for it.
                 self._note_refusal(None, connection, str(error))
             return self._refuse(connection, f"{error}. {error.remedy}", self._of_strangers)
         except OSError as error:

@@ -26,7 +26,7 @@ _SEALED_FROM_SERVER, _SEALED_FROM_CLIENT = b"first", b"other"
 
 
 class NotAuthentic(ValueError):  # noqa: N818 - reads as a sentence
-    """The other side does not know the secret of the job, or is no launcher of this version.
+    """The other side does not know the secret of the job, or is not a launcher of this version.
 
     Attributes:
         remedy: What to do about it.
@@ -102,7 +102,7 @@ class Wire:
             fields = {}
         theirs = fields.get("nonce")
         if fields.get("replicast") != PROTOCOL or not isinstance(theirs, str) or len(theirs) < 32:
-            raise NotAuthentic("the other side is no launcher of this version of replicast", _ELSE)
+            raise NotAuthentic("the other side is not a launcher of this version of replicast", _ELSE)
         if theirs == self._nonce:
             raise NotAuthentic("the other side repeats what it was sent", _ELSE)
         if fields.get("secret") is not bool(self._secret):
