@@ -8,7 +8,8 @@ numbers and arrays.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -37,6 +38,23 @@ def in_plain_keras(_: None, script: Script, *args: Any) -> Any:
     """Runs on a worker of the pool `plain`, which has no strategy."""
     start_afresh()
     return script(PlainKeras(), *args)
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """What replicast warns of."""
+    said: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    ear = Ear(logging.WARNING)
+    logging.getLogger("replicast").addHandler(ear)
+    try:
+        yield said
+    finally:
+        logging.getLogger("replicast").removeHandler(ear)
 
 
 def weights(model: keras.Model) -> dict[str, np.ndarray]:

@@ -6,11 +6,12 @@ from typing import Any
 
 import keras
 import pytest
+from keras import ops
 
 import replicast
 from tests.pool import Pool
 from tests.scripts.compare import assert_same_as_plain_keras, weights
-from tests.scripts.models import data
+from tests.scripts.models import data, network, values
 
 
 def frozen_and_compiled_again(strategy: Any, **compiled: Any) -> Any:
@@ -25,6 +26,14 @@ def frozen_and_compiled_again(strategy: Any, **compiled: Any) -> Any:
     model.compile(**compiled)
     history = model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history
     return {"history": history, "weights": weights(model)}
+
+
+def compiled_by_xla(strategy: Any) -> Any:
+    return frozen_and_compiled_again(strategy, optimizer="adam", loss="mse", jit_compile=True)
+
+
+def test_a_model_that_xla_compiles_trains_as_in_plain_keras_on_one_worker(pool1: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool1, plain, compiled_by_xla)
 
 
 def by_object(strategy: Any) -> Any:
@@ -79,3 +88,42 @@ def built_outside(strategy: Any) -> Any:
 
 def test_a_model_that_is_built_outside_the_scope_trains_as_in_plain_keras(pool2: Pool, plain: Pool) -> None:
     assert_same_as_plain_keras(pool2, plain, built_outside)
+
+
+class Distiller(keras.Model):
+    """As in keras.io's example of knowledge distillation."""
+
+    def __init__(self, student: keras.Model, teacher: keras.Model) -> None:
+        super().__init__()
+        self.student, self.teacher = student, teacher
+
+    def call(self, x: Any) -> Any:
+        return self.student(x)
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        taught = self.teacher(x, training=False)
+        return ops.mean(ops.square(y - y_pred)) + ops.mean(ops.square(taught - y_pred))
+
+
+def distilled(strategy: Any) -> Any:
+    x, y = data(24, 3, 2)
+    options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    with strategy.scope():
+        teacher, student = network(3, 2), network(3, 2)
+        teacher.compile("adam", "mse")
+    scratch = keras.models.clone_model(student)  # outside the scope
+    first = teacher.fit(x, y, **options).history
+    with strategy.scope():
+        distiller = Distiller(student, teacher)
+        distiller.compile(keras.optimizers.Adam(0.01))
+        scratch.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    histories = [first, distiller.fit(x, y, **options).history, scratch.fit(x, y, **options).history]
+    return {"histories": histories, "values": values(student.variables, scratch.variables)}
+
+
+def test_a_clone_that_was_made_outside_the_scope_and_compiled_inside_trains_as_in_plain_keras(
+    pool2: Pool, plain: Pool
+) -> None:
+    assert_same_as_plain_keras(pool2, plain, distilled)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
+import replicast
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all
 from tests.scripts.compare import assert_same_as_plain_keras
@@ -23,12 +27,15 @@ def loop(strategy: Any, kind: str, rows: Any = None) -> Any:
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), first, keras.layers.Flatten(), keras.layers.Dense(2)])
         optimizer = keras.optimizers.Adam(0.05, global_clipnorm=0.5)
+        if "scaled" in kind:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, 8.0, dynamic_growth_steps=2)
         mean_loss = keras.metrics.Mean()
 
     def step(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = keras.losses.MeanSquaredError()(y, model(x, training=True))
-        gradients = tape.gradient(loss, model.trainable_variables)
+            scaled = optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         mean_loss.update_state(loss)
         return loss
@@ -44,7 +51,16 @@ def loop(strategy: Any, kind: str, rows: Any = None) -> Any:
     }
 
 
-@pytest.mark.parametrize("kind", ["function", "eager in the scope", "function, embedding"])
+KINDS = [
+    "function",
+    "eager in the scope",
+    "function, embedding",
+    "eager in the scope, scaled",
+    "function in the scope, scaled",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_loop_without_run_trains_as_in_plain_keras(kind: str, pool2: Pool, plain: Pool) -> None:
     assert_same_as_plain_keras(pool2, plain, loop, kind)
 
@@ -55,3 +71,85 @@ def loop_over_own_rows(strategy: Any, kind: str) -> Any:
 
 def test_a_loop_without_run_keeps_the_replicas_equal_whatever_data_each_has(pool2: Pool) -> None:
     assert_equal_on_all(pool2.run(loop_over_own_rows, "eager"))
+
+
+def overflow_on_one_worker(strategy: Any, in_scope: bool) -> Any:
+    with strategy.scope():
+        weight = keras.Variable([1.0, 2.0])
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), 8.0)
+    with strategy.scope() if in_scope else contextlib.nullcontext():
+        for largest in (8.0, np.inf, 8.0):
+            gradient = largest if strategy.rank == 1 else 8.0
+            optimizer.apply([tf.constant([gradient, 8.0])], [weight])
+    return {"weight": weight.numpy(), "scale": optimizer.dynamic_scale.numpy()}
+
+
+def test_a_gradient_that_overflows_on_one_worker_makes_all_skip_the_step_of_a_loop(pool2: Pool) -> None:
+    for in_scope in (True, False):
+        results = pool2.run(overflow_on_one_worker, in_scope)
+        assert_equal_on_all(results)
+        assert results[0]["scale"] == 4.0
+        assert results[0]["weight"].tolist() == [
+            -0.5,
+            0.5,
+        ]  # two steps: of 0.5 each, then 1.0 as the scale halved
+
+
+class Subclassed(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = keras.layers.Dense(4, "tanh"), keras.layers.Dense(2)
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.first(x))
+
+
+def lazily_built(strategy: Any, optimizer: str, *, graph: bool, called: bool) -> Any:
+    x, y = data(8, 3, 2)
+    with strategy.scope():
+        model, chosen = Subclassed(), keras.optimizers.get(optimizer)
+        if called:
+            model(x)
+
+    def step() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        chosen.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    run = tf.function(step) if graph else step
+    try:
+        return [float(run()) for _ in range(3)]
+    except replicast.NotSupported as error:
+        return str(error)
+    except Exception as error:  # TensorFlow derives its own type from that of an error while it traces
+        return str(error) if "NotSupported" in str(error) else repr(error)
+
+
+def lazily_built_in_all_ways(strategy: Any, called: bool) -> Any:
+    ways = [("sgd", False), ("adam", False), ("sgd", True), ("adam", True)]
+    return [lazily_built(strategy, name, graph=graph, called=called) for name, graph in ways]
+
+
+def test_a_loop_over_a_model_that_is_built_outside_the_scope_is_refused_and_the_remedy_works(
+    pool2: Pool, plain: Pool
+) -> None:
+    for said in pool2.run(lazily_built_in_all_ways, False)[0]:
+        assert "kernel, which was created outside strategy.scope()," in said
+        assert "call it once on a batch inside 'with strategy.scope():'" in said
+    assert_same_as_plain_keras(pool2, plain, lazily_built_in_all_ways, True)
+
+
+def horovods_loop(strategy: Any, text: str) -> Any:
+    x, y = data(32, 3, 2)
+    given = {"x": x, "y": y, "keras": keras, "tf": tf, "replicast": replicast}
+    with mock.patch.object(replicast, "Strategy", return_value=strategy):
+        exec(text, given)
+    return values(given["model"].variables)
+
+
+def test_the_loop_that_migrating_md_shows_for_horovod_runs(pool2: Pool) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
+    (text,) = [block for block in page.split("```python\n")[1:] if "hvd.DistributedGradientTape" in block]
+    assert_equal_on_all(pool2.run(horovods_loop, text.partition("```")[0]))

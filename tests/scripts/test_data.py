@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,27 +13,10 @@ import tensorflow as tf
 from replicast import NotSupported
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all
-from tests.scripts.compare import assert_same_as_plain_keras, weights
+from tests.scripts.compare import assert_same_as_plain_keras, heard, weights
 from tests.scripts.test_validation import Pieces, columns, compiled
 
 Kind = str
-
-
-@contextlib.contextmanager
-def heard() -> Iterator[list[str]]:
-    """What replicast warns of."""
-    said: list[str] = []
-
-    class Ear(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    ear = Ear(logging.WARNING)
-    logging.getLogger("replicast").addHandler(ear)
-    try:
-        yield said
-    finally:
-        logging.getLogger("replicast").removeHandler(ear)
 
 
 def generated(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -202,3 +183,138 @@ def test_a_dataset_that_the_user_divided_trains_as_the_whole_does_in_plain_keras
     pool2: Pool, plain: Pool
 ) -> None:
     assert_same_as_plain_keras(pool2, plain, divided_by_rank)
+
+
+ROWS = 21
+TABLE = np.random.default_rng(2).normal(size=(7, 6)).astype("float32")
+
+
+class Lookup(keras.Model):
+    """Weighs the rows of a table by attention; its edges join parts of the table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.value = keras.layers.Dense(6), keras.layers.Dense(2)
+
+    def call(self, inputs: Any) -> Any:
+        table = inputs["table"] + tf.math.unsorted_segment_sum(
+            tf.gather(inputs["table"], inputs["edges"][:, 0]), inputs["edges"][:, 1], 7
+        )
+        scores = tf.nn.softmax(tf.matmul(self.query(inputs["x"]), table, transpose_b=True))
+        return inputs["scale"] * self.value(tf.matmul(scores, table))
+
+
+def beside_rows(x: Any, y: Any) -> Any:
+    """A batch with a table of 7 rows and a scalar for the whole batch, and edges that differ in number."""
+    edges = np.array([[i % 7, (3 * i) % 7] for i in range(11)])
+    some = tf.cast(tf.shape(x)[0], tf.int32) % 3 + 5
+    return {"x": x, "table": TABLE, "edges": tf.constant(edges)[:some], "scale": 2.0}, y
+
+
+def lookups(kind: str) -> Any:
+    x, y = (part.astype("float32") for part in np.split(columns(ROWS, 3)[0], [2], axis=1))
+    pairs = tf.data.Dataset.from_tensor_slices((x, y[:, :2])).batch(7, drop_remainder=kind == "fixed")
+    if kind == "as many rows as the table":  # of which the last batch is not
+        return pairs.skip(1).concatenate(tf.data.Dataset.from_tensors((x[:4], y[:4, :2]))).map(beside_rows)
+    pairs = tf.data.Dataset.from_tensor_slices((x, y[:, :2])).batch(8, drop_remainder=kind == "fixed")
+    whole = pairs.map(beside_rows)
+    # Keras takes no scalars from a generator.
+    scaled = (({**x, "scale": x["scale"].reshape(1)}, y) for x, y in whole.as_numpy_iterator())
+    return scaled if kind == "generator" else whole
+
+
+def beside(strategy: Any) -> Any:
+    found = {}
+    for kind in ("of batches", "fixed", "as many rows as the table", "generator"):
+        keras.utils.set_random_seed(6)
+        with strategy.scope():
+            model = Lookup()
+            model.compile(keras.optimizers.Adam(0.05), "mse", metrics=["mae"])
+        options = {"epochs": 1, "steps_per_epoch": 3} if kind == "generator" else {"epochs": 2}
+        history = model.fit(lookups(kind), verbose=0, **options).history
+        predicted = model.predict(lookups("of batches"), verbose=0)
+        found[kind] = {"history": history, "predicted": predicted, "weights": weights(model)}
+    return found
+
+
+def test_an_array_of_a_batch_that_is_not_rows_is_given_whole_to_every_worker(
+    pool3: Pool, plain: Pool
+) -> None:
+    """Batches of 8, 8 and 5 rows, and of 7, 7 and 4: they do not divide evenly, nor does a table of 7."""
+    assert_same_as_plain_keras(pool3, plain, beside)
+
+
+def refused(strategy: Any) -> dict[str, str]:
+    x, y = columns(16)
+
+    def generated_without_rows() -> Any:
+        for _ in range(2):
+            yield {"x": x, "table": TABLE}, y[:3]
+
+    cases = {
+        "no y": tf.data.Dataset.from_tensor_slices(x).batch(8).map(lambda x: {"x": x, "table": TABLE}),
+        "merged": tf.data.Dataset.from_tensors(((x, TABLE), y[:3])),
+        "generator": generated_without_rows(),
+        "late": tf.data.Dataset.from_generator(
+            lambda: iter([((x[:8], x[:8]), y[:8]), ((x[:8], x[:6]), y[:8])]),
+            output_signature=(
+                (tf.TensorSpec((None, x.shape[1])), tf.TensorSpec((None, x.shape[1]))),
+                tf.TensorSpec((None, *y.shape[1:]), y.dtype),
+            ),
+        ),
+    }
+    said = {}
+    for name, given in cases.items():
+        with strategy.scope():
+            model = Dense(scalar=False)
+            model.compile("sgd", "mse")
+        with pytest.raises((NotSupported, tf.errors.InvalidArgumentError)) as error:
+            model.predict(given, verbose=0) if name == "no y" else model.fit(given, verbose=0)
+        said[name] = str(error.value)
+    with strategy.scope():
+        model = Dense(scalar=True)
+    with pytest.raises(NotSupported) as error:
+        model.predict(x, batch_size=8, verbose=0)
+    said["predict"] = str(error.value)
+    return said
+
+
+class Dense(keras.Model):
+    def __init__(self, scalar: bool) -> None:
+        super().__init__()
+        self.dense, self.scalar = keras.layers.Dense(1), scalar
+
+    def call(self, x: Any) -> Any:
+        outputs = self.dense(x["x"] if isinstance(x, dict) else tf.nest.flatten(x)[0])
+        return tf.reduce_sum(outputs) if self.scalar else outputs
+
+
+def test_a_batch_whose_rows_cannot_be_told_is_refused_with_its_shapes(pool2: Pool) -> None:
+    for refusals in pool2.run(refused):
+        said = {name: message.replace("\\'", "'") for name, message in refusals.items()}
+        assert "x['table'] (7, 6), x['x'] (None," in said["no y"]
+        assert "x[0] (16, " in said["merged"]
+        assert "y (3," in said["merged"]
+        assert "x['table'] (7, 6)" in said["generator"]
+        assert "First dimensions of x[0], x[1], y in this batch" in said["late"]
+        assert "[8] [6] [8] [8]" in said["late"].replace("\n", " ")
+        assert "output has the shape ()" in said["predict"]
+
+
+def mixing(strategy: Any) -> list[str]:
+    with heard() as said, strategy.scope():
+        inputs = keras.Input((4,))
+        outputs = {"a": keras.layers.Dense(2, name="a")(inputs), "b": keras.layers.Dense(2, name="b")(inputs)}
+        model = keras.Model(inputs, outputs)
+        for _ in range(2):  # warns once
+            model.compile("sgd", {"a": keras.losses.Dice(axis=(1,)), "b": keras.losses.Tversky()})
+        keras.Sequential([inputs, keras.layers.Dense(2)]).compile("sgd", "dice")
+        keras.Sequential([inputs, keras.layers.Dense(2)]).compile("sgd", "mse")
+    return said
+
+
+def test_worker_0_warns_when_a_model_is_compiled_with_a_loss_that_mixes_rows(pool2: Pool) -> None:
+    first, second = pool2.run(mixing)
+    assert [said.split()[2] for said in first] == ["Tversky", "Dice"]
+    assert "Tversky(axis=(1, 2, 3))" in first[0]
+    assert second == []

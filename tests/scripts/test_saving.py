@@ -8,7 +8,9 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
+from keras.saving import save_model
 
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all
@@ -162,3 +164,93 @@ def test_a_model_may_have_a_save_method_with_other_arguments(pool2: Pool, tmp_pa
     by_worker = pool2.run(saved_by_a_method_of_its_own, tmp_path)
     assert {"own 0.keras", "named.keras"} <= by_worker[0]
     assert by_worker[1] == {"own 1.keras"}
+
+
+@keras.saving.register_keras_serializable()
+class Noted(Counted):
+    """Counts whatever Keras asks of it to save it: variables, configuration, graphs."""
+
+    def get_config(self) -> Any:
+        self.saves += 1
+        return super().get_config()
+
+    def call(self, inputs: Any) -> Any:
+        self.saves += 1
+        return super().call(inputs)
+
+
+def saved_without_being_compiled(strategy: Any, directory: Path) -> dict[str, Any]:
+    with strategy.scope():
+        inputs, layer = keras.Input((6,)), Noted(3)
+        code = layer(inputs)
+        encoder = keras.Model(inputs, code)  # a part of the model, which is never compiled
+        model = keras.Model(inputs, keras.layers.Dense(1)(code))
+    ways = {
+        "method.keras": encoder.save,
+        "function.keras": lambda path: keras.saving.save_model(encoder, path),
+        "imported.h5": lambda path: save_model(encoder, path),
+        "a.weights.h5": encoder.save_weights,
+        "folder": lambda path: save_model(model, path, zipped=False),
+        "shards.weights.json": lambda path: model.save_weights(path, max_shard_size=1),
+        "exported": lambda path: encoder.export(path, verbose=False),
+    }
+    asked = {}
+    for name, save in ways.items():
+        for number in range(3):
+            layer.saves = 0
+            save(directory / f"{number} {name}")
+            asked[name] = layer.saves
+            if name.endswith((".keras", "imported.h5")):  # at once, on every worker
+                loaded = keras.models.load_model(directory / f"{number} {name}", compile=False)
+                assert np.array_equal(loaded.get_weights()[0], encoder.get_weights()[0])
+    encoder.load_weights(directory / "2 a.weights.h5")
+    archive = keras.export.ExportArchive()
+    archive.add_endpoint("serve", encoder.__call__, [tf.TensorSpec((None, 6))])
+    archive.track(encoder)
+    archive.write_out(directory / "archive", verbose=False)
+    for name in ("2 exported", "archive"):
+        loaded = tf.saved_model.load(directory / name)
+        assert loaded.serve(np.zeros((2, 6), "float32")).shape == (2, 3)
+    return asked
+
+
+def test_a_model_that_was_never_compiled_is_saved_by_one_worker_by_every_way_of_keras(
+    pool2: Pool, tmp_path: Path
+) -> None:
+    first, second = pool2.run(saved_without_being_compiled, tmp_path)
+    assert len(first) == 7
+    assert all(asked > 0 for asked in first.values()), first
+    assert not any(second.values()), second
+    assert list(tmp_path.glob(".part*")) == []
+
+
+class Breaks(keras.layers.Dense):
+    """Fails while it is saved, when the file is half written."""
+
+    broken = False
+
+    def save_own_variables(self, store: Any) -> None:
+        super().save_own_variables(store)
+        if self.broken:
+            raise RuntimeError("the disk is full")
+
+
+def saved_while_it_breaks(strategy: Any, directory: Path) -> list[bytes]:
+    with strategy.scope():
+        layer = Breaks(1)
+        model = keras.Sequential([keras.Input((3,)), layer])
+    files = [directory / name for name in ("a.keras", "a.weights.h5")]
+    for file in files:
+        (model.save if file.suffix == ".keras" else model.save_weights)(file)
+    first = [file.read_bytes() for file in files]
+    layer.broken = True
+    for file in files:
+        with pytest.raises(RuntimeError, match="the disk is full"):
+            (model.save if file.suffix == ".keras" else model.save_weights)(file)
+    assert [file.read_bytes() for file in files] == first
+    return first
+
+
+def test_a_save_that_fails_leaves_the_file_of_before_whole(pool2: Pool, tmp_path: Path) -> None:
+    pool2.run(saved_while_it_breaks, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.keras", "a.weights.h5"]

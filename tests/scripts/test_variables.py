@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
+import replicast
 from tests.pool import Pool
 from tests.pool.checks import assert_equal_on_all
 from tests.scripts.compare import assert_same_as_plain_keras
-from tests.scripts.models import data
+from tests.scripts.models import data, values
+from tests.scripts.test_data import heard
 
 
 def regression(strategy: Any) -> keras.Model:
@@ -232,3 +237,97 @@ def result_of_the_script(strategy: Any) -> Any:
 
 def test_a_result_function_that_a_script_sets_on_a_metric_is_used_and_stays(pool2: Pool, plain: Pool) -> None:
     assert_same_as_plain_keras(pool2, plain, result_of_the_script)
+
+
+class Noisy(keras.Model):
+    """Draws without a seed, as 29 examples of keras.io do: in `call`, `compute_loss` or `train_step`."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x + keras.random.normal((1, 3)) if self.where == "call" else x)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        return loss * keras.random.uniform(()) if self.where == "compute_loss" else loss
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        return super().train_step((x + keras.random.normal((1, 3)) if self.where == "train_step" else x, y))
+
+
+def drawing_without_a_seed(strategy: Any, where: str) -> Any:
+    x, y = data(12, 3, 2)
+    before = drawn() if where == "train_step" else None  # the generator exists outside
+    with strategy.scope():
+        model = Noisy(where)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    # The last batch is short: the step is traced twice, and draws on from the same generator.
+    history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    return {"before": before, "losses": history, "values": values(model.variables), "after": drawn()}
+
+
+def drawn() -> Any:
+    return keras.ops.convert_to_numpy(keras.random.uniform((2,)))
+
+
+@pytest.mark.parametrize("where", ["call", "compute_loss", "train_step"])
+def test_draws_without_a_seed_are_those_of_plain_keras(where: str, pool2: Pool, plain: Pool) -> None:
+    assert_same_as_plain_keras(pool2, plain, drawing_without_a_seed, where)
+
+
+def drawing_after_one_worker_drew_alone(strategy: Any) -> Any:
+    random.seed(strategy.rank)  # a script that sets no seed: every worker has another one
+    if strategy.rank == 1:
+        drawn()
+    with strategy.scope():
+        model = Noisy("train_step")
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.fit(*data(12, 3, 2), batch_size=4, verbose=0)
+    return drawn()
+
+
+def test_draws_without_a_seed_are_the_same_on_all_workers_whoever_drew_before(pool2: Pool) -> None:
+    assert_equal_on_all(pool2.run(drawing_after_one_worker_drew_alone))
+
+
+def drawing_in_a_custom_step(strategy: Any) -> Any:
+    with strategy.scope():
+        total = tf.Variable(tf.zeros(2))
+
+    def step(x: Any) -> None:
+        if tf.reduce_sum(x) > 0.0:  # AutoGraph converts it
+            total.assign_add(keras.random.uniform((2,)))
+
+    run = tf.function(lambda x: strategy.run(step, args=(x,)))
+    for rows in (1, 2, 1):  # two traces
+        run(tf.ones((rows,)))
+    return total.numpy()
+
+
+def test_a_custom_step_with_run_draws_without_a_seed(pool2: Pool) -> None:
+    assert_equal_on_all(pool2.run(drawing_in_a_custom_step))
+
+
+def covered_by_replicas(strategy: Any, where: str) -> tuple[list[str], list[str]]:
+    with strategy.scope():
+        model = Noisy(where)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model(np.zeros((1, 3), "float32"))
+    with heard() as said, contextlib.closing(replicast.Replicas(model)) as replicas:
+        model.fit(*data(12, 3, 2), batch_size=4, verbose=0, callbacks=[replicas.callback()])
+        assert replicas.audit().equal
+        return [variable.name for variable in replicas.schema if "keras_random" in variable.name], said
+
+
+def test_the_state_of_unseeded_draws_is_part_of_replicas_or_a_warning_says_that_it_is_not(
+    pool2: Pool,
+) -> None:
+    covered, _ = pool2.run(covered_by_replicas, "call")
+    assert covered == (["keras_random/seed_generator_state"], [])
+    (names, said), _ = pool2.run(covered_by_replicas, "train_step")
+    assert names == []
+    assert [line for line in said if "Make a keras.random.SeedGenerator an attribute" in line]

@@ -143,6 +143,12 @@ NAMES = [
         ("self", "container_strategy", "cluster_resolver", "communication_options", "devices"),
     ),
     PrivateApi(
+        f"{_EXTENDED}._call_for_each_replica",
+        "strategy/collectives.py",
+        "runs a function in the thread of each replica",
+        ("self", "fn", "args", "kwargs"),
+    ),
+    PrivateApi(
         f"{_EXTENDED}._use_merge_call",
         "strategy/collectives.py",
         "says whether optimizers merge replicas, which they cannot inside tf.cond",
@@ -171,6 +177,17 @@ NAMES = [
         "strategy/writes.py",
         "tells which variables an operation writes",
         ("op",),
+    ),
+    PrivateApi(
+        f"{_ITERATOR}.catch_stop_iteration",
+        "strategy/inputs.py",
+        "surrounds all steps of fit, evaluate and predict",
+        ("self",),
+    ),
+    PrivateApi(
+        "keras.src.callbacks.callback_list",
+        "strategy/inputs.py",
+        "to recognise its frames, which call callbacks",
     ),
     PrivateApi(_ITERATOR, "strategy/caller.py", "its constructor asks a strategy for the data of a call"),
     PrivateApi(f"{_ADAPTERS}.array_data_adapter.ArrayDataAdapter", "strategy/strategy.py", "holds arrays"),
@@ -240,6 +257,17 @@ NAMES = [
         "the module of the class that has fit",
     ),
     PrivateApi("keras.src.saving.saving_lib", "strategy/caller.py", "to recognise its frames"),
+    PrivateApi(
+        "tensorflow.python.eager.record.could_possibly_record",
+        "strategy/step.py",
+        "whether a tape is recording",
+        (),
+    ),
+    PrivateApi(
+        "keras.src.trainers.compile_utils.CompileMetrics.metrics",
+        "strategy/metrics.py",
+        "the metrics of compile, one by one",
+    ),
     PrivateApi("keras.Model._flatten_layers", "strategy/building.py", "all layers at any depth"),
     PrivateApi("keras.callbacks.ModelCheckpoint._get_file_path", "strategy/callbacks.py", "where it writes"),
     PrivateApi("keras.callbacks.ModelCheckpoint._save_model", "strategy/callbacks.py", "when it writes"),
@@ -252,9 +280,45 @@ NAMES = [
         "the strategy that it is of",
     ),
     PrivateApi(
-        f"{_EXTENDED}._validate_colocate_with_variable",
+        "keras.optimizers.LossScaleOptimizer._tf_apply",
         "strategy/collectives.py",
-        "refuses an optimizer of another scope",
+        "refuses to work in a scope outside of strategy.run",
+        ("self", "grads", "trainable_variables"),
+    ),
+    PrivateApi(
+        "keras.optimizers.LossScaleOptimizer._common_apply",
+        "strategy/collectives.py",
+        "applies the gradients if they are finite",
+        ("self", "grads", "trainable_variables"),
+    ),
+    PrivateApi(
+        "keras.src.backend.common.global_state",
+        "strategy/seeds.py",
+        "holds the generator of unseeded draws, for each thread",
+    ),
+    PrivateApi(
+        "keras.src.random.seed_generator.GLOBAL_SEED_GENERATOR",
+        "strategy/seeds.py",
+        "the name of that generator",
+    ),
+    PrivateApi(
+        "keras.src.saving.saving_lib.save_model", "strategy/writing.py", "writes every .keras file or folder"
+    ),
+    PrivateApi(
+        "keras.src.saving.saving_lib.save_weights_only", "strategy/writing.py", "writes every .weights.h5"
+    ),
+    PrivateApi("keras.src.legacy.saving.legacy_h5_format", "strategy/writing.py", "to replace its function"),
+    PrivateApi(
+        "keras.src.legacy.saving.legacy_h5_format.save_model_to_hdf5",
+        "strategy/writing.py",
+        "writes every .h5 file",
+    ),
+    PrivateApi("keras.src.utils.io_utils", "strategy/writing.py", "to replace its function"),
+    PrivateApi(
+        "keras.src.utils.io_utils.ask_to_proceed_with_overwrite",
+        "strategy/writing.py",
+        "asks whether to replace a file",
+        ("filepath",),
     ),
     PrivateApi(
         "keras.utils.Progbar._estimate_step_duration",
@@ -265,6 +329,7 @@ NAMES = [
 ]
 """Functions and classes, by the names they are found under."""
 
+WRAPPER = "MeanMetricWrapper"
 ARRAYS, GENERATOR, PY_DATASET = "ArrayDataAdapter", "GeneratorDataAdapter", "PyDatasetAdapter"
 ITERATOR, STRATEGY, LAUNCHER = "EpochIterator", "Strategy.extended", "CollectiveReplicaLauncher"
 MODEL, BACKUP, MIRRORED = "keras.Model", "BackupAndRestore", "MirroredVariable"
@@ -272,6 +337,11 @@ BOARD = "TensorBoard"
 REDUCTION, OPTIMIZER, DATASET, SEEDED = "CollectiveAllReduce", "Optimizer", "Dataset", "Context"
 
 FIELDS = [
+    PrivateApi(f"{WRAPPER}._fn", "strategy/metrics.py", "the function whose values it averages"),
+    PrivateApi(
+        f"{MODEL}._loss_tracker", "strategy/step.py", "the metric that Keras weights by its first input"
+    ),
+    PrivateApi("Tensor._keras_mask", "strategy/metrics.py", "the mask of what a model returns"),
     PrivateApi(f"{ARRAYS}._inputs", "strategy/strategy.py", "the arrays, which each worker slices"),
     PrivateApi(f"{ARRAYS}._shuffle", "strategy/strategy.py", "what fit was told about the order"),
     PrivateApi(f"{ARRAYS}.batch_size", "strategy/strategy.py", "the rows of a batch"),
@@ -306,6 +376,8 @@ FIELDS = [
     PrivateApi(f"{LAUNCHER}._options", "strategy/collectives.py", "to make a launcher like it"),
     PrivateApi(f"{OPTIMIZER}._distribution_strategy", "strategy/strategy.py", "in which scope it was made"),
     PrivateApi(f"{STRATEGY}._task_id", "strategy/collectives.py", "which worker this is"),
+    PrivateApi(f"{OPTIMIZER}._trainable_variables", "strategy/collectives.py", "what it was built with"),
+    PrivateApi(f"{MODEL}._distribute_strategy", "strategy/strategy.py", "in which scope it was made"),
     PrivateApi(f"{MODEL}._compile_loss", "strategy/building.py", "whether Keras has built the loss"),
     PrivateApi(f"{MODEL}._compile_metrics", "strategy/building.py", "whether Keras has built the metrics"),
     PrivateApi(f"{BACKUP}._training_metadata_path", "strategy/callbacks.py", "where it notes the epoch"),

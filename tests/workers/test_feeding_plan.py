@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from replicast import NotSupported
 from replicast.strategy.feeding import epoch_order, rows_of_share, shares_of_order
+from replicast.strategy.rows import Division, losses_that_mix_rows, predicting_all_rows
 from replicast.strategy.samples import (
     Sample,
     differing_parts,
@@ -103,3 +109,86 @@ def test_only_lengths_that_are_known_are_compared() -> None:
 def test_a_sample_survives_its_way_to_another_worker() -> None:
     sample = sample_of_arrays("training data", (np.zeros((3, 2)), np.array(["a", "é", "c"], dtype=object)))
     assert Sample.from_text(sample.to_text()) == sample
+
+
+def spec(*shape: int | None) -> tf.TensorSpec:
+    return tf.TensorSpec(shape)
+
+
+@pytest.mark.parametrize(
+    ("batch", "kinds"),
+    [
+        ((spec(None, 3), spec(None)), [True, True]),
+        ((spec(8, 3), spec(8)), [True, True]),
+        (({"a": spec(None, 3), "table": spec(7, 6), "to": spec()}, spec(None)), [True, False, True]),
+        (({"a": spec(None, 3), "square": spec(8, 8)}, spec(None)), [True, False, True]),
+        (({"a": spec(8, 3), "table": spec(7, 6)}, spec(8), spec(8)), [True, False, True, True]),
+        (((spec(None, 3), spec(None, 2)), spec(None)), [None, None, True]),
+        ((spec(8, 3), spec(None)), [True, True]),
+        ((tf.RaggedTensorSpec((None, None)), tf.SparseTensorSpec((None, 5))), [True, True]),
+        ({"a": spec(None, 3), "b": spec(None)}, [True, True]),
+        ((spec(None, 3), spec(None), spec(None), spec(None)), [True] * 4),
+        (((spec(None, 3), spec(4, 4)),), [True, True]),
+    ],
+)
+def test_which_arrays_of_a_batch_are_rows(batch: Any, kinds: list[bool | None]) -> None:
+    found = Division(batch).kinds
+    assert [found[place] for place in sorted(found)] == kinds
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"a": spec(8, 3), "table": spec(7, 6)},
+        (spec(8, 3), spec(7)),
+        (spec(8, 3), (spec(8), spec(7))),
+        (spec(8, 3), spec(8), spec(7)),
+    ],
+)
+def test_a_batch_without_one_number_of_rows_is_refused(batch: Any) -> None:
+    with pytest.raises(NotSupported, match=r"number of rows cannot be told \(.*\(8, 3\).*7"):
+        Division(batch)
+
+
+def test_the_first_batch_tells_what_types_do_not() -> None:
+    types = ((spec(None, 3), spec(None, 2)), spec(None))
+    batch = ((np.zeros((8, 3)), np.zeros((5, 2))), np.zeros(8))
+    division = Division(types, batch)
+    assert (division.kinds, division.rows) == ({0: True, 1: False, 2: True}, None)
+
+
+LOSSES = {name: kind for name, kind in vars(keras.losses).items() if inspect.isclass(kind)}
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"Loss", "CTC"}))
+def test_every_loss_of_keras_that_mixes_rows_is_known(name: str) -> None:
+    """CTC computes one value for each row, from sequences."""
+    random = np.random.default_rng(1)
+    scores = random.uniform(0.1, 1.0, size=(8, 4)).astype("float32")
+    scores /= np.sqrt((scores**2).sum(1, keepdims=True)) if name == "Circle" else scores.sum(1, keepdims=True)
+    labels = np.array([0, 1, 0, 1, 0, 1, 1, 0])
+    if name in ("Circle", "CategoricalGeneralizedCrossEntropy") or "Sparse" in name:
+        targets = labels
+    else:  # with more than zeros in the second half
+        targets = np.maximum(
+            np.eye(4, dtype="float32")[labels], np.linspace(0.1, 0.9, 8, dtype="float32")[:, None]
+        )
+    loss = LOSSES[name]()
+    whole = float(loss(targets, scores))
+    halves = [float(loss(targets[part], scores[part])) for part in (slice(0, 4), slice(4, 8))]
+    assert bool(losses_that_mix_rows({"out": [loss]})) == (not np.isclose(whole, np.mean(halves)))
+
+
+def test_losses_that_mix_rows_are_known_by_name_and_function_and_not_without_axis_0() -> None:
+    given = ["dice", keras.losses.circle, keras.losses.Tversky(axis=(0, 1)), "mse", None]
+    assert list(losses_that_mix_rows(given)) == ["Dice", "Circle", "Tversky"]
+    assert losses_that_mix_rows(keras.losses.Dice(axis=(1, 2))) == {}
+
+
+def test_predict_refuses_outputs_without_rows_and_names_them() -> None:
+    x = tf.zeros((4, 3))
+    for output, shape in ((tf.reduce_sum(x), "()"), (tf.zeros((7, 6)), "(7, 6)")):
+        with pytest.raises(NotSupported, match=r"output\['a'\] has the shape") as error:
+            predicting_all_rows(lambda _, output=output: {"a": output, "b": x})((x,))
+        assert shape in str(error.value)
+    assert predicting_all_rows(lambda data: tf.repeat(data[0], 2, axis=0))((x,)).shape == (8, 3)

@@ -75,6 +75,8 @@ def objects(strategy: Any) -> dict[str, Any]:
         private_apis.BACKUP: keras.callbacks.BackupAndRestore("backup"),
         private_apis.BOARD: keras.callbacks.TensorBoard("board"),
         private_apis.MIRRORED: model.trainable_variables[0].value,
+        private_apis.WRAPPER: keras.metrics.MeanSquaredError(),
+        "Tensor": keras.layers.Embedding(3, 2, mask_zero=True)(np.ones((1, 2))),
     }
 
 
@@ -456,3 +458,27 @@ def test_callbacks_write_in_the_methods_that_we_replace() -> None:
     assert "self.filename" in inspect.getsource(kinds.CSVLogger.on_train_begin)
     if hasattr(kinds, "OrbaxCheckpoint"):  # not in every Keras 3
         assert parameters(kinds.OrbaxCheckpoint._save_checkpoint) == ["self", "step", "logs"]
+
+
+def test_keras_saves_through_the_methods_and_functions_that_we_replace() -> None:
+    from keras.src.legacy.saving import legacy_h5_format
+    from keras.src.saving import saving_api, saving_lib
+
+    methods = [keras.Model.save, keras.Model.save_weights, keras.Model.export]
+    functions = [saving_lib.save_model, saving_lib.save_weights_only, legacy_h5_format.save_model_to_hdf5]
+    for save in (*methods, *functions, keras.export.ExportArchive.write_out):
+        assert "filepath" in parameters(save)
+    source = inspect.getsource(saving_api)
+    for name in ("saving_lib.save_model(", "saving_lib.save_weights_only(", ".save_model_to_hdf5("):
+        assert name in source
+
+
+def test_keras_draws_without_a_seed_from_the_generator_of_the_thread() -> None:
+    from replicast.strategy.seeds import global_seed_generator
+
+    keras.utils.set_random_seed(1)
+    assert global_seed_generator() is None
+    keras.random.uniform(())
+    assert isinstance(global_seed_generator(), keras.random.SeedGenerator)
+    source = inspect.getsource(inspect.getmodule(keras.random.SeedGenerator).draw_seed)
+    assert "global_seed_generator().next(ordered=False)" in source

@@ -15,7 +15,7 @@ from tests.pool import Pool
 from tests.workers.recipes import arrays, perceptron
 from tests.workers.test_updates import adam, forget_hosts
 
-DEADLINE_SECS = 30.0
+DEADLINE_SECS = 120.0
 EPOCHS = 2
 
 

@@ -7,8 +7,8 @@ use says why in a comment, and `tests/workers/test_private_apis.py` fails when o
     collectives    tensor exchange between workers, with keys that work inside loops
     step           one training step of a Keras model: weighted gradients, exact metrics, equal statistics
     slices         row-sparse gradients summed to the slices of one process
-    results        which of the values that a step returns are results of metrics
-    rows           the number of rows of a share, and a placeholder row if there are none
+    metrics        how a step updates each metric; which of the values that it returns are their results
+    rows           which arrays of a batch are rows, how many there are, a placeholder if there are none
     writes         which variables a step writes
     building       variables that a model creates while its step is traced
     outside        variables created outside the scope: moved into it, or refused
@@ -18,6 +18,7 @@ use says why in a comment, and `tests/workers/test_private_apis.py` fails when o
     inputs         how the data of a Keras call is divided, by the kind of data
     feeding        each worker's share of every batch, without a transfer per step
     samples        comparison of the workers' data
+    functions      comparison of what the workers compute, when a step is traced
     writing        files that one worker writes for all
     callbacks      callbacks that write files
     variables      the state of a model: its variables by name, and how edits change them
@@ -25,16 +26,17 @@ use says why in a comment, and `tests/workers/test_private_apis.py` fails when o
     resuming       where `fit` continues after a restore
     passes         where a custom training loop continues after a restore
     progress       the progress bar of a resumed epoch
-    seeds          the same shuffle on every worker
+    seeds          the same shuffle and the same unseeded draws on every worker
 """
 
 import gc
 
+from replicast.strategy.functions import per_worker
 from replicast.strategy.resuming import start_at_epoch
 from replicast.strategy.strategy import Strategy
 from replicast.strategy.variables import KerasState, optimizers_by_name
 
-__all__ = ["KerasState", "Strategy", "optimizers_by_name", "start_at_epoch"]
+__all__ = ["KerasState", "Strategy", "optimizers_by_name", "per_worker", "start_at_epoch"]
 
 # What the imports made lives as long as the process. Without this, Python's last collection walks through
 # all that TensorFlow and Keras have made: 1 s of processor time at the end of each worker.

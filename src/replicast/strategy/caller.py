@@ -36,6 +36,7 @@ class KerasCall:
     Attributes:
         model: The model on which it was called; any trainer of Keras.
         method: "fit", "evaluate" or "predict"; "validation" for the validation data of `fit`.
+        iterator: Keras' iterator over the data. Its `catch_stop_iteration` surrounds all steps of the call.
         adapter: Keras' adapter of the input; its type tells what the user passed.
         steps: How many batches of the data an epoch uses; None for all.
         callbacks: The callbacks as the user passed them (a list, one callback or None).
@@ -43,6 +44,7 @@ class KerasCall:
 
     model: Any
     method: str
+    iterator: Any
     adapter: Any
     steps: int | None
     callbacks: Any
@@ -64,6 +66,7 @@ def keras_call() -> KerasCall | None:
     return KerasCall(
         model=model,
         method="validation" if validates else outer.f_code.co_name,
+        iterator=iterator,
         adapter=iterator.data_adapter,
         steps=None
         if steps is None
@@ -72,9 +75,10 @@ def keras_call() -> KerasCall | None:
     )
 
 
-def keras_predicts() -> bool:
-    """Whether `predict` called the caller of this function. It passes a function, not a method."""
-    return sys._getframe(2).f_code.co_name == "one_step_on_data_distributed"
+def predicting_model() -> Any:
+    """The model whose `predict` called the caller of this function, with a function instead of a method."""
+    frame = sys._getframe(2)
+    return frame.f_locals.get("self") if frame.f_code.co_name == "one_step_on_data_distributed" else None
 
 
 def model_to_build() -> Any:

@@ -23,6 +23,7 @@ from replicast.strategy.building import creator_in_scope
 from replicast.strategy.caller import compiled_model, keras_looks_at_attributes, optimizer_that_sums
 from replicast.strategy.connecting import REGISTER_SECS
 from replicast.strategy.replicated import replicated
+from replicast.strategy.seeds import sharing_seed_generator
 from replicast.strategy.shared_sums import SharedSums
 from replicast.strategy.slices import Exchange, one_list_if_equal, sum_over_workers
 from replicast.strategy.weighting import CARRIERS, weighted_with
@@ -36,6 +37,8 @@ FIRST_KEY_BETWEEN_STEPS = 100_000_000
 Transfers between steps and inside steps use separate key ranges. If one worker is still in its loop when
 another has left it, the two wait for each other, which is noticed, and never mix their values.
 """
+
+_GATHERED_AS = {**CARRIERS, tf.float16: tf.float32, tf.bool: tf.int32}
 
 
 class CountingLauncher(cross_device_utils.CollectiveReplicaLauncher):
@@ -82,7 +85,7 @@ class CountingLauncher(cross_device_utils.CollectiveReplicaLauncher):
     def _all_gather(self, input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
         shared = self._owner.shared_sums([input_tensor])
         if shared is not None:
-            return shared.gather(input_tensor)
+            return shared.gather([input_tensor])[0]
         self._tensor = input_tensor
         return super()._all_gather(input_tensor, *args, **kwargs)
 
@@ -129,9 +132,8 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         """Called before each transfer outside of a graph; returns its number."""
         self.compiles: Callable[[keras.Model], None] = lambda model: None
         """Called at least once with each model that is compiled in the scope."""
-        self.loops_without_run: Callable[[], None] = lambda: None
-        """Called before a custom training loop without `strategy.run` sums gradients."""
         self._shared: SharedSums | None = None
+        _scale_losses_between_steps()
         for operations in (self._cross_device_ops, self._host_cross_device_ops):
             operations._launchers = [CountingLauncher(stock, self) for stock in operations._launchers]
 
@@ -164,6 +166,13 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         """
         return int(self.keys.numpy()) - FIRST_KEY + self.variables_created
 
+    def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        call = super()._call_for_each_replica
+        if isinstance(fn, tf.types.experimental.PolymorphicFunction):  # TensorFlow traces it around the call
+            return call(fn, args, kwargs)
+        with sharing_seed_generator(self._container_strategy()) as sharing:
+            return call(sharing(fn), args, kwargs)
+
     def _use_merge_call(self) -> bool:
         # With one replica per worker there is nothing to merge. Merging cannot be done inside tf.cond, so it
         # would make gradient accumulation and EMA fail. TensorFlow's own tests turn it off too.
@@ -191,7 +200,7 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
         """As in TensorFlow, but also outside the scope, where a custom loop may first use its optimizer."""
-        self._validate_colocate_with_variable(colocate_with_variable)
+        _check_in_job(colocate_with_variable)
         # A worker has one device, so there is nothing to colocate.
         return tf.variable_creator_scope(creator_in_scope(self._container_strategy()))
 
@@ -238,7 +247,8 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
             self._summed_already = before
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        if self._summed_already:
+        # A single worker has nothing to send, and XLA cannot compile a transfer on CPUs (`jit_compile=True`).
+        if self._summed_already or self._num_workers == 1:
             return value
         if self._in_keras_step:
             self._refuse_unknown_optimizer()
@@ -275,6 +285,13 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         exchange = Exchange(workers=self._num_workers, all_reduce=combine, all_gather=self._gather)
         return list(sum_over_workers(values, exchange, averaged))
 
+    def gather_rows(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """The rows of all workers, in their order: each tensor joined along its first axis."""
+        carried = [tf.cast(t, _GATHERED_AS.get(t.dtype, t.dtype)) for t in tensors]
+        shared = self.shared_sums(carried)
+        whole = shared.gather(carried) if shared is not None else [self._gather(t) for t in carried]
+        return [tf.cast(joined, own.dtype) for joined, own in zip(whole, tensors, strict=True)]
+
     def _gather(self, tensor: tf.Tensor) -> tf.Tensor:
         return tf.distribute.get_replica_context().all_gather(tensor, axis=0)
 
@@ -299,15 +316,24 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
         # By name: this is a nested function in a method of Keras' optimizers, and there is no other way to
         # distinguish an optimizer's step from an assignment.
         applied = getattr(fn, "__name__", "") == "apply_grad_to_update_var"
-        if applied and self._num_workers > 1 and not self._in_run():
-            self.loops_without_run()
-            self._warn_once()
-            args = (self._mean(args[0], var), *args[1:])
+        if not self.in_run():
+            _check_in_job(var)
+            if applied and not self._summed_already:
+                args = (*self.means(args[:1], [var]), *args[1:])
         return super().update(var, fn, args, kwargs, group)
 
-    def _in_run(self) -> bool:
+    def in_run(self) -> bool:
+        """Whether this thread is inside `strategy.run`."""
         context = tf.distribute.get_replica_context()
         return context is not None and context.strategy is self._container_strategy()
+
+    def means(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The means of the workers' gradients in a loop without `strategy.run`; None stays None."""
+        if self._num_workers == 1:
+            return list(gradients)
+        self._warn_once()
+        pairs = zip(gradients, variables, strict=True)
+        return [None if gradient is None else self._mean(gradient, variable) for gradient, variable in pairs]
 
     def _mean(self, gradient: Any, variable: Any) -> Any:
         carried = tf.cast(gradient, CARRIERS.get(gradient.dtype, gradient.dtype))
@@ -325,3 +351,37 @@ class ReplicatedExtended(CollectiveAllReduceExtended):
                 "with strategy.run() in a tf.function and divide the loss by the global batch size."
             )
         self._warned = True
+
+
+def _check_in_job(variable: Any) -> None:
+    if not isinstance(variable, tf.distribute.DistributedValues):
+        raise NotSupported(
+            f"Training {variable.name.partition(':')[0]}, which was created outside strategy.scope(),",
+            reason="it would not be the same on every worker",
+            remedy="Build the model before the loop: call it once on a batch inside 'with strategy.scope():'",
+        )
+
+
+def _scale_losses_between_steps() -> None:
+    """Lets `LossScaleOptimizer` be used in a scope, by a training loop without `strategy.run`.
+
+    Keras refuses it there, although the optimizers that it wraps work. Whether the gradients are finite is
+    decided on the mean over the workers: otherwise one worker would skip a step for which the others wait.
+    """
+    # Private, and on the class: Keras refuses in this method, and asks no object that we could replace.
+    apply = keras.optimizers.LossScaleOptimizer._tf_apply
+    if hasattr(apply, "__wrapped__"):
+        return
+
+    @functools.wraps(apply)
+    def apply_mean(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        extended = self._distribution_strategy.extended
+        if not isinstance(extended, ReplicatedExtended) or extended.in_run():
+            apply(self, grads, trainable_variables)
+            return
+        updated = trainable_variables or self._trainable_variables
+        means = extended.means(grads, [getattr(v, "value", v) for v in updated])
+        with extended.summed_already():
+            self._common_apply(means, trainable_variables)
+
+    keras.optimizers.LossScaleOptimizer._tf_apply = apply_mean

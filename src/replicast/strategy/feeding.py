@@ -21,6 +21,7 @@ import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
 from replicast.strategy.caller import only_looks_at_shapes
+from replicast.strategy.rows import Division, length_of
 from replicast.strategy.samples import sampled
 
 PREFETCHED_BATCHES = 2
@@ -117,8 +118,10 @@ class Share(tf.data.Dataset):
         self._opened = opened
         self._start = start
 
+        division = Division(batches.element_spec, first_batch) if size > 1 else None
+
         def share_of(batches: tf.data.Dataset) -> tf.data.Dataset:
-            shares = batches.map(_taker(rank, size, batches.element_spec)) if size > 1 else batches
+            shares = batches if division is None else _divided(batches, rank, size, division)
             return shares.prefetch(PREFETCHED_BATCHES) if ahead else shares
 
         self._share = share_of(self._batches)
@@ -281,28 +284,37 @@ def can_gather(arrays: Any) -> bool:
     return all(isinstance(leaf, (np.ndarray, tf.Tensor)) and leaf.ndim > 0 for leaf in leaves)
 
 
-def _taker(rank: int, size: int, spec: Any) -> Callable[..., Any]:
-    def rows(component: Any) -> Any:
-        if isinstance(component, tf.RaggedTensor):
-            first, after = rows_of_share(component.nrows(), rank, size)
-            return component[first:after]
-        if isinstance(component, tf.SparseTensor):
-            first, after = rows_of_share(component.dense_shape[0], rank, size)
-            start = tf.concat([[first], tf.zeros_like(component.dense_shape[1:])], axis=0)
-            extent = tf.concat([[after - first], component.dense_shape[1:]], axis=0)
-            return tf.sparse.slice(component, start, extent)
-        if not isinstance(component, tf.Tensor) or component.shape.rank == 0:
-            return component  # an absent part of the batch, or a scalar for the whole batch
-        known = component.shape[0] if component.shape.rank is not None else None
-        first, after = rows_of_share(tf.shape(component)[0] if known is None else known, rank, size)
-        return component[first:after]
+def _divided(batches: tf.data.Dataset, rank: int, size: int, division: Division) -> tf.data.Dataset:
+    """One worker's rows of every batch; what is not rows, whole."""
 
-    def take(*batch: Any) -> Any:
-        share = tf.nest.map_structure(rows, batch)
-        # A tuple with one element stays a tuple: its x may be a tuple itself.
-        return share if isinstance(spec, tuple) else share[0]
+    def part(array: Any, rows: tf.Tensor | int, has_rows: Any) -> Any:
+        if has_rows is False:
+            return array
+        first, after = rows_of_share(rows, rank, size)
+        if has_rows is not True:
+            first, after = tf.where(has_rows, first, 0), tf.where(has_rows, after, length_of(array))
+        if not isinstance(array, tf.SparseTensor):
+            return array[first:after]
+        others = array.dense_shape[1:]
+        bounds = tf.cast([first, after], tf.int64)
+        start = tf.concat([bounds[:1], tf.zeros_like(others)], axis=0)
+        return tf.sparse.slice(array, start, tf.concat([bounds[1:] - bounds[:1], others], axis=0))
 
-    return take
+    def take(told: tf.Tensor, batch: Any) -> tuple[tf.Tensor, Any]:
+        flat = tf.nest.flatten(batch)
+        rows, has_rows, told = division.tell(flat, told)
+        known = rows if division.rows is None else division.rows
+        shares = [part(leaf, known, has_rows.get(place, False)) for place, leaf in enumerate(flat)]
+        return told, tf.nest.pack_sequence_as(batch, shares)
+
+    if not division.kinds:
+        return batches
+    nothing = np.zeros(1 + max(division.kinds), np.int32)
+    if None in division.kinds.values():
+        return batches.scan(nothing, take)
+    # `map` passes the parts of a tuple as arguments. A tuple with one part stays one: its x may be a tuple.
+    of_tuples = isinstance(batches.element_spec, tuple)
+    return batches.map(lambda *parts: take(tf.constant(nothing), parts if of_tuples else parts[0])[1])
 
 
 def _shapes(spec: Any) -> Any:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+# Private: the module whose functions call callbacks, to recognize its frames.
+from keras.src.callbacks import callback_list
 
 # Private: Keras' adapters of its inputs, to distinguish the kinds of data.
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
@@ -19,7 +24,7 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from replicast.coordination import Coordination
 from replicast.strategy.caller import KerasCall
-from replicast.strategy.feeding import ArrayShare, Share, Start, can_gather, from_the_start
+from replicast.strategy.feeding import ArrayShare, Share, Start, can_gather, from_the_start, rows_of_share
 from replicast.strategy.samples import (
     WHAT,
     Comparison,
@@ -69,7 +74,9 @@ class Inputs:
     def share_of_arrays(self, call: KerasCall) -> ArrayShare:
         """This worker's rows of the arrays of a call."""
         adapter = call.adapter
-        compared = self._comparison(call, sample_of_arrays(_what(call), adapter._inputs))
+        sample = sample_of_arrays(_what(call), adapter._inputs)
+        compared = self._comparison(call, sample)
+        self._explain_errors(call, lambda: min(sample.length or 0, adapter.batch_size))
         return ArrayShare(
             adapter._inputs,
             rank=self.rank,
@@ -99,6 +106,9 @@ class Inputs:
             (dataset,) = dataset._inputs()
             at_most = call.steps
         compared = self._comparison(call, _sample_of_pipeline(call, first_batches, divided=divided))
+        if not divided:
+            known = _static_rows(first_batches[0] if first_batches else dataset.element_spec)
+            self._explain_errors(call, lambda: known or compared.first_rows)
         return Share(
             dataset,
             0 if divided else self.rank,
@@ -116,6 +126,33 @@ class Inputs:
         endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
         return Share(dataset, self.rank, self.size, opened=lambda: None, ahead=not endless)
 
+    def _explain_errors(self, call: KerasCall, rows: Callable[[], int | None]) -> None:
+        """Adds to an error in a step of this call that the batch was divided.
+
+        A model in whose code the size of a batch is fixed, or whose data has a first axis that is not rows,
+        fails with an error of TensorFlow about shapes that says nothing about it.
+
+        Args:
+            call: The call.
+            rows: Returns the number of rows of a batch, if it is known.
+        """
+        if self.size == 1:
+            return
+        kind, iterator = type(call.iterator), weakref.ref(call.iterator)  # which holds this function
+
+        @contextlib.contextmanager
+        def explained() -> Iterator[None]:
+            with kind.catch_stop_iteration(iterator()):
+                try:
+                    yield
+                except (ValueError, tf.errors.InvalidArgumentError) as error:
+                    note = _note(rows(), self.rank, self.size)
+                    if note not in getattr(error, "__notes__", ()) and not _of_a_callback(error):
+                        error.add_note(note)
+                    raise
+
+        call.iterator.catch_stop_iteration = explained
+
     def _comparison(self, call: KerasCall, sample: Sample) -> Comparison:
         return Comparison(
             sample,
@@ -125,13 +162,14 @@ class Inputs:
             coordination=self.coordination,
             key=f"replicast/{self.next_name('first-batch')}",
             check_job=self.check_job,
-            warn=functools.partial(self._warn_once, call.model, call.method),
+            warn=functools.partial(self.warn_once, call.model, call.method),
         )
 
-    def _warn_once(self, model: keras.Model, method: str, message: str) -> None:
+    def warn_once(self, model: keras.Model, subject: str, message: str) -> None:
+        """Logs a warning about a model, unless it was logged before."""
         warned = self._warned.setdefault(model, set())
-        if method not in warned:
-            warned.add(method)
+        if subject not in warned:
+            warned.add(subject)
             logger.warning(message)
 
     def _start_of(self, call: KerasCall) -> Callable[[], Start | None]:
@@ -150,6 +188,31 @@ def _sample_of_pipeline(call: KerasCall, first_batches: Any, *, divided: bool) -
         order=order_of_batches() if shuffled else "",
         divided=divided,
     )
+
+
+def _static_rows(batch: Any) -> int | None:
+    """The number of rows of a batch, or of its types, if it is known."""
+    shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(batch)]
+    return next((shape[0] for shape in map(tf.TensorShape, shapes) if shape.rank), None)
+
+
+def _note(rows: int | None, rank: int, size: int) -> str:
+    first, after = rows_of_share(rows or 0, rank, size)
+    divided = f"each batch among {size} workers" + (
+        f": of {rows} rows, worker {rank} has {after - first}" if rows else ""
+    )
+    return (
+        f"replicast has divided {divided}. If the code of the model expects all rows of a batch (a batch "
+        "size that is fixed in it, or a first axis that is not rows), take the size from the input, as with "
+        "keras.ops.shape(x)[0], or feed each worker batches of its own: a tf.data.Dataset whose "
+        "auto_shard_policy is OFF."
+    )
+
+
+def _of_a_callback(error: BaseException) -> bool:
+    """Whether code of the user that is not the model raised an error."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__") == callback_list.__name__ for frame, _ in frames)
 
 
 def _what(call: KerasCall) -> str:

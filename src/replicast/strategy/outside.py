@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from replicast.errors import NotSupported
+from replicast.strategy.building import creator_in_scope
 from replicast.strategy.optimizers import optimizers_of
 
 
@@ -31,20 +32,24 @@ def take_over(strategy: tf.distribute.Strategy, model: Any) -> None:
                     reason="it would not be the same on every worker",
                     remedy="Build it inside 'with strategy.scope():', or let fit build it",
                 )
-            _move(strategy, one.variables)
+            move(strategy, one.variables)
             # Private: an optimizer stores the scope of its creation here; there is no argument for it.
             one._distribution_strategy = strategy
-    _move(strategy, model.metrics_variables)
-    _move(strategy, model.variables)
+    move(strategy, model.metrics_variables)
+    move(strategy, model.variables)
 
 
-def _move(strategy: tf.distribute.Strategy, variables: Iterable[keras.Variable]) -> None:
+def move(strategy: tf.distribute.Strategy, variables: Iterable[keras.Variable]) -> None:
+    """Moves those of these variables into the job that are not in it, with worker 0's values."""
     for variable in variables:
-        if not _is_distributed(variable):
-            with tf.init_scope(), strategy.scope():
+        if not is_distributed(variable):
+            with tf.init_scope():
+                value = variable.numpy()
+            with tf.variable_creator_scope(creator_in_scope(strategy)):
                 # Private: Keras' constructor calls this to create the TensorFlow variable behind this one.
-                variable._initialize(variable.numpy())
+                variable._initialize(value)
 
 
-def _is_distributed(variable: keras.Variable) -> bool:
+def is_distributed(variable: keras.Variable) -> bool:
+    """Whether a variable is part of a job."""
     return isinstance(variable.value, tf.distribute.DistributedValues)

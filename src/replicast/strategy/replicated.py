@@ -23,6 +23,8 @@ from tensorflow.python.distribute.values import MirroredVariable, SyncOnReadVari
 # Private: a variable that bypasses creators; in a scope, `tf.Variable` would create one of the strategy.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
+from replicast.strategy.functions import per_worker
+
 
 class _Converted:
     """The conversions to Python and NumPy types that TensorFlow's variables of one process have.
@@ -95,6 +97,13 @@ class SummedVariable(_Converted, SyncOnReadVariable):
         """The value if each worker holds the total; zeros if each holds a part."""
         return tf.where(self._whole, value, tf.zeros_like(value))
 
+    def refuse_parts(self, owner: str) -> None:
+        """Fails if each worker holds a part: only a sum of parts is the state of the job."""
+        message = (
+            f"{owner} was updated in strategy.run and then in a Keras step: call its reset_state() between."
+        )
+        tf.debugging.Assert(self._whole.read_value(), [message])
+
     def total(self, sum_parts: Callable[[], Any]) -> Any:
         """The value if it is whole; else the sum of the parts, which is a transfer."""
         if tf.executing_eagerly() or values_util.is_saving_non_distributed():
@@ -128,7 +137,7 @@ class SummedVariable(_Converted, SyncOnReadVariable):
         if self.dtype.is_floating:
             share = value / tf.cast(strategy.size, self.dtype)
         else:
-            share = value if strategy.rank == 0 else tf.zeros_like(value)
+            share = tf.where(per_worker(strategy.rank == 0), value, tf.zeros_like(value))
         return tf.where(self._whole, share, value)
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:

@@ -109,6 +109,8 @@ class Comparison:
         self._check_job = check_job
         self._warn = warn
         self._compared = False
+        self.first_rows: int | None = None
+        """The number of rows of the first batch, once a pipeline has read it."""
 
     def open_pass(self) -> None:
         """Waits for the other workers before a pass; before the first one, compares the samples.
@@ -127,6 +129,7 @@ class Comparison:
 
     def report_first_batch(self, parts: Mapping[str, Sequence[np.ndarray[Any, Any]]]) -> None:
         """Compares the first batch of a pipeline. Worker 0 waits for the others, at most 60 s."""
+        self.first_rows = next((len(a) for part in parts.values() for a in part if a.ndim), None)
         try:
             sample = Sample(self._own.what, order=self._own.order, **_of_batch(parts))
             self._coordination.put(f"{self._key}/{self._rank}", sample.to_text())

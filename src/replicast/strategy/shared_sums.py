@@ -61,10 +61,9 @@ class SharedSums:
         results = iter(self._call(forms, weight, tensors))
         return [_like(value, results) for value in values]
 
-    def gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        """All workers' tensors, concatenated along the first axis; they may have different lengths."""
-        (result,) = self._call([_form(tensor, gathered=True)], tf.constant(1.0), [tensor])
-        return result
+    def gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """All workers' tensors, each concatenated along the first axis; they may have different lengths."""
+        return self._call([_form(tensor, gathered=True) for tensor in tensors], tf.constant(1.0), tensors)
 
     def _call(
         self, forms: Sequence[Form], weight: tf.Tensor, tensors: Sequence[tf.Tensor]

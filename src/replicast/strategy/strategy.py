@@ -6,6 +6,7 @@ import atexit
 import functools
 import gc
 import os
+import types
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -24,21 +25,22 @@ from replicast.strategy.caller import (
     KerasCall,
     Trainer,
     keras_call,
-    keras_predicts,
     keras_scales_a_loss,
     model_to_build,
     only_looks_at_shapes,
+    predicting_model,
 )
+from replicast.strategy.functions import Functions, Step
 from replicast.strategy.inputs import Inputs
 from replicast.strategy.optimizers import optimizers_of
 from replicast.strategy.outside import take_over
 from replicast.strategy.replicated import SummedVariable
-from replicast.strategy.rows import predicting_all_rows
+from replicast.strategy.rows import losses_that_mix_rows, predicting_all_rows
 from replicast.strategy.seeds import Seeds
 from replicast.strategy.sharing import sum_through_shared_memory
 from replicast.strategy.start import connect, watch
 from replicast.strategy.step import Agreed, KerasStep, fed_as_by_keras, waiting_for_data
-from replicast.strategy.writing import Writing
+from replicast.strategy.writing import Writing, write_once
 
 _LEFT_TO_TENSORFLOW = (
     tf.data.experimental.AutoShardPolicy.FILE,
@@ -98,16 +100,23 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         """For each open `Replicas`, the part that lets the job leave; in the same order on all workers."""
         self.on_fit: list[Callable[[Any, Any], None]] = []
         """Called at the start of every `fit` with its model, and with the callbacks as they were passed."""
+        extended.compiles = self._see_compiled
         self._named: Counter[str] = Counter()
         self._start: tuple[weakref.ref[keras.Model], feeding.Start] | None = None
         self._epoch: int | None = None
-        self._guarded = 0
         self._coordination, self._lifetime = watch(
             cluster, extended.transfers_started, _a_model_was_trained, heartbeat_secs
         )
         self._writing = Writing(self._coordination, self._rank, self._lifetime)
         self._callbacks = Callbacks(self._rank, self._size, self._writing)
         self._inputs = self._make_inputs()
+        self._functions = Functions(
+            self._rank,
+            self._lifetime.turns.meet,
+            self._coordination,
+            self._lifetime.turns.position,
+            extended.keys,
+        )
         if self._size > 1:
             self._join_others(all_reduce == "auto")
 
@@ -117,8 +126,7 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         Args:
             shared_memory: Whether steps may sum through shared memory.
         """
-        self.extended.compiles = self._writing.guard
-        self.extended.loops_without_run = self._guard_models
+        write_once(self._writing)
         self.extended.next_turn = self._lifetime.turns.take
         if sum_through_shared_memory(
             self.extended, self._coordination, self._rank, self._lifetime, shared_memory
@@ -250,13 +258,20 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
 
         A step of a Keras model has the result of the whole batch: see `replicast.strategy.step`.
         """
-        model = getattr(fn, "__self__", None)
-        if keras_predicts():
+        fn = _without_function(fn)
+        model, predicting = getattr(fn, "__self__", None), predicting_model()
+        traced = None
+        if self._size > 1:
+            traced = self._traced(fn if predicting is None else predicting.predict_step, args)
+        if predicting is not None:
             step = predicting_all_rows(fn) if self._size > 1 else fn
-            return super().run(creating_in_scope(self, step), args, kwargs, options)
+            outputs = super().run(creating_in_scope(self, step), args, kwargs, options)
+            self._functions.compare(traced, outputs)
+            return outputs
         if not isinstance(model, Trainer):
-            self._guard_models()
-            return super().run(fn, args, kwargs, options)
+            outputs = super().run(fn, args, kwargs, options)
+            self._functions.compare(traced, outputs)
+            return outputs
         self._refuse_what_cannot_work(model)
         if self._size == 1:
             step = waiting_for_data(fed_as_by_keras(model, fn))
@@ -265,7 +280,18 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
             trace_once(functools.partial(super().run, creating_in_scope(self, fn)), (args,))
         keras_step = KerasStep(self.extended, model, fn, self.statistics == "mean")
         outputs = super().run(creating_in_scope(self, keras_step), args, kwargs, options)
+        self._functions.compare(traced, outputs)
         return keras.tree.map_structure(Agreed, outputs)
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # TensorFlow has no types
+    def _traced(self, fn: Any, args: Any) -> Step | None:
+        """The step that is traced from here on; None if it is executed."""
+        model, name = getattr(fn, "__self__", None), getattr(fn, "__name__", type(fn).__name__)
+        if not isinstance(model, Trainer):
+            return Step.begin(f"function {name!r} in strategy.run", None, args)
+        # Keras keeps what it makes of `train_step` in `train_function`, until the model is compiled again.
+        function = getattr(model, f"{name.removesuffix('_step')}_function", None)
+        return Step.begin(f"{name} of {getattr(model, 'name', type(model).__name__)!r}", function, args)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces over the workers; see `tf.distribute.Strategy.reduce`.
@@ -303,21 +329,24 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
         # `fit` would use only a part of the data.
         return self._inputs.share_of_batches(dataset, call, divided=divided)
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # TensorFlow has no types
-    def _guard_models(self) -> None:
-        """Makes one worker write the files of models used only in custom loops: no Keras call shows them."""
-        created = self.extended.variables_created
-        if self._size == 1 or created == self._guarded:
-            return
-        self._guarded = created
-        for model in _models():
-            self._writing.guard(model)
+    def _see_compiled(self, model: keras.Model) -> None:
+        # Private: a model stores the scope of its creation here; there is no argument for it. A model that
+        # was created outside, such as a clone, and is compiled inside joins the job.
+        if model._distribute_strategy is None:
+            model._distribute_strategy = self
+        if self._size > 1:
+            self._warn_of_losses(model)
+
+    def _warn_of_losses(self, model: Any) -> None:
+        """Worker 0 warns once of a loss that mixes the rows of a batch."""
+        for name, warning in losses_that_mix_rows(getattr(model, "loss", None)).items():
+            if self._rank == 0:
+                self._inputs.warn_once(model, name, warning)
 
     def _prepare(self, call: KerasCall) -> None:
         self._refuse_what_cannot_work(call.model)
         if self._size > 1:
-            if isinstance(call.model, keras.Model):
-                self._writing.guard(call.model)
+            self._warn_of_losses(call.model)
             self._callbacks.prepare(call.callbacks, call.method)
         for tell in self.on_fit if call.method == "fit" else ():
             tell(call.model, call.callbacks)
@@ -331,6 +360,13 @@ class Strategy(tf.distribute.MultiWorkerMirroredStrategy):
                 remedy='Compile the model with jit_compile=False (the default, "auto", does)',
             )
         take_over(self, model)
+
+
+def _without_function(fn: Any) -> Any:
+    """The step of a model that a script has decorated with `tf.function`: Keras compiles it anyway."""
+    method: Any = getattr(getattr(fn, "python_function", None), "__wrapped__", None)
+    model = getattr(getattr(method, "__self__", None), "target", None)  # TensorFlow's stand-in for `self`
+    return types.MethodType(method.__func__, model) if isinstance(model, Trainer) else fn
 
 
 def _check_options(statistics: str, all_reduce: str) -> None:
@@ -352,13 +388,10 @@ def _check_backend() -> None:
 def _a_model_was_trained() -> bool:
     """Whether a model has been trained in this process.
 
-    A model created outside the scope never reaches the strategy; it can only be found afterwards.
+    A model created and compiled outside the scope never reaches the strategy: it is only found afterwards.
     """
-    return any(int(o.iterations.numpy()) > 0 for model in _models() for o in optimizers_of(model))
-
-
-def _models() -> list[keras.Model]:
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), keras.Model)]
+    models = [thing for thing in gc.get_objects() if issubclass(type(thing), keras.Model)]
+    return any(int(o.iterations.numpy()) > 0 for model in models for o in optimizers_of(model))
 
 
 def _meet_alone(message: str) -> dict[int, str]:

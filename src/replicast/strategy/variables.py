@@ -19,6 +19,8 @@ import tensorflow as tf
 from replicast.mapping import ALIGNMENT
 from replicast.strategy.device_digest import device_digests
 from replicast.strategy.optimizers import held_optimizers
+from replicast.strategy.outside import is_distributed
+from replicast.strategy.seeds import global_seed_generator
 from replicast.strategy.writes import component
 from replicast.update.digest import begun_digest, digest_array, digest_state, name_of
 from replicast.update.edits import Edit, EditKind, factor_as
@@ -59,6 +61,10 @@ class KerasState(State):
             name = self._add(variable.path, variable)
             kind = "trainable" if variable.trainable else "non_trainable"
             weights.append(_describe(name, variable, kind, tuple(slots.get(id(variable), ()))))
+        generator = global_seed_generator()
+        if generator is not None and is_distributed(generator.state):  # like the generators of layers
+            name = self._add("keras_random/seed_generator_state", generator.state)
+            weights.append(_describe(name, generator.state, "non_trainable"))
         self.schema = Schema([*weights, *described], hints)
         components = {name: component(variable) for name, variable in self._variables.items()}
         self._handles = {name: (one.handle, one.dtype) for name, one in components.items()}

@@ -14,6 +14,7 @@ by the worker that asks for it: a separate directory, or a save behind `if strat
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import inspect
 import json
@@ -22,13 +23,21 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import keras
 import xxhash
+
+# Private: `keras.saving.save_model` and `save_weights` call these by the names of their modules, however a
+# script has imported them; there is no public function below them.
+from keras.src.legacy.saving import legacy_h5_format
+from keras.src.saving import saving_lib
+
+# Private: `save_model(overwrite=False)` asks by it whether a file that exists is to be replaced.
+from keras.src.utils import io_utils
 
 from replicast.coordination import Coordination
 from replicast.errors import JobFailed, ReplicastError
@@ -43,7 +52,20 @@ POLL_SECS = 0.5
 REMIND_SECS = 30.0
 POSITIONS_KEPT = 3
 """A worker deletes its keys of a position after this many later positions."""
-SAVING_METHODS = ("save", "save_weights", "export")
+
+_thread = threading.local()
+_writing: Writing | None = None
+"""Decides who writes what Keras writes in this process."""
+
+_METHODS = (
+    (keras.Model, ("save", "save_weights", "export")),
+    (keras.export.ExportArchive, ("write_out",)),
+)
+_FUNCTIONS = (
+    (saving_lib, "save_model"),
+    (saving_lib, "save_weights_only"),
+    (legacy_h5_format, "save_model_to_hdf5"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +86,13 @@ class Writing:
 
     def __init__(self, coordination: Coordination, rank: int, lifetime: Lifetime) -> None:
         self._coordination = coordination
-        self._rank = rank
+        self.rank = rank
         self._lifetime = lifetime
         self._position = (-1, -1)
         self._counts: Counter[str] = Counter()
         self._put: deque[tuple[tuple[int, int], str]] = deque()
         self._positions: deque[tuple[int, int]] = deque(maxlen=POSITIONS_KEPT)
         self._lock = threading.Lock()
-        self._thread = threading.local()
-
-    def guard(self, model: keras.Model) -> None:
-        """Makes one worker write what this model, or a model in it, saves."""
-        if not getattr(model, "_replicast_guarded", False):
-            # On this object, not on its class: Keras has no hook to choose who writes.
-            for name in SAVING_METHODS:
-                object.__setattr__(model, name, self._written_once(getattr(model, name)))
-            object.__setattr__(model, "_replicast_guarded", True)
-        for layer in model.layers:
-            if isinstance(layer, keras.Model):
-                self.guard(layer)
 
     def once(self, path: Any, write: Callable[[], Any], kind: str = "file") -> Any:
         """Calls `write` on one of the workers that write this path; the others wait for it.
@@ -99,17 +109,18 @@ class Writing:
             JobFailed: The worker that writes has exited, or does not finish.
             Exception: The error of the write, of the same built-in type on all workers.
         """
-        if getattr(self._thread, "writes", False):  # part of a larger write
+        if getattr(_thread, "writes", False):  # part of a larger write
             return write()
         claim = self.claim(path, kind)
-        if claim.worker == self._rank:
+        if claim.worker == self.rank:
             return self._write(claim, str(path), write)
         text = self.wait_for_key(f"{claim.key}/done", claim.worker, f"write {path}")
         problem = json.loads(text or "null")
         if problem is not None:
             raise _failed_write(problem, claim.worker, str(path))
-        if self._rank == 0 and kind == "file" and not Path(path).exists():
-            return write()  # it is on another host's disk, and worker 0 needs what it saves on its own
+        if self.rank == 0 and kind == "file" and not Path(path).exists():
+            with writing_alone():  # it is on another host's disk, and worker 0 needs what it saves on its own
+                return write()
         return None
 
     def claim(self, path: Any, kind: str, arrive_secs: float = ARRIVE_SECS) -> Claim:
@@ -120,19 +131,19 @@ class Writing:
         # The absolute path: workers in different directories may use the same relative path.
         name = xxhash.xxh3_64(str(Path(path).absolute()).encode()).hexdigest()
         key, turn = self.next_key(name), self.next_key(kind)
-        if self._rank != 0:
+        if self.rank != 0:
             self._let_worker_0_go_first(key, (turn, f"{self._where()}/{kind}/end"), str(path), arrive_secs)
-        if self.put_key(key, str(self._rank)):
-            worker = self._rank
+        if self.put_key(key, str(self.rank)):
+            worker = self.rank
         else:
             worker = int(self.wait_for_key(key, 0, f"write {path}"))
-        if self._rank == 0:
+        if self.rank == 0:
             self.put_key(turn, str(path))
         return Claim(key, worker)
 
     def end_claims(self, kind: str) -> None:
         """Publishes that worker 0 has made all of its claims of this kind here: nobody waits for more."""
-        if self._rank == 0:
+        if self.rank == 0:
             self.put_key(f"{self._where()}/{kind}/end", "")
 
     def next_key(self, name: str) -> str:
@@ -180,14 +191,14 @@ class Writing:
             self._lifetime.check()
             reminded = self._remind(reminded, 0, f"reach the point where it may write {path}")
             if self._lifetime.has_gone_on(0) or time.monotonic() - began > arrive_secs:
-                logger.info("worker 0 does not write %s; worker %d does", path, self._rank)
+                logger.info("worker 0 does not write %s; worker %d does", path, self.rank)
                 return
 
     def _remind(self, reminded: float, worker: int, what: str) -> float:
         """Logs every 30 s which worker this worker waits for; returns the time of the last log line."""
         if time.monotonic() - reminded < REMIND_SECS:
             return reminded
-        logger.warning("worker %d waits for worker %d to %s", self._rank, worker, what)
+        logger.warning("worker %d waits for worker %d to %s", self.rank, worker, what)
         return time.monotonic()
 
     def _where(self) -> str:
@@ -198,25 +209,13 @@ class Writing:
             self._delete_old_keys(position)
         return f"replicast/write/{position[0]}-{position[1]}"
 
-    def _written_once(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(save)
-        def once(*args: Any, **kwargs: Any) -> Any:
-            write = functools.partial(save, *args, **kwargs)
-            path = _path_of(save, args, kwargs)
-            return write() if path is None else self.once(path, write)
-
-        return once
-
     def _write(self, claim: Claim, path: str, write: Callable[[], Any]) -> Any:
-        self._thread.writes = True
         try:
-            with self._lifetime.turns.alone(f"writing {path}"):
+            with writing_alone(), self._lifetime.turns.alone(f"writing {path}"):
                 result = write()
         except BaseException as error:  # also Ctrl-C: the others must not wait for this file
             self.put_key(f"{claim.key}/done", json.dumps(_described(error)))
             raise
-        finally:
-            self._thread.writes = False
         self.put_key(f"{claim.key}/done", json.dumps(None))
         return result
 
@@ -235,11 +234,86 @@ class Writing:
             self._coordination.delete(key)
 
 
-def _path_of(save: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """The path of a call of `save`; None if it has none, as in an override with a default path."""
-    parameter = next(iter(inspect.signature(save).parameters), "")
-    path = args[0] if args else kwargs.get("filepath", kwargs.get(parameter))
-    return os.fspath(path) if isinstance(path, str | os.PathLike) else None
+def write_once(writing: Writing) -> None:
+    """From now on, one worker writes each file that Keras writes, as `writing` decides.
+
+    Keras has no hook to choose who writes. So its methods that save, and below them the functions that write
+    the files, are replaced: methods first, because they look whether the file exists before they write it.
+    """
+    global _writing
+    first, _writing = _writing is None, writing
+    if first:
+        for owner, names in _METHODS:
+            for name in names:
+                setattr(owner, name, _written_once(getattr(owner, name)))
+        for module, name in _FUNCTIONS:
+            setattr(module, name, _written_once(_written_whole(getattr(module, name))))
+        io_utils.ask_to_proceed_with_overwrite = _asked_by_first(io_utils.ask_to_proceed_with_overwrite)
+
+
+def _asked_by_first(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Only worker 0 asks: a later worker finds the file that worker 0 has just written."""
+
+    @functools.wraps(ask)
+    def asked(path: Any) -> bool:
+        follows = _writing is not None and _writing.rank != 0 and not getattr(_thread, "writes", False)
+        return True if follows else ask(path)
+
+    return asked
+
+
+@contextlib.contextmanager
+def writing_alone() -> Iterator[None]:
+    """Inside, this worker writes what Keras writes, and no other worker waits for it."""
+    before, _thread.writes = getattr(_thread, "writes", False), True
+    try:
+        yield
+    finally:
+        _thread.writes = before
+
+
+def _written_once(write: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(write)
+    def once(*args: Any, **kwargs: Any) -> Any:
+        path = _bound(write, args, kwargs).arguments.get("filepath")
+        if _writing is None or not isinstance(path, str | os.PathLike):  # Keras also writes to open files
+            return write(*args, **kwargs)
+        return _writing.once(path, functools.partial(write, *args, **kwargs))
+
+    return once
+
+
+def _written_whole(write: Callable[..., Any]) -> Callable[..., Any]:
+    """Writes one file beside its place and renames it: nobody ever sees a part of it.
+
+    A model that Keras writes as several files or as a directory has no such moment.
+    """
+
+    @functools.wraps(write)
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        bound = _bound(write, args, kwargs)
+        path = bound.arguments.get("filepath")
+        one_file = isinstance(path, str | os.PathLike) and str(path).endswith((".keras", ".h5", ".hdf5"))
+        shards = bound.arguments.get("max_shard_size") is not None
+        if not one_file or shards or "://" in str(path) or not Path(path).absolute().parent.is_dir():
+            return write(*args, **kwargs)
+        place = Path(path).resolve()  # a link stays a link
+        # Keras looks at the suffix. What a crash leaves behind is replaced by the next save of this worker.
+        part = place.with_name(f".part-{0 if _writing is None else _writing.rank}-{place.name}")
+        part.unlink(missing_ok=True)  # also a link
+        bound.arguments["filepath"] = str(part)
+        try:
+            result = write(*bound.args, **bound.kwargs)
+            part.replace(place)
+        finally:
+            part.unlink(missing_ok=True)
+        return result
+
+    return whole
+
+
+def _bound(write: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return inspect.signature(write).bind_partial(*args, **kwargs)
 
 
 def _described(error: BaseException) -> dict[str, Any]:

@@ -52,9 +52,12 @@ def test_lookups_train_as_in_plain_keras_with_every_option(
     assert_same_as_plain_keras(pool2, plain, lookups, name, OPTIONS[option])
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_lookups_train_as_in_plain_keras_in_mixed_precision(policy: str, pool2: Pool, plain: Pool) -> None:
-    assert_same_as_plain_keras(pool2, plain, lookups, "Adam", {}, policy, rtol=0.02, atol=0.002)
+# SGD where bfloat16 rounds: how depends on the CPU, and Adam makes a whole step of a gradient near zero.
+@pytest.mark.parametrize(("policy", "name"), [("mixed_bfloat16", "SGD"), ("mixed_float16", "Adam")])
+def test_lookups_train_as_in_plain_keras_in_mixed_precision(
+    policy: str, name: str, pool2: Pool, plain: Pool
+) -> None:
+    assert_same_as_plain_keras(pool2, plain, lookups, name, {}, policy, rtol=0.02, atol=0.002)
 
 
 def test_lookups_train_as_in_plain_keras_on_three_workers(pool3: Pool, plain: Pool) -> None:
