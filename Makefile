@@ -70,9 +70,10 @@ machines:
 	  $(APT) install iproute2 nftables >/dev/null 2>&1 || { $(APT) update && $(APT) install iproute2 nftables; } >/dev/null 2>&1; } || \
 	  echo "They cannot be installed from here, and those tests are skipped: apt-get install iproute2 nftables"
 
+# Four processes, also for two cores: half of the time of a test is waiting.
 test: export PYTHONDONTWRITEBYTECODE :=  # without .pyc files every process that a test starts compiles replicast again
 test: $(STAMP) chromium machines ## All tests: unit, real workers, several hosts, the page in a browser, faults, golden files
-	$(VENV)/bin/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest --numprocesses 4 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: screenshots
 screenshots: $(STAMP) chromium ## The pictures of the page in docs/images
@@ -80,6 +81,10 @@ screenshots: $(STAMP) chromium ## The pictures of the page in docs/images
 
 test-long: $(STAMP) machines ## More of the same: restarts, examples, every training on three workers; takes much longer
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup tests/long --ignore tests/long/schedulers
+
+.PHONY: test-keras
+test-keras: $(STAMP) ## Keras' own tests in our scope and in plain Keras: what differs, and why
+	$(VENV)/bin/python -m tests.long.keras_tests
 
 SLURM := slurmctld slurmd slurm-client munge
 RAY := .venv-ray

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from replicast.core.entries import Receipt
     from replicast.core.operation import Timeouts
     from replicast.replicas import Replicas
-    from replicast.strategy import Strategy
+    from replicast.strategy import Strategy, per_worker
     from replicast.update.guard import Guard
     from replicast.update.trial import Trial
     from replicast.update.update import Update
@@ -62,9 +62,14 @@ __all__ = [
     "UpdateRefused",
     "__version__",
     "connect",
+    "per_worker",
 ]
 
-_NEEDS_TENSORFLOW = {"Replicas": "replicast.replicas", "Strategy": "replicast.strategy"}
+_NEEDS_TENSORFLOW = {
+    "Replicas": "replicast.replicas",
+    "Strategy": "replicast.strategy",
+    "per_worker": "replicast.strategy",
+}
 _LATE = {
     **_NEEDS_TENSORFLOW,
     "Guard": "replicast.update.guard",

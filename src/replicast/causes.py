@@ -8,7 +8,7 @@ from types import TracebackType
 
 from replicast.coordination import lost_text, lost_worker
 from replicast.errors import JobFailed
-from replicast.silence import Pauses
+from replicast.silence import ClockJumps, Pauses
 
 _HERE = str(Path(__file__).parent)
 
@@ -20,19 +20,22 @@ class Causes:
         rank: This worker.
         chiefs: The number of tasks of type "chief" in the cluster.
         pauses: Whether this process itself stood still.
-        recent_secs: For how long such a pause explains what this worker sees.
+        jumps: Whether the wall clock of this host was set.
+        recent_secs: For how long a pause or a jump explains what this worker sees.
     """
 
-    def __init__(self, rank: int, chiefs: int, pauses: Pauses, recent_secs: float) -> None:
+    def __init__(self, rank: int, chiefs: int, pauses: Pauses, jumps: ClockJumps, recent_secs: float) -> None:
         self._rank = rank
         self._chiefs = chiefs
         self._pauses = pauses
+        self._jumps = jumps
         self._recent_secs = recent_secs
         self._own_error: str | None = None
 
     def look(self) -> None:
-        """Looks whether this process stood still; call it several times a second."""
+        """Looks whether this process stood still, or its clock was set; call it several times a second."""
         self._pauses.look()
+        self._jumps.look()
 
     def of(self, error: BaseException) -> JobFailed:
         """Why this worker's script raised, and because of which worker."""
@@ -42,6 +45,9 @@ class Causes:
         if isinstance(error, JobFailed) and error.worker is not None:  # it waited for that one in vain
             return first(error.worker, str(error))
         lost = lost_worker(str(error), self._chiefs)
+        jump = None if lost is None else self.jump(lost.how, lost.worker)
+        if jump is not None:
+            return jump
         if lost is not None and lost.worker != self._rank:
             return first(lost.worker, self.witnessed(lost_text(lost)))
         lines = traceback.format_exception_only(error)
@@ -55,7 +61,8 @@ class Causes:
 
     def noticed(self, message: str, worker: int | None) -> JobFailed:
         """A loss that this worker has noticed: of another one, unless it stood still itself."""
-        return self.pause() or JobFailed(self.witnessed(message), worker=worker)
+        found = self.pause() or self.jump(message, worker)
+        return found or JobFailed(self.witnessed(message), worker=worker)
 
     def witnessed(self, message: str) -> str:
         """What this worker has seen itself, for the others, with who says so."""
@@ -71,6 +78,19 @@ class Causes:
             "suspended, or it got no CPU time. The other workers took it for lost"
         )
         return JobFailed(message, worker=self._rank)
+
+    def jump(self, message: str, worker: int | None) -> JobFailed | None:
+        """An error if heartbeats are missed since the wall clock was set: nobody need have been lost."""
+        secs = self._jumps.last_secs(within_secs=self._recent_secs) if "heartbeats" in message else None
+        if secs is None or worker is None:
+            return None
+        way = "forward" if secs > 0 else "back"
+        cause = (
+            f"worker {worker} was taken for lost because the clock of worker {self._rank}'s host was set "
+            f"{way} by {abs(secs):.0f} s: TensorFlow measures by it how old a heartbeat is. Restart the job, "
+            "and set clocks only while none runs"
+        )
+        return JobFailed(self.witnessed(cause), worker=worker)
 
 
 def follows(error: BaseException) -> bool:

@@ -26,6 +26,14 @@ START_TIMEOUT = "REPLICAST_START_TIMEOUT"
 HEARTBEAT_TIMEOUT = "REPLICAST_HEARTBEAT_TIMEOUT"
 JOB_SECRET = "REPLICAST_JOB_SECRET"
 """With this secret the launchers of a job on several hosts recognise each other. Workers do not see it."""
+TOKEN = "REPLICAST_TOKEN"
+"""With this token people act on a served run. Workers do not see it."""
+SECRETS = (JOB_SECRET, TOKEN)
+CHANGES_FD = "REPLICAST_CHANGES_FD"
+"""Set by `replicast run --standby` for its workers: the memory of `import_environment.note_changes`."""
+TAKE_OVER = "REPLICAST_TAKE_OVER"
+"""Which running job of another host a start may take over, as `liveness.check_free` returns it, or `ANY`."""
+ANY = "1"
 LAUNCHED = "REPLICAST_LAUNCHED"
 """Set by `replicast run` for its workers: a launcher on the same host watches their exit codes."""
 PEER_FAILED = 75
@@ -86,11 +94,13 @@ class Launch:
         run_dir: The run directory, if there is one.
         attempt: The number of the attempt, from 0: how often the group was started before.
         launched: Whether a launcher watches this process.
+        take_over: Which running job of another host may be taken over.
     """
 
     run_dir: Path | None
     attempt: int
     launched: bool
+    take_over: str = ""
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
@@ -103,7 +113,13 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
         run_dir=Path(run_dir) if run_dir else None,
         attempt=int(attempt),
         launched=environ.get(LAUNCHED) == "1",
+        take_over=environ.get(TAKE_OVER, "").strip(),
     )
+
+
+def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:
+    """An environment for a child process that does not need these variables."""
+    return {name: value for name, value in environ.items() if name not in names}
 
 
 def read_faults(environ: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -266,6 +282,13 @@ def _place(described: dict[str, Any], jobs: dict[str, list[str]]) -> Cluster:
     if not isinstance(task, dict) or "type" not in task or "index" not in task:
         raise ClusterError('TF_CONFIG: "task" needs "type" and "index"', received=task, remedy=_EXAMPLE)
     job, index = task["type"], task["index"]
+    if job not in jobs and job in described["cluster"]:
+        raise ClusterError(
+            f"TF_CONFIG: this process has the task type {job!r}, which takes no part in the training of a "
+            "MultiWorkerMirroredStrategy",
+            received=f"task {job} {index}",
+            remedy='Do not create the strategy in this process, or give it the task type "worker"',
+        )
     if job not in jobs:
         raise ClusterError(
             f'TF_CONFIG: task type {job!r} is not in "cluster"', received=f"jobs {sorted(jobs)}"

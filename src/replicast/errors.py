@@ -30,6 +30,9 @@ from typing import Any
 class ReplicastError(Exception):
     """The base class of all errors of this package."""
 
+    ag_pass_through = True
+    """Or TensorFlow would replace it with one of its own in a `tf.function` of the user."""
+
 
 class ClusterError(ReplicastError):
     """The description of the cluster is invalid.
@@ -230,7 +233,7 @@ class CheckpointError(ReplicastError):
         self,
         problem: str,
         *,
-        path: Path | str | None = None,
+        path: object = None,
         step: int | None = None,
         variable: str | None = None,
         expected: str | None = None,
@@ -249,7 +252,7 @@ class CheckpointError(ReplicastError):
             parts.append(remedy)
         super().__init__(" ".join(_sentence(part) for part in parts))
         self.problem = problem
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else Path(str(path))
         self.step = step
         self.variable = variable
         self.expected = expected
@@ -271,7 +274,7 @@ class FileDamaged(ReplicastError):  # noqa: N818 - reads as a sentence: raise Fi
 
     def __init__(
         self,
-        path: Path | str,
+        path: object,
         problem: str = "",
         *,
         verdict: str = "is damaged",
@@ -285,7 +288,7 @@ class FileDamaged(ReplicastError):  # noqa: N818 - reads as a sentence: raise Fi
         if remedy is not None:
             parts.append(remedy)
         super().__init__(" ".join(_sentence(part) for part in parts))
-        self.path = Path(path)
+        self.path = Path(str(path))
         self.problem = problem
         self.verdict = verdict
         self.expected = expected
@@ -343,6 +346,13 @@ class RequestFailed(ReplicastError):  # noqa: N818 - reads as a sentence: raise 
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+
+def printable(text: object) -> str:
+    """Text that others chose, in one line and without control characters, to be logged or shown."""
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in str(text)
+    )
 
 
 def refusal_of(error: Exception) -> UpdateRefused:

@@ -147,7 +147,9 @@ class Plan:
             return
         line = json.dumps({**fault.to_json(), "pid": os.getpid(), "time": time.time()}) + "\n"
         descriptor = os.open(
-            self._run_dir / FIRED, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
+            self._run_dir / FIRED,
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW,
+            0o666,
         )
         try:
             os.write(descriptor, line.encode())

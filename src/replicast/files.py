@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import os
 import secrets
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,17 @@ import numpy as np
 
 from replicast import faults
 from replicast.errors import FileDamaged
+from replicast.paths import (
+    WALKED,
+    RunDir,
+    RunPath,
+    below,
+    check_name,
+    make_durably,
+    open_plain,
+    read_small,
+    sync_directory,
+)
 from replicast.strictjson import json_bytes, parse_object, unsealed
 from replicast.tensorfiles import (
     TensorFile,
@@ -35,12 +43,15 @@ from replicast.tensorfiles import (
 __all__ = [
     "MAX_BYTES",
     "TEMPORARY",
+    "RunDir",
+    "RunPath",
     "TensorFile",
-    "check_tensor_file",
+    "below",
     "json_bytes",
     "loads_strictly",
     "make_durably",
     "open_plain",
+    "outline_of",
     "parse_tensors",
     "read_bytes",
     "read_json",
@@ -64,30 +75,39 @@ _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux 
 if _sync_file_range is not None:
     _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 _SYNC_FILE_RANGE_WRITE = 2
+_MOST_HOLES_BYTES = 64 * 2**20
+"""How much less than its size a file from outside may take on disk. Not 0: ZFS stores zeros as holes."""
 
 
-def write_durably(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+def write_durably(path: RunPath | Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Writes a file that is complete even after a power failure.
 
     Raises:
         OSError: It could not be written. The temporary file is removed, and the file with the final name is
             unchanged; only if syncing the directory failed, the new file is already there and complete.
     """
-    with _temporary(path) as (descriptor, temporary):
-        for chunk in chunks:
-            write_all(descriptor, chunk)
-        faults.point("write")
-        os.fsync(descriptor)
-        faults.point("rename")
-        temporary.rename(path)
-    sync_directory(path.parent)
+    path = _as_entry(path)
+    with path.parent.entered() as directory:
+        with _temporary(path, directory) as (descriptor, temporary):
+            for chunk in chunks:
+                write_all(descriptor, chunk)
+            faults.point("write")
+            os.fsync(descriptor)
+            faults.point("rename")
+            os.rename(temporary, path.name, src_dir_fd=directory, dst_dir_fd=directory)
+        os.fsync(directory)
 
 
-def write_quickly(path: Path, text: str) -> None:
+def write_quickly(path: RunPath | Path, text: str) -> None:
     """Writes a small file completely, without waiting for the disk: it may be lost in a power failure."""
-    with _temporary(path) as (descriptor, temporary):
+    path = _as_entry(path)
+    with path.parent.entered(WALKED) as directory, _temporary(path, directory) as (descriptor, temporary):
         write_all(descriptor, text.encode())
-        temporary.rename(path)
+        os.rename(temporary, path.name, src_dir_fd=directory, dst_dir_fd=directory)
+
+
+def _as_entry(path: RunPath | Path) -> RunPath:
+    return path if isinstance(path, RunPath) else RunPath(path.parent) / path.name
 
 
 def start_writing(descriptor: int, place: int, nbytes: int) -> None:
@@ -99,51 +119,21 @@ def start_writing(descriptor: int, place: int, nbytes: int) -> None:
         _sync_file_range(descriptor, place, nbytes, _SYNC_FILE_RANGE_WRITE)
 
 
-def sync_directory(path: Path) -> None:
-    """Makes the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def make_durably(directory: Path) -> None:
-    """Creates a directory and its parents, so that their names survive a power failure.
-
-    Raises:
-        OSError: It cannot be created, or its name cannot be made durable.
-    """
-    if directory.is_dir():
-        return
-    make_durably(directory.parent)
-    directory.mkdir(exist_ok=True)
-    try:
-        sync_directory(directory.parent)
-    except OSError:
-        with contextlib.suppress(OSError):
-            directory.rmdir()  # Otherwise the next caller would find it and assume that it is durable.
-        raise
-
-
-def remove_leftovers(directory: Path, *, older_than_secs: float = 3600.0) -> None:
+def remove_leftovers(directory: RunDir, *, older_than_secs: float = 3600.0) -> None:
     """Removes temporary files of writers that died.
 
     Args:
         directory: The directory, which may not exist.
         older_than_secs: Younger files are kept, because they may still be being written.
     """
-    if not directory.is_dir():
-        return
     now = time.time()
-    for path in directory.iterdir():
-        if path.name.startswith(TEMPORARY):
-            with contextlib.suppress(FileNotFoundError):
-                if now - path.stat().st_mtime >= older_than_secs:
-                    path.unlink()
+    for path in below(directory).glob(f"{TEMPORARY}*"):
+        with contextlib.suppress(FileNotFoundError):
+            if now - path.stat().st_mtime >= older_than_secs:
+                path.unlink()
 
 
-def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+def read_json(path: RunPath, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """The JSON object in a file of a run directory.
 
     Raises:
@@ -152,7 +142,7 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     return _read_with(parse_object, path, max_bytes)
 
 
-def read_sealed(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+def read_sealed(path: RunPath, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """The JSON object in a file with a checksum (`strictjson.sealed`).
 
     Raises:
@@ -161,7 +151,7 @@ def read_sealed(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any
     return _read_with(unsealed, path, max_bytes)
 
 
-def _read_with(parse: Callable[[bytes], dict[str, Any]], path: Path, max_bytes: int) -> dict[str, Any]:
+def _read_with(parse: Callable[[bytes], dict[str, Any]], path: RunPath, max_bytes: int) -> dict[str, Any]:
     try:
         return parse(read_small(path, max_bytes=max_bytes))
     except OSError as error:
@@ -171,42 +161,14 @@ def _read_with(parse: Callable[[bytes], dict[str, Any]], path: Path, max_bytes: 
         raise FileDamaged(path, said if parse is unsealed else f"it is not valid JSON ({said})") from error
 
 
-def read_small(path: Path | str, *, max_bytes: int, directory: int | None = None) -> bytes:
-    """Reads a regular file. Links, pipes and devices are not read, and do not block.
-
-    Args:
-        path: The file.
-        max_bytes: The maximum size.
-        directory: The descriptor of the directory that a relative path starts from.
-
-    Raises:
-        OSError: It cannot be read, or is not a regular file.
-        ValueError: It is larger than `max_bytes`.
-    """
-    descriptor = open_plain(path, directory=directory)
-    with os.fdopen(descriptor, "rb") as file:
-        content = file.read(min(max_bytes, os.fstat(descriptor).st_size) + 1)
-    if len(content) > max_bytes:
-        raise ValueError(f"it has more than {max_bytes} bytes")
-    return content
-
-
-def open_plain(path: Path | str, *, directory: int | None = None, follow: bool = False) -> int:
-    """Opens a regular file for reading. Opening a pipe or a device could block or have side effects.
-
-    Raises:
-        OSError: It cannot be opened, or is not a regular file; also for a link, unless `follow` is true.
-    """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
-    descriptor = os.open(path, flags, dir_fd=directory)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no plain file", str(path))
-    return descriptor
-
-
 def read_tensor_bytes(
-    path: Path, *, max_tensors: int, max_bytes: int | None = None, follow: bool = True
+    path: RunPath | Path,
+    *,
+    max_tensors: int,
+    max_bytes: int | None = None,
+    follow: bool = True,
+    holes: bool = True,
+    check: Callable[[TensorFile], object] = lambda _outline: None,
 ) -> memoryview:
     """Reads a safetensors file after checking its header against its size.
 
@@ -215,26 +177,34 @@ def read_tensor_bytes(
         max_tensors: The maximum number of tensors.
         max_bytes: The maximum size. Default: `MAX_BYTES`.
         follow: Whether it may be a link.
+        holes: Whether it may have large holes, as a checkpoint full of zeros has on some file systems.
+        check: Called with the metadata and the tensors in outline, before memory is allocated for the values.
 
     Raises:
         FileDamaged: As in `read_bytes`, or it is not a safetensors file.
     """
-    check = partial(_check_tensors, path.name, max_tensors)
-    return read_bytes(path, max_bytes=max_bytes, follow=follow, check=check)
+
+    def check_first(descriptor: int, nbytes: int) -> None:
+        if not holes:
+            _check_holes(path, descriptor, nbytes)
+        check(_outline(path.name, max_tensors, descriptor, nbytes))
+
+    return read_bytes(path, max_bytes=max_bytes, follow=follow, check=check_first)
 
 
-def check_tensor_file(path: Path, *, max_tensors: int) -> None:
-    """Checks only the header of a safetensors file, against the size of the file. Links are refused.
+def outline_of(path: RunPath, *, max_tensors: int) -> TensorFile:
+    """The metadata and the tensors of a safetensors file in outline, from its header. Links are refused.
 
     Raises:
-        FileDamaged: It cannot be read, or is not a safetensors file.
+        FileDamaged: It cannot be read, is not a safetensors file, or has large holes.
     """
     with _opened(path, follow=False) as (descriptor, nbytes):
-        _check_tensors(path.name, max_tensors, descriptor, nbytes)
+        _check_holes(path, descriptor, nbytes)
+        return _outline(path.name, max_tensors, descriptor, nbytes)
 
 
 def read_bytes(
-    path: Path,
+    path: RunPath | Path,
     *,
     max_bytes: int | None = None,
     follow: bool = True,
@@ -271,7 +241,7 @@ def read_bytes(
 
 
 @contextlib.contextmanager
-def _opened(path: Path, *, follow: bool) -> Iterator[tuple[int, int]]:
+def _opened(path: RunPath | Path, *, follow: bool) -> Iterator[tuple[int, int]]:
     """Opens a user's file: its descriptor and its size. Errors become `FileDamaged`."""
     try:
         descriptor = open_plain(path, follow=follow)
@@ -285,28 +255,54 @@ def _opened(path: Path, *, follow: bool) -> Iterator[tuple[int, int]]:
         os.close(descriptor)
 
 
-def _unreadable(path: Path, error: Exception) -> FileDamaged:
+def _unreadable(path: RunPath | Path, error: Exception) -> FileDamaged:
     return FileDamaged(path, getattr(error, "strerror", None) or str(error), verdict="cannot be read")
 
 
-def _check_tensors(source: str, max_tensors: int, descriptor: int, nbytes: int) -> None:
+def _outline(source: str, max_tensors: int, descriptor: int, nbytes: int) -> TensorFile:
     begin = os.pread(descriptor, header_bytes(os.pread(descriptor, 8, 0)), 0)
-    check_header(begin, nbytes, source, max_tensors=max_tensors)
+    return check_header(begin, nbytes, source, max_tensors=max_tensors)
+
+
+def _check_holes(path: RunPath | Path, descriptor: int, nbytes: int) -> None:
+    """Refuses a file that costs its reader far more than its author: 4 GiB may take 4 KiB on disk."""
+    on_disk = 512 * os.fstat(descriptor).st_blocks
+    # The size on disk alone would also refuse files that are compressed, not yet written back, or on a file
+    # system that does not tell it. Where holes are not told either, the first one is at the end.
+    if nbytes - on_disk <= _MOST_HOLES_BYTES:
+        return
+    has_holes = os.lseek(descriptor, 0, os.SEEK_HOLE) < nbytes
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    if has_holes:
+        raise FileDamaged(
+            path,
+            verdict="has holes",
+            expected=f"{nbytes} bytes on disk",
+            received=f"{on_disk} bytes on disk",
+            remedy="Write all bytes (cp --sparse=never); instead of many zeros, send the rows that change",
+        )
 
 
 @contextlib.contextmanager
-def _temporary(path: Path) -> Iterator[tuple[int, Path]]:
+def _temporary(path: RunPath, directory: int) -> Iterator[tuple[int, str]]:
     """A new temporary file in the directory of `path`, open for writing; removed unless it was renamed."""
-    temporary = path.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    temporary = f"{TEMPORARY}{secrets.token_hex(8)}"
     try:
-        yield descriptor, temporary
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        check_name(path.name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(temporary, flags, 0o666, dir_fd=directory)
+        try:
+            yield descriptor, temporary
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=directory)
+            raise
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        error.filename = str(path)
+        del error.filename2  # That of a rename.
         raise
-    finally:
-        os.close(descriptor)
 
 
 def write_all(descriptor: int, chunk: bytes | memoryview) -> None:

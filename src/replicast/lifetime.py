@@ -34,7 +34,7 @@ from replicast.causes import Causes, first, follows, place_in
 from replicast.config import HEARTBEAT_SECS, PEER_FAILED
 from replicast.coordination import Coordination, Loss, lost_text
 from replicast.errors import JobFailed
-from replicast.silence import Pauses, on_silence, within
+from replicast.silence import ClockJumps, Pauses, on_silence, within
 from replicast.turns import POLL_SECS, REMIND_SECS, JobKeys, Turns
 
 logger = logging.getLogger("replicast")
@@ -61,6 +61,7 @@ class Lifetime:
         end_process: Ends this process with an exit code.
         trained_alone: Whether this process trained a model outside the strategy.
         heartbeat_secs: After how long without a heartbeat TensorFlow considers a worker dead.
+        pauses: Whether this process itself was stopped.
     """
 
     def __init__(
@@ -72,14 +73,18 @@ class Lifetime:
         end_process: Callable[[int], None] = os._exit,
         trained_alone: Callable[[], bool] = lambda: False,
         heartbeat_secs: float = HEARTBEAT_SECS,
+        pauses: Pauses | None = None,
     ) -> None:
         self._coordination = coordination
         self._keys = JobKeys(coordination)
         self._rank = rank
         self._size = size
         self._silent_secs = heartbeat_secs + SILENT_AFTER_HEARTBEAT_SECS
-        pauses = Pauses(heartbeat_secs / 2)  # then the others may have missed a heartbeat
-        self._causes = Causes(rank, coordination.chiefs, pauses, recent_secs=self._silent_secs + GRACE_SECS)
+        if pauses is None:
+            pauses = Pauses(heartbeat_secs / 2)  # then the others may have missed a heartbeat
+        jumps = ClockJumps(heartbeat_secs / 2)  # as old as a heartbeat may be at that moment
+        recent_secs = self._silent_secs + GRACE_SECS
+        self._causes = Causes(rank, coordination.chiefs, pauses, jumps, recent_secs)
         self._end_process = end_process
         self._trained_alone = trained_alone
         self._stop = threading.Event()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import socket
 from collections.abc import Mapping
@@ -13,7 +14,17 @@ from typing import Any
 def this_process() -> dict[str, Any]:
     """Identifies this process to others, as JSON values."""
     pid = os.getpid()
-    return {"pid": pid, "host": socket.gethostname(), "started": _started(pid)}
+    return {"pid": pid, "host": socket.gethostname(), "machine": this_machine(), "started": _started(pid)}
+
+
+@functools.cache
+def this_machine() -> str:
+    """This boot of this machine, and its pids: two machines, or pods, may have the same host name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return ""
 
 
 def is_out_of_files(error: OSError) -> bool:
@@ -31,8 +42,9 @@ def accept_problem(error: OSError) -> str:
 
 
 def is_on_this_host(process: Mapping[str, Any]) -> bool:
-    """Whether a process is, or was, on this host."""
-    return process.get("host") == socket.gethostname()
+    """Whether a process is, or was, on this host, where its pid means something."""
+    machine = process.get("machine") or this_machine()
+    return process.get("host") == socket.gethostname() and machine == this_machine()
 
 
 def is_alive(process: Mapping[str, Any]) -> bool | None:

@@ -13,6 +13,8 @@ Result = TypeVar("Result")
 _POLL_SECS = 0.2
 _MAX_DELAY_SECS = 5.0
 """A longer delay than this between two looks means that this process itself was stopped."""
+_LEAST_JUMP_SECS = 0.5
+"""A clock that a time server adjusts is moved by less than a thousandth of the time that passes."""
 _TURNS_PER_SEC = 5
 """A thread that waits for Python's lock looks for it 200 times a second, and less on a busy machine."""
 
@@ -76,6 +78,50 @@ class Pauses:
                 return
             if turns - before < _TURNS_PER_SEC * secs:
                 self._last = (now, secs)
+
+
+class ClockJumps:
+    """Notices when the wall clock of this host was set: it then goes apart from the clock since boot.
+
+    TensorFlow's coordination service subtracts wall-clock times, as unsigned numbers, to tell how old a
+    heartbeat is. So a clock that is set forward by more than the rest of the timeout, or back by any time,
+    makes it take all workers for lost. Any thread may call any method; one should call `look` often.
+
+    Args:
+        shortest_secs: What counts as a jump forward.
+        wall: Returns the wall-clock time in seconds.
+        clock: Returns the time in seconds by a clock that nobody sets.
+    """
+
+    def __init__(
+        self,
+        shortest_secs: float,
+        wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
+    ) -> None:
+        self._shortest_secs = shortest_secs
+        self._wall, self._clock = wall, clock
+        self._lock = threading.Lock()
+        self._apart: float | None = None
+        self._last: tuple[float, float] | None = None
+
+    def look(self) -> None:
+        """Notes a jump since the last call."""
+        with self._lock:
+            before, wall, now = self._clock(), self._wall(), self._clock()
+            if now - before > _LEAST_JUMP_SECS / 2:  # This thread was held up between two clocks.
+                return
+            secs = 0.0 if self._apart is None else wall - now - self._apart
+            self._apart = wall - now
+            if secs >= self._shortest_secs or secs <= -_LEAST_JUMP_SECS:
+                self._last = (now, secs)
+
+    def last_secs(self, within_secs: float) -> float | None:
+        """By how much the clock was last set, back if negative; None if not in the last `within_secs`."""
+        self.look()
+        with self._lock:
+            recent = self._last is not None and self._clock() - self._last[0] <= within_secs
+            return self._last[1] if self._last is not None and recent else None
 
 
 def on_silence(

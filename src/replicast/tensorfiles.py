@@ -108,9 +108,7 @@ def header_bytes(first: bytes) -> int:
     return 8 + min(int.from_bytes(first[:8], "little"), MAX_HEADER_BYTES)
 
 
-def check_header(
-    begin: bytes, nbytes: int, source: str, *, max_tensors: int
-) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+def check_header(begin: bytes, nbytes: int, source: str, *, max_tensors: int) -> TensorFile:
     """Checks the header of a safetensors file before the rest is read.
 
     Args:
@@ -120,14 +118,14 @@ def check_header(
         max_tensors: The maximum number of tensors.
 
     Returns:
-        The metadata, and the shape of each tensor.
+        The metadata, and each tensor in outline: of its shape and dtype, without values and without memory.
 
     Raises:
         FileDamaged: It is not a safetensors file, or the header and the size do not match.
     """
     header, first = _header_of(memoryview(begin), nbytes, source, max_tensors)
-    metadata, _ = _layout_of(header, nbytes - first, source)
-    return metadata, {name: tuple(entry["shape"]) for name, entry in header.items()}
+    metadata, spans = _layout_of(header, nbytes - first, source)
+    return TensorFile(metadata, {name: _outline(header[name], source, name) for _, name in spans})
 
 
 def loads_strictly(text: str | bytes, source: str, what: str) -> Any:
@@ -215,6 +213,13 @@ def _sizes(value: Any) -> list[int] | None:
     # `type`, since True is an int to isinstance.
     valid = isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
     return value if valid else None
+
+
+def _outline(entry: Mapping[str, Any], source: str, name: str) -> Array:
+    try:
+        return np.broadcast_to(np.zeros((), _DTYPES[entry["dtype"]]), entry["shape"])
+    except ValueError as error:
+        raise FileDamaged(source, f"the tensor {name!r} has an impossible shape ({error})") from error
 
 
 def _tensor(data: memoryview, entry: Mapping[str, Any], source: str, what: str) -> Array:

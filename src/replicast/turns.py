@@ -161,10 +161,15 @@ class Turns:
     def _remind(self, worker: int, key: str) -> None:
         """Logs for whom this worker waits. Only worker 0 reads what each of the others has written."""
         if self._rank == 0 or self._keys.get(f"{key}/0") is None:
-            logger.warning("worker %d waits for worker %d to open its data", self._rank, worker)
+            logger.warning(
+                "worker %d waits for worker %d to open its data, or to trace its first step",
+                self._rank,
+                worker,
+            )
         else:
             logger.warning(
-                "worker %d waits until all workers have opened their data: worker 0's log names the late one",
+                "worker %d waits until all workers have opened their data, or traced their first step: "
+                "worker 0's log names the late one",
                 self._rank,
             )
 

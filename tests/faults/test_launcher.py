@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 
 from replicast.config import SHM_DIR
+from replicast.paths import below
 from replicast.supervisor.group import EndTimeouts
 from replicast.supervisor.plan import Job
 from replicast.supervisor.supervisor import Settings, supervise
 
-DEADLINE_SECS = 60.0
+DEADLINE_SECS = 120.0
 
 PREAMBLE = """
 import os, signal, subprocess, sys, time
@@ -101,7 +102,8 @@ def launch(tmp_path: Path) -> Iterator[Launcher]:
 def supervised(directory: Path, script: str, timeouts: EndTimeouts) -> int:
     """The exit code of two workers that are supervised from this process."""
     (directory / "train.py").write_text(PREAMBLE + script)
-    settings = Settings(run_dir=directory, log_dir=directory / "logs", tee=frozenset(), timeouts=timeouts)
+    logs = below(directory) / "logs"
+    settings = Settings(run_dir=directory, log_dir=logs, tee=frozenset(), timeouts=timeouts)
     with contextlib.chdir(directory):
         return supervise(Job(argv=(sys.executable, "train.py"), workers=2), settings, os.environ)
 

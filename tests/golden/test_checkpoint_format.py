@@ -61,7 +61,7 @@ def draft() -> Draft:
 def test_a_checkpoint_stays_what_it_is(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     manifest = store.write(draft(), arrays().items())
-    assert {name: (store.path(1200) / name).read_bytes() for name in FILES} == {
+    assert {name: (store.path(1200).as_path() / name).read_bytes() for name in FILES} == {
         name: (FOLDER / name).read_bytes() for name in FILES
     }
     with open_checkpoint(FOLDER, verify=True) as reader:

@@ -124,9 +124,9 @@ def test_what_a_group_writes_stays_what_it_is(tmp_path: Path, monkeypatch: pytes
         journal.write(entry, update() if isinstance(entry, Payload) else None)
     write_index(tmp_path, 1, counted_entries(tmp_path)[0])
     names = sorted(path.name for path in (FOLDER / "group").iterdir())
-    assert names == sorted(path.name for path in fence.directory.iterdir())
+    assert names == sorted(path.name for path in fence.directory.as_path().iterdir())
     for name in names:
-        assert (fence.directory / name).read_bytes() == (FOLDER / "group" / name).read_bytes(), name
+        assert (fence.directory.as_path() / name).read_bytes() == (FOLDER / "group" / name).read_bytes(), name
 
 
 @pytest.mark.parametrize("without_index", [False, True])

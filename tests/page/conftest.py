@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from replicast.page.app import App
+from replicast.page.runs import Find
 from replicast.page.settings import Settings
 from replicast.testing.runs import MemoryRun
 from tests.unit.played_job import SCHEMA
@@ -32,13 +33,13 @@ class Client:
     def __init__(self, app: App, host: str, peer: str) -> None:
         transport = httpx.ASGITransport(app, client=(peer, 50000), raise_app_exceptions=False)
         self._loop = asyncio.new_event_loop()
-        self._http = httpx.AsyncClient(transport=transport, base_url=f"http://{host}", timeout=30)
+        self._http = httpx.AsyncClient(transport=transport, base_url=f"http://{host}", timeout=120)
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
 
     def request(self, method: str, path: str, **parts: Any) -> httpx.Response:
         sent = self._http.request(method, path, **parts)
-        return asyncio.run_coroutine_threadsafe(sent, self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(sent, self._loop).result(120)
 
     def get(self, path: str, **parts: Any) -> httpx.Response:
         return self.request("GET", path, **parts)
@@ -48,7 +49,7 @@ class Client:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(120)
         self._loop.close()
 
 
@@ -63,12 +64,18 @@ def run(tmp_path: Path) -> MemoryRun:
 
 @pytest.fixture
 def serve(run: MemoryRun) -> Iterator[Serve]:
-    """Serves the run with some settings; requests come from `peer`, to `host`."""
+    """Serves the run, or what `find` finds, with some settings; requests come from `peer`, to `host`."""
     opened: list[Client] = []
     found = {"first": run}
 
-    def start(*, host: str = "127.0.0.1:8080", peer: str = "127.0.0.1", **settings: Any) -> Client:
-        opened.append(Client(App(lambda: found, Settings(**{"token": TOKEN, **settings})), host, peer))
+    def start(
+        *,
+        host: str = "127.0.0.1:8080",
+        peer: str = "127.0.0.1",
+        find: Find = lambda: found,
+        **settings: Any,
+    ) -> Client:
+        opened.append(Client(App(find, Settings(**{"token": TOKEN, **settings})), host, peer))
         return opened[-1]
 
     yield start

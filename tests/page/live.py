@@ -31,7 +31,7 @@ def served(find: Find, settings: Settings) -> Iterator[str]:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join(20)
+            thread.join(120)
 
 
 class Serving:
@@ -59,7 +59,7 @@ class Serving:
         """Ends it; gives its exit code."""
         assert self._process is not None
         os.kill(self._process.pid, signum)
-        code = self._process.wait(20)
+        code = self._process.wait(120)
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._process = None

@@ -77,7 +77,7 @@ class PlayedRun:
         """Ends the job without a word; as if that was some seconds ago."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(10)
+            self._thread.join(120)
         if silent_secs:
             self.write_notes(time.time() - silent_secs)
         self.attempt += 1

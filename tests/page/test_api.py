@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import shutil
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
+from replicast.client import connect
+from replicast.page import reading
 from replicast.page.endpoints import ENDPOINTS
 from replicast.page.openapi import description
+from replicast.page.runs import runs_in
+from replicast.page.settings import MAX_FILES
+from replicast.storage.runfiles import append_metrics
 from replicast.storage.states import State
 from replicast.testing.runs import MemoryRun
 from replicast.update.update import Update
-from tests.page.conftest import BEARER, Client
+from tests.page.conftest import BEARER, Client, Serve
+from tests.page.played_run import PlayedRun
+from tests.unit.played_job import made_run
 
 FIRST = "/api/runs/first"
 DELTA = np.array([0.1, 0.2, 0.3], np.float32)
@@ -53,6 +66,25 @@ def test_metrics_go_on_from_a_position(client: Client, run: MemoryRun) -> None:
     run.steps = 53
     later = client.get(f"{FIRST}/metrics", params={"since": first["position"]}).json()
     assert later["series"]["loss"]["steps"] == [50, 51, 52]
+
+
+def test_a_new_run_under_the_name_of_a_removed_one_shows_nothing_of_it(serve: Serve, tmp_path: Path) -> None:
+    client = serve(find=runs_in(tmp_path))
+    for attempts, points, loss in ((3, 50, 0.25), (2, 90, 7.5)):
+        for attempt in range(attempts):
+            played = PlayedRun(tmp_path / "first")
+            played.attempt = attempt
+            played.prepare()
+        for step in range(points):
+            append_metrics(tmp_path / "first", step, {"loss": loss})
+        found = client.get(f"{FIRST}/metrics", params={"points": 1000 + points}).json()
+        assert found["series"]["loss"]["values"] == [loss] * points
+        restarts = connect(tmp_path / "first").status().restarts
+        if attempts == 3:
+            assert len(client.get(f"{FIRST}/status").json()["restarts"]) == len(restarts) == 2
+            shutil.rmtree(tmp_path / "first")
+            client.post(f"{FIRST}/audit", headers=BEARER)  # An action: what was read before is forgotten.
+    assert client.get(f"{FIRST}/status").json()["restarts"] == [asdict(one) for one in restarts]
 
 
 def test_a_plain_file_is_pushed_and_ends_with_its_receipt(client: Client, run: MemoryRun) -> None:
@@ -182,6 +214,100 @@ def test_values_can_be_read_by_row(client: Client) -> None:
     assert client.get(path, params={"rows": "0-99999999"}, headers=BEARER).status_code == 400
 
 
+def test_values_that_are_too_many_for_json_come_as_a_file_and_larger_ones_by_row(
+    client: Client, run: MemoryRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = f"{FIRST}/variables/dense/kernel"
+    monkeypatch.setattr(reading, "MAX_JSON_BYTES", 47)  # One less than it has.
+    refused = client.get(path, headers=BEARER)
+    assert (refused.status_code, run.done) == (422, [])
+    assert refused.json()["error"]["remedy"] == "Name rows, as in rows=0-99, or add format=safetensors"
+    file = client.get(path, params={"format": "safetensors"}, headers=BEARER)
+    assert file.headers["content-type"] == "application/octet-stream"
+    (values,) = safetensors.numpy.load(file.content).values()
+    assert (values.shape, values.dtype) == ((4, 3), np.float32)
+    monkeypatch.setattr(reading, "MAX_VALUES_BYTES", 47)
+    for _ in range(2 * MAX_FILES):  # Those that are refused, and those that have ended, hold up no others.
+        refused = client.get(path, params={"format": "safetensors"}, headers=BEARER)
+        assert (refused.status_code, refused.json()["error"]["remedy"]) == (422, "Name rows, as in rows=0-99")
+        query = {"format": "safetensors", "rows": "1-2"}
+        assert client.get(path, params=query, headers=BEARER).status_code == 200
+
+
+def test_only_so_many_files_of_values_are_in_memory_at_a_time(
+    serve: Serve, run: MemoryRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, pull, goes_on = serve(), run.pull, threading.Event()
+    begun = threading.Semaphore(0)
+
+    def slow(*arguments: Any) -> Any:
+        begun.release()
+        assert goes_on.wait(60)
+        return pull(*arguments)
+
+    monkeypatch.setattr(run, "pull", slow)
+    path = f"{FIRST}/variables/dense/kernel?format=safetensors"
+    with ThreadPoolExecutor(MAX_FILES) as threads:
+        slots = [threads.submit(client.get, path, headers=BEARER) for _ in range(MAX_FILES)]
+        for _ in slots:
+            assert begun.acquire(timeout=60)
+        assert client.get(path, headers=BEARER).status_code == 503
+        goes_on.set()
+        assert [one.result(60).status_code for one in slots] == [200] * MAX_FILES
+    assert client.get(path, headers=BEARER).status_code == 200
+
+
+def test_of_a_large_update_only_the_header_is_read(serve: Serve, tmp_path: Path) -> None:
+    made_run(tmp_path / "first")
+    client, nbytes = serve(find=runs_in(tmp_path / "first")), 64 * 2**20
+    for id_, size in (("large", nbytes), ("small", 4)):
+        update = Update(id=id_).add("dense/kernel", np.zeros(size // 4, np.float32))
+        header = next(iter(update.file_chunks()))
+        (tmp_path / "first" / "inbox").mkdir(exist_ok=True)
+        with (tmp_path / "first" / "inbox" / f"{id_}.safetensors").open("wb") as file:
+            file.write(header)
+            file.truncate(len(header) + size)
+    tracemalloc.start()
+    try:
+        large = client.get(f"{FIRST}/updates/large").json()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (large["stage"], large["detailed"], peak < nbytes / 4) == ("proposed", False, True)
+    assert large["edits"] == [{"operation": "add", "variable": "dense/kernel", "shape": [nbytes // 4]}]
+    assert client.get(f"{FIRST}/updates/small").json()["detailed"] is True
+
+
+def test_a_list_of_updates_with_very_many_edits_tells_those_of_the_latest(
+    client: Client, run: MemoryRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "MAX_EDITS", 5)
+    for number in range(3):
+        run.push(Update(id=f"u{number}").add("dense/bias", DELTA).scale("dense/kernel", 2))
+    found = client.get(f"{FIRST}/updates").json()["updates"]
+    told = [(one["id"], len(one["edits"]), one["edits_left_out"]) for one in found]
+    assert told == [("u0", 0, 2), ("u1", 2, 0), ("u2", 2, 0)]
+
+
+def test_no_answer_is_made_on_the_event_loop(
+    client: Client, run: MemoryRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.push(Update(id="x").add("dense/bias", DELTA))
+    threads, real = [], json.dumps
+
+    def noting(*arguments: Any, **options: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(json, "dumps", noting)
+    for one in ENDPOINTS:
+        if one.method == "GET":
+            path = one.path.format(run="first", update="x", worker=0, variable="dense/bias")
+            assert client.get(path, headers=BEARER).status_code == 200
+    assert set(threads) == {"page-call"}
+    assert len(threads) >= 11
+
+
 @pytest.mark.parametrize(
     ("path", "status"),
     [
@@ -200,6 +326,36 @@ def test_values_can_be_read_by_row(client: Client) -> None:
 def test_what_is_not_there_is_told_so(client: Client, path: str, status: int) -> None:
     answer = client.get(path)
     assert (answer.status_code, bool(answer.json()["error"]["problem"])) == (status, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("updates/{}", 404),
+        ("logs/{}", 404),
+        ("logs/0?lines={}", 400),
+        ("metrics?since={}", 400),
+        ("updates?last={}", 400),
+        ("variables/dense/bias?rows={}", 400),
+        ("variables/dense/bias?timeout={}", 400),
+    ],
+)
+def test_numbers_of_thousands_of_digits_are_refused(
+    serve: Serve, tmp_path: Path, path: str, status: int
+) -> None:
+    made_run(tmp_path / "first")
+    client = serve(find=runs_in(tmp_path / "first"))
+    for digits in ("9" * 4300, "9" * 4301, "-" + "9" * 5000):
+        assert client.get(f"{FIRST}/{path.format(digits)}", headers=BEARER).status_code == status
+
+
+def test_lengths_and_bodies_with_numbers_of_thousands_of_digits_are_refused(client: Client) -> None:
+    digits = "9" * 5000
+    answer = client.post(f"{FIRST}/audit", content=b"", headers={**BEARER, "Content-Length": digits})
+    assert answer.status_code == 400
+    body = f'{{"value": 1, "at_step": {digits}}}'.encode()
+    assert client.post(f"{FIRST}/learning-rate", content=body, headers=BEARER).status_code == 400
+    assert client.post(f"{FIRST}/updates/{digits}/revert", headers=BEARER).status_code == 404
 
 
 def test_openapi_describes_every_endpoint(client: Client) -> None:

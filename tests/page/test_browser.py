@@ -19,7 +19,7 @@ from tests.page.live import Serving
 from tests.page.played_run import PlayedRun
 
 TOKEN = "0123456789abcdef-the-token"
-SECS = 20_000
+SECS = 120_000
 UNNAMED = """[...document.querySelectorAll("button, a, input, select, section")].filter((one) => !(
     one.ariaLabel || one.getAttribute("aria-labelledby") || one.labels?.length || one.textContent.trim()
 )).length"""
@@ -113,7 +113,7 @@ def test_who_is_slow_is_marked(page: Page, run: PlayedRun) -> None:
 
 
 def test_a_revert_says_what_it_means_and_is_shown_at_what_it_reverts(page: Page, run: PlayedRun) -> None:
-    connect(run.path).push(Update(id="fix").add("dense/bias", np.ones(3, np.float32))).result(20)
+    connect(run.path).push(Update(id="fix").add("dense/bias", np.ones(3, np.float32))).result(120)
     unlock(page)
     entry = page.locator("#updates details").first
     expect(entry.locator("[data-focus=act-fix]")).to_have_count(1)
@@ -133,7 +133,7 @@ def test_a_revert_says_what_it_means_and_is_shown_at_what_it_reverts(page: Page,
 
 def test_a_click_is_not_lost_when_the_list_changes_under_it(page: Page, run: PlayedRun) -> None:
     client = connect(run.path)
-    client.push(Update(id="first").add("dense/bias", np.ones(3, np.float32))).result(20)
+    client.push(Update(id="first").add("dense/bias", np.ones(3, np.float32))).result(120)
     unlock(page)
     entries = page.locator("#updates details")
     expect(entries.locator("[data-focus=act-first]")).to_have_count(1)  # the page knows the token
@@ -142,7 +142,7 @@ def test_a_click_is_not_lost_when_the_list_changes_under_it(page: Page, run: Pla
     page.mouse.down()
     expect(page.locator("#updates summary:active")).to_have_count(1)
     with page.expect_response(lambda response: response.url.partition("?")[0].endswith("/updates")):
-        client.push(Update(id="second").add("dense/bias", np.ones(3, np.float32))).result(20)
+        client.push(Update(id="second").add("dense/bias", np.ones(3, np.float32))).result(120)
     page.mouse.up()
     expect(entries).to_have_count(2)
     expect(page.locator("details[open] [data-focus=act-first]")).to_be_visible()
@@ -156,7 +156,7 @@ def test_an_entry_stays_open_when_its_update_is_applied(page: Page, run: PlayedR
     held: list[Route] = []
     page.route("**/updates?last=*", lambda route: held.append(route))
     run.start()
-    pushed.result(20)
+    pushed.result(120)
     expect(page.locator("#updates summary")).to_have_count(0)  # what was applied is not read yet
     for route in held:
         route.continue_()
@@ -251,7 +251,7 @@ def test_a_wrong_token_is_told_and_not_kept(page: Page, run: PlayedRun) -> None:
 
 
 def test_a_killed_job_is_told_and_the_page_goes_on_when_it_is_back(page: Page, run: PlayedRun) -> None:
-    run.kill(silent_secs=60)
+    run.kill(silent_secs=2 * 86_400)
     expect(page.get_by_role("alert")).to_contain_text("The job is lost")
     expect(page.locator("#workers")).to_contain_text("not seen")
     run.start()
@@ -316,7 +316,7 @@ def test_what_a_job_says_is_text_and_never_markup(page: Page, run: PlayedRun) ->
     update = Update(author=HOSTILE, note=f"\x1b[31m{HOSTILE}\x1b]0;title\x07\x08").add(
         "dense/bias", np.ones(3, np.float32)
     )
-    connect(run.path).push(update).result(20)
+    connect(run.path).push(update).result(120)
     page.locator("#logs summary").click()
     expect(page.locator(".log")).to_contain_text(f"{HOSTILE}\nred end")
     expect(page.locator("#updates")).to_contain_text(f"{HOSTILE} · “{HOSTILE}”")

@@ -11,7 +11,8 @@ import pytest
 import safetensors.numpy
 
 from replicast.client import Run, connect
-from replicast.errors import NotFound, RequestFailed, UpdateRefused
+from replicast.errors import NotFound, RequestFailed, RequestRefused, UpdateRefused
+from replicast.page import reading
 from replicast.page.runs import runs_in
 from replicast.page.settings import Settings
 from replicast.testing.runs import MemoryRun
@@ -66,7 +67,7 @@ def test_a_served_run_tells_what_the_run_itself_tells(
 
 def test_a_push_over_http_returns_its_receipt(address: str, run: MemoryRun) -> None:
     served_run = connect(address, token=TOKEN)
-    receipt = served_run.push(Update(id="mine").add("dense/bias", DELTA)).result(20)
+    receipt = served_run.push(Update(id="mine").add("dense/bias", DELTA)).result(120)
     assert (receipt.step, set(receipt.digests)) == (100, {0, 1})
     assert served_run.push(Update(id="mine").add("dense/bias", DELTA)).number == 1
     with pytest.raises(UpdateRefused, match="Another update with this id"):
@@ -74,6 +75,20 @@ def test_a_push_over_http_returns_its_receipt(address: str, run: MemoryRun) -> N
     assert served_run.audit(5).equal
     assert (served_run.checkpoint(5), served_run.stop(5)) == (100, 100)
     assert run.done == ["push", "audit", "checkpoint", "stop"]
+
+
+def test_values_come_as_they_are_and_too_many_are_refused(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served_run = connect(address, token=TOKEN)
+    pulled = served_run.pull("dense/kernel")
+    assert (pulled.array.dtype, pulled.array.shape, pulled.source) == (np.float32, (4, 3), "job")
+    with pytest.raises(RequestRefused, match="at most 47 bytes"):
+        served_run.pull("dense/kernel", max_bytes=47)
+    monkeypatch.setattr(reading, "MAX_VALUES_BYTES", 47)
+    with pytest.raises(RequestRefused, match="too many values of model/dense/kernel"):
+        served_run.pull("dense/kernel")
+    assert served_run.pull("dense/kernel", [0]).array.shape == (1, 3)
 
 
 def test_without_the_token_nothing_can_be_pushed(address: str, run: MemoryRun) -> None:

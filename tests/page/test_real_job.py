@@ -16,7 +16,7 @@ from replicast.client import connect
 from tests.page.browser import Watched, chromium
 
 TOKEN = "0123456789abcdef-the-token"
-SECS = 60_000
+SECS = 120_000
 TRAIN = """
 import time
 import keras, numpy as np, replicast
@@ -78,4 +78,4 @@ def _steer(address: str, process: subprocess.Popen[str]) -> None:
         assert watched.complaints == []
         process.send_signal(signal.SIGTERM)
         expect(page.locator("#banner")).to_contain_text("The server does not answer")
-        assert process.wait(60) == 128 + signal.SIGTERM
+        assert process.wait(120) == 128 + signal.SIGTERM

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -18,8 +19,9 @@ from replicast.testing.job import eventually
 from tests.page.live import Serving
 
 ASKS = """
-import os, pathlib, sys, time
-deadline = time.monotonic() + 30
+import json, os, pathlib, sys, time
+pathlib.Path("environ").write_text(json.dumps(dict(os.environ)))
+deadline = time.monotonic() + 120
 while not pathlib.Path("asked").exists() and time.monotonic() < deadline:
     time.sleep(0.05)
 """
@@ -38,9 +40,31 @@ def first_line(process: subprocess.Popen[str]) -> str:
     return process.stderr.readline()
 
 
+TOKEN, SECRET = "a token of sixteen letters", "the secret of the launchers"
+
+
+def test_no_worker_gets_the_token_or_the_secret_and_the_page_gets_its_token_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REPLICAST_TOKEN", TOKEN)
+    monkeypatch.setenv("REPLICAST_JOB_SECRET", SECRET)
+    with launched(tmp_path, "--serve", "0", "--standby", "--max-restarts", "1") as process:
+        assert "http://127.0.0.1" in first_line(process)
+        eventually((tmp_path / "environ").exists)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        kept = [Path(f"/proc/{child}/environ").read_bytes() for child in children]
+        (tmp_path / "asked").touch()
+        assert process.wait(30) == 0
+    seen = json.loads((tmp_path / "environ").read_text())
+    assert seen["REPLICAST_ATTEMPT"] == "0", "it is the environment of a worker"
+    assert not {TOKEN, SECRET} & {*seen.values()}
+    assert [TOKEN.encode() in each for each in kept] == [True, False], "the page, the worker"
+    assert not [each for each in kept if SECRET.encode() in each]
+
+
 def is_served(address: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{address}/healthz", timeout=5) as answer:
+        with urllib.request.urlopen(f"{address}/healthz", timeout=120) as answer:
             return bool(answer.read() == b"ok\n")
     except OSError:
         return False
@@ -52,7 +76,7 @@ def test_the_page_is_served_as_long_as_the_job_runs(tmp_path: Path) -> None:
         assert found is not None
         assert is_served(found[1])
         (tmp_path / "asked").touch()
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
     assert not is_served(found[1])
 
 
@@ -61,7 +85,7 @@ def test_the_page_dies_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
         found = re.search(r"(http://127\.0\.0\.1:\d+)/", first_line(process))
         assert found is not None
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(30)
+        process.wait(120)
     eventually(lambda: not is_served(found[1]))
 
 
@@ -71,7 +95,7 @@ def test_a_page_that_cannot_be_served_does_the_job_no_harm(tmp_path: Path) -> No
         port = other.address.rpartition(":")[2]
         with launched(tmp_path, "--serve", port) as process:
             assert "the page is not served: " in first_line(process)
-            assert process.wait(30) == 0
+            assert process.wait(120) == 0
 
 
 def test_an_address_without_a_host_is_on_this_machine() -> None:

@@ -24,6 +24,12 @@ READS = [
 ]
 
 
+@pytest.fixture
+def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No limit recovers, however long the test takes."""
+    monkeypatch.setattr(security.time, "monotonic", lambda: 1.0)
+
+
 async def pieces() -> AsyncIterator[bytes]:
     """A body without a length."""
     for _ in range(20):
@@ -88,7 +94,15 @@ def test_its_own_names_and_addresses_are_known(serve: Serve, host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "origin", ["http://evil.example", "null", "http://127.0.0.1:9999", "http://127.0.0.1"]
+    "origin",
+    [
+        "http://evil.example",
+        "null",
+        "http://127.0.0.1:9999",
+        "http://127.0.0.1",
+        "http://[",
+        "127.0.0.1:8080",
+    ],
 )
 def test_a_page_of_another_site_cannot_act_even_with_the_token(
     client: Client, run: MemoryRun, origin: str
@@ -116,17 +130,61 @@ def test_another_site_gets_no_answer_that_it_could_read(client: Client) -> None:
     assert not any(name.startswith("access-control") for name in answer.headers)
 
 
+@pytest.mark.usefixtures("stopped_clock")
 def test_wrong_tokens_are_slowed_down_for_who_sends_them(serve: Serve) -> None:
     client, wrong = serve(), {"Authorization": "Bearer wrong-wrong-wrong-wrong"}
     answers = [client.get("/api/runs", headers=wrong).status_code for _ in range(12)]
     assert answers == [401] * 10 + [429] * 2
-    refused = client.get("/api/runs", headers=BEARER)
+    refused = client.get("/api/runs", headers=wrong)
     assert (refused.status_code, int(refused.headers["retry-after"]) > 0) == (429, True)
     assert client.get("/api/runs").status_code == 200
 
 
-def test_actions_are_limited(client: Client, run: MemoryRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(security.time, "monotonic", lambda: 1.0)
+@pytest.mark.usefixtures("stopped_clock")
+def test_the_right_token_passes_whatever_others_have_sent_from_the_same_address(
+    serve: Serve, run: MemoryRun
+) -> None:
+    client = serve()
+    for _ in range(20):
+        refused = client.get("/api/runs", headers={"Authorization": "Bearer wrong"})
+    assert refused.status_code == 429
+    assert client.get("/api/runs", headers=BEARER).status_code == 200
+    assert client.post(f"{FIRST}/audit", headers=BEARER).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("named", "separately"), [(("127.0.0.1",), True), (("127.0.0.0/8", "10.1.0.0/16"), True), ((), False)]
+)
+@pytest.mark.usefixtures("stopped_clock")
+def test_wrong_tokens_are_counted_per_caller_only_behind_a_proxy_that_was_named(
+    serve: Serve, named: tuple[str, ...], separately: bool
+) -> None:
+    client = serve(trusted_proxies=named)
+
+    def tried(forwarded: str) -> int:
+        headers = {"Authorization": "Bearer wrong", "X-Forwarded-For": forwarded}
+        return client.get("/api/runs", headers=headers).status_code
+
+    # What the caller itself claims stands first, and counts for nothing.
+    assert [tried("10.7.7.7, 10.9.9.9") for _ in range(12)][-1] == 429
+    assert tried("10.6.6.6, 10.9.9.9") == 429
+    assert tried("10.8.8.8") == (401 if separately else 429)
+
+
+def test_a_named_proxy_never_counts_as_this_machine_and_its_callers_are_recorded(
+    serve: Serve, run: MemoryRun
+) -> None:
+    client = serve(trusted_proxies=("127.0.0.1",))
+    assert client.get("/api/runs").status_code == 401
+    for forwarded in ("10.9.9.9", "10.6.6.6, 10.9.9.9", "127.0.0.1", "what"):
+        headers = {"X-Forwarded-For": forwarded}
+        assert client.get("/api/runs", headers=headers).status_code == 401
+        client.post(f"{FIRST}/audit", headers={**headers, **BEARER})
+    assert run.authors == ["page@10.9.9.9"] * 2 + ["page@127.0.0.1"] * 2
+
+
+@pytest.mark.usefixtures("stopped_clock")
+def test_actions_are_limited(client: Client, run: MemoryRun) -> None:
     answers = [client.post(f"{FIRST}/audit", headers=BEARER).status_code for _ in range(62)]
     assert answers[-1] == 429
     assert len(run.done) <= security.ACTIONS_PER_MINUTE
@@ -169,6 +227,8 @@ def test_another_address_than_loopback_needs_a_token() -> None:
         ({"token": "short"}, "has 5 characters"),
         ({"token": "ünd so weiter und so fort"}, "a header cannot carry"),
         ({"private": True}, "--private needs a token"),
+        ({"trusted_proxies": ("*",)}, "--trusted-proxy expects an address"),
+        ({"trusted_proxies": ("10.0.0.1/8",)}, "--trusted-proxy expects an address"),
         ({"certfile": Path("cert.pem")}, "a certificate and its key"),
     ],
 )

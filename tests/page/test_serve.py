@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from replicast.cli import serve as command
+from replicast.page.app import App
 from replicast.page.runs import runs_in
+from replicast.page.settings import Settings
+from replicast.storage.runfiles import append_metrics
+from tests.page.conftest import BEARER, TOKEN, Client
 from tests.page.live import Serving
 from tests.unit.played_job import heard_of, invoke, made_run
 
@@ -18,7 +22,7 @@ from tests.unit.played_job import heard_of, invoke, made_run
 def test_it_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
     made_run(tmp_path / "runs" / "first")
     with Serving(tmp_path / "runs", "--token-file", str(tmp_path / "token")) as serving:
-        with urllib.request.urlopen(f"{serving.address}/api/runs", timeout=20) as answer:
+        with urllib.request.urlopen(f"{serving.address}/api/runs", timeout=120) as answer:
             (run,) = json.load(answer)
         assert (run["name"], run["workers"]) == ("first", 2)
         assert serving.kill(signal.SIGTERM) == 0
@@ -40,6 +44,34 @@ def test_a_link_in_the_directory_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "link").symlink_to(elsewhere)
     assert dict(runs_in(tmp_path / "runs")()) == {}
+
+
+@pytest.mark.parametrize("place", ["first", "first/logs", "first/groups", "first/metrics.jsonl"])
+def test_a_served_run_that_is_replaced_by_a_link_is_not_followed_by_any_request(
+    tmp_path: Path, place: str
+) -> None:
+    for name in ("runs/first", "secret"):
+        run = made_run(tmp_path / name)
+        heard_of(run)
+        append_metrics(run, 1, {name.replace("/", "-"): 1.0})
+        (run / "logs" / "attempt-0").mkdir(parents=True)
+        (run / "logs" / "attempt-0" / "worker-0.log").write_text(f"a line of {name}\n")
+    client = Client(App(runs_in(tmp_path / "runs"), Settings(token=TOKEN)), "127.0.0.1:8080", "127.0.0.1")
+    paths = ["", "/status", "/metrics", "/schema", "/updates", "/logs/0"]
+    try:
+        for path in paths:
+            assert client.get(f"/api/runs/first{path}").status_code == 200
+        (tmp_path / "runs" / place).rename(tmp_path / "aside")
+        (tmp_path / "runs" / place).symlink_to(tmp_path / "secret" / Path(place).relative_to("first"))
+        before = sorted((tmp_path / "secret").rglob("*"))
+        answers = [client.get(f"/api/runs/first{path}") for path in paths]
+        answers.append(client.post("/api/runs/first/updates?id=x", content=b"x" * 100, headers=BEARER))
+    finally:
+        client.close()
+    assert sorted((tmp_path / "secret").rglob("*")) == before
+    assert not [answer.text for answer in answers if "secret" in answer.text.replace(str(tmp_path), "")]
+    if place == "first":
+        assert {answer.status_code for answer in answers} == {404}
 
 
 def test_a_run_whose_job_has_not_begun_appears_when_it_has(tmp_path: Path) -> None:
@@ -90,5 +122,5 @@ def test_the_token_is_not_in_the_output(tmp_path: Path) -> None:
     with Serving(tmp_path / "first", "--token-file", str(token)) as serving:
         request = urllib.request.Request(f"{serving.address}/api/runs")
         request.add_header("Authorization", "Bearer 0123456789abcdef-secret")
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             assert "secret" not in answer.read().decode()

@@ -14,8 +14,8 @@ from typing import Any, Self
 from tests.pool.messages import Call, Died, Outcome, Raised, Returned, Stuck
 from tests.pool.process import WorkerProcess, held_ports
 
-START_SECS = 120.0
-CALL_SECS = 120.0
+START_SECS = 300.0
+CALL_SECS = 300.0
 LEAVE_SECS = 120.0
 SETTLE_SECS = 1.0
 """After a death: for the others to follow, so that the report names all who did."""

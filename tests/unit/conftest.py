@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+from tests.unit.clock import Clock
+
+# Hypothesis has time limits for an example and for the making of all: a busy machine misses them.
+hypothesis.settings.register_profile(
+    "at any load", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("at any load")
+
+
+@pytest.fixture(autouse=True)
+def nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is played dead is taken for dead at once; `played_job.meanwhile` lets commands listen."""
+    monkeypatch.setattr("replicast.client.notes.LISTEN_SECS", 0.0)
 
 
 @pytest.fixture
@@ -22,3 +38,19 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     monkeypatch.setattr(os, "fsync", noting)
     return found
+
+
+@pytest.fixture
+def loop_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of the event loops: a time limit of the job is over when a test says so, and at once."""
+    made = Clock()
+    monkeypatch.setattr("replicast.runtime.loop.time", made)
+    monkeypatch.setattr("replicast.runtime.loop.IDLE_SECS", 0.01)
+    return made
+
+
+@pytest.fixture
+def wall_clock_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was 12 s ago stays so, however long a busy machine takes until somebody looks."""
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)

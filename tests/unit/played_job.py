@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,8 @@ from replicast.update.trial import TrialOutcome
 from replicast.update.update import Update
 from replicast.update.validate import planned
 
+LONG_AGO = 2 * 86_400.0
+"""A job that was heard of so many seconds ago is dead, and no clock is so wrong that one would listen."""
 BIAS = np.arange(3, dtype=np.float32)
 SCHEMA = Schema(
     [
@@ -159,6 +163,7 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[float], object]) -
         moments.append(secs)
         act(secs)
 
+    monkeypatch.setattr("replicast.client.notes.LISTEN_SECS", 3.0)
     monkeypatch.setattr("replicast.client.notes.sleep", sleep)
     monkeypatch.setattr("replicast.client.notes.monotonic", lambda: sum(moments))
     return moments
@@ -169,6 +174,26 @@ def heard_of(run: Path, secs_ago: float = 0.0, waiting_for: str = "") -> None:
         at, training = time.time() - secs_ago, not waiting_for
         note = WorkerNote(rank, 100 + rank, "box", 5, 0, at, training=training, waiting_for=waiting_for)
         write_worker_note(run, note)
+
+
+@contextmanager
+def heard_of_always(run: Path) -> Iterator[None]:
+    """The workers write their notes as those of a real job do, however long another process takes."""
+    is_over = threading.Event()
+
+    def write() -> None:
+        while True:  # in real time, also where that of the test stands still
+            heard_of(run, secs_ago=time.time() - time.clock_gettime(time.CLOCK_REALTIME))
+            if is_over.wait(0.2):
+                return
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        writing.join()
 
 
 def invoke(*arguments: object) -> Result:

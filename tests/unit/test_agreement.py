@@ -108,7 +108,9 @@ def test_the_missing_worker_is_named_on_every_worker_whoever_came_first() -> Non
     with ThreadPoolExecutor() as threads:
         workers = Workers(4, threads)
         # The time of worker 3 is up before that of worker 0, worker 1 would wait longer.
-        waiting = [workers.agree(rank, timeout_secs=secs) for rank, secs in ((0, 0.4), (3, 0.01), (1, 60.0))]
+        waiting = [workers.agree(rank, timeout_secs=secs) for rank, secs in ((3, 0.01), (1, 60.0))]
+        eventually(lambda: len(workers.store.values) == 2)
+        waiting.append(workers.agree(0, timeout_secs=0.1))
         for failure in map(failure_of, waiting):
             assert failure.worker == 2
             assert "worker 0 waited 0 s for worker 2, which did not send its plan" in str(failure)
@@ -161,8 +163,10 @@ def test_workers_without_a_host_are_named_to_those_who_have_one(monkeypatch: pyt
     monkeypatch.setattr(opening, "OPEN_SECS", 0.3)
     store = MemoryCoordination.Store()
     with ThreadPoolExecutor() as threads:
-        waiting = [threads.submit(hosts_of_job, "test", SlowService(store), rank, 4, {}) for rank in (0, 2)]
-        for one in waiting:
+        second = threads.submit(hosts_of_job, "test", SlowService(store), 2, 4, {})
+        eventually(lambda: store.values)
+        first = threads.submit(hosts_of_job, "test", SlowService(store), 0, 4, {})
+        for one in (first, second):
             error = one.exception(DEADLINE_SECS)
             assert isinstance(error, JobFailed)
             assert "Received: nothing from workers 1, 3" in str(error)

@@ -18,6 +18,7 @@ import pytest
 from replicast.allreduce import Exchange, Form, Part, Plan, open_exchange
 from replicast.allreduce.layout import CHUNK_BYTES, Layout
 from replicast.allreduce.part import part_bytes
+from replicast.allreduce.semaphores import SEMAPHORE_BYTES, Semaphore
 from replicast.config import HOST_ID, SHM_DIR, host_id
 from replicast.coordination import MemoryCoordination
 from replicast.errors import JobFailed
@@ -337,3 +338,23 @@ def test_every_byte_of_a_message_is_in_one_chunk_and_is_summed_once() -> None:
                     if run.first <= piece.offset and piece.offset + nbytes <= run.last
                 ]
                 assert [run.dtype for run in covering] == [form.dtype]
+
+
+def test_a_worker_that_sleeps_looks_at_the_job_however_the_wall_clock_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    semaphore = Semaphore(np.zeros(SEMAPHORE_BYTES, np.uint8))
+    semaphore.create()
+    for clock in ("time", "time_ns"):
+        monkeypatch.setattr(f"time.{clock}", lambda: pytest.fail("it waits by the wall clock"))
+    looks = []
+
+    def check() -> None:
+        looks.append(1)
+        if len(looks) == 2:
+            raise JobFailed("another worker has failed")
+
+    with pytest.raises(JobFailed):
+        semaphore.take(check, spins=0)
+    semaphore.post()
+    semaphore.take(check)

@@ -12,7 +12,7 @@ from replicast.replicas.attempts import attempt_of
 from replicast.runtime.exchange import Exchange
 from replicast.storage.fence import Fence
 
-SECS = 10.0
+SECS = 120.0
 
 
 def attempts(

@@ -14,8 +14,10 @@ from replicast.storage import requests
 from replicast.storage.auditfiles import append_audit
 from replicast.storage.requests import Answer
 from replicast.storage.runfiles import WorkerNote, write_worker_note
-from tests.unit.played_job import heard_of, invoke, made_run, meanwhile
+from tests.unit.played_job import LONG_AGO, heard_of, invoke, made_run, meanwhile
 from tests.unit.test_audit import report
+
+pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
 
 EQUAL: dict[str, Any] = {"differences": (), "outcome": "equal", "healed": (), "requests": (), "declared": ()}
 
@@ -151,7 +153,7 @@ def test_a_job_that_does_not_run_is_not_waited_for(run: Path) -> None:
 
 
 def test_a_job_that_ends_meanwhile_is_not_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answered_by(monkeypatch, lambda _secs: heard_of(run, secs_ago=60))
+    answered_by(monkeypatch, lambda _secs: heard_of(run, LONG_AGO))
     result = invoke("audit", run, "--now")
     assert result.exit_code == 3
     assert "ended without an audit" in result.output
@@ -165,7 +167,7 @@ def test_a_report_that_was_the_last_word_of_a_job_is_shown(
 
     def act(secs: float) -> None:
         job.act(secs)
-        heard_of(run, secs_ago=60)
+        heard_of(run, LONG_AGO)
 
     answered_by(monkeypatch, act)
     assert invoke("audit", run, "--now").exit_code == 1

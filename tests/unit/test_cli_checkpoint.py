@@ -50,7 +50,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def at(run: Path, step: int) -> Path:
-    return CheckpointStore(run).path(step)
+    return CheckpointStore(run).path(step).as_path()
 
 
 def damage(run: Path, step: int, variable: str = "model/dense/bias") -> None:
@@ -88,7 +88,7 @@ def test_no_command_loads_tensorflow_when_it_works(run: Path) -> None:
         "do('patch', 'run/checkpoints/00000100', '--set', 'learning_rate=1', '-o', 'out')\n"
         "assert not [name for name in ('tensorflow', 'keras') if name in sys.modules]"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
 
 
@@ -247,7 +247,9 @@ def test_a_patched_checkpoint_has_the_bits_of_a_running_job(run: Path) -> None:
 def test_an_update_of_the_journal_keeps_its_id_in_the_patched_checkpoint(run: Path) -> None:
     Update(id="fix-7").add("dense/bias", BIAS).save("fix.safetensors")
     store = CheckpointStore(Path("second"))
-    result = invoke("checkpoint", "patch", run, "--update", "fix.safetensors", "-o", store.path(200))
+    result = invoke(
+        "checkpoint", "patch", run, "--update", "fix.safetensors", "-o", store.path(200).as_path()
+    )
     assert result.exit_code == 0, result.output
     (manifest,) = store.list()
     assert manifest.parent is not None
@@ -364,7 +366,7 @@ def test_nothing_is_patched_in_place_while_a_job_runs(ended: Path) -> None:
 def test_a_live_process_with_a_claim_is_a_running_job(ended: Path) -> None:
     words = ("checkpoint", "patch", str(ended), "--in-place", *SCALE)
     command = [sys.executable, "-m", "replicast", *words]  # this process has claimed the run
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
     assert f"process {os.getpid()}" in result.stderr
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +25,17 @@ from replicast.storage.checkpoint.manifest import Draft
 from replicast.storage.fence import Fence
 from replicast.storage.journal import FileJournal
 from replicast.storage.requests import Answer
-from replicast.storage.runfiles import ENDED
+from replicast.storage.runfiles import ENDED, FORMAT, RunInfo, WorkerNote, write_run_info, write_worker_note
+from replicast.storage.states import Change, State, write_change
+from replicast.supervisor.states import what_is_taken_over
 from replicast.update.digest import digest_array
 from replicast.update.inverse import update_before
+from replicast.update.schema import Schema
 from replicast.update.update import Update
 from replicast.update.validate import planned
 from tests.unit.played_job import BIAS, SCHEMA, heard_of, invoke, made_run, meanwhile
+
+pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
 
 NAME = "model/dense/bias"
 
@@ -72,6 +82,31 @@ class Answering:
             self.asked.append(request)
             answer = Answer(request.kind, request.author, self.done, 700, 0, 1.0, self.problem, self.details)
             requests.answer(self.run, request.id, answer, self.values)
+
+
+@pytest.mark.parametrize("digits", [19, 4300, 4301])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "show run N",
+        "revert run N",
+        "revert run N --dry-run",
+        "withdraw run N",
+        "pull run dense/bias --rows N -o a.npy",
+        "pull run dense/bias --rows 0:N -o a.npy",
+        "log run --last N",
+        "audit run --last N",
+        "push run --scale dense/bias=2 --at-step N --dry-run",
+        "push run --scale dense/bias=2 --trial-steps N --dry-run",
+        "checkpoint show run N",
+        "checkpoint verify run N",
+        "checkpoint patch run N --scale dense/bias=2 --in-place",
+    ],
+)
+def test_a_number_of_thousands_of_digits_is_refused_in_words(run: Path, command: str, digits: int) -> None:
+    result = invoke(*(part.replace("N", "9" * digits) for part in command.split()))  # no traceback
+    assert result.exit_code in (0, 1, 2)
+    assert "Traceback" not in result.output
 
 
 # revert
@@ -216,6 +251,7 @@ def test_rows_and_ranges_of_rows_can_be_pulled(run: Path, monkeypatch: pytest.Mo
     assert job.asked[0].rows == ((1, 2), (5, 6), (7, 9))
     (array,) = safetensors.numpy.load_file("rows.safetensors").values()
     assert array.shape == (4, 2)
+    job.values = np.ones((10, 2), ml_dtypes.bfloat16)
     assert invoke("pull", run, "embeddings", "-o", "rows.npy").exit_code == 2
 
 
@@ -231,7 +267,9 @@ def test_different_values_on_the_workers_are_told_with_an_exit_code_of_their_own
     assert Path("bias.npy").exists()
 
 
-@pytest.mark.parametrize("rows", ["a", "1,", "5:3", "-1", "0:99999999999", "1:2:3", "²"])
+@pytest.mark.parametrize(
+    "rows", ["a", "1,", "5:3", "-1", "0:99999999999", "1:2:3", "²", "9" * 4300, "0:" + "9" * 9999]
+)
 def test_rows_that_are_none_are_a_usage_error(run: Path, rows: str) -> None:
     assert invoke("pull", run, "dense/bias", f"--rows={rows}", "-o", "a.npy").exit_code == 2
 
@@ -264,12 +302,21 @@ def test_without_a_job_values_come_from_the_last_checkpoint_and_only_the_rows_ar
     arrays = saved(run)
     pulled = connected.pull("dense/bias")
     assert (pulled.source, pulled.step) == ("checkpoint 40", 40)
+    with pytest.raises(
+        RequestRefused, match=r"too many values of model/dense/bias\. Expected: at most 11 bytes"
+    ):
+        connected.pull("dense/bias", max_bytes=11)
+    assert connected.pull("dense/bias", [1, 2], max_bytes=11).array.size == 2
     assert pulled.array.tobytes() == arrays[NAME].tobytes()
     assert pulled.digest == digest_array(arrays[NAME])
     rows = connected.pull("dense/kernel", rows=[3, 0, 1])
     np.testing.assert_array_equal(rows.array, arrays["model/dense/kernel"][[3, 0, 1]])
     table = connected.pull("embeddings", rows=[9])
     assert table.array.tobytes() == arrays["model/table/embeddings"][[9]].tobytes()
+    smaller = Schema([replace(one, shape=(1,)) if one.name == NAME else one for one in SCHEMA])
+    write_run_info(Fence(run, attempt=1), RunInfo(FORMAT, smaller, 2, 1, time.time()))
+    with pytest.raises(RequestRefused, match="Received: 12"):  # As it is in the checkpoint.
+        connected.pull("dense/bias", max_bytes=11)
 
 
 # stop, checkpoint now
@@ -319,3 +366,82 @@ def test_what_only_a_running_job_can_do_is_not_waited_for(run: Path) -> None:
     for act in (replicast.connect(run).stop, replicast.connect(run).checkpoint, replicast.connect(run).audit):
         with pytest.raises(NoAnswer, match="only a running job"):
             act()
+
+
+def test_after_training_went_back_everybody_names_the_checkpoint_that_a_start_goes_on_from(run: Path) -> None:
+    heard_of(run, waiting_for=ENDED)
+    arrays = {step: saved(run, step) for step in (60, 100)}
+    assert invoke("checkpoint", "patch", run, 60, "--scale", "dense/bias=2", "--in-place").exit_code == 0
+    pulled = replicast.connect(run).pull("dense/bias")
+    assert (pulled.source, pulled.step) == ("checkpoint 60", 60)
+    np.testing.assert_array_equal(pulled.array, arrays[60][NAME] * 2)
+    assert "it has a checkpoint of step 60;" in what_is_taken_over(run)
+    assert "The next start goes on from step 60" in invoke("checkpoint", "list", run).output
+
+
+# the clocks of two machines
+
+
+class Ticking(Answering):
+    """A job that answers, and whose workers write a note in every moment, by a clock that is wrong."""
+
+    wrong_by_secs = 0.0
+    later_secs = 0.0
+
+    def act(self, secs: float) -> None:
+        self.later_secs += secs
+        heard_of(self.run, secs_ago=self.wrong_by_secs - self.later_secs)
+        super().act(secs)
+
+
+@pytest.mark.parametrize("wrong_by_secs", [15.0, 3600.0, -15.0, -3600.0])
+def test_a_job_whose_clock_is_another_one_is_asked_and_shown_as_it_is(
+    run: Path, monkeypatch: pytest.MonkeyPatch, wrong_by_secs: float
+) -> None:
+    job = Ticking(run, name=NAME, digests={"0": digest_array(BIAS)}, equal=True)
+    job.wrong_by_secs, job.values = wrong_by_secs, BIAS
+    saved(run)
+    heard_of(run, secs_ago=wrong_by_secs)
+    listened = meanwhile(monkeypatch, job.act)
+    status = invoke("status", run)
+    assert (status.exit_code, "Training at step 5" in status.output) == (0, True), status.output
+    assert "not seen" not in status.output
+    assert invoke("checkpoint", "now", run).output == "saved the checkpoint of step 700\n"
+    pulled = invoke("pull", run, "dense/bias", "-o", "bias.npy")
+    assert (pulled.exit_code, "from the job" in pulled.output) == (0, True), pulled.output
+    by_its_clock = time.time() - wrong_by_secs
+    assert all(abs(one.requested_at - by_its_clock) < 60 for one in job.asked)
+    assert all(one.deadline > by_its_clock for one in job.asked)
+    assert sum(listened) < 3.0, "the difference of the clocks is found out once, by the first change"
+
+
+@pytest.mark.parametrize("wrong_by_secs", [15.0, -15.0])
+def test_a_job_that_is_dead_is_found_out_by_its_silence_once_and_not_by_a_clock(
+    run: Path, monkeypatch: pytest.MonkeyPatch, wrong_by_secs: float
+) -> None:
+    saved(run)
+    heard_of(run, secs_ago=wrong_by_secs)
+    listened = meanwhile(monkeypatch, lambda _secs: None)
+    assert "Not running" in invoke("status", run).output
+    assert sum(listened) == pytest.approx(3.0)
+    assert invoke("checkpoint", "now", run).exit_code == 3
+    assert replicast.connect(run).pull("dense/bias").source == "checkpoint 40"
+    assert sum(listened) == pytest.approx(3.0), "nobody listens again before a note has changed"
+
+
+def test_nobody_listens_to_a_job_whose_note_is_recent_whose_processes_are_gone_or_that_has_said_its_end(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listened = meanwhile(monkeypatch, lambda _secs: None)
+    assert "Training" in invoke("status", run).output
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for rank in range(2):
+        old = time.time() - 60
+        here = socket.gethostname()
+        write_worker_note(run, WorkerNote(rank, gone.pid, here, 5, 0, old, training=True, waiting_for=""))
+    assert "Not running" in invoke("status", run).output
+    heard_of(run, secs_ago=60)
+    write_change(run, Change(State.FAILED, 0, time=time.time() - 50, reason="killed"))
+    assert "Failed at step 5: killed" in invoke("status", run).output
+    assert listened == []

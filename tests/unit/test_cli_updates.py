@@ -11,21 +11,27 @@ import pytest
 
 from replicast.core.stage import Stage
 from replicast.storage import inbox
-from replicast.storage.runfiles import WITHOUT_CALLBACK
+from replicast.storage.fence import Fence
+from replicast.storage.runfiles import ENDED, WITHOUT_CALLBACK
+from replicast.storage.states import Change, State, write_change
 from replicast.strictjson import sealed, unsealed
 from replicast.update.update import Update
 from replicast.update.validate import planned
 from tests.unit.played_job import (
     BIAS,
+    LONG_AGO,
     SCHEMA,
     PlayedJob,
     heard_of,
+    heard_of_always,
     invoke,
     made_run,
     meanwhile,
     pushed,
     tensors,
 )
+
+pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
 
 UPDATE_COMMANDS = ("push", "status", "log", "show", "inspect", "withdraw", "audit")
 
@@ -57,7 +63,8 @@ def test_no_command_loads_tensorflow_when_it_works(run: Path) -> None:
         "do('audit', 'run'); do('audit', 'run', '--now', '--timeout', '0')\n"
         "assert not [name for name in ('tensorflow', 'keras') if name in sys.modules]"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    with heard_of_always(run):
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
 
 
@@ -349,10 +356,63 @@ def test_a_push_to_a_job_whose_clock_is_behind_is_taken(run: Path, monkeypatch: 
 
 
 def test_who_waits_for_the_next_start_is_told_that_the_job_is_not_running(run: Path, job: PlayedJob) -> None:
-    heard_of(run, secs_ago=35)
+    heard_of(run, LONG_AGO)
     waited = invoke("push", run, "--set", "learning_rate=0.1", "--id", "x", "--wait", "--next-start")
     assert waited.exit_code == 0
-    assert "proposed. The job is not running" in waited.output
+    told = "proposed. The job is not running: the update waits in the inbox, and the next start that trains"
+    assert told in waited.output
+    assert "in the inbox, for the next start that trains" not in invoke("status", run).output, "it was taken"
+
+
+def test_what_a_job_that_has_ended_left_in_the_inbox_is_said_to_wait_for_the_next_start(run: Path) -> None:
+    invoke("push", run, "--set", "learning_rate=0.1", "--id", "x")
+    assert "1 in the inbox\n" in invoke("status", run).output
+    heard_of(run, waiting_for=ENDED)
+    assert "1 in the inbox, for the next start that trains" in invoke("status", run).output
+
+
+def test_a_push_during_the_first_start_is_accepted_and_the_job_checks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Path("new")
+    run.mkdir()
+    write_change(run, Change(State.STARTING, 0, workers=2))
+    Fence(run, attempt=0).release()  # a group that has no run.json yet
+    arguments = "push", run, "--set", "learning_rate=0.1", "--id"
+    for more in (["--dry-run"], []):
+        told = invoke(*arguments, "x", *more)
+        assert told.exit_code == 0, told.output
+        assert "Starting: no worker has been heard of yet" in told.output
+        assert "The job checks this when its workers have met" in " ".join(told.output.split())
+        assert "damaged" not in told.output
+    pulled = invoke("pull", run, "dense/bias", "-o", "a.npy")
+    assert (pulled.exit_code, "Its variables are known when its workers have met" in pulled.output) == (
+        1,
+        True,
+    )
+    assert invoke("show", run, "x").exit_code == 0
+
+    def starts(_secs: float) -> None:
+        made_run(run)
+        PlayedJob(run).act_all()
+
+    moments = meanwhile(monkeypatch, lambda secs: starts(secs) if len(moments) == 1 else None)
+    waited = invoke(*arguments, "y", "--wait")
+    assert (waited.exit_code, "verified: number 2" in waited.output) == (0, True), waited.output
+
+
+def test_a_first_start_that_has_failed_takes_no_push_unless_it_is_for_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Path("new")
+    run.mkdir()
+    write_change(run, Change(State.FAILED, 0, reason="no GPU"))
+    refused = invoke("push", run, "--set", "learning_rate=0.1", "--id", "x")
+    assert (refused.exit_code, "Failed: no GPU" in refused.output) == (1, True), refused.output
+    assert invoke("push", run, "--set", "learning_rate=0.1", "--id", "x", "--next-start").exit_code == 0
+    assert [one.id for one in inbox.waiting(run)] == ["x"]
 
 
 def test_the_first_of_several_runs_of_a_script_names_the_one_that_is_running(run: Path) -> None:

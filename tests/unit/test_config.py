@@ -67,6 +67,10 @@ def test_a_cluster_survives_a_round_trip() -> None:
         (described({"worker": TWO}), 'needs "type" and "index"'),
         (described({"worker": TWO}, {"type": "worker"}), 'needs "type" and "index"'),
         (described({"worker": TWO}, {"type": "evaluator", "index": 0}), "'evaluator' is not in"),
+        (
+            described({"worker": TWO, "evaluator": ["e:1"]}, {"type": "evaluator", "index": 0}),
+            "'evaluator', which takes no part in the training",
+        ),
         (described({"worker": TWO}, worker(2)), "from 0 to 1"),
         (described({"worker": TWO}, worker(-1)), "from 0 to 1"),
         (described({"worker": TWO}, worker(True)), "from 0 to 1"),

@@ -7,7 +7,6 @@ import importlib.util
 import io
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ import replicast
 from replicast.cli import main
 from replicast.demo import job, story
 from replicast.demo.job import DemoFailed, Job, Report, parse_reports, run_command
+from replicast.testing.job import eventually
+from tests.unit.clock import Clock
 
 NO_PROCESS = 2**22
 """Above what the kernel gives out."""
@@ -188,20 +189,18 @@ def test_a_job_that_fails_or_ends_too_early_fails_with_its_output(tmp_path: Path
 def test_a_job_that_takes_too_long_fails_and_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job, "JOB_SECS", 3.0)
+    clock = Clock()
+    monkeypatch.setattr(job, "time", clock)
     (tmp_path / "sleeps.py").write_text(
         "import os, pathlib, time\npathlib.Path('process').write_text(str(os.getpid()))\ntime.sleep(60)"
     )
-    with (
-        Job(tmp_path, "replicast run --tee all sleeps.py") as sleeping,
-        pytest.raises(DemoFailed, match="still running after 3 s"),
-    ):
-        sleeping.wait_for_step(50)
-    process = int((tmp_path / "process").read_text())
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{process}").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{process}").exists()
+    noted = tmp_path / "process"
+    with Job(tmp_path, "replicast run --tee all sleeps.py") as sleeping:
+        eventually(lambda: noted.exists() and noted.read_text())
+        clock.added_secs = job.JOB_SECS
+        with pytest.raises(DemoFailed, match="still running after 180 s"):
+            sleeping.wait_for_step(50)
+    eventually(lambda: not Path("/proc", noted.read_text()).exists())
 
 
 def test_the_training_script_uses_only_the_public_face() -> None:

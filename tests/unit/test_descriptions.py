@@ -8,6 +8,7 @@ import numpy as np
 
 from replicast.cli.update_tables import what_cell
 from replicast.client.updates import waiting_views
+from replicast.files import below
 from replicast.storage import inbox
 from replicast.storage.descriptions import describe
 from replicast.supervisor.states import what_is_taken_over
@@ -41,30 +42,30 @@ def test_what_a_waiting_update_does_and_waits_for_is_on_lines_of_its_own(tmp_pat
 
 
 def test_the_values_of_a_waiting_update_are_not_read(tmp_path: Path) -> None:
-    path = inbox.submit(tmp_path, update_of())
+    path = inbox.submit(tmp_path, update_of()).as_path()
     content = bytearray(path.read_bytes())
     content[-4:] = b"\xff\xff\xff\xff"
     path.write_bytes(content)
-    told = describe(path)
+    told = describe(below(path.parent) / path.name)
     assert told is not None
     assert told.words == "add x (+1)"
 
 
 def test_a_file_that_is_no_update_is_listed_without_a_description(tmp_path: Path) -> None:
-    path = inbox.submit(tmp_path, update_of())
+    path = inbox.submit(tmp_path, update_of()).as_path()
     content = path.read_bytes()
     for wrong in (b"", b"x" * 9, content[:-1], b"\xff" * 8 + content[8:], content.replace(b"add", b"axd")):
         path.write_bytes(wrong)
         (view,) = waiting_views(tmp_path, ())
         assert (view.id, view.edits) == (UPDATE_ID, ())
     path.unlink()
-    assert describe(path) is None
+    assert describe(below(path.parent) / path.name) is None
     path.symlink_to(tmp_path / "elsewhere")
-    assert describe(path) is None
+    assert describe(below(path.parent) / path.name) is None
 
 
 def test_the_launcher_names_a_waiting_update_by_what_it_does(tmp_path: Path) -> None:
     (tmp_path / "groups").mkdir()
     inbox.submit(tmp_path, update_of())
     line = what_is_taken_over(tmp_path)
-    assert line.endswith("1 update waiting in the inbox, to be applied now: 01234567 (add x (+1))")
+    assert line.endswith("1 update waiting in the inbox, for its first step: 01234567 (add x (+1))")

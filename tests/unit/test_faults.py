@@ -178,7 +178,7 @@ def doomed(directory: Path, action: str, **environ: str) -> subprocess.Popen[str
 
 def test_a_process_that_is_killed_leaves_the_line_and_its_temporary_file(tmp_path: Path) -> None:
     with doomed(tmp_path, "kill") as process:
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=120)
     assert (process.returncode, said) == (-signal.SIGKILL, "")
     assert [(fired["point"], fired["pid"]) for fired in faults.read_fired(tmp_path)] == [
         ("write", process.pid)
@@ -193,13 +193,13 @@ def test_a_stopped_process_continues_after_sigcont(tmp_path: Path) -> None:
         assert os.WIFSTOPPED(status)
         assert faults.read_fired(tmp_path)[0]["pid"] == process.pid
         process.send_signal(signal.SIGCONT)
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=120)
     assert (process.returncode, said) == (0, "it went on\n")
 
 
 def test_the_launcher_and_other_commands_ignore_the_fault_plan(tmp_path: Path) -> None:
     with doomed(tmp_path, "kill", REPLICAST_LAUNCHED="") as process:
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=120)
     assert (process.returncode, said) == (0, "it went on\n")
     assert faults.read_fired(tmp_path) == []
 

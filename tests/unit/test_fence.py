@@ -29,6 +29,7 @@ from replicast.storage.checkpoint import CheckpointStore
 from replicast.storage.fence import Fence
 from replicast.storage.groups import sees_group
 from replicast.storage.journal import FileJournal
+from replicast.storage.liveness import check_free
 from replicast.storage.runfiles import FORMAT, RunInfo, read_run_info, write_run_info
 from replicast.storage.updates import committed_updates, load_update
 from replicast.update.digest import digest_state
@@ -85,7 +86,7 @@ def test_who_claims_a_run_has_its_name_on_disk_also_when_another_made_the_direct
 ) -> None:
     (tmp_path / "run").mkdir()
     fence = Fence(tmp_path / "run", attempt=0)
-    assert synced == [tmp_path / "run", tmp_path, tmp_path / "run" / "groups", fence.directory]
+    assert synced == [tmp_path / "run", tmp_path, tmp_path / "run" / "groups", fence.directory.as_path()]
 
 
 def test_a_commit_that_was_stopped_anywhere_overwrites_nothing_of_the_next_group(tmp_path: Path) -> None:
@@ -346,7 +347,7 @@ def test_a_copy_of_another_runs_checkpoint_is_found_by_the_next_start(
 def test_a_damaged_claim_is_reported_and_never_guessed(tmp_path: Path, damage: str) -> None:
     commit(start(tmp_path), "first")
     second = Fence(tmp_path, attempt=1)
-    path = second.directory / "claim.json"
+    path = second.directory.as_path() / "claim.json"
     content = bytearray((tmp_path / "groups" / "000001" / "claim.json").read_bytes())
     if damage == "flipped":
         content = bytearray(path.read_bytes())
@@ -384,7 +385,7 @@ def test_the_run_directory_of_a_job_that_runs_is_not_taken_over(tmp_path: Path, 
         assert holder.stdout is not None
         assert holder.stdout.readline() == "claimed\n"
         with pytest.raises(ClusterError, match=f"process {holder.pid}.*Stop it first"):
-            Fence(tmp_path, attempt=1)
+            check_free(tmp_path)
         if end == "release":
             holder.stdin.write("release\n")
             holder.stdin.flush()
@@ -396,6 +397,7 @@ def test_the_run_directory_of_a_job_that_runs_is_not_taken_over(tmp_path: Path, 
             holder.stdin.write("\n")
             holder.stdin.flush()
             holder.wait()
+        assert check_free(tmp_path) == ""
         assert Fence(tmp_path, attempt=1).number == 2
         holder.kill()
 

@@ -242,8 +242,8 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(b"0" * 11)
     for path, problem in [
         (tmp_path / "missing", "No such file"),
-        (tmp_path, "no plain file"),
-        (tmp_path / "pipe", "no plain file"),
+        (tmp_path, "[Nn]ot a regular file"),
+        (tmp_path / "pipe", "[Nn]ot a regular file"),
         (tmp_path / "large", "Expected: at most 10 bytes. Received: 11 bytes"),
         (tmp_path / "nul\0", "cannot be read"),
     ]:

@@ -25,7 +25,7 @@ def made_run(run: Path) -> Path:
     journal, digest = FileJournal(run, fence), UPDATE.content_digest()
     journal.write(Payload("u1", digest, None), UPDATE)
     journal.write(Committed(1, "u1", digest, 10, 0))
-    return fence.directory / "000002.committed.json"
+    return fence.directory.as_path() / "000002.committed.json"
 
 
 def pipe(path: Path) -> None:

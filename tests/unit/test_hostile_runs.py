@@ -54,9 +54,9 @@ def test_a_manifest_with_an_impossible_shape_hides_no_other_checkpoint(
     store = CheckpointStore(made_run())
     good = written(store, 5)
     written(store, 6)
-    manifest_with_shape(store.path(6), shape)
+    manifest_with_shape(store.path(6).as_path(), shape)
     assert store.list() == [good]
-    assert [problem.path.parent for problem in store.problems()] == [store.path(6)]
+    assert [problem.path.parent for problem in store.problems()] == [store.path(6).as_path()]
     damaged: dict[int, str] = {}
     with choose(store, None, damaged) as reader:
         assert reader.manifest == good
@@ -73,7 +73,7 @@ def test_a_checkpoint_that_is_truncated_while_it_is_open_is_damaged_and_ends_no_
     with store.open(5) as reader:
         name = reader.names()[0]
         before = reader.read(name)
-        os.truncate(store.path(5) / "state.safetensors", 10)
+        os.truncate(store.path(5).as_path() / "state.safetensors", 10)
         np.testing.assert_array_equal(before, state_of()[name])
         with pytest.raises(FileDamaged, match="became shorter"):
             reader.read(name)
@@ -85,9 +85,9 @@ def test_a_pipe_or_a_device_in_a_checkpoint_is_damage(tmp_path: Path, file: str)
     good = written(store, 4)
     for step in (5, 6):
         written(store, step)
-        (store.path(step) / file).unlink()
-    os.mkfifo(store.path(5) / file)
-    (store.path(6) / file).symlink_to("/dev/zero")
+        (store.path(step).as_path() / file).unlink()
+    os.mkfifo(store.path(5).as_path() / file)
+    (store.path(6).as_path() / file).symlink_to("/dev/zero")
     assert store.list() == [good]
     assert len(store.problems()) == 2
     assert_holds(store, 4, state_of())
@@ -196,7 +196,7 @@ def test_files_that_are_no_updates_are_refused_without_waiting_for_the_disk(
     (tmp_path / "inbox").mkdir()
     for number in range(20):
         (tmp_path / "inbox" / f"junk-{number}.safetensors").write_bytes(b"junk" * 100)
-    inbox.refuse(tmp_path, tmp_path / "inbox" / "junk-0.safetensors", UpdateRefused("Wrong"), durably=False)
+    inbox.refuse(tmp_path, inbox.waiting(tmp_path)[0].path, UpdateRefused("Wrong"), durably=False)
     monkeypatch.setattr(os, "fsync", lambda _: pytest.fail("it waits for the disk"))
     for entry in inbox.waiting(tmp_path):
         with pytest.raises(FileDamaged) as raised:

@@ -1,4 +1,9 @@
+import contextlib
+import json
+import math
 import os
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +15,13 @@ from replicast.core.entries import Committed, Payload, Refused, Saved, Scheduled
 from replicast.core.proposal import Pending, Proposal
 from replicast.core.stage import Stage
 from replicast.errors import FileDamaged, UpdateRefused
-from replicast.files import write_durably
+from replicast.files import below, make_durably, write_durably
+from replicast.replicas.inbox import Inbox
 from replicast.storage import inbox
 from replicast.storage.checkpoint import CheckpointStore
 from replicast.storage.fence import Fence
 from replicast.storage.journal import FileJournal
+from replicast.testing.job import Job
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 from tests.unit.checkpoint.samples import draft_of, state_of
@@ -29,7 +36,7 @@ def update_of(name: str, value: float = 1.0) -> Update:
 def test_what_is_submitted_waits_and_can_be_read(tmp_path: Path) -> None:
     assert inbox.waiting(tmp_path) == []
     path = inbox.submit(tmp_path, update_of("a"), at_step=7)
-    assert path == tmp_path / "inbox" / "a.safetensors"
+    assert path.as_path() == tmp_path / "inbox" / "a.safetensors"
     (entry,) = inbox.waiting(tmp_path)
     assert (entry.id, entry.path, entry.nbytes) == ("a", path, path.stat().st_size)
     read = inbox.read(path)
@@ -80,7 +87,7 @@ def test_a_trial_is_read_back_and_another_one_under_the_same_id_is_refused(tmp_p
     ],
 )
 def test_a_trial_has_bounds_and_whatever_is_beyond_them_is_refused(tmp_path: Path, trial: Any) -> None:
-    path = tmp_path / "inbox" / "a.safetensors"
+    path = below(tmp_path) / "inbox" / "a.safetensors"
     path.parent.mkdir()
     write_durably(path, update_of("a").file_chunks({"trial": trial}))
     with pytest.raises((UpdateRefused, FileDamaged), match=r"trial|JSON"):
@@ -89,7 +96,7 @@ def test_a_trial_has_bounds_and_whatever_is_beyond_them_is_refused(tmp_path: Pat
 
 def test_the_oldest_comes_first_and_what_is_being_written_does_not_show(tmp_path: Path) -> None:
     for age, name in ((30, "b"), (10, "c"), (20, "a")):
-        os.utime(inbox.submit(tmp_path, update_of(name)), (1000 - age, 1000 - age))
+        os.utime(inbox.submit(tmp_path, update_of(name)).as_path(), (1000 - age, 1000 - age))
     (tmp_path / "inbox" / ".tmp-1.safetensors").write_text("half")
     (tmp_path / "inbox" / ".tmp-2").write_text("half")
     (tmp_path / "inbox" / "notes.txt").write_text("not ours")
@@ -113,7 +120,7 @@ def test_an_invalid_step_is_refused(tmp_path: Path, step: Any) -> None:
     with pytest.raises(UpdateRefused, match="step"):
         inbox.submit(tmp_path, update_of("a"), at_step=step)
     assert inbox.waiting(tmp_path) == []
-    path = tmp_path / "inbox" / "a.safetensors"
+    path = below(tmp_path) / "inbox" / "a.safetensors"
     path.parent.mkdir()
     write_durably(path, update_of("a").file_chunks({"at_step": step}))
     with pytest.raises(UpdateRefused, match="step"):
@@ -122,7 +129,8 @@ def test_an_invalid_step_is_refused(tmp_path: Path, step: Any) -> None:
 
 def test_a_file_with_the_name_of_another_is_refused(tmp_path: Path) -> None:
     path = inbox.submit(tmp_path, update_of("a"))
-    other = path.rename(path.with_name("b.safetensors"))
+    other = path.with_name("b.safetensors")
+    path.rename(other)
     with pytest.raises(UpdateRefused, match="named like the update in it") as raised:
         inbox.read(other)
     assert (raised.value.expected, raised.value.received) == ("a.safetensors", "b.safetensors")
@@ -130,9 +138,9 @@ def test_a_file_with_the_name_of_another_is_refused(tmp_path: Path) -> None:
 
 def test_a_plain_file_dropped_in_is_refused_with_the_command_that_would_work(tmp_path: Path) -> None:
     run_dir = tmp_path / "my runs"
-    path = run_dir / "inbox" / "delta.safetensors"
-    path.parent.mkdir(parents=True)
-    safetensors.numpy.save_file({"x": ONES}, path)
+    path = below(run_dir) / "inbox" / "delta.safetensors"
+    make_durably(path.parent)
+    safetensors.numpy.save_file({"x": ONES}, path.as_path())
     with pytest.raises(FileDamaged) as raised:
         inbox.read(path)
     inbox.refuse(run_dir, path, raised.value)
@@ -269,3 +277,86 @@ def test_a_note_that_is_a_link_hides_no_other_old_note(tmp_path: Path) -> None:
     (tmp_path / "inbox" / "b.stage.json").symlink_to("b.stage.json")
     inbox.clean(tmp_path)
     assert [path.name for path in (tmp_path / "inbox").iterdir()] == ["b.stage.json"]
+
+
+@contextlib.contextmanager
+def traced_memory() -> Iterator[Callable[[], int]]:
+    """The most memory that Python and numpy have allocated at one time since the beginning."""
+    tracemalloc.start()
+    last: list[int] = []
+    try:
+        yield lambda: last[0] if last else tracemalloc.get_traced_memory()[1]
+    finally:
+        last.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+
+
+def sparse_file(run_dir: Path, update: Update, shapes: dict[str, tuple[int, ...]]) -> Path:
+    """Puts the update into the inbox with other shapes in its header, and holes for values."""
+    begin = bytes(next(update.file_chunks()))
+    header, end = json.loads(begin[8:]), 0
+    for name, shape in shapes.items():
+        begin_of, end = end, end + 4 * math.prod(shape)
+        header[name] |= {"shape": shape, "data_offsets": [begin_of, end]}
+    text = json.dumps(header).encode()
+    path = run_dir / "inbox" / f"{update.id}.safetensors"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, 8 + len(text) + end)
+    assert path.stat().st_blocks < 100
+    return path
+
+
+def test_what_a_header_or_the_size_on_disk_shows_to_be_wrong_is_refused_without_memory_for_it(
+    tmp_path: Path,
+) -> None:
+    bias = np.ones(3, np.float32)
+    sparse_file(tmp_path, Update(id="holes").add("dense/bias", bias), {"0.value": (2**27,)})
+    sparse_file(tmp_path, Update(id="shape").add("dense/bias", bias), {"0.value": (2**23,)})
+    sparse_file(tmp_path, Update(id="name").add("dense/bais", bias), {"0.value": (2**23,)})
+    with Job(2) as job, traced_memory() as peak:
+        taken = Inbox(job.workers[0].session, lambda path, what, error: pytest.fail(f"{what}: {error}"))
+        taken.propose(tmp_path)
+        taken.propose(tmp_path)
+        assert peak() < 2**23
+    refused = {id_: str(error) for id_, error in inbox.refusals(tmp_path).items()}
+    assert "has holes" in refused.pop("holes")
+    assert "Wrong shape of value" in refused.pop("shape")
+    assert "perhaps dense/bias" in refused.pop("name")
+    assert not refused
+
+
+def test_a_file_with_holes_is_not_read_even_if_it_fits(tmp_path: Path) -> None:
+    path = sparse_file(tmp_path, update_of("a"), {"0.value": (2**27,)})
+    with (
+        traced_memory() as peak,
+        pytest.raises(FileDamaged, match=r"has holes.*53687\d+ bytes on disk.*bytes on disk"),
+    ):
+        inbox.take(tmp_path, path)
+    assert peak() < 2**23
+
+
+def test_who_submits_an_id_that_waits_already_does_not_read_a_larger_file(tmp_path: Path) -> None:
+    sparse_file(tmp_path, update_of("a"), {"0.value": (2**23,)})
+    with traced_memory() as peak, pytest.raises(UpdateRefused, match="Another update with this id"):
+        inbox.submit(tmp_path, update_of("a"))
+    assert peak() < 2**23
+
+
+def test_a_job_that_ends_says_which_updates_it_leaves_in_the_inbox(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Job(2) as job:
+        inboxes = [Inbox(worker.session, lambda *_: None) for worker in job.workers]
+        for one in inboxes:
+            one.settle_last(tmp_path)
+        assert not caplog.messages
+        (tmp_path / "inbox").mkdir()
+        for name in ("late", "l\nter"):
+            write_durably(tmp_path / "inbox" / f"{name}.safetensors", update_of("late").file_chunks())
+        for one in inboxes:
+            one.settle_last(tmp_path)
+    (said,) = [record.getMessage() for record in caplog.records if "inbox" in record.getMessage()]
+    assert said.startswith("not applied, because no step was trained since: 2 updates wait in the inbox")
+    assert "'late'" in said
+    assert "\n" not in said

@@ -268,7 +268,7 @@ def test_an_update_in_the_inbox_that_may_have_been_withdrawn_stops_the_start(tmp
     flip(entry_file(tmp_path, "withdrawn"))
     with pytest.raises(FileDamaged, match="update u1, which is in the inbox, may have been withdrawn"):
         started(tmp_path).check_start(None)
-    os.utime(path)  # It is submitted after what follows the damaged entry.
+    os.utime(path.as_path())  # It is submitted after what follows the damaged entry.
     started(tmp_path).check_start(None)
 
 

@@ -25,6 +25,7 @@ LAYERS = [
         "import_environment",
         "script_digest",
         "names",
+        "paths",
     },
     {"update", "audits"},
     {"core"},

@@ -14,6 +14,7 @@ def test_a_process_is_told_from_another_that_has_its_number() -> None:
     assert is_alive(me | {"started": me["started"] + 1}) is False
     assert is_alive({"pid": os.getpid()}) is None
     assert not is_on_this_host(me | {"host": "another host"})
+    assert not is_on_this_host(me | {"machine": "one with the same host name"})
 
 
 def test_a_process_that_has_ended_is_not_alive() -> None:

@@ -28,14 +28,34 @@ from replicast.config import (
 )
 from replicast.errors import ClusterError
 from replicast.rendezvous import meet
+from tests.unit.clock import Clock
 
-DEADLINE_SECS = 20.0
+DEADLINE_SECS = 120.0
+
+
+HELD = contextlib.ExitStack()
+"""The ports of a test: no other program gets one of them before its worker listens there."""
 
 
 def free_addresses(count: int) -> tuple[str, ...]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return tuple(f"127.0.0.1:{held.getsockname()[1]}" for held in sockets)
+    addresses = []
+    for _ in range(count):
+        held = HELD.enter_context(socket.socket())
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        addresses.append(f"127.0.0.1:{held.getsockname()[1]}")
+    return tuple(addresses)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Waiting workers say at once and always whom they wait for; their time is up when a test says so."""
+    made = Clock()
+    monkeypatch.setattr("replicast.rendezvous.time", made)
+    times = {"REPORT_SECS": 0.0, "REPEAT_SECS": 0.0, "_TELL_SECS": 0.1, "_ANSWER_SECS": 1e6}
+    for name, secs in times.items():
+        monkeypatch.setattr(f"replicast.rendezvous.{name}", secs)
+    return made
 
 
 class Meeting(threading.Thread):
@@ -75,7 +95,8 @@ class Meeting(threading.Thread):
 def no_server_of_tensorflow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No test waits for it."""
     monkeypatch.setattr("replicast.rendezvous._SERVER_SECS", 0.0)
-    return
+    with HELD:
+        yield
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
@@ -94,25 +115,26 @@ def test_a_port_that_is_reserved_for_worker_0_can_be_used(option: int) -> None:
         assert all(worker.has_met() for worker in (Meeting(addresses, 0), Meeting(addresses, 1)))
 
 
-def test_waiting_workers_say_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicast.rendezvous.REPORT_SECS", 1.5)  # two messages of worker 0
+def test_waiting_workers_say_who_is_missing(clock: Clock) -> None:
     addresses = free_addresses(3)
-    others = {Meeting(addresses, 1, timeout_secs=3.0): 3, Meeting(addresses, 0, timeout_secs=4.0): 4}
-    for worker, secs in others.items():
+    workers = Meeting(addresses, 0, timeout_secs=2000.0), Meeting(addresses, 1, timeout_secs=1000.0)
+    for worker in workers:
+        eventually_said(worker, f"for worker 2 ({addresses[2]}), which has not started")
+    for worker, secs in ((workers[1], 1000), (workers[0], 2000)):  # worker 1 first: it hears of 2 from 0
+        clock.added_secs = secs
         worker.join(DEADLINE_SECS)
-        assert f"worker 2 ({addresses[2]}), which has not started" in worker.lines[0]
         assert f"Not all workers started within {secs} s: " in str(worker.error)
         assert f"worker 2 ({addresses[2]})" in str(worker.error)
         assert START_TIMEOUT in str(worker.error)
 
 
-def test_a_worker_says_when_worker_0_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicast.rendezvous.REPORT_SECS", 0.5)
+def test_a_worker_says_when_worker_0_does_not_answer(clock: Clock) -> None:
     addresses = free_addresses(2)
-    worker = Meeting(addresses, 1, timeout_secs=1.5)
+    worker = Meeting(addresses, 1, timeout_secs=1000.0)
+    eventually_said(worker, f"for worker 0 ({addresses[0]}), which does not answer")
+    clock.added_secs = 1000.0
     worker.join(DEADLINE_SECS)
-    assert f"for worker 0 ({addresses[0]}), which does not answer" in worker.lines[0]
-    assert worker.error is not None
+    assert "Not all workers started within 1000 s" in str(worker.error)
 
 
 @pytest.fixture
@@ -174,7 +196,7 @@ def test_no_worker_looks_up_a_name_in_the_thread_that_must_end_in_time(
 def test_a_worker_gives_up_in_time_while_the_name_of_worker_0_is_not_resolved(
     resolver: threading.Event,
 ) -> None:
-    worker = Meeting(named(free_addresses(2)), 1, timeout_secs=0.5)
+    worker = Meeting(named(free_addresses(2)), 1, timeout_secs=0.1)
     worker.join(DEADLINE_SECS)
     assert "has a name that no DNS server has resolved yet" in str(worker.error)
     assert not resolver.is_set()
@@ -185,7 +207,8 @@ def test_a_worker_says_when_the_name_of_worker_0_has_no_address(monkeypatch: pyt
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    worker = Meeting(("worker-0:1", "127.0.0.1:9"), 1, timeout_secs=0.5)
+    monkeypatch.setattr("replicast.names.LOOK_SECS", DEADLINE_SECS)  # it looks until the lookup has ended
+    worker = Meeting(("worker-0:1", "127.0.0.1:9"), 1, timeout_secs=0.1)
     worker.join(DEADLINE_SECS)
     assert "worker 0 (worker-0:1) has no address (Name or service not known)" in str(worker.error)
 
@@ -196,7 +219,8 @@ def test_worker_0_says_when_its_own_name_has_no_address(monkeypatch: pytest.Monk
 
     port = free_addresses(1)[0].rpartition(":")[2]
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    worker = Meeting((f"worker-0:{port}", "127.0.0.1:9"), 0, timeout_secs=0.5)
+    monkeypatch.setattr("replicast.names.LOOK_SECS", DEADLINE_SECS)  # it looks until the lookup has ended
+    worker = Meeting((f"worker-0:{port}", "127.0.0.1:9"), 0, timeout_secs=0.1)
     worker.join(DEADLINE_SECS)
     assert "worker 0 finds no address for its own name, worker-0" in str(worker.error)
 
@@ -262,6 +286,7 @@ def test_the_oldest_of_many_strangers_makes_way_and_a_worker_that_comes_again_re
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("replicast.rendezvous._ANSWER_SECS", 1000.0)  # none is closed for its silence
+    monkeypatch.setattr("replicast.rendezvous._TELL_SECS", 0.1)
     addresses = free_addresses(3)
     host = Meeting(addresses, 0)
     hello = json.dumps({"worker": 1, "addresses": addresses}).encode() + b"\n"
@@ -280,7 +305,7 @@ def test_the_oldest_of_many_strangers_makes_way_and_a_worker_that_comes_again_re
 
 
 def test_a_program_that_connects_and_says_nothing_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicast.rendezvous._ANSWER_SECS", 1.5)
+    monkeypatch.setattr("replicast.rendezvous._ANSWER_SECS", 0.3)
     addresses = free_addresses(3)
     host, worker = Meeting(addresses, 0), Meeting(addresses, 1)
     while True:
@@ -291,6 +316,7 @@ def test_a_program_that_connects_and_says_nothing_is_not_kept(monkeypatch: pytes
             break
     with visitor:
         assert visitor.recv(1) == b"", "worker 0 has closed the connection"
+    monkeypatch.setattr("replicast.rendezvous._ANSWER_SECS", DEADLINE_SECS)
     assert all(one.has_met() for one in (Meeting(addresses, 2), worker, host))
 
 

@@ -17,11 +17,11 @@ from replicast.core.commands import Ended
 from replicast.core.operation import Outcome
 from replicast.core.refusal import Refusal
 from replicast.core.stage import Stage
-from replicast.errors import UpdateRefused
+from replicast.errors import FileDamaged, UpdateRefused
 from replicast.replicas.requests import RETRY_SECS, Requests
 from replicast.storage import inbox, requests
 from replicast.storage.requests import Answer, Kind
-from replicast.testing.job import Job, eventually
+from replicast.testing.job import DEADLINE_SECS, Job, eventually
 
 BIAS, TABLE = "dense/bias", "table/embeddings"
 
@@ -54,6 +54,9 @@ class Asked:
         assert found is not None
         return found
 
+    def values(self, id_: str, shape: tuple[int, ...]) -> Any:
+        return requests.read_values(self.run_dir, id_, shape, "float32")
+
     def refusal(self, id_: str) -> str:
         self.look()
         eventually(lambda: requests.read_answer(self.run_dir, id_))
@@ -64,7 +67,8 @@ class Asked:
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> Iterator[Asked]:
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+    monkeypatch.setattr("replicast.replicas.requests.LOOK_SECS", DEADLINE_SECS)  # one look sees all
     with Job(2) as job:
         yield Asked(job, tmp_path)
 
@@ -83,7 +87,7 @@ def test_a_pull_gives_the_values_of_one_boundary_and_their_digest_on_every_worke
     assert found.details["name"] == BIAS
     assert found.details["equal"]
     assert len(found.details["digests"]) == 2
-    np.testing.assert_array_equal(requests.read_values(asked.run_dir, id_), np.full(3, 3, np.float32))
+    np.testing.assert_array_equal(asked.values(id_, (3,)), np.full(3, 3, np.float32))
     assert inbox.waiting(asked.run_dir) == [], "the values are no update"
 
 
@@ -92,7 +96,7 @@ def test_a_pull_of_rows_gives_these_rows_in_their_order(asked: Asked) -> None:
         worker.state.values[TABLE] = np.arange(16, dtype=np.float32).reshape(8, 2)
     id_ = asked.ask("pull", name=TABLE, rows=((6, 8), (0, 1)))
     asked.answer(id_)
-    assert requests.read_values(asked.run_dir, id_).tolist() == [[12, 13], [14, 15], [0, 1]]
+    assert asked.values(id_, (3, 2)).tolist() == [[12, 13], [14, 15], [0, 1]]
 
 
 def test_a_pull_says_when_the_workers_have_different_values(asked: Asked) -> None:
@@ -101,7 +105,7 @@ def test_a_pull_says_when_the_workers_have_different_values(asked: Asked) -> Non
     found = asked.answer(id_)
     assert found.done
     assert not found.details["equal"]
-    assert requests.read_values(asked.run_dir, id_).tolist() == [0, 0, 0]
+    assert asked.values(id_, (3,)).tolist() == [0, 0, 0]
 
 
 def test_an_unknown_variable_is_refused_with_suggestions(asked: Asked) -> None:
@@ -113,7 +117,9 @@ def test_two_pulls_are_answered_one_after_the_other(asked: Asked) -> None:
     first, second = asked.ask("pull", name=BIAS), asked.ask("pull", name=TABLE)
     asked.answer(min(first, second))
     asked.answer(max(first, second))
-    assert requests.read_values(asked.run_dir, second).shape == (8, 2)
+    assert asked.values(second, (8, 2)).shape == (8, 2)
+    with pytest.raises(FileDamaged, match="other values"):
+        asked.values(second, (8, 3))
 
 
 def test_a_request_that_is_answered_while_another_one_is_taken_disturbs_nothing(
@@ -149,6 +155,23 @@ def test_a_request_waits_while_no_training_runs_until_its_deadline_has_passed(as
     asked.look(training=False)
     assert "deadline" in asked.refusal(late)
     assert requests.read_answer(asked.run_dir, patient) is None
+
+
+@pytest.mark.parametrize("hours", [-3, 3])
+def test_a_request_is_not_late_because_the_author_s_clock_is_another_one(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    asked.look()
+    with monkeypatch.context() as there:
+        moment = time.time() + hours * 3600
+        there.setattr("time.time", lambda: moment)
+        id_, late = asked.ask("save"), asked.ask("audit", secs=-1.0)
+    assert "deadline" in asked.refusal(late)
+    assert asked.answer(id_).done
+
+
+def test_a_request_that_was_there_before_the_job_is_not_done_late(asked: Asked) -> None:
+    assert "deadline" in asked.refusal(asked.ask("leave", secs=-1.0))
 
 
 def test_a_request_that_waits_when_the_job_restarts_is_answered_by_the_next_attempt(
@@ -235,10 +258,12 @@ def test_what_cannot_be_read_or_removed_is_answered_once(asked: Asked) -> None:
 def test_answers_that_nobody_fetches_are_removed_after_an_hour(asked: Asked) -> None:
     id_ = asked.ask("pull", name=BIAS)
     asked.answer(id_)
+    eventually(lambda: not list(requests.waiting(asked.run_dir)))
     for path in (asked.run_dir / "inbox").glob(f"{id_}.*"):
         os.utime(path, (0, 0))
     requests.clean(asked.run_dir)
-    assert not list((asked.run_dir / "inbox").iterdir())
+    left = (path.name for path in (asked.run_dir / "inbox").iterdir())
+    assert {name for name in left if not name.endswith(".request.json")} == set()  # removed behind its answer
 
 
 def test_an_author_who_gives_up_leaves_nothing_behind(asked: Asked) -> None:

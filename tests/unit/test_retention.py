@@ -10,6 +10,7 @@ import pytest
 
 from replicast.core.entries import Committed, Payload, Refused, Scheduled, Withdrawn
 from replicast.errors import PayloadRemoved
+from replicast.files import RunPath
 from replicast.storage.fence import Fence
 from replicast.storage.journal import FileJournal, MemoryJournal
 from replicast.storage.updates import committed_updates, load_update
@@ -152,11 +153,11 @@ def test_a_disk_that_removes_nothing_is_tried_again(tmp_path: Path, monkeypatch:
     journal = start(tmp_path)
     commit(journal, 1)
 
-    def fail(_path: Path, missing_ok: bool = False) -> None:
+    def fail(_path: RunPath, missing_ok: bool = False) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
     with monkeypatch.context() as patching:
-        patching.setattr(Path, "unlink", fail)
+        patching.setattr(RunPath, "unlink", fail)
         assert journal.remove_payloads({1}, None) == 0
     assert payloads(tmp_path) == 1
     assert journal.remove_payloads({1}, None) == 1

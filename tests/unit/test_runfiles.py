@@ -43,7 +43,7 @@ def test_the_names_of_a_run_and_of_its_workers_notes_are_on_disk(tmp_path: Path,
     synced.clear()
     write_run_info(fence, INFO)
     write_worker_note(tmp_path / "run", note(0))
-    assert synced == [fence.directory, tmp_path / "run"]
+    assert synced == [fence.directory.as_path(), tmp_path / "run"]
 
 
 def test_a_directory_of_something_else_is_told_apart(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_directory_of_something_else_is_told_apart(tmp_path: Path) -> None:
     [{"format": 1}, {"format": 3}, {"schema": 3}, {"schema": {}}, {"workers": "many"}, {"created_at": None}],
 )
 def test_a_run_of_a_later_format_or_damaged_is_named(tmp_path: Path, change: dict) -> None:
-    (Fence(tmp_path, attempt=0).directory / "run.json").write_bytes(sealed(INFO.to_json() | change))
+    (Fence(tmp_path, attempt=0).directory.as_path() / "run.json").write_bytes(sealed(INFO.to_json() | change))
     with pytest.raises(FileDamaged, match=r"run\.json"):
         read_run_info(tmp_path)
 

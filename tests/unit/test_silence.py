@@ -9,7 +9,10 @@ import sys
 import threading
 import time
 
-from replicast.silence import Pauses, on_silence
+import pytest
+
+from replicast.causes import Causes
+from replicast.silence import ClockJumps, Pauses, on_silence
 
 
 class Clocks:
@@ -62,10 +65,10 @@ def test_a_call_that_holds_python_s_lock_and_waits_is_no_pause() -> None:
         looked.set()
 
     on_silence(time.monotonic_ns, 100.0, lambda: None, until=stop, look=look)
-    looked.wait(20)
+    looked.wait(120)
     ctypes.PyDLL(None).usleep(900_000)  # as a slow disk does to a library that keeps the lock
     looked.clear()
-    looked.wait(20)
+    looked.wait(120)
     assert pauses.last_secs(within_secs=60.0) is None
     stop.set()
 
@@ -73,9 +76,12 @@ def test_a_call_that_holds_python_s_lock_and_waits_is_no_pause() -> None:
 STOPPED = """
 import threading, time
 from replicast.silence import Pauses, on_silence
-pauses = Pauses(0.5)
-on_silence(time.monotonic_ns, 100.0, lambda: None, until=threading.Event(), look=pauses.look)
-time.sleep(0.5)
+pauses, looked = Pauses(0.5), threading.Event()
+def look():
+    pauses.look()
+    looked.set()
+on_silence(time.monotonic_ns, 100.0, lambda: None, until=threading.Event(), look=look)
+looked.wait()
 print("ready", flush=True)
 input()
 print(pauses.last_secs(within_secs=60.0))
@@ -95,3 +101,55 @@ def test_a_process_that_was_stopped_knows_it() -> None:
         process.stdin.write("\n")
         process.stdin.flush()
         assert float(process.stdout.readline()) >= 0.8
+
+
+class SetClock:
+    """A wall clock that a test sets, and one that nobody sets; `held_up` is a delay between both."""
+
+    def __init__(self) -> None:
+        self.now, self.ahead, self.held_up = 100.0, 1.8e9, 0.0
+        self.jumps = ClockJumps(5.0, wall=lambda: self.now + self.ahead, clock=self.clock)
+        self.causes = Causes(0, 0, Pauses(5.0, lambda: self.now, lambda thread: 0), self.jumps, 22.0)
+        self.causes.look()
+
+    def clock(self) -> float:
+        self.now += self.held_up
+        return self.now
+
+
+NO_HEARTBEATS = "worker 1 was lost: it sent no heartbeats. It has crashed"
+TOLD = "These tasks are unhealthy (stopped sending heartbeats):\n/job:worker/replica:0/task:{}"
+
+
+@pytest.mark.parametrize(
+    ("secs", "said"),
+    [(10_800.0, "set forward by 10800 s"), (6.0, "forward by 6 s"), (-1.0, "set back by 1 s")],
+)
+def test_a_clock_that_was_set_is_named_as_the_cause_of_missed_heartbeats(secs: float, said: str) -> None:
+    here = SetClock()
+    assert said not in str(here.causes.noticed(NO_HEARTBEATS, 1)), "before the clock is set"
+    here.now, here.ahead = here.now + 0.2, here.ahead + secs
+    noticed = here.causes.noticed(NO_HEARTBEATS, 1)
+    assert noticed.worker == 1
+    assert str(noticed).startswith("worker 1 was taken for lost because the clock of worker 0's host was set")
+    assert said in str(noticed)
+    raised = type("UnavailableError", (Exception,), {"__module__": "tensorflow.python.framework"})
+    for worker in (0, 1):  # TensorFlow may take this worker for lost, too.
+        assert said in str(here.causes.of(raised(TOLD.format(worker))))
+    assert said not in str(here.causes.noticed("worker 1 was lost: its connection broke", 1))
+    for _ in range(8):
+        here.now += 3.0
+        here.causes.look()
+    assert said not in str(here.causes.noticed(NO_HEARTBEATS, 1)), "it explains nothing that comes later"
+
+
+def test_a_clock_that_is_adjusted_or_read_late_was_not_set() -> None:
+    here = SetClock()
+    for _ in range(1000):
+        here.now, here.ahead = here.now + 0.2, here.ahead - 0.0002
+        here.causes.look()
+    here.held_up = 30.0
+    here.causes.look()
+    here.held_up = 0.0
+    here.ahead += 3.0
+    assert here.jumps.last_secs(within_secs=1000.0) is None, "a short way forward loses nobody"

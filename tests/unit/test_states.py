@@ -17,6 +17,8 @@ from replicast.replicas.run_state import RunStates
 from replicast.storage.runfiles import ENDED, WorkerNote, sent_every_secs
 from replicast.storage.states import Change, State, absent_secs, changes, damage, read_state, write_change
 
+pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
+
 
 def note(
     step: int = 7, *, age: float = 0.0, attempt: int = 0, training: bool = True, waits: str = ""

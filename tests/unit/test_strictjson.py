@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from replicast.strictjson import MAX_DEPTH, json_bytes, parse_json, parse_object, sealed, unsealed
+from replicast.strictjson import (
+    MAX_DEPTH,
+    MAX_INTEGER,
+    json_bytes,
+    parse_integer,
+    parse_json,
+    parse_object,
+    sealed,
+    unsealed,
+)
 
 FIELDS = {"step": 1200, "note": "fix é\udc80", "sizes": [1, -2.5, None], "digests": {"0": "aa"}, "on": True}
 
@@ -64,3 +73,24 @@ def test_what_our_files_hold_is_read() -> None:
         parse_json(text)
     with pytest.raises(ValueError, match="Received: list"):
         parse_object("[]")
+
+
+def test_an_integer_is_decimal_and_of_bounded_size_or_refused() -> None:
+    for text in ("0", "7", "-7", "007", str(MAX_INTEGER), str(-MAX_INTEGER)):
+        assert parse_integer(text) == int(text)
+    for text in (
+        "",
+        "-",
+        "+1",
+        "--1",
+        " 1",
+        "1_0",
+        "1.0",
+        "²",
+        "٣",
+        str(MAX_INTEGER + 1),
+        "9" * 4300,
+        "9" * 9999,
+    ):
+        with pytest.raises(ValueError, match=r"is not an integer|is too large"):
+            parse_integer(text)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from replicast.paths import below
 from replicast.supervisor.chatter import is_chatter, wants_chatter
 from replicast.supervisor.output import Output
 from replicast.supervisor.screen import Screen
@@ -52,7 +53,11 @@ def written(log: Path, *, chatter: bool) -> tuple[str, list[str]]:
     """What the screen and the tail have of a worker that writes everything."""
     out = io.StringIO()
     output = Output(
-        0, log, screen=Screen(out, out, live_rank=None, colour=False), columns=None, chatter=chatter
+        0,
+        below(log.parent) / log.name,
+        screen=Screen(out, out, live_rank=None, colour=False),
+        columns=None,
+        chatter=chatter,
     )
     os.write(output.writing_end, "".join(f"{line}\n" for line in [*CHATTER, *SHOWN]).encode())
     output.close()
@@ -75,7 +80,11 @@ def test_chatter_is_shown_on_request(tmp_path: Path) -> None:
 def test_chatter_is_not_drawn_while_it_is_being_written(tmp_path: Path) -> None:
     out = io.StringIO()
     output = Output(
-        0, tmp_path / "log", screen=Screen(out, out, live_rank=0, colour=False), columns=None, chatter=False
+        0,
+        below(tmp_path) / "log",
+        screen=Screen(out, out, live_rank=0, colour=False),
+        columns=None,
+        chatter=False,
     )
     os.write(output.writing_end, CHATTER[3].encode())
     output.pump()

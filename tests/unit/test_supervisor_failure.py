@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from replicast.config import PEER_FAILED
+from replicast.paths import below
 from replicast.supervisor.failure import exception_in, traceback_in
 from replicast.supervisor.group import GroupEnd
 from replicast.supervisor.report import failure_line, interruption_line, restart_line
@@ -27,7 +28,7 @@ W0000 00:00:1 coordination: task was lost
 def test_the_exception_is_found_before_noise(tmp_path: Path) -> None:
     log = tmp_path / "worker-0.log"
     log.write_text(RAISED)
-    found = traceback_in(log)
+    found = traceback_in(below(tmp_path) / log.name)
     assert found[0].startswith("Traceback")
     assert found[-1] == exception_in(found) == "ValueError: bad loss"
 
@@ -36,7 +37,7 @@ def test_a_long_traceback_is_cut_in_its_middle(tmp_path: Path) -> None:
     log = tmp_path / "worker-0.log"
     frames = "".join(f'  File "deep.py", line {n}, in f\n    f()\n' for n in range(100))
     log.write_text(f"Traceback (most recent call last):\n{frames}RuntimeError: deep\n")
-    found = traceback_in(log)
+    found = traceback_in(below(tmp_path) / log.name)
     assert len(found) == 20
     assert "183 lines: see the log" in found[1]
     assert found[-1] == "RuntimeError: deep"
@@ -45,14 +46,16 @@ def test_a_long_traceback_is_cut_in_its_middle(tmp_path: Path) -> None:
 def test_no_exception_no_traceback(tmp_path: Path) -> None:
     log = tmp_path / "worker-0.log"
     log.write_text("Epoch 1/3\nall is well\n")
-    assert traceback_in(log) == []
+    assert traceback_in(below(tmp_path) / log.name) == []
     assert exception_in([]) == ""
-    assert traceback_in(tmp_path / "missing.log") == []
+    assert traceback_in(below(tmp_path) / "missing.log") == []
 
 
 def test_a_restart_names_the_worker_that_was_lost_not_the_one_that_says_so() -> None:
     said = "replicast: worker 1 was lost: it sent no heartbeats. Look for the first error (says worker 0)"
-    witness = WorkerExit(rank=0, code=PEER_FAILED, ran_secs=40.0, log=Path("log"), tail=("Epoch 1", said))
+    witness = WorkerExit(
+        rank=0, code=PEER_FAILED, ran_secs=40.0, log=below(".") / "log", tail=("Epoch 1", said)
+    )
     for failure, why in {
         witness: "worker 1 was lost, as worker 0 says",
         replace(witness, host="gpu0"): "worker 1 was lost, as worker 0 on gpu0 says",
@@ -77,6 +80,6 @@ def test_a_stopped_launcher_does_not_say_that_the_workers_of_unreached_hosts_hav
 
 def test_who_says_that_a_host_was_lost_stands_before_what_it_says() -> None:
     lost = WorkerExit(
-        rank=1, code=PEER_FAILED, ran_secs=0, log=Path(), tail=(), host="b", lost="Why?", said_by="a"
+        rank=1, code=PEER_FAILED, ran_secs=0, log=below("."), tail=(), host="b", lost="Why?", said_by="a"
     )
     assert failure_line(lost) == "replicast: host b was lost, says the launcher of a: Why?"

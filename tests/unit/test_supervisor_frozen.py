@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from replicast.config import PEER_FAILED
+from replicast.paths import below
 from replicast.supervisor.frozen import FrozenWorkers
 from replicast.supervisor.group import EndTimeouts, Group, GroupEnd
 from replicast.supervisor.interruptions import Interruptions
@@ -54,18 +55,18 @@ def test_time_in_which_the_launcher_was_stopped_too_does_not_count() -> None:
 
 def run_group(directory: Path, *programs: str, frozen_secs: float) -> GroupEnd:
     plans = [
-        WorkerPlan(rank, (sys.executable, "-c", program), {}, directory / f"{rank}.log")
+        WorkerPlan(rank, (sys.executable, "-c", program), {}, below(directory) / f"{rank}.log")
         for rank, program in enumerate(programs)
     ]
     screen = Screen(io.StringIO(), io.StringIO(), live_rank=None, colour=False)
-    timeouts = EndTimeouts(frozen_secs=frozen_secs)
+    timeouts = EndTimeouts(frozen_secs=frozen_secs, stop_failed_secs=0.1, settle_killed_secs=0.1)
     with Interruptions() as interruptions:
         group = Group(plans, screen=screen, tee=frozenset(), timeouts=timeouts, interruptions=interruptions)
         return group.run(os.environ)
 
 
 def test_a_frozen_worker_is_killed_and_named_and_the_others_are_ended(tmp_path: Path) -> None:
-    end = run_group(tmp_path, WAITS_FOR_EVER, FREEZES, frozen_secs=0.5)
+    end = run_group(tmp_path, WAITS_FOR_EVER, FREEZES, frozen_secs=0.1)
     assert end.first_failure is not None
     assert (end.first_failure.rank, end.first_failure.frozen) == (1, True)
     assert {ended.rank: ended.stopped for ended in end.exits} == {0: True, 1: True}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from replicast.paths import below
 from replicast.supervisor.group import EndTimeouts, Group, GroupEnd
 from replicast.supervisor.interruptions import Interruptions
 from replicast.supervisor.plan import WorkerPlan
@@ -20,7 +21,7 @@ from replicast.supervisor.worker import Worker, WorkerExit
 
 def run_group(directory: Path, program: str, workers: int) -> GroupEnd:
     plans = [
-        WorkerPlan(rank, (sys.executable, "-c", program), {}, directory / f"{rank}.log")
+        WorkerPlan(rank, (sys.executable, "-c", program), {}, below(directory) / f"{rank}.log")
         for rank in range(workers)
     ]
     screen = Screen(io.StringIO(), io.StringIO(), live_rank=None, colour=False)
@@ -68,7 +69,7 @@ def test_all_workers_of_a_group_are_closed_within_one_timeout(
 
 
 def test_a_line_without_an_end_does_not_fill_the_screen_when_its_worker_fails() -> None:
-    failure = WorkerExit(0, 1, 1.0, Path("log"), tail=("x" * 65536, "the reason"))
+    failure = WorkerExit(0, 1, 1.0, below(".") / "log", tail=("x" * 65536, "the reason"))
     box = tail_box(failure, io.StringIO())
     assert "the reason" in box
     assert "x" * 20 in box
@@ -77,4 +78,4 @@ def test_a_line_without_an_end_does_not_fill_the_screen_when_its_worker_fails() 
 
 def test_the_box_counts_its_lines() -> None:
     for tail, said in ((("why",), "worker 0: the last line "), (("a", "b"), "worker 0: the last 2 lines ")):
-        assert said in tail_box(WorkerExit(0, 1, 1.0, Path("log"), tail=tail), io.StringIO())
+        assert said in tail_box(WorkerExit(0, 1, 1.0, below(".") / "log", tail=tail), io.StringIO())

@@ -17,7 +17,7 @@ from replicast.supervisor.isolation import check_isolation
 from replicast.supervisor.network import exposure_line, outside_addresses
 from replicast.supervisor.plan import Job
 
-SECS = 60.0
+SECS = 120.0
 WORKER = """
 import json, os, pathlib, socket, sys
 cluster = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
@@ -141,7 +141,7 @@ def test_the_page_of_an_isolated_job_is_reachable_and_ctrl_c_ends_it(tmp_path: P
             address = launcher.stderr.readline().split()[-1]
             while "ready" not in launcher.stdout.readline():
                 assert launcher.poll() is None
-            with urllib.request.urlopen(f"{address}healthz", timeout=10) as answer:
+            with urllib.request.urlopen(f"{address}healthz", timeout=120) as answer:
                 assert answer.status == 200
             launcher.send_signal(signal.SIGINT)
             assert launcher.wait(SECS) == 130

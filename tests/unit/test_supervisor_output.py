@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from replicast.paths import RunPath, below
 from replicast.supervisor.lines import LineAssembler, as_shown, cropped, without_colours
 from replicast.supervisor.output import Output
 from replicast.supervisor.screen import Screen, make_screen
@@ -156,7 +157,7 @@ def test_text_that_the_stream_cannot_encode_is_replaced() -> None:
 
 def test_the_log_holds_every_byte_and_the_tail_what_was_shown(tmp_path: Path) -> None:
     screen, out = plain_screen()
-    output = Output(3, tmp_path / "log", screen=screen, columns=None)
+    output = Output(3, below(tmp_path) / "log", screen=screen, columns=None)
     os.write(output.writing_end, b"1%\r2%\r3%\n\xff\nend")
     output.close()
     assert (tmp_path / "log").read_bytes() == b"1%\r2%\r3%\n\xff\nend"
@@ -165,7 +166,7 @@ def test_the_log_holds_every_byte_and_the_tail_what_was_shown(tmp_path: Path) ->
 
 
 def test_a_worker_on_a_terminal_knows_its_width_and_newlines_are_unchanged(tmp_path: Path) -> None:
-    output = Output(0, tmp_path / "log", screen=None, columns=57)
+    output = Output(0, below(tmp_path) / "log", screen=None, columns=57)
     assert os.isatty(output.writing_end)
     assert os.get_terminal_size(output.writing_end).columns == 57
     output.resize(91)
@@ -175,8 +176,11 @@ def test_a_worker_on_a_terminal_knows_its_width_and_newlines_are_unchanged(tmp_p
     assert (tmp_path / "log").read_bytes() == b"a\nb\n"
 
 
-def test_a_full_disk_does_not_stop_the_reading() -> None:
-    output = Output(0, Path("/dev/full"), screen=None, columns=None)
+def test_a_full_disk_does_not_stop_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    with monkeypatch.context() as patching:
+        patching.setattr(RunPath, "open", lambda _path, _flags: full)
+        output = Output(0, below(tmp_path) / "log", screen=None, columns=None)
     os.write(output.writing_end, b"still here\n")
     output.close()
     assert list(output.tail) == ["still here"]
@@ -185,7 +189,7 @@ def test_a_full_disk_does_not_stop_the_reading() -> None:
 def test_a_child_that_outlives_a_worker_and_writes_forever_does_not_block_the_launcher(
     tmp_path: Path,
 ) -> None:
-    output = Output(0, tmp_path / "log", screen=None, columns=None)
+    output = Output(0, below(tmp_path) / "log", screen=None, columns=None)
     os.close(output.reading_end)
     output.reading_end = os.open("/dev/zero", os.O_RDONLY)
     output.close()
@@ -194,7 +198,7 @@ def test_a_child_that_outlives_a_worker_and_writes_forever_does_not_block_the_la
 
 @pytest.mark.parametrize("columns", [None, 80])
 def test_everything_that_a_worker_wrote_before_it_exited_is_read(tmp_path: Path, columns: int | None) -> None:
-    output = Output(0, tmp_path / "log", screen=None, columns=columns)
+    output = Output(0, below(tmp_path) / "log", screen=None, columns=columns)
     os.set_blocking(output.writing_end, False)
     written = 0
     with contextlib.suppress(BlockingIOError):
@@ -212,4 +216,4 @@ def test_a_log_is_closed_when_there_is_no_descriptor_left_for_a_pipe(
 
     monkeypatch.setattr(os, "pipe", no_pipe)
     with pytest.raises(OSError, match="Too many open files"):  # And no warning of a file that nobody closed.
-        Output(0, tmp_path / "log", screen=None, columns=None)
+        Output(0, below(tmp_path) / "log", screen=None, columns=None)

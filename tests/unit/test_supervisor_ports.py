@@ -29,7 +29,7 @@ def test_a_worker_can_listen_on_a_held_port() -> None:
     with (
         hold_free_ports(1) as ports,
         listening(ports.numbers[0]) as server,
-        socket.create_connection(("127.0.0.1", ports.numbers[0]), timeout=5),
+        socket.create_connection(("127.0.0.1", ports.numbers[0]), timeout=120),
     ):
         accepted, _ = server.accept()
         accepted.close()
@@ -68,6 +68,6 @@ def test_a_port_of_workers_that_are_just_ending_is_waited_for() -> None:
     port = server.getsockname()[1]
     ends = threading.Timer(0.3, server.close)
     ends.start()
-    with hold_ports([port], within_secs=10.0) as held:
+    with hold_ports([port], within_secs=120.0) as held:
         assert held.numbers == (port,)
     ends.join()

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from replicast.cli import main
 from replicast.config import FAULTS, PEER_FAILED
 from replicast.errors import LaunchRefused
+from replicast.paths import below
 from replicast.supervisor.attempts import exit_code
 from replicast.supervisor.group import GroupEnd, first_failure
 from replicast.supervisor.plan import Job, absent_workers, planned_faults
@@ -34,7 +35,7 @@ NOON = datetime(2030, 1, 2, 12, 0, 5)
 
 
 def ended(rank: int, code: int, *, stopped: bool = False) -> WorkerExit:
-    return WorkerExit(rank=rank, code=code, ran_secs=2.04, log=Path("/logs/x.log"), stopped=stopped)
+    return WorkerExit(rank=rank, code=code, ran_secs=2.04, log=below("/logs") / "x.log", stopped=stopped)
 
 
 def frozen(rank: int) -> WorkerExit:
@@ -65,15 +66,15 @@ def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def test_a_log_directory_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(LaunchRefused, match="--log-dir"):
-        make_attempt_dir(tmp_path / "file", 0)
+        make_attempt_dir(below(tmp_path) / "file", 0)
 
 
 def test_a_continued_run_never_overwrites_older_logs(tmp_path: Path) -> None:
-    assert next_attempt(tmp_path, range(2)) == 0
+    assert next_attempt(below(tmp_path), range(2)) == 0
     for attempt in range(2):
-        (make_attempt_dir(tmp_path, attempt) / "worker-1.log").touch()
-    assert next_attempt(tmp_path, range(2)) == 2
-    assert next_attempt(tmp_path, range(2, 4)) == 0, "another host's workers have no logs yet"
+        (make_attempt_dir(below(tmp_path), attempt) / "worker-1.log").as_path().touch()
+    assert next_attempt(below(tmp_path), range(2)) == 2
+    assert next_attempt(below(tmp_path), range(2, 4)) == 0, "another host's workers have no logs yet"
 
 
 def test_a_second_launcher_is_refused_until_the_first_has_ended_and_told_where_that_runs(

@@ -18,7 +18,7 @@ import replicast
 
 SIGNALS = Path(replicast.__file__).with_name("replicas") / "signals.py"
 on_sigterm: Any = runpy.run_path(str(SIGNALS))["on_sigterm"]  # Its package would load TensorFlow.
-DEADLINE_SECS = 60.0
+DEADLINE_SECS = 120.0
 
 
 @pytest.fixture(autouse=True)

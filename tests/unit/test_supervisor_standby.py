@@ -15,14 +15,15 @@ from pathlib import Path
 import pytest
 
 from replicast import import_environment
-from replicast.import_environment import changes, path_in, read_changes, relevant, with_changes
+from replicast.import_environment import PASSED_ON, changes, make_memory, read_changes, relevant, with_changes
+from replicast.paths import below
 from replicast.supervisor.group import EndTimeouts, Group, GroupEnd
 from replicast.supervisor.interruptions import Interruptions
 from replicast.supervisor.plan import WorkerPlan
 from replicast.supervisor.screen import Screen
 from replicast.supervisor.standby import StandbySet
 
-DEADLINE_SECS = 30.0
+DEADLINE_SECS = 120.0
 MIRROR = '''"""A script that writes down all that it can see of its process."""
 import json, os, resource, signal, sys, threading, warnings
 
@@ -61,10 +62,10 @@ class Place:
         self.screen = Screen(io.StringIO(), self.told, live_rank=None, colour=False)
         self.argv = (sys.executable, *program)
         self.trains = True
-        self.standbys = StandbySet(program, directory, self.screen, lambda attempt: self.trains, imports)
+        self.standbys = StandbySet(program, self.screen, lambda attempt: self.trains, imports)
 
     def run(self, attempt: int, **env: str) -> GroupEnd:
-        log = self.directory / f"{attempt}.log"
+        log = below(self.directory) / f"{attempt}.log"
         plan = WorkerPlan(0, self.argv, {"PYTHONUNBUFFERED": "1", **env}, log)
         with Interruptions() as interruptions:
             group = Group(
@@ -195,7 +196,7 @@ def test_a_standby_that_cannot_take_the_call_has_not_trained(place: Make) -> Non
     here = place("print('trained')", imports=("narrow",))
     (here.directory / "narrow.py").write_text(
         "import os, resource\nlimits = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) - 1, limits[1]))"
+        "free = os.dup(0)\nos.close(free)\nresource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))"
     )
     here.run(0)
     here.prepare()
@@ -268,7 +269,7 @@ import io, os, sys, time
 from pathlib import Path
 from replicast.supervisor.screen import Screen
 from replicast.supervisor.standby import Standby
-standby = Standby(["train.py"], dict(os.environ), ["json"])
+standby = Standby(["train.py"], dict(os.environ), ["json"], os.memfd_create("changes"))
 while standby.look() and not standby.is_ready:
     time.sleep(0.01)
 print(standby.process.pid, flush=True)
@@ -284,17 +285,59 @@ time.sleep(600)
     eventually(lambda: b"prepared.py" not in command(standby))
 
 
+SEEN = """
+import os
+level, path = os.environ.get("TF_CPP_MIN_LOG_LEVEL"), os.environ.get("TF_PLUGGABLE_DEVICE_LIBRARY_PATH")
+"""
+CHANGING = """
+import os, seen
+from replicast import import_environment
+print(seen.level, seen.path, os.environ.get("TF_CPP_MIN_LOG_LEVEL"))
+os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_PLUGGABLE_DEVICE_LIBRARY_PATH": "/foreign", "PASSWORD": "p"}
+import_environment.note_changes()
+"""
+
+
 def test_a_standby_imports_with_what_the_script_changed_and_starts_without_it(place: Make) -> None:
-    script = "import os, seen; print(seen.level, os.environ.get('TF_CPP_MIN_LOG_LEVEL'))"
-    here = place(script, imports=("seen",))
-    (here.directory / "seen.py").write_text("import os; level = os.environ.get('TF_CPP_MIN_LOG_LEVEL')")
-    noted = path_in(here.directory, 0)
-    noted.parent.mkdir()
-    noted.write_text(json.dumps({"attempt": 0, "changes": {"TF_CPP_MIN_LOG_LEVEL": "3"}}))
+    here = place(CHANGING, imports=("seen",))
+    (here.directory / "seen.py").write_text(SEEN)
+    here.trains = False  # as long as a worker has not told what it changed
     here.run(0)
-    here.prepare()
+    here.trains = True
+    standby = here.prepare()
+    taken = Path(f"/proc/{standby}/environ").read_bytes()
+    assert b"TF_CPP_MIN_LOG_LEVEL=3" in taken
+    assert b"PASSWORD" not in taken
+    assert b"TF_PLUGGABLE" not in taken, "only what is on the list passes"
     here.run(1)
-    assert here.log(1) == "3 None\n"
+    assert here.log(1) == "3 None None\n"
+
+
+def test_a_file_in_the_run_directory_changes_nothing_of_a_standby(place: Make) -> None:
+    here = place("import seen; print(seen.level, seen.path)", imports=("seen",))
+    (here.directory / "seen.py").write_text(SEEN)
+    planted = {"TF_PLUGGABLE_DEVICE_LIBRARY_PATH": "/foreign", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    (here.directory / "workers").mkdir()
+    content = json.dumps({"attempt": 0, "changes": planted})
+    (here.directory / "workers" / "0.environment").write_text(content)
+    here.run(0, REPLICAST_RUN_DIR=str(here.directory))
+    here.prepare()
+    here.run(1, REPLICAST_RUN_DIR=str(here.directory))
+    assert here.log(1) == "None None\n"
+
+
+def test_changes_go_only_into_the_memory_that_a_worker_has_inherited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_environment, "called_with", {})
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    memory = make_memory()
+    with (tmp_path / "other").open("w+") as other:
+        for descriptor in ("", "x", "../1", str(other.fileno()), "9999", str(memory)):
+            import_environment.note_changes({"REPLICAST_CHANGES_FD": descriptor})
+        assert other.read() == "", "the descriptor of something else in a child of the script"
+    assert read_changes(memory)["KERAS_BACKEND"] == "tensorflow"
+    os.close(memory)
 
 
 def test_other_settings_for_the_imports_than_those_of_the_standby_mean_a_cold_start(place: Make) -> None:
@@ -314,13 +357,18 @@ def test_only_variables_that_matter_to_imports_are_noted() -> None:
     assert relevant(with_changes(before, changed)) == relevant(after)
 
 
+def test_no_variable_that_names_code_is_passed_on() -> None:
+    assert not [name for name in PASSED_ON if name.endswith(("PATH", "LIBRARY", "PRELOAD", "FLAGS", "DIR"))]
+
+
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"changes": 3}', '{"changes": {"TF_X": 3, "LD_PRELOAD": "x"}}']
+    "text", ["", "[]", "{}", "3", '{"TF_X": "x"}', '{"KERAS_BACKEND": 3, "LD_PRELOAD": "x", "TF_CONFIG": ""}']
 )
-def test_a_damaged_note_of_changes_is_ignored(tmp_path: Path, text: str) -> None:
-    path_in(tmp_path, 0).parent.mkdir()
-    path_in(tmp_path, 0).write_text(text)
-    assert read_changes(tmp_path, 0) == {}
+def test_changes_that_are_not_on_the_list_or_damaged_are_ignored(text: str) -> None:
+    memory = make_memory()
+    os.pwrite(memory, text.encode(), 0)
+    assert read_changes(memory) == {}
+    os.close(memory)
 
 
 def test_only_what_the_script_sets_after_the_imports_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:

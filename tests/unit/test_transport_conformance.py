@@ -20,7 +20,7 @@ from replicast.runtime.codec import decode, encode
 from replicast.transport import MemoryTransport, Parcel, SharedMemoryTransport, Transport
 from tests.unit.chains import chain_of
 
-WAIT_SECS = 30.0
+WAIT_SECS = 120.0
 SOON_SECS = 0.05
 
 
@@ -289,7 +289,7 @@ def test_transport(promise: Callable[[Worker], Any], kind: str, size: int, tmp_p
 @pytest.mark.parametrize("hosts", CHAINS)
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 def test_chain(promise: Callable[[Worker], Any], hosts: str, tmp_path: Path) -> None:
-    threads = threading.active_count()
+    before = set(threading.enumerate())  # Other tests may have left some, which end at any time.
     run_on_threads(promise, chain_of(hosts, tmp_path))
     assert not list(tmp_path.iterdir()), "something is left behind"
-    assert threading.active_count() == threads, "a thread is left behind"
+    assert set(threading.enumerate()) <= before, "a thread is left behind"

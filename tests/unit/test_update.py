@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -233,7 +233,6 @@ def updates(draw: st.DrawFn) -> Update:
 
 
 @given(updates())
-@settings(deadline=None)
 def test_every_update_survives_its_file_and_its_parts(update: Update) -> None:
     loaded, _ = Update.parse(memoryview(content(update)), "file")
     assert same(loaded, update)

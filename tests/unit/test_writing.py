@@ -13,7 +13,7 @@ from replicast.errors import JobFailed, ReplicastError
 from replicast.lifetime import Lifetime
 from replicast.strategy.writing import Writing
 
-DEADLINE_SECS = 20.0
+DEADLINE_SECS = 120.0
 
 
 class Worker:

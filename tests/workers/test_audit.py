@@ -300,7 +300,7 @@ def raised(strategy: Any, run_dir: Path) -> Any:
             time.sleep(0.01)  # what a step would take: the worker's other threads need some time as well
             return strategy.rank != 0 or requests.read_answer(run_dir, asked[0]) is not None
 
-        fit(model, [replicas.callback(), AtStep(act), Until(meeting, answered)], 2, epochs=200)
+        fit(model, [replicas.callback(), AtStep(act), Until(meeting, answered)], 2, epochs=100_000)
         strictly = replicas.callback(audit_every=5, on_divergence="raise")
         with pytest.raises(replicast.ReplicasDiverged) as caught:
             fit(model, [strictly, AtStep(corrupt)], 50)

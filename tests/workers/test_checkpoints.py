@@ -689,8 +689,8 @@ def patched_and_live(strategy: Any, directory: Path) -> dict[str, Any]:
         replicas.sync()
         live = replicas.digests()
     if strategy.rank == 0:
-        source = CheckpointStore(directory / "live").path(3)
-        patch(source, correction(), CheckpointStore(directory / "patched").path(3))
+        source = CheckpointStore(directory / "live").path(3).as_path()
+        patch(source, correction(), CheckpointStore(directory / "patched").path(3).as_path())
     Meeting(strategy).all_say()
     scramble(replicas.model, strategy.rank)
     with replicas_of(model, run_dir=directory / "patched") as replicas:

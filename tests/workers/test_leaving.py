@@ -86,7 +86,7 @@ def no_room_for_the_first(strategy: Any, directory: Path) -> list[str]:
     written = CheckpointStore.write
 
     def fails(store: CheckpointStore, *given: Any) -> Any:
-        if store.directory.is_relative_to(directory / "first"):
+        if store.directory.as_path().is_relative_to(directory / "first"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return written(store, *given)
 

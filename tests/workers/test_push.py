@@ -110,7 +110,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.
         finally:
             launcher.terminate()  # Its workers go with it.
             try:
-                launcher.communicate(timeout=30)
+                launcher.communicate(timeout=120)
             finally:
                 launcher.kill()
 

@@ -23,7 +23,7 @@ from tests.workers.test_updates import adam, replicas_of
 
 def flip(run_dir: Path, step: int, strategy: Any) -> None:
     if strategy.rank == 0:
-        state = CheckpointStore(run_dir).path(step) / "state.safetensors"
+        state = CheckpointStore(run_dir).path(step).as_path() / "state.safetensors"
         content = bytearray(state.read_bytes())
         content[-3] ^= 1
         state.write_bytes(content)
@@ -96,7 +96,7 @@ def checkpoint_of_ones(run_dir: Path) -> None:
         checkpoints = Checkpoints(job.workers[0].session, job.workers[0].state, CheckpointStore(run_dir), 0)
         assert job.workers[0].writer is not None
         job.workers[0].writer.write_checkpoint = checkpoints.writer.write
-        assert job.on_all(lambda _: checkpoints.save_here())[0].result(20) is not None
+        assert job.on_all(lambda _: checkpoints.save_here())[0].result(120) is not None
 
 
 @pytest.mark.parametrize("problem", ["other values", "nothing"])

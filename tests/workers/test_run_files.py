@@ -122,7 +122,7 @@ def test_a_disk_that_is_away_stops_no_training_and_is_said_once(
     assert caplog.text.count("cannot be kept up to date") == 1
 
 
-def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Path]:
+def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
     """The second arguments with which a function of the inbox is called from now on."""
     real, calls = getattr(inbox, name), []
 
@@ -158,7 +158,7 @@ def test_an_entry_that_cannot_be_moved_away_keeps_no_other_waiting_and_is_refuse
     train_until(job, lambda: stage_of(tmp_path, "good") == Stage.VERIFIED)
     seen = len(looks)
     eventually(lambda: len(looks) > seen + 3)
-    assert refused == [folder]
+    assert [path.as_path() for path in refused] == [folder]
     assert warnings_in(caplog, folder) == [True]
 
 
@@ -232,6 +232,29 @@ def test_an_entry_that_causes_an_unexpected_error_is_refused_with_it_and_the_job
     put(tmp_path, bias(1.0, id="good"), None)
     train_until(job, lambda: stage_of(tmp_path, "good") == Stage.VERIFIED)
     eventually(lambda: inbox.waiting(tmp_path) == [])
+
+
+def test_the_name_of_an_entry_puts_no_line_and_no_colour_into_the_log(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def faulty(*_: Any) -> Any:
+        raise ZeroDivisionError("nobody foresaw this")
+
+    monkeypatch.setattr(inbox, "take", faulty)
+    (tmp_path / "inbox").mkdir()
+    (tmp_path / "inbox" / "a\nroot ALL=(ALL) NOPASSWD: ALL\x1b[2J.safetensors").write_bytes(b"x")
+    keeping_of(job, tmp_path).start()
+    eventually(lambda: inbox.refusals(tmp_path))
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("a\\nroot ALL" in text for text in messages)
+    assert not any("\n" in text or "\x1b" in text for text in messages)
+
+
+def test_what_a_killed_withdrawal_has_set_aside_is_proposed(job: Job, tmp_path: Path) -> None:
+    path = inbox.submit(tmp_path, bias(1.0, id="good"))
+    path.rename(path.with_name("good.0123456789abcdef.aside"))
+    keeping_of(job, tmp_path).start()
+    train_until(job, lambda: stage_of(tmp_path, "good") == Stage.VERIFIED)
 
 
 def test_an_update_that_a_job_has_taken_for_a_later_step_is_given_back_when_it_is_asked_for(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import shutil
 import threading
@@ -93,6 +94,11 @@ class SlowStore:
 
         monkeypatch.setattr(CheckpointStore, "write", slowly)
 
+    def wait_until_it_is_written(self, worker: Worker, step: int) -> None:
+        """Training goes on behind the checkpoint of step 10 when its file is open."""
+        if (worker.rank, step) == (0, 12):
+            assert self.begun.wait(DEADLINE_SECS)
+
 
 # Who is told to end.
 
@@ -113,7 +119,7 @@ def left(
 
     def act(worker: Worker) -> Any:
         try:
-            for step in range(1, 1000):
+            for step in itertools.count(1):
                 barrier.wait(DEADLINE_SECS)
                 made[worker.rank].step()
                 at_each(worker, step)
@@ -136,8 +142,8 @@ def test_a_job_told_to_exit_while_a_checkpoint_is_written_saves_behind_it_althou
 ) -> None:
     with Job(2) as job:
         made = savers(job, tmp_path, SavePlan(10, when_busy="skip"))
-        SlowStore(monkeypatch, lambda: is_leaving(job))
-        first, second = left(job, made, caplog)
+        slow = SlowStore(monkeypatch, lambda: is_leaving(job))
+        first, second = left(job, made, caplog, slow.wait_until_it_is_written)
         step = job.workers[0].session.step
     assert first == "worker 0 was told to exit: the state is saved"
     assert second == "worker 1 was told to exit: the state is saved"
@@ -148,6 +154,8 @@ def test_a_job_told_to_exit_says_that_nothing_is_saved_when_the_replicas_differ(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def change(worker: Worker, step: int) -> None:
+        if (worker.rank, step) == (0, 11):
+            eventually(lambda: CheckpointStore(tmp_path).list())
         if (worker.rank, step) == (1, 12):
             worker.state.values["dense/bias"][:] = 7
 
@@ -181,15 +189,11 @@ def test_a_job_told_to_exit_does_not_wait_forever_for_a_disk_that_does_not_answe
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers = threading.Event()
-    with Job(2, timeouts=replace(QUICK, compute_secs=1.0)) as job:
+    with Job(2) as job:
+        job.workers[0].session.timeouts = replace(QUICK, compute_secs=0.1)  # the coordinator has more
         made = savers(job, tmp_path, SavePlan(10, when_busy="skip"))
         slow = SlowStore(monkeypatch, answers.is_set)
-
-        def wait_until_it_is_written(worker: Worker, step: int) -> None:
-            if (worker.rank, step) == (0, 12):
-                assert slow.begun.wait(DEADLINE_SECS)
-
-        first, _ = left(job, made, caplog, wait_until_it_is_written)
+        first, _ = left(job, made, caplog, slow.wait_until_it_is_written)
         answers.set()
     assert "the state is not saved. The previous checkpoint is still being written" in first
 
@@ -508,7 +512,7 @@ def test_a_complete_checkpoint_has_not_failed_if_an_old_one_cannot_be_removed(
         meanwhile.append(step)
         if step == 2:
             raise PermissionError(errno.EACCES, "Permission denied")
-        shutil.rmtree(store.path(step))
+        shutil.rmtree(store.path(step).as_path())
         remove(store, step)
 
     monkeypatch.setattr(CheckpointStore, "remove", removed_by_somebody)

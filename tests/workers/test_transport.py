@@ -58,7 +58,7 @@ def run_promise(
 def test_transport(
     pool3: Pool, promise: Callable[[Worker], None], hosts: Sequence[str], tmp_path: Path
 ) -> None:
-    pool3.run(run_promise, promise, hosts, uuid.uuid4().hex, tmp_path, deadline_secs=60)
+    pool3.run(run_promise, promise, hosts, uuid.uuid4().hex, tmp_path, deadline_secs=300)
     assert not list(tmp_path.iterdir()), "something is left behind"
 
 

@@ -63,7 +63,7 @@ class Looks:
         trial = receipt.trial
         assert trial is not None
         if self.ticket is not None:
-            assert self.ticket.result(30).trial == trial
+            assert self.ticket.result(120).trial == trial
         return {
             "outcome": trial.outcome,
             "applied": receipt.step,

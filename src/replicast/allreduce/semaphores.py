@@ -31,6 +31,9 @@ _libc.sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
 _libc.sem_post.argtypes = [ctypes.c_void_p]
 _libc.sem_trywait.argtypes = [ctypes.c_void_p]
 _libc.sem_timedwait.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Timespec)]
+_IS_MONOTONIC = hasattr(_libc, "sem_clockwait")  # since glibc 2.30
+if _IS_MONOTONIC:
+    _libc.sem_clockwait.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec)]
 
 
 class Semaphore:
@@ -62,7 +65,7 @@ class Semaphore:
         for _ in range(spins):
             if trywait(address) == 0:
                 return
-        while _libc.sem_timedwait(address, _in(CHECK_SECS)) != 0:
+        while not _sleep(address, CHECK_SECS):
             check()
 
 
@@ -71,7 +74,13 @@ def spins_on_this_host(workers: int) -> int:
     return SPINS if len(os.sched_getaffinity(0)) >= workers else 0
 
 
-def _in(secs: float) -> _Timespec:
-    """A point in time as `sem_timedwait` has it. A clock that is set back only delays one look at the job."""
-    nanosecs = time.time_ns() + int(secs * 1e9)
-    return _Timespec(nanosecs // 1_000_000_000, nanosecs % 1_000_000_000)
+def _sleep(address: ctypes.c_void_p, secs: float) -> bool:
+    """Waits for a post, at most so long; returns whether there was one.
+
+    By the monotonic clock: when the wall clock is set back by hours, a wait by that one would last as long.
+    """
+    nanosecs = (time.monotonic_ns() if _IS_MONOTONIC else time.time_ns()) + int(secs * 1e9)
+    until = _Timespec(nanosecs // 1_000_000_000, nanosecs % 1_000_000_000)
+    if _IS_MONOTONIC:
+        return bool(_libc.sem_clockwait(address, time.CLOCK_MONOTONIC, until) == 0)
+    return bool(_libc.sem_timedwait(address, until) == 0)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from replicast.bench.figures import Figure, combine, parse
 from replicast.bench.plan import MEASURES, Plan, check_room
-from replicast.config import shared_memory_directory
+from replicast.config import SECRETS, shared_memory_directory, without
 from replicast.supervisor import bootstrap
 from replicast.transport.files import remove_leftovers
 
@@ -63,7 +63,7 @@ def _run(plan: Plan, directory: Path, progress: Callable[[int, int, str], None])
     run_dir, output = directory / "run", directory / "output"
     command = ["run", "-n", str(plan.workers), "--run-dir", str(run_dir), "--tee", "none"]
     job = ["-m", "replicast.bench.job", str(plan.nbytes), str(plan.rounds)]
-    inherited = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    inherited = without(os.environ, "TF_CONFIG", *SECRETS)
     with output.open("wb") as file:
         launcher = subprocess.Popen(
             # bootstrap.py, so that the launcher ends with us; -P, so that no file here replaces a module

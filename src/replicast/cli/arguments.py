@@ -10,6 +10,7 @@ import click
 from replicast.cli import texts
 from replicast.client import Run, connect
 from replicast.errors import NotFound
+from replicast.paths import below
 
 
 class RunType(click.ParamType):  # type: ignore[type-arg]
@@ -40,6 +41,6 @@ timeout_option = click.option(
 
 def directory_of(path: Path) -> Path:
     """The path, if it is a run directory or has checkpoints; else a usage error that names those near it."""
-    if not (path / "checkpoints").is_dir():
+    if not (below(path) / "checkpoints").is_dir():
         RunType().convert(path, None, None)
     return path

@@ -23,6 +23,7 @@ from replicast.cli.patch import patch
 from replicast.cli.tables import facts_table, make_console, make_table, progress_bar
 from replicast.client import Run
 from replicast.errors import FileDamaged, NoAnswer
+from replicast.paths import RunPath
 from replicast.storage.checkpoint import CheckpointStore, Comparison, Manifest, Verdict, open_checkpoint
 from replicast.storage.checkpoint import diff as compare
 
@@ -62,12 +63,14 @@ def list_(run: Path, as_json: bool) -> None:
     manifests, problems = store.list(), store.problems()
     if as_json:
         for manifest in manifests:
-            fields = manifest.to_json() | {"path": str(store.path(manifest.step))}
+            fields = manifest.to_json() | {"path": str(store.path(manifest.step).as_path())}
             click.echo(
                 json.dumps({name: fields[name] for name in fields if name not in ("schema", "digests")})
             )
     elif manifests:
         make_console().print(_checkpoints_table(manifests))
+        if (last := store.last()) is not None and last.step != manifests[-1].step:
+            click.echo(f"The next start goes on from step {last.step}: training went back to it.")
     elif not problems:
         click.echo(_NONE_YET)
     _print_damaged(problems)
@@ -115,18 +118,18 @@ def show(path: Path, step: int | None, as_json: bool) -> None:
 
     Exit code: 0; 1 when there is no such checkpoint or it is damaged; 2 when the command is wrong.
     """  # noqa: D301 - click wants a real backspace
-    path = the_checkpoint(path, step)
-    with open_checkpoint(path) as reader:
+    found = the_checkpoint(path, step)
+    with open_checkpoint(found) as reader:
         manifest = reader.manifest
     if as_json:
-        click.echo(json.dumps(manifest.to_json() | {"path": str(path)}))
+        click.echo(json.dumps(manifest.to_json() | {"path": str(found.as_path())}))
         return
     table = make_table("variable", "shape", "dtype", "digest", whole=("dtype", "digest"))
     for variable in manifest.schema:
         digest = texts.printable(manifest.digests[variable.name])[:16]
         table.add_row(texts.printable(variable.name), texts.shape(variable.shape), variable.dtype, digest)
     console = make_console()
-    console.print(facts_table(_facts(path, manifest)))
+    console.print(facts_table(_facts(found, manifest)))
     console.print()
     console.print(table)
 
@@ -193,7 +196,7 @@ def diff(first: Path, second: Path, digests_only: bool, also_equal: bool, as_jso
 checkpoint.add_command(patch)
 
 
-def _verified(path: Path) -> bool:
+def _verified(path: RunPath) -> bool:
     """Verifies one checkpoint and says how it is.
 
     Raises:
@@ -229,7 +232,7 @@ def _checkpoints_table(manifests: list[Manifest]) -> Table:
     return table
 
 
-def _facts(path: Path, manifest: Manifest) -> list[tuple[str, str | Text]]:
+def _facts(path: RunPath, manifest: Manifest) -> list[tuple[str, str | Text]]:
     sequence = manifest.sequence
     versions = ", ".join(f"{name} {value}" for name, value in manifest.versions.items())
     patched = ""

@@ -9,6 +9,7 @@ import click
 from replicast.cli import texts
 from replicast.cli.arguments import directory_of
 from replicast.errors import CheckpointError
+from replicast.paths import RunDir, RunPath, below
 from replicast.storage.checkpoint import CheckpointStore
 from replicast.storage.checkpoint.writing import COMMITTED, MANIFEST, STATE
 
@@ -17,12 +18,12 @@ path_argument = click.argument("path", type=PATH, metavar="PATH|RUN")
 step_argument = click.argument("step", type=click.IntRange(min=0), required=False)
 
 
-def is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: RunDir) -> bool:
     """Whether a directory looks like a checkpoint, complete or not."""
-    return any((path / name).exists() for name in (COMMITTED, MANIFEST, STATE))
+    return any((below(path) / name).exists() for name in (COMMITTED, MANIFEST, STATE))
 
 
-def the_checkpoint(path: Path, step: int | None) -> Path:
+def the_checkpoint(path: Path, step: int | None) -> RunPath:
     """The directory of the checkpoint that is meant: of a run, that of the step, or the last.
 
     Raises:
@@ -32,7 +33,7 @@ def the_checkpoint(path: Path, step: int | None) -> Path:
     if is_checkpoint(path):
         if step is not None:
             raise click.UsageError(f"{texts.printable(path)} is a checkpoint itself: leave the step out.")
-        return path
+        return below(path)
     store = CheckpointStore(directory_of(path))
     if step is not None:
         return store.find(step)

@@ -25,6 +25,7 @@ from replicast.client import connect
 from replicast.client.examination import examine
 from replicast.client.patching import check_patch, checkpoint_to_patch, patch_in_place
 from replicast.errors import JobFailed
+from replicast.paths import RunPath
 from replicast.storage.checkpoint import Manifest, open_checkpoint
 from replicast.storage.checkpoint import patch as patch_checkpoint
 from replicast.storage.journal import NotWritten, PerhapsWritten
@@ -98,7 +99,7 @@ def patch(
         _patch_into(output, source, before, update)
 
 
-def _patch_into(output: Path, source: Path, before: Manifest, update: Update) -> None:
+def _patch_into(output: Path, source: RunPath, before: Manifest, update: Update) -> None:
     """Writes the patched checkpoint elsewhere, and says what has changed."""
     try:
         with progress_bar(f"patching {source.name}") as progress:

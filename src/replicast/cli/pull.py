@@ -12,6 +12,7 @@ from replicast.cli.arguments import run_argument, timeout_option
 from replicast.client import Run
 from replicast.errors import NoAnswer
 from replicast.files import tensor_chunks, write_durably
+from replicast.strictjson import parse_integer
 
 NO_ANSWER, DIFFER = 3, 4
 _MAX_ROWS = 10_000_000
@@ -29,13 +30,14 @@ class RowsType(click.ParamType):  # type: ignore[type-arg]
         rows: list[int] = []
         for part in str(value).split(","):
             first, colon, end = part.strip().partition(":")
-            if not (first.isdecimal() and (end.isdecimal() if colon else True)):
-                self.fail(
-                    f"Rows are given as 1,5,10:20, where 20 is not included. Received: {part}", param, ctx
-                )
-            start, stop = int(first), int(end) if colon else int(first) + 1
-            if stop <= start or len(rows) + stop - start > _MAX_ROWS:
-                self.fail(f"A range has rows, at most {_MAX_ROWS} in all. Received: {part}", param, ctx)
+            try:
+                start = parse_integer(first)
+                stop = parse_integer(end) if colon else start + 1
+            except ValueError as error:
+                said = f"Rows are given as 1,5,10:20, where 20 is not included; {error}."
+                self.fail(f"{said} Received: {part[:80]}", param, ctx)
+            if not 0 <= start < stop or len(rows) + stop - start > _MAX_ROWS:
+                self.fail(f"A range has rows, at most {_MAX_ROWS} in all. Received: {part[:80]}", param, ctx)
             rows.extend(range(start, stop))
         return tuple(rows)
 

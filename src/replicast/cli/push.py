@@ -195,7 +195,12 @@ def progress_text(view: UpdateView, brief: Brief, *, moving: bool) -> str:
         text += f" and waits for {texts.one_line(waits_for)}"
     if not brief.running:
         said = texts.printable(brief.sentence) if moving else "The job is not running"
-        text += f". {said}: it continues with this when it is started again"
+        waits = view.stage is Stage.PROPOSED
+        text += f". {said}: " + (
+            "the update waits in the inbox, and the next start that trains takes it"
+            if waits
+            else "it continues with this when it is started again"
+        )
     return text
 
 

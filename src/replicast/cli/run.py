@@ -21,6 +21,7 @@ from replicast.config import (
     read_cluster,
 )
 from replicast.errors import LaunchRefused
+from replicast.paths import below
 from replicast.supervisor import (
     EndTimeouts,
     Job,
@@ -121,6 +122,11 @@ _PORTS_SECS = 5.0
     is_flag=True,
     help="Run the job in a network of its own: nobody can connect to it, and it can connect to nobody.",
 )
+@click.option(
+    "--take-over",
+    is_flag=True,
+    help="Use the run directory even if a job on another machine is running there, which then ends.",
+)
 @refuses_torchrun_options
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -163,13 +169,14 @@ def run(**typed: Any) -> None:
     directory = _run_directory(options, job, secret, between)
     settings = Settings(
         run_dir=directory,
-        log_dir=options.log_dir.absolute() if options.log_dir is not None else directory / "logs",
+        log_dir=below(directory) / "logs" if options.log_dir is None else below(options.log_dir.absolute()),
         tee=tee,
         max_restarts=options.max_restarts,
         timeouts=EndTimeouts(stop_secs=options.grace, frozen_secs=heartbeat_secs),
         standby=options.standby,
         secret=secret,
         host_timeouts=between,
+        take_over=options.take_over,
     )
     sys.exit(_supervise(job, settings, _environment(heartbeat_secs), page, isolated=options.isolate))
 
@@ -198,6 +205,7 @@ class _Options:
     port: int
     serve: str | None
     isolate: bool
+    take_over: bool
     program: str
     arguments: tuple[str, ...]
 
@@ -255,9 +263,8 @@ def _run_directory(options: _Options, job: Job, secret: bytes, timeouts: HostTim
 
 
 def _environment(heartbeat_secs: float) -> dict[str, str]:
-    """The environment of the workers: they do not need the secret of the launchers."""
-    environ = {name: value for name, value in os.environ.items() if name != JOB_SECRET}
-    return environ | {HEARTBEAT_TIMEOUT: f"{heartbeat_secs:g}"}
+    """The environment of this launcher, with what its options say. Children get it without secrets."""
+    return {**os.environ, HEARTBEAT_TIMEOUT: f"{heartbeat_secs:g}"}
 
 
 def _supervise(

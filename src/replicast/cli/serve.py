@@ -33,6 +33,12 @@ _MIB = 2**20
     metavar="NAME",
     help="A further name of this server, for example a proxy's.",
 )
+@click.option(
+    "--trusted-proxy",
+    multiple=True,
+    metavar="ADDRESS",
+    help="A proxy, or a network of proxies, whose X-Forwarded-For says who is calling.",
+)
 @click.option("--certfile", type=_FILE, metavar="FILE", help="The certificate, for https.")
 @click.option("--keyfile", type=_FILE, metavar="FILE", help="The key of the certificate.")
 @click.option(
@@ -49,6 +55,7 @@ def serve(
     token_file: Path | None,
     private: bool,
     allow_host: tuple[str, ...],
+    trusted_proxy: tuple[str, ...],
     certfile: Path | None,
     keyfile: Path | None,
     max_upload: int,
@@ -79,6 +86,7 @@ def serve(
         token=read_token(token_file, os.environ),
         private=private,
         allowed_hosts=allow_host,
+        trusted_proxies=trusted_proxy,
         certfile=certfile,
         keyfile=keyfile,
         max_upload_bytes=max_upload * _MIB,

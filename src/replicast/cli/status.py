@@ -101,7 +101,8 @@ def _rendered(seen: Overview) -> RenderableType:
         parts.append(_title(texts.no_updates(journaled=seen.journaled)))
     for title, views in (("scheduled", seen.scheduled), ("in the inbox", seen.waiting)):
         if views:
-            parts += [_title(f"{len(views)} {title}"), _pending_table(views, now)]
+            waits = "" if seen.running else ", for the next start that trains"
+            parts += [_title(f"{len(views)} {title}{waits}"), _pending_table(views, now)]
     if seen.refused:
         parts += [_title("refused"), _refused_table(seen.refused)]
     return Group(*parts)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 
 from replicast.errors import CheckpointError, FileDamaged, UpdateRefused
+from replicast.errors import printable as printable
 from replicast.update.trial import Trial, TrialOutcome
 
 _OPTIONS = {
@@ -25,11 +26,6 @@ _LABELS = {
     "received": "received",
     "remedy": "what to do",
 }
-
-
-def printable(text: object) -> str:
-    """Text from a file, without what would move the cursor or change colours of a terminal."""
-    return "".join(character if character.isprintable() else "�" for character in str(text))
 
 
 def printable_lines(text: object) -> str:

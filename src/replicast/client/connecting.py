@@ -11,9 +11,10 @@ from replicast.client.notes import is_run
 from replicast.client.run import Run
 from replicast.client.served import ServedRun
 from replicast.errors import NotFound
+from replicast.files import RunDir, below
 
 
-def connect(run: Path | str, *, token: str | None = None, token_file: Path | str | None = None) -> Run:
+def connect(run: RunDir, *, token: str | None = None, token_file: Path | str | None = None) -> Run:
     """The run in a directory, or at the address at which it is served.
 
     Args:
@@ -28,21 +29,23 @@ def connect(run: Path | str, *, token: str | None = None, token_file: Path | str
     """
     if is_address(run):
         return ServedRun(Address.parse(str(run)), read_token(token, token_file, os.environ))
-    path = Path(run)
-    if is_run(path):
-        return DirectoryRun(path)
+    if is_run(run):
+        return DirectoryRun(run)
+    path = below(run)
     if not path.is_dir():
         raise NotFound(f"There is no directory {path}. Give the --run-dir of the job.")
-    if not os.access(path, os.R_OK | os.X_OK):
-        raise NotFound(f"The directory {path} cannot be read by this user.")
-    near = [str(child) for child in (*sorted(path.iterdir()), path.parent) if is_run(child)][-5:]
+    try:
+        children = sorted(path.iterdir())
+    except OSError as error:
+        raise NotFound(f"The directory {path} cannot be read ({error.strerror}).") from error
+    near = [str(child) for child in (*children, below(path.as_path().parent)) if is_run(child)][-5:]
     if near:
         raise NotFound(f"{path} is not a run directory. Perhaps: {', '.join(near)}.")
-    if any(path.glob("launcher-*.lock")) and not (path / "launcher-0.lock").exists():
+    if path.glob("launcher-*.lock") and not (path / "launcher-0.lock").exists():
         raise NotFound(f"{path} has only logs here: it is not shared with the first host. Run this there.")
     raise NotFound(f"{path} has no run.json yet: is the job still starting?")
 
 
-def is_address(run: Path | str) -> bool:
+def is_address(run: RunDir) -> bool:
     """Whether a run is given by its address, and not by its directory."""
     return isinstance(run, str) and run.startswith(("http://", "https://"))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from replicast.audits.report import AuditReport
 from replicast.client.examination import Examination, examine, views_of
 from replicast.client.metrics import Metrics, MetricsFile
-from replicast.client.notes import POLL_SECS, is_described, running_beside
+from replicast.client.notes import POLL_SECS, Seen, described_run, running_beside, schema_of, see
 from replicast.client.requests import ask, audit, pull
 from replicast.client.restarts import Restarts
 from replicast.client.reverting import examine_revert, submit_revert
@@ -31,17 +29,14 @@ from replicast.client.updates import (
 from replicast.client.views import Brief, CheckpointView, Overview, Pulled
 from replicast.client.withdrawal import withdraw
 from replicast.errors import FileDamaged, NotFound, PayloadRemoved, RequestRefused, UpdateRefused
-from replicast.files import read_json
+from replicast.files import RunDir, RunPath, below, read_json
 from replicast.storage.auditfiles import last_audits
 from replicast.storage.checkpoint import CheckpointStore
 from replicast.storage.runfiles import (
     WITHOUT_CALLBACK,
     RunInfo,
-    WorkerNote,
     last_metrics,
     lines_from_the_end,
-    read_run_info,
-    read_worker_notes,
 )
 from replicast.storage.states import RunState, State, changes, damage, read_state
 from replicast.storage.updates import Updates, load_update
@@ -63,32 +58,24 @@ class DirectoryRun(Run):
         path: The run directory.
     """
 
+    path: RunPath
     poll_secs = POLL_SECS
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+    def __init__(self, path: RunDir) -> None:
+        self.path = below(path)
         self.where = str(path)
         self._restarts = Restarts(self.path)
         self._metrics = MetricsFile(self.path / "metrics.jsonl")
 
     def brief(self) -> Brief:
         """As `Run.brief`."""
-        notes = read_worker_notes(self.path)
-        now = read_state(self.path, notes)
-        info = self._info(now)
-        return self._brief(info, notes, now)
+        seen = see(self.path)
+        now = read_state(self.path, seen.notes, seen.now)
+        return self._brief(described_run(self.path), seen, now)
 
-    def _info(self, now: RunState) -> RunInfo | None:
-        """The description of the run; None while its first workers start, or have failed to."""
-        try:
-            return read_run_info(self.path)
-        except FileDamaged:
-            if now.change is None or is_described(self.path):
-                raise
-            return None
-
-    def _brief(self, info: RunInfo | None, notes: list[WorkerNote], now: RunState) -> Brief:
-        beside = "" if now.state.is_running else running_beside(self.path)
+    def _brief(self, info: RunInfo | None, seen: Seen, now: RunState) -> Brief:
+        notes = seen.notes
+        beside = "" if now.state.is_running else running_beside(self.path, seen.now)
         waits = any(note.waiting_for == WITHOUT_CALLBACK for note in notes)
         return Brief(
             run=self.where,
@@ -103,24 +90,24 @@ class DirectoryRun(Run):
 
     def status(self) -> Overview:
         """As `Run.status`."""
-        notes = read_worker_notes(self.path)
-        now = read_state(self.path, notes)
-        info = self._info(now)
+        seen = see(self.path)
+        now = read_state(self.path, seen.notes, seen.now)
+        info = described_run(self.path)
         # A former, larger job may have left notes of workers that this one does not have.
-        notes = [note for note in notes if note.rank < _size(info, now)]
-        brief, told = self._brief(info, notes, now), changes(self.path)
+        seen = replace(seen, notes=[note for note in seen.notes if note.rank < _size(info, now)])
+        brief, told = self._brief(info, seen, now), changes(self.path)
         updates = self._updates()
         problems = [text for text in (updates.pop("problem"), damage(self.path)) if text]
         return Overview(
             run=self.where,
-            time=time.time(),
+            time=seen.now,
             state=brief.state,
             sentence=brief.sentence,
             running=brief.running,
             size=brief.workers,
             attempt=now.attempt if info is None else max(info.attempt, now.attempt),
             journaled=info is None or info.journaled,
-            workers=tuple(notes),
+            workers=tuple(seen.notes),
             metrics=last_metrics(self.path),
             audit=next(iter(last_audits(self.path, 1)), None),
             operations=tuple(read_operations(self.path)) if brief.running else (),
@@ -151,7 +138,7 @@ class DirectoryRun(Run):
 
     def schema(self) -> Schema:
         """As `Run.schema`."""
-        return read_run_info(self.path).schema
+        return schema_of(self.path)
 
     def log(self, last: int | None = None) -> list[UpdateView]:
         """As `Run.log`."""
@@ -161,21 +148,25 @@ class DirectoryRun(Run):
             self.path, journal, order if last is None else order[max(0, len(order) - last) :]
         )
 
-    def show(self, which: str | int) -> UpdateView:
+    def show(self, which: str | int, max_bytes: int | None = None) -> UpdateView:
         """As `Run.show`."""
         view = find(self.path, str(which), Updates(self.path))
+        if max_bytes is not None and (view.nbytes or 0) > max_bytes:
+            return view
         update = None
         try:
             if view.sequence is not None:
                 update = load_update(self.path, view.sequence)
             elif view.path is not None:
-                update = Update.load(view.path)
+                update = Update.load(view.path, max_bytes=max_bytes)
         except PayloadRemoved:  # Every checkpoint contains it.
             return view
         except (FileDamaged, UpdateRefused) as error:
             # That may be why it was refused; or the job has just taken it away.
             return view if view.sequence is None else replace(view, damage=str(error))
-        details = None if update is None else tuple(views_of(update.edits, self.schema()))
+        info = described_run(self.path)
+        schema = None if info is None else info.schema
+        details = None if update is None else tuple(views_of(update.edits, schema))
         return replace(view, details=details)
 
     def look(self, update_id: str, thoroughly: bool = False) -> UpdateView:
@@ -192,7 +183,13 @@ class DirectoryRun(Run):
 
     def examine(self, update: Update) -> Examination:
         """As `Run.examine`."""
-        return examine(update, self.schema())
+        info = described_run(self.path)
+        if info is None:
+            seen = see(self.path)
+            said = read_state(self.path, seen.notes, seen.now).sentence
+            told = f"{said}. The job checks this when its workers have met and its variables are known"
+            return replace(examine(update, None), warnings=(told,))
+        return examine(update, info.schema)
 
     def push(
         self,
@@ -224,9 +221,15 @@ class DirectoryRun(Run):
         id_, warning = submit_revert(self.path, which, note, author, force=force, next_start=next_start)
         return Pushed(self, id_, warning=warning)
 
-    def pull(self, name: str, rows: Sequence[int] | None = None, timeout: float = 300.0) -> Pulled:
+    def pull(
+        self,
+        name: str,
+        rows: Sequence[int] | None = None,
+        timeout: float = 300.0,
+        max_bytes: int | None = None,
+    ) -> Pulled:
         """As `Run.pull`."""
-        return pull(self.path, name, rows, timeout)
+        return pull(self.path, name, rows, timeout, max_bytes)
 
     def checkpoint(self, timeout: float = 300.0, author: str = "") -> int:
         """As `Run.checkpoint`."""
@@ -267,7 +270,8 @@ class DirectoryRun(Run):
         """As `Run.log_lines`."""
         logs = self.path / "logs"
         if attempt is None:
-            found = (path.parent.name[8:] for path in logs.glob(f"attempt-*/worker-{worker:d}.log"))
+            name = f"worker-{worker:d}.log"
+            found = (path.name[8:] for path in logs.glob("attempt-*") if (path / name).exists())
             attempt = max(
                 (int(number) for number in found if number.isascii() and number.isdigit()), default=0
             )
@@ -285,10 +289,10 @@ def _order(journal: Updates) -> list[int]:
     return sorted(journal.committed, key=lambda number: (journal.committed[number][0].step, number))
 
 
-def read_operations(run: Path) -> list[dict[str, Any]]:
+def read_operations(run: RunDir) -> list[dict[str, Any]]:
     """The operations that the job has in progress, as worker 0 last wrote them down."""
     try:
-        listed = read_json(run / "operations.json", max_bytes=_MAX_OPERATIONS_BYTES).get("operations")
+        listed = read_json(below(run) / "operations.json", max_bytes=_MAX_OPERATIONS_BYTES).get("operations")
     except FileDamaged:  # Missing when nothing ever was; replaced without waiting for the disk.
         return []
     found = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []

@@ -13,10 +13,11 @@ from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from replicast.client.notes import ticks
+from replicast.config import TOKEN
 from replicast.errors import NoAnswer, NotFound, ReplicastError, RequestFailed, UpdateRefused
 from replicast.strictjson import parse_json
 
-TOKEN, TOKEN_FILE = "REPLICAST_TOKEN", "REPLICAST_TOKEN_FILE"
+TOKEN_FILE = "REPLICAST_TOKEN_FILE"
 _CALL_SECS = 30.0
 _RETRY_SECS, _RETRY_EVERY_SECS = 10.0, 1.0
 _PIECE_BYTES = 2**20
@@ -79,6 +80,7 @@ class _Call:
     wait_secs: float
     body: tuple[bytes | memoryview, ...] | None = None
     kind: str = "application/json"
+    accept: str = "application/json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,12 @@ class Server:
     def get(self, path: str, wait_secs: float = _CALL_SECS, /, **query: object) -> Any:
         """What is at a path. Asks again for a few seconds where there is no answer: servers are restarted."""
         return self._answered(_Call("GET", self._target(path, query), wait_secs), _RETRY_SECS)
+
+    def download(self, path: str, wait_secs: float, /, **query: object) -> bytes:
+        """The file at a path, as `get` does."""
+        call = _Call("GET", self._target(path, query), wait_secs, accept="application/octet-stream")
+        content: bytes = self._answered(call, _RETRY_SECS)
+        return content
 
     def post(self, path: str, content: Mapping[str, Any], wait_secs: float = _CALL_SECS) -> Any:
         """Asks for an action. Never twice: the caller must know whether it was done."""
@@ -131,7 +139,7 @@ class Server:
         raise RequestFailed(f"{where} was not asked")  # Not reached: the last attempt returns or raises.
 
     def _once(self, call: _Call) -> Any:
-        headers = {"Accept": "application/json"}
+        headers = {"Accept": call.accept}
         if self.token is not None:
             headers["Authorization"] = f"Bearer {self.token}"
         if call.body is not None:
@@ -146,7 +154,7 @@ class Server:
             content = answer.read(_MAX_ANSWER_BYTES)
             if answer.status >= 300:
                 raise _error_of(answer.status, content, self.address, answer.getheader("Retry-After"))
-            return _parsed(content, self.address)
+            return content if call.accept != "application/json" else _parsed(content, self.address)
 
     def _connection(self, wait_secs: float) -> http.client.HTTPConnection:
         if self.address.scheme == "http":

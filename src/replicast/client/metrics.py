@@ -7,18 +7,18 @@ finite. A restarted job repeats steps: what the earlier attempt wrote of them is
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from replicast.files import open_plain
+from replicast.files import RunPath, open_plain
 from replicast.strictjson import reading
 from replicast.update.parts import factor_to_json
 
@@ -29,6 +29,8 @@ _KEPT_POINTS = 2 * MAX_POINTS
 _PER_BUCKET = 5
 _MAX_STEP = 2**62  # Sums and differences of two fit into 64 bits.
 _PIECE_BYTES = 4 * 2**20
+_BEGIN_BYTES = 256
+_MAX_ANSWER_POINTS = 100_000  # Of all series together: about 5 MB of JSON.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,26 +140,41 @@ _LINE = msgspec.json.Decoder(_Line)
 class MetricsFile:
     """Reads metrics.jsonl once, and later only what was appended. For any number of threads.
 
+    A run may be removed and another one begun under its name. Its file is told from the former one by how it
+    begins, since the system may give it the same inode; the first line has the time of the first step. The
+    positions in it follow those that were told of the former one, so that each belongs to one file.
+
     Args:
         path: The file; it need not exist yet.
     """
 
-    path: Path
+    path: RunPath
+    _begins: bytes = b""
+    _base: int = 0
+    _last: int = 0
     _seen: _Seen = field(default_factory=lambda: _Seen())
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, since: int | None, points: int) -> Metrics:
         """As `Run.metrics`."""
         points = min(max(points, _PER_BUCKET), MAX_POINTS)
-        if since is not None and 0 < since <= _size(self.path):
-            seen = _Seen(position=since)
-            seen.read(self.path)
-            return seen.metrics(points, since)
-        with self._lock:
-            if _size(self.path) < self._seen.position:  # Another file.
-                self._seen = _Seen()
-            self._seen.read(self.path)
-            return self._seen.metrics(points, None)
+        try:
+            file: BinaryIO = os.fdopen(open_plain(self.path), "rb")
+        except OSError:
+            file = io.BytesIO()
+        with file, self._lock:
+            begins, size = file.read(_BEGIN_BYTES), file.seek(0, os.SEEK_END)
+            if not begins.startswith(self._begins) or self._base + size < self._last:
+                self._base, self._seen = self._last, _Seen()
+            self._begins = begins
+            seen = self._seen
+            if since is None or not self._base < since <= self._base + size:
+                since = None
+            else:
+                seen = _Seen(position=since - self._base)
+            seen.read(file)
+            self._last = max(self._last, self._base + seen.position)
+            return seen.metrics(points, since, self._base)
 
 
 @dataclass(slots=True)
@@ -169,13 +186,14 @@ class _Seen:
     last_step: int = -1
     series: dict[str, Series] = field(default_factory=dict)
 
-    def metrics(self, points: int, since: int | None) -> Metrics:
+    def metrics(self, points: int, since: int | None, base: int) -> Metrics:
+        points = min(points, _MAX_ANSWER_POINTS // max(1, len(self.series)))
         series = {name: one.decimated(points) for name, one in self.series.items() if len(one)}
-        return Metrics(series, self.position, since, self.damaged)
+        return Metrics(series, base + self.position, since, self.damaged)
 
-    def read(self, path: Path) -> None:
+    def read(self, file: BinaryIO) -> None:
         """Reads every complete line behind the position."""
-        for piece in _pieces(path, self.position):
+        for piece in _pieces(file, self.position):
             try:
                 lines = _LINE.decode_lines(piece)
             except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -195,9 +213,11 @@ class _Seen:
 
     def _add(self, lines: list[_Line]) -> None:
         steps = np.array([line.step for line in lines], np.int64)
-        kept = [lines[place] for place in _counting(steps).tolist()]
+        places = _counting(steps).tolist()
+        kept = [lines[place] for place in places]
         lowest = int(steps.min())
-        goes_on = lowest == steps[0] == self.last_step  # Further values of the same step.
+        # Further values of the same step, to which no restart in these lines has gone back.
+        goes_on = steps[0] == self.last_step and places[0] == 0
         self.series = {name: one.before(lowest + goes_on) for name, one in self.series.items()}
         self.last_step = int(steps[-1])
         for name in dict.fromkeys(name for line in kept for name in line.values):
@@ -235,32 +255,20 @@ def _number(value: float | str) -> float:
     return value if isinstance(value, float) else {"inf": np.inf, "-inf": -np.inf}.get(value, np.nan)
 
 
-def _pieces(path: Path, position: int) -> Iterator[bytes]:
-    """The file behind a position in pieces that end with a line; nothing if there is no such file.
+def _pieces(file: BinaryIO, position: int) -> Iterator[bytes]:
+    """The file behind a position in pieces that end with a line.
 
     A line that is longer than a piece is cut, so that its parts are damaged lines.
     """
-    try:
-        descriptor = open_plain(path)
-    except OSError:
-        return
-    with os.fdopen(descriptor, "rb") as file:
-        while True:
-            file.seek(position)
-            piece = file.read(_PIECE_BYTES)
-            if len(piece) < _PIECE_BYTES or b"\n" in piece:
-                piece = piece[: piece.rfind(b"\n") + 1]
-            if not piece:
-                return
-            position += len(piece)
-            yield piece
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+    while True:
+        file.seek(position)
+        piece = file.read(_PIECE_BYTES)
+        if len(piece) < _PIECE_BYTES or b"\n" in piece:
+            piece = piece[: piece.rfind(b"\n") + 1]
+        if not piece:
+            return
+        position += len(piece)
+        yield piece
 
 
 def _series(fields: Mapping[str, Any]) -> Series:

@@ -1,33 +1,129 @@
-"""What the workers' notes tell of a job: whether it is running, how far it is, and when it changes."""
+"""What the workers' notes tell of a job: whether it is running, how far it is, and when it changes.
+
+A note has the time of its worker's machine, and the clock of this one may be another. So `see` decides
+whether a job runs, and what time it is there:
+
+    the last note looks recent                           it runs, at once: clocks rarely differ so much
+    it looks old, or is from the future                  it runs if a note changes within `LISTEN_SECS`, and
+                                                         from then on the difference of the clocks is known
+    its processes were on this host and are gone,        it does not run, at once
+    it is a day old, or the job has said how it ended
+
+The times of the files would not do instead: a reader would have to write a file beside them to know the file
+server's clock, and need not have the right to; and some file systems take the times from the writer's clock.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from threading import Lock
 from time import monotonic, sleep
 
-from replicast.storage.runfiles import ENDED, WorkerNote, read_worker_notes
-from replicast.storage.states import ABSENT_SECS, age
+from replicast.errors import FileDamaged, NotFound
+from replicast.files import RunDir, RunPath, below
+from replicast.processes import is_alive, is_on_this_host
+from replicast.storage.groups import GROUPS
+from replicast.storage.liveness import Watch, watch
+from replicast.storage.runfiles import ENDED, RUN_FILE, RunInfo, WorkerNote, read_run_info, read_worker_notes
+from replicast.storage.states import ABSENT_SECS, age, has_ended, read_state
 from replicast.storage.states import FILE as STATES
+from replicast.update.schema import Schema
 
 POLL_SECS = 0.1
 _READ_NOTES_SECS = 1.0
-_LISTEN_SECS = 5.0
+LISTEN_SECS = ABSENT_SECS
+"""A running worker writes a note every second, but worker 0 reads a large update in between."""
+_TOO_OLD_SECS = 86_400.0
 
 
-def polls(run: Path, timeout_secs: float) -> Iterator[tuple[list[WorkerNote], bool, bool]]:
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the workers of a job last said, and what time it was then by their clock."""
+
+    notes: list[WorkerNote]
+    now: float
+
+    @property
+    def running(self) -> bool:
+        """Whether a worker has written a note lately, and not that it has ended."""
+        return any(
+            abs(self.now - note.time) <= ABSENT_SECS for note in self.notes if note.waiting_for != ENDED
+        )
+
+
+def see(run: RunDir) -> Seen:
+    """Looks at a job. Blocks for at most `LISTEN_SECS`, and only if its notes look old or from the future."""
+    path = below(run)  # Absolute: a process may change its working directory.
+    return _reader_of(RunPath(path.root.absolute(), path.parts)).look()
+
+
+class _Reader:
+    """What this process knows of one job: how far its clock is behind, and the notes of a dead one."""
+
+    def __init__(self, run: RunPath) -> None:
+        self._run = run
+        self._behind_secs = 0.0
+        self._dead: list[WorkerNote] | None = None
+        self._last: Seen | None = None
+        self._lock = Lock()
+
+    def look(self) -> Seen:
+        # The threads of a page: one of them listens, and the others go on with what is known.
+        last = self._last
+        if not self._lock.acquire(blocking=last is None):
+            return last if last is not None else self._seen()
+        try:
+            self._last = self._look()
+            return self._last
+        finally:
+            self._lock.release()
+
+    def _look(self) -> Seen:
+        seen = self._seen()
+        if seen.running or seen.notes == self._dead or self._is_surely_dead(seen):
+            return seen
+        listened = Watch(LISTEN_SECS, clock=lambda: monotonic())
+        watch(lambda: read_worker_notes(self._run), listened, lambda secs: sleep(secs))
+        if listened.moving:
+            self._behind_secs = time.time() - max(note.time for note in listened.moving)
+        seen = self._seen()
+        self._dead = None if listened.moving else seen.notes
+        return seen
+
+    def _seen(self) -> Seen:
+        return Seen(read_worker_notes(self._run), time.time() - self._behind_secs)
+
+    def _is_surely_dead(self, seen: Seen) -> bool:
+        running = [note for note in seen.notes if note.waiting_for != ENDED]
+        if all(_is_gone(note) or seen.now - note.time > _TOO_OLD_SECS for note in running):
+            return True
+        return has_ended(self._run, seen.notes)
+
+
+_reader_of = lru_cache(maxsize=1000)(_Reader)
+
+
+def _is_gone(note: WorkerNote) -> bool:
+    """Whether the process of a worker was on this host, and has surely ended."""
+    process = {"host": note.host, "pid": note.pid, "machine": note.machine}
+    return is_on_this_host(process) and is_alive(process) is False
+
+
+def polls(run: RunDir, timeout_secs: float) -> Iterator[tuple[Seen, bool, bool]]:
     """Looks at a job ten times a second until the time is up; blocks at most `timeout_secs` in all.
 
     Yields:
-        What the workers last said, whether that was read just now, and whether the time is up.
+        What was last seen of it, whether that was just now, and whether the time is up.
     """
-    notes, read_at = read_worker_notes(run), monotonic()
+    seen, read_at = see(run), monotonic()
     is_fresh = True
     for is_last in ticks(timeout_secs, POLL_SECS):
         if not is_fresh and monotonic() - read_at >= _READ_NOTES_SECS:
-            is_fresh, notes, read_at = True, read_worker_notes(run), monotonic()
-        yield notes, is_fresh, is_last
+            is_fresh, seen, read_at = True, see(run), monotonic()
+        yield seen, is_fresh, is_last
         is_fresh = False
 
 
@@ -40,50 +136,60 @@ def ticks(timeout_secs: float, every_secs: float) -> Iterator[bool]:
         yield monotonic() >= ends
 
 
-def is_running(notes: Sequence[WorkerNote]) -> bool:
-    """Whether a worker has written a note lately, and not that it has ended."""
-    return any(time.time() - note.time <= ABSENT_SECS for note in notes if note.waiting_for != ENDED)
-
-
-def is_heard_of(run: Path) -> bool:
-    """Whether the job runs: a worker has written a note lately, by this host's clock or by any other.
-
-    Blocks for a few seconds when the notes seem old: the workers' clock may be another one, and a running
-    worker writes a note every second.
-    """
-    before = [note for note in read_worker_notes(run) if note.waiting_for != ENDED]
-    if not before or is_running(before):
-        return bool(before)
-    return any(
-        note not in before
-        for notes, _, _ in polls(run, _LISTEN_SECS)
-        for note in notes
-        if note.waiting_for != ENDED
-    )
-
-
-def not_running_text(notes: Sequence[WorkerNote]) -> str:
+def not_running_text(seen: Seen) -> str:
     """Says that the job is not running, and since when."""
-    if not notes:
+    if not seen.notes:
         return "The job is not running (no worker has written a note yet)"
-    silent = time.time() - max(note.time for note in notes)
+    silent = seen.now - max(note.time for note in seen.notes)
     return f"The job is not running (last heard of {age(silent)} ago)"
 
 
-def running_beside(run: Path) -> str:
-    """Which further `Replicas` of the same script are running, in a sentence; empty when none is."""
-    found = [child for child in sorted(run.glob("replicas-*")) if is_run(child)]
-    running = [str(child) for child in found if is_running(read_worker_notes(child))]
+def running_beside(run: RunDir, now: float) -> str:
+    """Which further `Replicas` of the same script are running, in a sentence; empty when none is.
+
+    A hint, so nobody listens for it: `now` is the time by the clock of `run`.
+    """
+    found = [child for child in sorted(below(run).glob("replicas-*")) if is_run(child)]
+    running = [str(child) for child in found if Seen(read_worker_notes(child), now).running]
     if not running:
         return ""
     return f"Another Replicas of the same script is running: give {' or '.join(running)} instead."
 
 
-def is_run(path: Path) -> bool:
+def described_run(run: RunDir) -> RunInfo | None:
+    """The description of a run; None while its first workers start, or if they have failed to.
+
+    Raises:
+        FileDamaged: It is damaged, or this is not a run directory.
+    """
+    try:
+        return read_run_info(run)
+    except FileDamaged:
+        if is_described(run) or not (below(run) / STATES).is_file():
+            raise
+        return None
+
+
+def schema_of(run: RunDir) -> Schema:
+    """The variables of a run.
+
+    Raises:
+        NotFound: Its first workers have not met yet.
+        FileDamaged: As `described_run`.
+    """
+    info = described_run(run)
+    if info is None:
+        seen = see(run)
+        said = read_state(run, seen.notes, seen.now).sentence
+        raise NotFound(f"{said}. Its variables are known when its workers have met: ask again then.")
+    return info.schema
+
+
+def is_run(run: RunDir) -> bool:
     """Whether a job was started in this directory."""
-    return (path / STATES).is_file() or is_described(path)
+    return (below(run) / STATES).is_file() or is_described(run)
 
 
-def is_described(path: Path) -> bool:
+def is_described(run: RunDir) -> bool:
     """Whether a job has described its variables in this directory: it does when its workers have met."""
-    return next(path.glob("groups/*/run.json"), None) is not None
+    return any((group / RUN_FILE).exists() for group in (below(run) / GROUPS).glob("*"))

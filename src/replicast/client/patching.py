@@ -16,21 +16,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from replicast.client.notes import is_heard_of
+from replicast.client.notes import see
 from replicast.core.entries import Before, Committed, Payload, Receipt
 from replicast.core.history import History
 from replicast.core.stage import Stage
 from replicast.errors import CheckpointError, ClusterError, UpdateRefused
+from replicast.files import RunDir, RunPath
 from replicast.storage.checkpoint import CheckpointReader, CheckpointStore, Manifest, Progress, saved_of
 from replicast.storage.checkpoint.digests import digest_of_digests
 from replicast.storage.checkpoint.patching import patched_draft, patched_variables
 from replicast.storage.fence import Fence
 from replicast.storage.groups import last_claim
 from replicast.storage.journal import FileJournal
-from replicast.storage.runfiles import read_run_info, read_worker_notes
-from replicast.storage.states import State, read_state
+from replicast.storage.liveness import check_free
+from replicast.storage.runfiles import read_run_info
+from replicast.storage.states import read_state
 from replicast.storage.updates import Updates
 from replicast.update.digest import digest_array
 from replicast.update.edits import Array
@@ -54,12 +55,12 @@ class Patched:
     """
 
     sequence: int
-    path: Path
+    path: RunPath
     before: Manifest
     after: Manifest
 
 
-def checkpoint_to_patch(run: Path, step: int | None) -> Manifest:
+def checkpoint_to_patch(run: RunDir, step: int | None) -> Manifest:
     """The checkpoint of a step, or the one that the next start goes on from.
 
     Raises:
@@ -77,7 +78,7 @@ def checkpoint_to_patch(run: Path, step: int | None) -> Manifest:
     return last
 
 
-def check_patch(run: Path, step: int, update: Update) -> None:
+def check_patch(run: RunDir, step: int, update: Update) -> None:
     """Checks whether a checkpoint of a run can be patched in place now. Changes nothing.
 
     Raises:
@@ -85,8 +86,9 @@ def check_patch(run: Path, step: int, update: Update) -> None:
         CheckpointError: There is no checkpoint of that step.
         FileDamaged: Something is damaged.
     """
-    state = read_state(run, read_worker_notes(run))
-    if state.state.is_running or (state.state is State.LOST and is_heard_of(run)):
+    seen = see(run)
+    state = read_state(run, seen.notes, seen.now)
+    if state.state.is_running:
         raise _job_is_running(state.sentence)
     if not read_run_info(run).journaled:
         raise UpdateRefused('The run has no journal: its job has durability="memory"', remedy=_ELSEWHERE)
@@ -94,7 +96,7 @@ def check_patch(run: Path, step: int, update: Update) -> None:
     _check_history(Updates(run).history, manifest, planned(update, manifest.schema))
 
 
-def patch_in_place(run: Path, step: int, update: Update, *, progress: Progress | None = None) -> Patched:
+def patch_in_place(run: RunDir, step: int, update: Update, *, progress: Progress | None = None) -> Patched:
     """Applies an update to a checkpoint of a run, as the next update of its journal.
 
     The patched checkpoint replaces the one of its step, and is the one that the next start goes on from, even
@@ -150,9 +152,10 @@ def patch_in_place(run: Path, step: int, update: Update, *, progress: Progress |
 
 
 @contextmanager
-def _claimed(run: Path) -> Iterator[Fence]:
+def _claimed(run: RunDir) -> Iterator[Fence]:
     """Claims the run as its next group, and ends the claim."""
     try:
+        check_free(run)
         fence = Fence(run, _attempt(run))
     except ClusterError as error:
         raise _job_is_running(str(error)) from error
@@ -162,7 +165,7 @@ def _claimed(run: Path) -> Iterator[Fence]:
         fence.release()
 
 
-def _attempt(run: Path) -> int:
+def _attempt(run: RunDir) -> int:
     claim = last_claim(run)
     return 0 if claim is None else claim.attempt
 

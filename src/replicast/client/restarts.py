@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 from replicast.client.views import Restart
 from replicast.errors import FileDamaged
-from replicast.files import read_sealed
+from replicast.files import RunDir, read_sealed
 from replicast.storage.groups import CLAIM, Claim, group_directory, group_numbers
 
 MOST = 50
@@ -21,16 +20,23 @@ class Restarts:
         path: The run directory.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: RunDir) -> None:
         self._path = path
-        self._known: dict[int, Restart] = {}
+        self._known: dict[tuple[int, int, int], Restart] = {}
 
     def read(self) -> tuple[Restart, ...]:
         """The last ones, oldest first; without those whose claim cannot be read."""
-        groups = sorted(group_numbers(self._path))[1:][-MOST:]
-        for group in groups:
-            if group not in self._known:
-                with contextlib.suppress(FileDamaged, ValueError):
-                    claim = Claim.from_json(read_sealed(group_directory(self._path, group) / CLAIM))
-                    self._known[group] = Restart(claim.attempt, claim.claimed_at)
-        return tuple(self._known[group] for group in groups if group in self._known)
+        found: dict[tuple[int, int, int], Restart] = {}
+        for group in sorted(group_numbers(self._path))[1:][-MOST:]:
+            path = group_directory(self._path, group) / CLAIM
+            with contextlib.suppress(OSError, FileDamaged, ValueError):
+                # Another run under the same name has other files.
+                status = path.stat()
+                key = group, status.st_ino, status.st_mtime_ns
+                known = self._known.get(key)
+                if known is None:
+                    claim = Claim.from_json(read_sealed(path))
+                    known = Restart(claim.attempt, claim.claimed_at)
+                found[key] = known
+        self._known = found
+        return tuple(found.values())

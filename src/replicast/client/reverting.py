@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from replicast.client.author import this_user
 from replicast.client.examination import Examination, examine
+from replicast.client.notes import schema_of, see
 from replicast.client.submission import check_running
 from replicast.client.updates import find
 from replicast.errors import UpdateRefused
+from replicast.files import RunDir, below
 from replicast.storage import inbox
 from replicast.storage.reverting import Undo, undo
-from replicast.storage.runfiles import read_run_info, read_worker_notes
 from replicast.storage.updates import Updates
 from replicast.update.inverse import meaning
 from replicast.update.update import Update
 
 
-def examine_revert(run: Path, which: str | int, *, force: bool) -> Examination:
+def examine_revert(run: RunDir, which: str | int, *, force: bool) -> Examination:
     """What undoing an update would do, as `Run.revert` says. Nothing is sent to the job."""
     plan = _undo(run, which, force=force)
-    found = examine(plan.update, read_run_info(run).schema)
+    found = examine(plan.update, schema_of(run))
     meanings = dict.fromkeys(f"{edit.variable}: {meaning(edit)}" for edit in plan.update.edits)
     unless = "" if force else ": it is refused unless it is forced (--force, force=True)"
     return replace(found, notes=(*meanings, *(f"{one}{unless}" for one in plan.since)))
 
 
 def submit_revert(
-    run: Path, which: str | int, note: str, author: str, *, force: bool, next_start: bool
+    run: RunDir, which: str | int, note: str, author: str, *, force: bool, next_start: bool
 ) -> tuple[str, str]:
     """Asks the job to undo an update, as `Run.revert` says.
 
@@ -40,18 +40,18 @@ def submit_revert(
         plan.check()
     sequence = plan.record.sequence
     revert = Update(note=note or plan.update.note, author=author or this_user())
-    warning = check_running(run, revert, read_worker_notes(run), next_start=next_start)
+    warning = check_running(run, revert, see(run), next_start=next_start)
     try:
         inbox.submit(run, revert, reverts=sequence, forced=force)
     except OSError as error:
         raise UpdateRefused(
-            f"The request cannot be written to {run / 'inbox'} ({error.strerror})",
+            f"The request cannot be written to {below(run) / 'inbox'} ({error.strerror})",
             remedy="Free some space there, or let this user write there, and revert it again",
         ) from error
     return revert.id, warning
 
 
-def _undo(run: Path, which: str | int, *, force: bool) -> Undo:
+def _undo(run: RunDir, which: str | int, *, force: bool) -> Undo:
     view = find(run, str(which), Updates(run))
     if view.sequence is None:
         raise UpdateRefused(

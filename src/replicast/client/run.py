@@ -15,6 +15,7 @@ from replicast.client.views import Brief, CheckpointView, Overview, Pulled
 from replicast.core.entries import Receipt
 from replicast.core.stage import Stage
 from replicast.errors import ReplicasDiverged, UpdateFailed, UpdatePending, UpdateRefused
+from replicast.files import RunPath
 from replicast.update.schema import Schema
 from replicast.update.trial import Trial
 from replicast.update.update import Update
@@ -34,6 +35,8 @@ class Run(ABC):
     """
 
     where: str
+    path: RunPath | None = None
+    """Its directory, if this process reads it there."""
     poll_secs: float
     """The interval between two reads of an update that somebody waits for."""
 
@@ -54,11 +57,12 @@ class Run(ABC):
         """The committed updates in the order in which they are applied; only the `last` ones if given."""
 
     @abstractmethod
-    def show(self, which: str | int) -> UpdateView:
+    def show(self, which: str | int, max_bytes: int | None = None) -> UpdateView:
         """Everything known about one update, with a summary of the values of its edits.
 
         Args:
             which: Its number in the journal, its id, or the beginning of its id.
+            max_bytes: Do not read the values of a larger one: `details` is None then. Default: no limit.
 
         Raises:
             NotFound: There is none, or several may be meant.
@@ -159,18 +163,25 @@ class Run(ABC):
         """
 
     @abstractmethod
-    def pull(self, name: str, rows: Sequence[int] | None = None, timeout: float = 300.0) -> Pulled:
+    def pull(
+        self,
+        name: str,
+        rows: Sequence[int] | None = None,
+        timeout: float = 300.0,
+        max_bytes: int | None = None,
+    ) -> Pulled:
         """The values of a variable at one step of the running job, or in the last checkpoint when none runs.
 
         Args:
             name: Its name, or a suffix that names exactly one.
             rows: Only these rows.
             timeout: How long to wait for the job.
+            max_bytes: The largest size of the values. Default: no limit but the job's.
 
         Raises:
             NotFound: There is no such variable or row, or nothing runs and there is no checkpoint.
             NoAnswer: The job has not answered in time.
-            RequestRefused: The job refuses it: these are too many values.
+            RequestRefused: These are too many values, for the job or for `max_bytes`.
         """
 
     @abstractmethod

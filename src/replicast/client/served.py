@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-import numpy as np
-
 from replicast.audits.report import AuditReport
 from replicast.client.author import this_user
 from replicast.client.examination import Examination, examine
@@ -16,9 +14,10 @@ from replicast.client.http import Address, Server
 from replicast.client.metrics import Metrics
 from replicast.client.run import Pushed, Run
 from replicast.client.updates import UpdateView
-from replicast.client.views import Brief, CheckpointView, Overview, Pulled
-from replicast.errors import NotFound, RequestFailed
-from replicast.update.edits import BFLOAT16, DTYPES
+from replicast.client.views import PULLED, Brief, CheckpointView, Overview, Pulled
+from replicast.errors import FileDamaged, NotFound, RequestFailed, RequestRefused, UpdateRefused
+from replicast.strictjson import parse_object
+from replicast.tensorfiles import parse_tensors
 from replicast.update.schema import Schema
 from replicast.update.trial import Trial
 from replicast.update.update import Update
@@ -85,8 +84,8 @@ class ServedRun(Run):
         count = MAX_LOG if last is None else min(last, MAX_LOG)
         return self._got(_list_of(UpdateView.from_json, "updates"), "/updates", last=count)
 
-    def show(self, which: str | int) -> UpdateView:
-        """As `Run.show`."""
+    def show(self, which: str | int, max_bytes: int | None = None) -> UpdateView:
+        """As `Run.show`; the server has a limit of its own."""
         return self._got(UpdateView.from_json, f"/updates/{_part(which)}")
 
     def look(self, update_id: str, thoroughly: bool = False) -> UpdateView:
@@ -149,13 +148,25 @@ class ServedRun(Run):
         author = author or this_user()
         return self._posted(self._pushed, path, note=note, force=force, next_start=next_start, author=author)
 
-    def pull(self, name: str, rows: Sequence[int] | None = None, timeout: float = 300.0) -> Pulled:
-        """As `Run.pull`."""
+    def pull(
+        self,
+        name: str,
+        rows: Sequence[int] | None = None,
+        timeout: float = 300.0,
+        max_bytes: int | None = None,
+    ) -> Pulled:
+        """As `Run.pull`; the server has a limit of its own."""
         secs = min(timeout, _MAX_WAIT_SECS)
         named = None if rows is None else ",".join(map(str, rows))
         path = f"{self._path}/variables/{quote(name)}"
-        answer = self._server.get(path, secs + _ANSWER_SECS, rows=named, timeout=secs)
-        return _made(_pulled, answer)
+        query = {"rows": named, "timeout": secs, "format": "safetensors"}
+        try:
+            pulled = _made(_pulled, self._server.download(path, secs + _ANSWER_SECS, **query))
+        except UpdateRefused as error:  # What the server refuses, in general.
+            raise RequestRefused(str(error)) from error
+        if max_bytes is not None and pulled.array.nbytes > max_bytes:
+            raise RequestRefused(f"Expected: at most {max_bytes} bytes. Received: {pulled.array.nbytes}")
+        return pulled
 
     def checkpoint(self, timeout: float = 300.0, author: str = "") -> int:
         """As `Run.checkpoint`."""
@@ -189,7 +200,7 @@ def _made(read: Callable[[Any], _Made], answer: Any) -> _Made:
     """What an answer describes."""
     try:
         return read(answer)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, FileDamaged, KeyError, TypeError, ValueError) as error:
         raise RequestFailed(
             f"The server's answer cannot be used: has it another version? ({error})"
         ) from error
@@ -210,28 +221,16 @@ def _step(answer: Mapping[str, Any]) -> int:
     return int(answer["step"])
 
 
-def _pulled(told: Mapping[str, Any]) -> Pulled:
-    flat = np.array([float(value) if isinstance(value, str) else value for value in _flat(told["values"])])
-    if told["dtype"] not in DTYPES:
-        raise ValueError(f"unknown dtype: {told['dtype']}")
-    dtype = BFLOAT16 if told["dtype"] == "bfloat16" else np.dtype(told["dtype"])
-    array, rows = flat.astype(dtype).reshape(told["shape"]), told.get("rows")
+def _pulled(content: bytes) -> Pulled:
+    file = parse_tensors(memoryview(content), "the answer", max_tensors=1)
+    told = parse_object(file.metadata[PULLED])
+    rows = told.get("rows")
     return Pulled(
         name=str(told["name"]),
         step=int(told["step"]),
         digest=str(told["digest"]),
         source=str(told["source"]),
-        array=array,
+        array=file.tensors[told["name"]],
         rows=None if rows is None else tuple(map(int, rows)),
         digests={int(rank): str(digest) for rank, digest in told.get("digests", {}).items()},
-    )
-
-
-def _flat(values: Any) -> list[Any]:
-    if not isinstance(values, list):
-        return [values]
-    return (
-        values
-        if not values or not isinstance(values[0], list)
-        else [one for row in values for one in _flat(row)]
     )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from replicast.client.author import this_user
-from replicast.client.notes import is_heard_of, is_running, running_beside
+from replicast.client.notes import Seen, described_run, running_beside, see
 from replicast.client.updates import damage_text
 from replicast.errors import UpdateRefused
+from replicast.files import RunDir, below
 from replicast.storage import inbox
-from replicast.storage.runfiles import WorkerNote, read_run_info, read_worker_notes
-from replicast.storage.states import State, read_state
+from replicast.storage.states import read_state
 from replicast.storage.updates import Updates
 from replicast.update.trial import Trial
 from replicast.update.update import Update
@@ -18,7 +16,7 @@ from replicast.update.validate import planned
 
 
 def submit(
-    run: Path, update: Update, at_step: int | None, trial: Trial | None, *, next_start: bool
+    run: RunDir, update: Update, at_step: int | None, trial: Trial | None, *, next_start: bool
 ) -> tuple[int | None, str]:
     """Puts an update into the inbox, as `Run.push` says.
 
@@ -29,19 +27,20 @@ def submit(
         UpdateRefused: As `Run.push` says, or it cannot be written.
         FileDamaged: The journal is damaged.
     """
-    plan = planned(update, read_run_info(run).schema)
+    info = described_run(run)  # While the first workers start, the job checks the update when it takes it.
+    plan = update if info is None else planned(update, info.schema)
     journal = Updates(run)
     number = _number_in_journal(journal, update, plan)
     if number is not None:
         return number, ""
-    notes = read_worker_notes(run)
-    _check_step(at_step, notes)
-    warning = check_running(run, update, notes, next_start=next_start)
+    seen = see(run)
+    _check_step(at_step, seen)
+    warning = check_running(run, update, seen, next_start=next_start)
     try:
         inbox.submit(run, update.signed(this_user()), at_step, trial)
     except OSError as error:
         raise UpdateRefused(
-            f"The update cannot be written to {run / 'inbox'} ({error.strerror})",
+            f"The update cannot be written to {below(run) / 'inbox'} ({error.strerror})",
             received=f"{update.nbytes} bytes",
             remedy="Free some space there, or let this user write there, and push it again",
         ) from error
@@ -65,9 +64,9 @@ def _number_in_journal(journal: Updates, update: Update, plan: Update) -> int | 
     return None
 
 
-def _check_step(at_step: int | None, notes: list[WorkerNote]) -> None:
-    step = max((note.step for note in notes), default=0)
-    if at_step is not None and at_step <= step and is_running(notes):
+def _check_step(at_step: int | None, seen: Seen) -> None:
+    step = max((note.step for note in seen.notes), default=0)
+    if at_step is not None and at_step <= step and seen.running:
         raise UpdateRefused(
             f"Step {at_step} is past",
             expected=f"a step after {step}, where the job is",
@@ -75,20 +74,18 @@ def _check_step(at_step: int | None, notes: list[WorkerNote]) -> None:
         )
 
 
-def check_running(run: Path, update: Update, notes: list[WorkerNote], *, next_start: bool) -> str:
+def check_running(run: RunDir, update: Update, seen: Seen, *, next_start: bool) -> str:
     """Refuses what nobody would take, unless that is wanted or it waits there already.
 
     Returns:
         What the author of an accepted update should know.
     """
-    now = read_state(run, notes)
+    now = read_state(run, seen.notes, seen.now)
     if now.state.is_running:
         return ""
-    said, beside = now.sentence, running_beside(run)
+    said, beside = now.sentence, running_beside(run, seen.now)
     if next_start or any(one.id == update.id for one in inbox.waiting(run)):
         return f"{said}. It will take the update when it is started again. {beside}".rstrip()
-    if now.state is State.LOST and not beside and is_heard_of(run):
-        return ""
     raise UpdateRefused(
         said,
         expected="a running job",

@@ -8,19 +8,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 from replicast.client.examination import EditView
-from replicast.client.notes import is_running
+from replicast.client.notes import see
 from replicast.core.entries import Receipt
 from replicast.core.stage import Stage
 from replicast.errors import NotFound, UpdateRefused
+from replicast.files import RunDir, RunPath, below
 from replicast.storage import inbox
 from replicast.storage.descriptions import describe
-from replicast.storage.runfiles import read_worker_notes
 from replicast.storage.updates import CommittedUpdate, Updates
-from replicast.strictjson import described, reading
+from replicast.strictjson import described, parse_integer, reading
 from replicast.update.trial import Trial, TrialOutcome
 
 _MOST_DAMAGED = 5
@@ -86,7 +85,7 @@ class UpdateView:
     receipts: tuple[Receipt, ...] = ()
     outcome: TrialOutcome | None = None
     refusal: UpdateRefused | None = None
-    path: Path | None = field(default=None, compare=False)
+    path: RunPath | None = field(default=None, compare=False)
     reason: str = ""
     waits_for: str = ""
     trial_until: int | None = None
@@ -131,11 +130,11 @@ class UpdateView:
             return replace(view, details=tuple(EditView.from_json(edit) for edit in fields["edits"]))
 
 
-def committed_views(run: Path, journal: Updates, sequences: Iterable[int]) -> list[UpdateView]:
+def committed_views(run: RunDir, journal: Updates, sequences: Iterable[int]) -> list[UpdateView]:
     """Some of the committed updates."""
-    notes = read_worker_notes(run)
-    attempt = max((note.attempt for note in notes), default=0) if is_running(notes) else 0
-    reached = max((note.step for note in notes if note.attempt == attempt), default=0)
+    seen = see(run)
+    attempt = max((note.attempt for note in seen.notes), default=0) if seen.running else 0
+    reached = max((note.step for note in seen.notes if note.attempt == attempt), default=0)
     updates = [journal.committed_update(*journal.committed[sequence]) for sequence in sequences]
     return [_committed_view(run, update, attempt, reached) for update in updates]
 
@@ -159,7 +158,7 @@ def scheduled_views(journal: Updates) -> list[UpdateView]:
     ]
 
 
-def waiting_views(run: Path, known: Collection[str]) -> list[UpdateView]:
+def waiting_views(run: RunDir, known: Collection[str]) -> list[UpdateView]:
     """What waits in the inbox, the oldest first, without the ids that are known from elsewhere."""
     found = list[UpdateView]()
     for entry in inbox.waiting(run):
@@ -170,7 +169,7 @@ def waiting_views(run: Path, known: Collection[str]) -> list[UpdateView]:
     return found
 
 
-def _described(view: UpdateView, path: Path) -> UpdateView:
+def _described(view: UpdateView, path: RunPath) -> UpdateView:
     """A waiting update with what its file says of it."""
     told = describe(path)
     if told is None:
@@ -187,21 +186,21 @@ def _described(view: UpdateView, path: Path) -> UpdateView:
     )
 
 
-def refused_views(run: Path, journal: Updates, known: Collection[str]) -> list[UpdateView]:
+def refused_views(run: RunDir, journal: Updates, known: Collection[str]) -> list[UpdateView]:
     """What was refused, the oldest first, without the ids that were accepted or submitted again since."""
     found = []
     reasons = {id_: UpdateRefused(problem) for id_, problem in journal.refused.items()} | inbox.refusals(run)
     for update_id in reasons.keys() - known:
         view = UpdateView(id=update_id, stage=Stage.REFUSED, refusal=reasons[update_id])
-        path = run / "refused" / f"{update_id}.safetensors"
+        path = below(run) / "refused" / f"{update_id}.safetensors"
         with contextlib.suppress(OSError):
-            view = replace(view, at=(run / "refused" / f"{update_id}.json").stat().st_mtime)
-            view = replace(view, nbytes=path.lstat().st_size, path=path)
+            view = replace(view, at=(below(run) / "refused" / f"{update_id}.json").stat().st_mtime)
+            view = replace(view, nbytes=path.stat().st_size, path=path)
         found.append(view)
     return sorted(found, key=lambda view: (view.at, view.id))
 
 
-def noted_view(run: Path, update_id: str) -> UpdateView | None:
+def noted_view(run: RunDir, update_id: str) -> UpdateView | None:
     """An update as its note says, which is cheap to read; None without a note.
 
     The note is all that is left of an update in a job whose journal is in memory.
@@ -223,7 +222,7 @@ def noted_view(run: Path, update_id: str) -> UpdateView | None:
     )
 
 
-def look(run: Path, update_id: str, *, thoroughly: bool) -> UpdateView:
+def look(run: RunDir, update_id: str, *, thoroughly: bool) -> UpdateView:
     """Where one update is: by its note; by the journal when the note is missing or says too little.
 
     Raises:
@@ -241,27 +240,28 @@ def look(run: Path, update_id: str, *, thoroughly: bool) -> UpdateView:
     return noted
 
 
-def find(run: Path, given: str, journal: Updates) -> UpdateView:
+def find(run: RunDir, given: str, journal: Updates) -> UpdateView:
     """The update that a person means: by its number, by its id, or by the beginning of its id.
 
     Raises:
         NotFound: There is none, or several may be meant.
     """
-    if given.isascii() and given.isdigit() and int(given) in journal.committed:
-        return committed_views(run, journal, [int(given)])[0]
+    with contextlib.suppress(ValueError):
+        if (number := parse_integer(given)) in journal.committed:
+            return committed_views(run, journal, [number])[0]
     noted = noted_view(run, given)
     exact = _matching(run, journal, lambda id_: id_ == given) or ([] if noted is None else [noted])
     found = exact or _matching(run, journal, lambda id_: bool(given) and id_.startswith(given))
     ids = sorted({view.id for view in found})
     if not ids:
         hint = "`replicast status` and `log` list them."
-        raise NotFound(f"There is no update {given} in {run}. {hint}\n{damage_text(journal)}".rstrip())
+        raise NotFound(f"There is no update {given[:200]} in {run}. {hint}\n{damage_text(journal)}".rstrip())
     if len(ids) > 1:
         raise NotFound(f"{given} may be {len(ids)} updates: {', '.join(ids[:5])}. Give more of the id.")
     return found[0]
 
 
-def _matching(run: Path, journal: Updates, matches: Callable[[str], bool]) -> list[UpdateView]:
+def _matching(run: RunDir, journal: Updates, matches: Callable[[str], bool]) -> list[UpdateView]:
     """The updates with such an id; of those with the same one, what counts comes first."""
     numbers = [number for number, (record, _) in journal.committed.items() if matches(record.id)]
     views = [*committed_views(run, journal, numbers), *scheduled_views(journal)]
@@ -298,7 +298,7 @@ _COMMITTED = (
 """What a view says as the journal does."""
 
 
-def _committed_view(run: Path, update: CommittedUpdate, attempt: int, reached: int) -> UpdateView:
+def _committed_view(run: RunDir, update: CommittedUpdate, attempt: int, reached: int) -> UpdateView:
     receipt, stage, reason = update.receipts[-1] if update.receipts else None, update.stage, ""
     if receipt is not None and receipt.attempt < attempt and update.step > reached:
         stage = Stage.COMMITTED  # The job was restarted before its step, and will apply it again there.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import secrets
-from pathlib import Path
 
 import numpy as np
 
 from replicast.errors import FileDamaged, UpdateRefused
-from replicast.files import TEMPORARY, check_tensor_file, parse_tensors
+from replicast.files import TEMPORARY, RunDir, RunPath, below, outline_of, parse_tensors
 from replicast.update.edits import EditKind
 from replicast.update.parts import MAX_TENSORS, edits_of_tensors
 from replicast.update.update import Update
@@ -17,13 +17,13 @@ _METADATA = "replicast"
 _SOURCE = "The uploaded file"
 
 
-def new_upload(run_dir: Path) -> Path:
+def new_upload(run_dir: RunDir) -> RunPath:
     """A name beside the inbox for a file on its way in. If it is left behind, the job removes it."""
-    return run_dir / "inbox" / f"{TEMPORARY}upload-{secrets.token_hex(8)}"
+    return below(run_dir) / "inbox" / f"{TEMPORARY}upload-{secrets.token_hex(8)}"
 
 
 def update_in(
-    path: Path,
+    path: RunPath,
     *,
     operation: EditKind | None = None,
     weight: float | None = None,
@@ -68,9 +68,10 @@ def update_in(
     return Update.from_parts(blank.describe() | {"edits": update.describe()["edits"]}, update.arrays())
 
 
-def _read(path: Path, operation: EditKind | None, weight: float | None) -> Update:
-    check_tensor_file(path, max_tensors=MAX_TENSORS)
-    content = np.memmap(path, np.uint8, "r").data
+def _read(path: RunPath, operation: EditKind | None, weight: float | None) -> Update:
+    outline_of(path, max_tensors=MAX_TENSORS)
+    with os.fdopen(path.open(os.O_RDONLY), "rb") as opened:
+        content = np.memmap(opened, np.uint8, "r").data
     if operation is None:
         return Update.parse(content, _SOURCE, remedy="Say what to do with them: choose an operation")[0]
     file = parse_tensors(content, _SOURCE, max_tensors=MAX_TENSORS)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -13,6 +14,7 @@ from replicast.client.updates import UpdateView
 from replicast.storage.runfiles import WorkerNote
 from replicast.storage.states import absent_secs
 from replicast.strictjson import described, reading
+from replicast.tensorfiles import tensor_chunks
 from replicast.update.edits import Array
 from replicast.update.parts import factor_to_json
 
@@ -28,6 +30,8 @@ _PLAIN = (
     "restarted",
     "problem",
 )
+PULLED = "pulled"
+"""The entry of a file of pulled values that says what they are."""
 _UPDATES = ("updates", "scheduled", "waiting", "refused")
 
 
@@ -88,7 +92,7 @@ class Overview:
 
     Attributes:
         run: Its directory or address.
-        time: The moment, in seconds since 1970, by the clock of the machine that looked.
+        time: The moment, in seconds since 1970, by the clock of the job.
         state: As in `Brief`.
         sentence: As in `Brief`.
         running: Whether a worker was heard of lately.
@@ -263,6 +267,10 @@ class Pulled:
             "rows": None if self.rows is None else list(self.rows),
             "digests": {str(rank): digest for rank, digest in self.digests.items()},
         }
+
+    def file_chunks(self) -> Iterator[bytes | memoryview]:
+        """The values as a safetensors file, piece by piece; its metadata has everything else."""
+        return tensor_chunks({self.name: self.array}, {PULLED: json.dumps(self.to_json())})
 
 
 def _views(listed: list[Mapping[str, Any]]) -> tuple[UpdateView, ...]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import contextlib
 
-from replicast.client.notes import is_heard_of, is_running, not_running_text, polls
+from replicast.client.notes import not_running_text, polls, see
 from replicast.client.updates import UpdateView, find, look
 from replicast.core.stage import Stage
 from replicast.errors import NoAnswer, UpdateRefused
+from replicast.files import RunDir, below
 from replicast.storage import inbox
-from replicast.storage.runfiles import read_worker_notes
 from replicast.storage.updates import Updates
 
 _ANSWER_SECS = 30.0
 _WITHDRAWABLE = (Stage.PROPOSED, Stage.PREPARED, Stage.SCHEDULED)
 
 
-def withdraw(run: Path, update_id: str) -> UpdateView:
+def withdraw(run: RunDir, update_id: str) -> UpdateView:
     """Takes back an update, as `Run.withdraw` says.
 
     Returns:
@@ -28,13 +28,15 @@ def withdraw(run: Path, update_id: str) -> UpdateView:
         NoAnswer: The job has taken it and does not answer.
         FileDamaged: The journal is damaged.
     """
+    with contextlib.suppress(OSError):  # Then the update is not found, or cannot be removed: that is told.
+        inbox.put_back(run)  # Of a withdrawal that was killed.
     view = find(run, update_id, Updates(run))
     if view.stage in (Stage.REFUSED, Stage.WITHDRAWN):
         raise UpdateRefused(f"Update {view.id} was {view.stage}: there is nothing to withdraw")
     try:
-        withdrawn = inbox.withdraw(run, view.id, job_is_running=lambda: is_heard_of(run))
+        withdrawn = inbox.withdraw(run, view.id, job_is_running=lambda: see(run).running)
     except OSError as error:
-        raise UpdateRefused(f"It cannot be removed from {run / 'inbox'} ({error.strerror})") from error
+        raise UpdateRefused(f"It cannot be removed from {below(run) / 'inbox'} ({error.strerror})") from error
     if withdrawn:
         return UpdateView(id=view.id, stage=Stage.WITHDRAWN)
     view = _requested(run, find(run, view.id, Updates(run)))
@@ -45,26 +47,26 @@ def withdraw(run: Path, update_id: str) -> UpdateView:
     if view.stage not in _WITHDRAWABLE:
         step = "" if view.step is None else f", step {view.step}"
         raise UpdateRefused(f"Too late: update {view.id} is {view.stage}{step}")
-    notes = read_worker_notes(run)
-    why = "The job has not answered in time" if is_running(notes) else not_running_text(notes)
+    seen = see(run)
+    why = "The job has not answered in time" if seen.running else not_running_text(seen)
     raise NoAnswer(
         f"{why}: update {view.id} is still {view.stage}. Withdraw it again when the job is training."
     )
 
 
-def _requested(run: Path, view: UpdateView) -> UpdateView:
+def _requested(run: RunDir, view: UpdateView) -> UpdateView:
     """Asks a running job to withdraw an update, and waits for what becomes of it.
 
     Blocks until the job has answered or ended, at most `_ANSWER_SECS`: it may be far from its next boundary,
     for example in an evaluation.
     """
-    if view.stage not in _WITHDRAWABLE or not is_running(read_worker_notes(run)):
+    if view.stage not in _WITHDRAWABLE or not see(run).running:
         return view
     request = inbox.request_withdrawal(run, view.id)
     try:
-        for notes, is_fresh, is_last in polls(run, _ANSWER_SECS):
+        for seen, is_fresh, is_last in polls(run, _ANSWER_SECS):
             view = look(run, view.id, thoroughly=is_fresh or is_last)
-            if view.stage not in _WITHDRAWABLE or not is_running(notes):
+            if view.stage not in _WITHDRAWABLE or not seen.running:
                 break
         return view
     finally:

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from replicast.config import SECRETS, without
+
 WORKERS = 2
 JOB_SECS, COMMAND_SECS = 180.0, 60.0
 PAUSE = "pause"
@@ -61,7 +63,7 @@ class Job:
         self._command = command
         self._output = directory / "run.log"
         self._deadline = time.monotonic() + JOB_SECS
-        inherited = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+        inherited = without(os.environ, "TF_CONFIG", *SECRETS)
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(
                 _argv(command),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from replicast.client import Examination, Run
 from replicast.client.uploads import new_upload, update_in
+from replicast.files import RunPath
 from replicast.page.context import Context
 from replicast.page.requests import PushQuery, RateBody, RevertBody, WaitBody
 from replicast.page.upload import uploaded
@@ -17,10 +17,10 @@ from replicast.update.update import Update
 async def push(context: Context) -> dict[str, Any]:
     """Hands the update in the body to the job; with `dry_run` only says what it would do."""
     query = context.query_as(PushQuery)
-    temporary = new_upload(Path(context.watch.run.where))
+    temporary = new_upload(context.watch.run.path or context.watch.run.where)
     limit = context.settings.max_upload_bytes
 
-    def propose(path: Path) -> dict[str, Any]:
+    def propose(path: RunPath) -> dict[str, Any]:
         update = update_in(
             path,
             operation=None if query.operation is None else EditKind(query.operation),

@@ -19,7 +19,7 @@ from replicast.page import assets, prometheus
 from replicast.page.context import Context
 from replicast.page.endpoints import CONVERTORS, ENDPOINTS, RUN, Endpoint
 from replicast.page.events import Streams
-from replicast.page.jsontext import Json
+from replicast.page.jsontext import dumped
 from replicast.page.openapi import description
 from replicast.page.problems import HttpError, http_error
 from replicast.page.requests import Nothing, converted, parsed
@@ -62,7 +62,7 @@ class App(Starlette):
         self.stop()
 
     def _routes(self) -> list[Route]:
-        described = description()
+        described = dumped(description())
         api = [
             Route(
                 _route_path(one.path),
@@ -77,7 +77,10 @@ class App(Starlette):
             Route(f"{RUN}/events", _checked(self._follow)),
             Route("/metrics", _checked(self._prometheus)),
             Route("/healthz", _checked(self._health)),
-            Route("/openapi.json", _checked(lambda _request: _later(Json(described)))),
+            Route(
+                "/openapi.json",
+                _checked(lambda _request: _later(Response(described, media_type="application/json"))),
+            ),
             Route("/static/{name}", _checked(self._asset)),
             Route("/", _checked(self._page)),
             Route("/{run}", _checked(self._page)),
@@ -98,8 +101,12 @@ class App(Starlette):
             body=parsed(await small_body(request) if is_json else b"", body),
         )
         answer = await endpoint.answer(context)
+        if isinstance(answer, Response):
+            return answer
         is_examined = isinstance(answer, dict) and "problems" in answer
-        return Json(answer, 200 if is_examined else endpoint.status)
+        # In a thread: it may be long.
+        text = answer if isinstance(answer, bytes) else await context.read(lambda: dumped(answer).encode())
+        return Response(text, 200 if is_examined else endpoint.status, media_type="application/json")
 
     async def _follow(self, request: Request) -> Response:
         return self._streams.follow(await self._runs.named(request.path_params["run"]))

@@ -38,6 +38,7 @@ class Endpoint:
         query: The parameters of the address.
         body: The JSON body; "file" where the body is a safetensors file.
         status: Of the answer. An action with `dry_run` answers 200.
+        sends_files: Whether it answers with a safetensors file if that is asked for.
         asks_the_job: Whether it needs the token although it only reads, since all workers stop for it.
     """
 
@@ -48,6 +49,7 @@ class Endpoint:
     query: type[Struct] = Nothing
     body: type[Struct] | Literal["file"] = Nothing
     status: int = 200
+    sends_files: bool = False
     asks_the_job: bool = False
 
     @property
@@ -78,6 +80,7 @@ ENDPOINTS = (
         reading.variable,
         ("name", "step", "values"),
         ValuesQuery,
+        sends_files=True,
         asks_the_job=True,
     ),
     Endpoint("POST", f"{RUN}/updates", actions.push, (), PushQuery, "file", 201),
@@ -88,5 +91,5 @@ ENDPOINTS = (
     Endpoint("POST", f"{RUN}/checkpoint", actions.checkpoint, ("step",), body=WaitBody),
     Endpoint("POST", f"{RUN}/stop", actions.stop, ("step",), body=WaitBody),
 )
-CONVERTORS = {"worker": "int", "variable": "path"}
+CONVERTORS = {"variable": "path"}
 """How a part of an address is read, where it is not a plain name."""

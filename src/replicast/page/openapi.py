@@ -9,7 +9,7 @@ import msgspec
 
 from replicast import __version__
 from replicast.page.endpoints import ENDPOINTS, Endpoint
-from replicast.page.requests import Nothing
+from replicast.page.requests import MAX_RANK, Nothing
 
 _ERRORS = {
     400: "A parameter or the body is not valid",
@@ -44,10 +44,11 @@ _ERROR = {
         }
     },
 }
+_FILE = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 _PARTS = {
     "run": ("The name of a run, as /api/runs lists it", {"type": "string"}),
     "update": ("The number of an update, its id, or the beginning of its id", {"type": "string"}),
-    "worker": ("The rank of a worker", {"type": "integer", "minimum": 0, "maximum": 10**6}),
+    "worker": ("The rank of a worker", {"type": "integer", "minimum": 0, "maximum": MAX_RANK}),
     "variable": ("The name of a variable; any unique suffix works", {"type": "string"}),
 }
 
@@ -82,6 +83,8 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
         else {"type": "object", "required": list(endpoint.returns)}
     )
     responses: dict[str, Any] = {str(endpoint.status): _json(answer, "The answer")}
+    if endpoint.sends_files:
+        responses["200"]["content"] |= _FILE
     if endpoint.status == 201:
         responses["201"] = _json({"type": "object", "required": ["id"]}, "It was handed to the job")
         examined = {"type": "object", "required": ["edits", "problems"]}
@@ -97,9 +100,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
         else [{}, {"token": []}],
     }
     if endpoint.body == "file":
-        file = {"type": "string", "format": "binary"}
-        content = {"application/octet-stream": {"schema": file}}
-        described["requestBody"] = {"required": True, "content": content}
+        described["requestBody"] = {"required": True, "content": _FILE}
     elif endpoint.body is not Nothing:
         content = {"application/json": {"schema": _inlined(endpoint.body)}}
         described["requestBody"] = {"content": content}

@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 
 from replicast.client.metrics import MAX_POINTS
 from replicast.page.problems import HttpError
+from replicast.strictjson import parse_integer
 from replicast.update.parts import MAX_STEP, MAX_TEXT
 from replicast.update.trial import MAX_INCREASE, MAX_METRIC_NAME, MAX_STEPS, Trial
 
@@ -19,6 +20,7 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 Secs = Annotated[float, Meta(ge=0, le=300)]
 MAX_ROWS = 10_000
+MAX_RANK = 10**6
 
 
 class Nothing(Struct, forbid_unknown_fields=True):
@@ -53,13 +55,14 @@ class LogsQuery(Struct, forbid_unknown_fields=True):
 
 
 class ValuesQuery(Struct, forbid_unknown_fields=True):
-    """Which rows, as 0,5,7 or 10-19; how long to wait for the job."""
+    """Which rows, as 0,5,7 or 10-19; how long to wait for the job; larger values as a safetensors file."""
 
     rows: (
         Annotated[str, Meta(pattern=r"^\d{1,15}(-\d{1,15})?(,\d{1,15}(-\d{1,15})?)*$", max_length=4000)]
         | None
     ) = None
     timeout: Secs = 60.0
+    format: Literal["json", "safetensors"] = "json"
 
 
 class _Proposal(Struct, forbid_unknown_fields=True):
@@ -143,6 +146,21 @@ def parsed(content: bytes, kind: type[_T]) -> _T:
         return msgspec.json.decode(content if content.strip() else b"{}", type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise HttpError(400, f"The body is not valid: {error}") from error
+
+
+def rank_of(text: str) -> int:
+    """The rank of a worker in an address.
+
+    Raises:
+        HttpError: It is not a number, or one that no worker has.
+    """
+    try:
+        rank = parse_integer(text)
+    except ValueError:
+        rank = -1
+    if not 0 <= rank <= MAX_RANK:
+        raise HttpError(404, "There is no such worker", expected=f"0 to {MAX_RANK}", received=text[:200])
+    return rank
 
 
 def row_numbers(text: str | None) -> list[int] | None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
-from replicast.client import Run, connect, is_run
+from replicast.client import Run, is_run
+from replicast.client.directory import DirectoryRun
+from replicast.files import RunPath
+from replicast.page.events import Slots
 from replicast.page.problems import HttpError
+from replicast.page.settings import MAX_FILES
 from replicast.page.threads import Threads
 from replicast.page.watch import Watch
 
@@ -28,12 +33,14 @@ class Runs:
     Attributes:
         readers: Threads for what reads files.
         actors: Threads for what waits for a job.
+        files: Of values that are being sent: each is in memory until its end.
     """
 
     def __init__(self, find: Find) -> None:
         self._find = find
         self.readers = Threads(_READERS)
         self.actors = Threads(_ACTORS)
+        self.files = Slots(MAX_FILES, "Too many files of values are being sent", "Try again later")
         self._watches: dict[str, Watch] = {}
 
     async def all(self) -> list[Watch]:
@@ -52,7 +59,9 @@ class Runs:
         Raises:
             HttpError: There is none with this name.
         """
-        if name not in self._watches:
+        # At every request: somebody may have put a link where the run was, or removed it.
+        known = self._watches.get(name)
+        if known is None or not await self.readers.call(partial(_is_there, known.run)):
             await self.all()
         if name not in self._watches:
             raise HttpError(404, "There is no run with this name", received=name, remedy="See /api/runs")
@@ -66,29 +75,32 @@ class Runs:
 
 def runs_in(path: Path) -> Find:
     """Finds the run at a path, or else the runs in the directory that it names."""
-    opened: dict[Path, Run] = {}
+    opened: dict[RunPath, Run] = {}
 
     def find() -> dict[str, Run]:
-        root = path.resolve()
+        root = RunPath(path.resolve())
         places = [root] if is_run(root) else _children(root)
         for place in places:
             if place not in opened:
-                opened[place] = connect(place)
+                opened[place] = DirectoryRun(place)
         return {place.name: opened[place] for place in places}
 
     return find
 
 
-def _children(root: Path) -> list[Path]:
-    """The runs in a directory, the newest ones if there are very many. Links are not followed."""
-    try:
-        with os.scandir(root) as entries:
-            found = [
-                (entry.stat(follow_symlinks=False).st_mtime, Path(entry.path))
-                for entry in entries
-                if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
-            ]
-    except OSError:
-        return []
-    newest = sorted(found, reverse=True)
-    return [path for _, path in newest if is_run(path)][:MOST_RUNS]
+def _is_there(run: Run) -> bool:
+    return run.path is not None and run.path.is_dir()
+
+
+def _children(root: RunPath) -> list[RunPath]:
+    """The runs in a directory, the newest ones if there are very many.
+
+    Each is a path below this directory, so that no later access follows a link in its place either.
+    """
+    found = []
+    with contextlib.suppress(OSError):
+        for path in root.iterdir():
+            with contextlib.suppress(OSError):  # One that cannot be read hides no other.
+                if not path.name.startswith(".") and path.is_dir() and is_run(path):
+                    found.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(found, reverse=True)[:MOST_RUNS]]

@@ -18,12 +18,12 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from replicast.config import TOKEN
 from replicast.names import is_address
 from replicast.page.problems import HttpError
 from replicast.page.settings import (
     ACTIONS_PER_MINUTE,
     FAILED_TOKENS_PER_MINUTE,
-    TOKEN,
     Settings,
     is_loopback,
 )
@@ -117,6 +117,22 @@ class Access:
         if acts and (wait := self._actions.take()):
             raise _too_many("Too many actions", wait)
 
+    def caller(self, headers: Headers, peer: str) -> str:
+        """Who sends a request: the peer, or the machine for which a proxy that was named says it speaks.
+
+        Each proxy appends the address of its own peer. So the last one that is no proxy of ours is true, and
+        what stands before it is what that machine claims.
+        """
+        if not self._settings.is_proxy(peer):
+            return peer
+        told = ",".join(headers.getlist("x-forwarded-for")).split(",")
+        for one in (address.strip() for address in reversed(told)):
+            if not is_address(one):
+                break
+            if not self._settings.is_proxy(one):
+                return one
+        return peer
+
     def _checked_host(self, headers: Headers) -> str:
         given = headers.getlist("host")
         host = _host_of(given[0]) if len(given) == 1 else ""
@@ -131,7 +147,7 @@ class Access:
 
     def _check_origin(self, headers: Headers) -> None:
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != headers["host"].lower():
+        if origin is not None and origin.partition("://")[2].lower() != headers["host"].lower():
             raise HttpError(403, "A page of another site must not act here", received=origin)
         if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
             raise HttpError(403, "A page of another site must not act here")
@@ -140,21 +156,22 @@ class Access:
         """Whether it comes from this machine: a proxy on it speaks for others."""
         forwarded = any(name in headers for name in _FORWARDED)
         local = is_loopback(peer) and is_loopback(host)
-        return local and not forwarded and not self._settings.private
+        return local and not forwarded and not self._settings.private and not self._settings.is_proxy(peer)
 
     def _has_token(self, headers: Headers, peer: str) -> bool:
         given = headers.get("authorization")
         if given is None:
             return False
-        if wait := self._failures_of(peer).wait():
-            raise _too_many("Too many wrong tokens", wait)
         scheme, _, token = given.partition(" ")
         wanted = self._settings.token or secrets.token_urlsafe()  # as long a comparison without a token
         # Compared as bytes, since a header may hold any.
         right = secrets.compare_digest(token.strip().encode("latin-1", "replace"), wanted.encode())
+        # Before anything is counted: whatever others have sent from the same address, such as that of a
+        # proxy, the right token passes. Its length is what protects it; the limit is for who mistypes it.
         if scheme.lower() == "bearer" and right and self._settings.token is not None:
             return True
-        self._failures_of(peer).take()
+        if wait := self._failures_of(peer).take():
+            raise _too_many("Too many wrong tokens", wait)
         raise _unauthorized("The token is wrong")
 
     def _failures_of(self, peer: str) -> Bucket:
@@ -187,9 +204,12 @@ class SecurityMiddleware:
                 headers.setdefault("Cache-Control", "no-store")
             await send(message)
 
-        peer = scope["client"][0] if scope.get("client") else ""
+        headers = Headers(scope=scope)
+        peer, port = scope.get("client") or ("", 0)
+        caller = self._access.caller(headers, peer)
+        scope["client"] = (caller, port) if peer else None
         try:
-            self._access.check(scope["method"], scope["path"], Headers(scope=scope), peer)
+            self._access.check(scope["method"], scope["path"], headers, caller)
         except HttpError as error:
             await error.response()(scope, receive, send_with_headers)
             return

@@ -10,14 +10,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from replicast.config import TOKEN
 from replicast.errors import ServeRefused
 
-TOKEN = "REPLICAST_TOKEN"
 MIN_TOKEN_LENGTH = 16
 MAX_UPLOAD_BYTES = 4 * 2**30
 MAX_BODY_BYTES = 64 * 1024
 MAX_HEADER_BYTES = 16 * 1024
 MAX_STREAMS = 256
+MAX_JSON_BYTES = 256 * 1024
+"""Of the values in one answer as JSON, which takes ten times as much, and holds up others meanwhile."""
+MAX_VALUES_BYTES = 256 * 2**20
+"""Of the values in one answer as a file, of which there are at most `MAX_FILES` at a time."""
+MAX_FILES = 2
+MAX_DETAILS_BYTES = 16 * 2**20
+"""Of an update whose values are summarized for everybody who may read."""
+MAX_EDITS = 20_000
+"""In one list of updates."""
 ACTIONS_PER_MINUTE = 60
 FAILED_TOKENS_PER_MINUTE = 10
 _MAX_TOKEN_FILE_BYTES = 4096
@@ -33,6 +42,8 @@ class Settings:
         token: Needed to act, and to read from another machine; None: neither is possible.
         private: Whether reading from this machine needs the token as well.
         allowed_hosts: Further names by which browsers may call this server, such as that of a proxy.
+        trusted_proxies: Addresses or networks of proxies whose X-Forwarded-For is believed. A request from
+            one of them never counts as one from this machine.
         certfile: The certificate for TLS.
         keyfile: The key of the certificate.
         max_upload_bytes: The largest file that may be uploaded.
@@ -43,6 +54,7 @@ class Settings:
     token: str | None = None
     private: bool = False
     allowed_hosts: tuple[str, ...] = ()
+    trusted_proxies: tuple[str, ...] = ()
     certfile: Path | None = None
     keyfile: Path | None = None
     max_upload_bytes: int = MAX_UPLOAD_BYTES
@@ -65,11 +77,29 @@ class Settings:
             )
         if self.private and self.token is None:
             raise ServeRefused("--private needs a token", remedy=f"Give one by --token-file or {TOKEN}")
+        for proxy in self.trusted_proxies:
+            try:
+                ipaddress.ip_network(proxy)
+            except ValueError as error:
+                raise ServeRefused(
+                    f"--trusted-proxy expects an address or a network ({error})",
+                    remedy="For example: 127.0.0.1, or 10.0.0.0/24",
+                ) from error
         if (self.certfile is None) != (self.keyfile is None):
             raise ServeRefused("TLS needs a certificate and its key", remedy="Give --certfile and --keyfile")
         for path in (self.certfile, self.keyfile):
             if path is not None and not os.access(path, os.R_OK):
                 raise ServeRefused(f"{path} cannot be read", remedy="Check the path and its permissions")
+
+    def is_proxy(self, peer: str) -> bool:
+        """Whether requests of this peer come from a proxy that was named."""
+        try:
+            address = ipaddress.ip_address(peer)
+        except ValueError:
+            return False
+        # A server that listens on :: sees IPv4 peers as ::ffff:1.2.3.4.
+        address = getattr(address, "ipv4_mapped", None) or address
+        return any(address in ipaddress.ip_network(proxy) for proxy in self.trusted_proxies)
 
 
 def is_loopback(host: str) -> bool:

@@ -7,13 +7,14 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 
 from starlette.requests import ClientDisconnect, Request
 
+from replicast.files import RunPath, make_durably
 from replicast.page.problems import HttpError
 from replicast.page.settings import MAX_BODY_BYTES
 from replicast.page.threads import Threads
+from replicast.strictjson import parse_integer
 
 STALL_SECS = 30.0
 """An upload that makes no progress for so long is given up."""
@@ -21,8 +22,8 @@ STALL_SECS = 30.0
 
 @asynccontextmanager
 async def uploaded(
-    request: Request, temporary: Path, threads: Threads, max_bytes: int
-) -> AsyncIterator[Path]:
+    request: Request, temporary: RunPath, threads: Threads, max_bytes: int
+) -> AsyncIterator[RunPath]:
     """The body of a request in a file, which is gone afterwards.
 
     Args:
@@ -45,10 +46,10 @@ async def uploaded(
                     raise too_large(max_bytes)
                 await threads.call(partial(_write, descriptor, chunk))
         finally:
-            os.close(descriptor)
+            await threads.call(partial(os.close, descriptor))
         yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)
+    finally:  # Removing gigabytes takes time.
+        await threads.call(partial(temporary.unlink, missing_ok=True))
 
 
 async def small_body(request: Request) -> bytes:
@@ -84,14 +85,17 @@ def too_large(max_bytes: int) -> HttpError:
 
 
 def _check_length(request: Request, max_bytes: int) -> None:
-    length = request.headers.get("content-length", "0")
-    if not length.isdigit() or int(length) > max_bytes:
+    try:
+        length = parse_integer(request.headers.get("content-length", "0"))
+    except ValueError as error:
+        raise HttpError(400, f"Content-Length cannot be used: {error}") from error
+    if not 0 <= length <= max_bytes:
         raise too_large(max_bytes)
 
 
-def _created(path: Path) -> int:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+def _created(path: RunPath) -> int:
+    make_durably(path.parent)
+    return path.open(os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
 
 def _write(descriptor: int, chunk: bytes) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from replicast.client import Run
+from replicast.errors import printable
 from replicast.page.jsontext import dumped
 from replicast.page.problems import HttpError, error_body, http_error
 from replicast.page.threads import Threads
@@ -20,7 +21,7 @@ logger = logging.getLogger("replicast")
 
 POLL_SECS = 1.0
 _T = TypeVar("_T")
-_MAX_KEPT = 64
+_MAX_KEPT, _MAX_KEPT_BYTES = 64, 16 * 2**20
 _MAX_BEHIND = 32
 _POINTS_PER_EVENT = 500
 _COSTLY = 10.0
@@ -34,6 +35,13 @@ class _Kept:
     task: asyncio.Task[Any]
     max_age: float
     read_at: float
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its text, once it is read."""
+        is_read = self.task.done() and not self.task.cancelled() and self.task.exception() is None
+        found = self.task.result() if is_read else b""
+        return len(found) if isinstance(found, bytes) else 0
 
 
 class Watch:
@@ -63,12 +71,25 @@ class Watch:
             kept = self._kept[key] = _Kept(
                 asyncio.ensure_future(self._threads.call(act)), max_age, loop.time()
             )
-            kept.task.add_done_callback(partial(_note_age, kept, loop))
+            kept.task.add_done_callback(partial(self._was_read, kept, loop))
         self._kept.move_to_end(key)
-        while len(self._kept) > _MAX_KEPT:
-            self._kept.popitem(last=False)
         result: _T = await asyncio.shield(kept.task)
         return result
+
+    async def text(self, key: Any, act: Callable[[], Any], max_age: float = POLL_SECS) -> bytes:
+        """The result of a blocking call as JSON, shared as in `read`."""
+        return await self.read(key, lambda: dumped(act()).encode(), max_age)
+
+    def _was_read(self, kept: _Kept, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
+        took, kept.read_at = loop.time() - kept.read_at, loop.time()
+        kept.max_age = max(kept.max_age, _COSTLY * took) if kept.max_age else 0.0
+        if not task.cancelled():
+            task.exception()  # Marks it as seen; asyncio would log it if nobody awaits the task.
+        nbytes = sum(one.nbytes for one in self._kept.values())
+        for key in list(self._kept):  # What was asked for longest ago comes first.
+            if len(self._kept) <= _MAX_KEPT and nbytes <= _MAX_KEPT_BYTES:
+                break
+            nbytes -= self._kept.pop(key).nbytes
 
     async def status(self) -> dict[str, Any]:
         """The overview of the run, at most a second old."""
@@ -118,17 +139,22 @@ class Watch:
     async def _look(self) -> list[bytes]:
         try:
             status, metrics = await self.status(), await self._new_metrics()
-            return [*self._changed({"unreadable": None, **status}), *metrics]
+            return [*self._changed(await self._parts_of({"unreadable": None, **status})), *metrics]
         except Exception as error:
             problem = http_error(error)
             if problem is None:
-                logger.exception("The run %s cannot be read", self.name)
+                logger.exception("The run %s cannot be read", printable(self.name))
                 problem = HttpError(500, "The server failed", remedy="Its log says why")
-            return self._changed({"unreadable": error_body(problem)["error"]})
+            return self._changed(await self._parts_of({"unreadable": error_body(problem)["error"]}))
 
-    def _changed(self, status: dict[str, Any]) -> list[bytes]:
+    async def _parts_of(self, status: dict[str, Any]) -> dict[str, str]:
+        """The parts of the status as JSON."""
+        return await self._threads.call(
+            lambda: {name: f"{dumped(name)}:{dumped(value)}" for name, value in status.items()}
+        )
+
+    def _changed(self, parts: dict[str, str]) -> list[bytes]:
         """An event with the parts of the status that differ from the last one."""
-        parts = {name: f"{dumped(name)}:{dumped(value)}" for name, value in status.items()}
         changed = [text for name, text in parts.items() if self._parts.get(name) != text]
         news = [name for name in parts if self._parts.get(name) != parts[name] and name not in _CLOCK]
         self._parts |= parts
@@ -136,9 +162,14 @@ class Watch:
 
     async def _new_metrics(self) -> list[bytes]:
         since = self._position
-        found = await self._threads.call(lambda: self.run.metrics(since=since, points=_POINTS_PER_EVENT))
-        self._position = found.position
-        return [_event("metrics", dumped(found.to_json()))] if since is not None and found.series else []
+
+        def read() -> tuple[int, list[bytes]]:
+            found = self.run.metrics(since=since, points=_POINTS_PER_EVENT)
+            is_new = since is not None and found.series
+            return found.position, [_event("metrics", dumped(found.to_json()))] if is_new else []
+
+        self._position, events = await self._threads.call(read)
+        return events
 
 
 def _event(name: str, data: str) -> bytes:
@@ -154,10 +185,3 @@ def _put(queue: asyncio.Queue[bytes | None], event: bytes | None) -> bool:
         queue.put_nowait(None)
         return False
     return True
-
-
-def _note_age(kept: _Kept, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
-    took, kept.read_at = loop.time() - kept.read_at, loop.time()
-    kept.max_age = max(kept.max_age, _COSTLY * took) if kept.max_age else 0.0
-    if not task.cancelled():
-        task.exception()  # Marks it as seen; asyncio would log it if nobody awaits the task.

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from replicast.config import ATTEMPT, read_launch
 from replicast.errors import FileDamaged
+from replicast.files import RunDir
 from replicast.runtime.exchange import Exchange
 from replicast.storage.groups import last_claim
 
 
 def attempt_of(
-    run_dir: Path | None, exchange: Exchange, timeout_secs: float, environ: Mapping[str, str] = os.environ
+    run_dir: RunDir | None, exchange: Exchange, timeout_secs: float, environ: Mapping[str, str] = os.environ
 ) -> int:
     """The number of this attempt, from 0: the launcher's, else one more than the last in the run directory.
 
@@ -31,7 +31,7 @@ def attempt_of(
     return int(exchange.agree("attempt", counted, timeout_secs)[0])
 
 
-def _next(run_dir: Path | None) -> int:
+def _next(run_dir: RunDir | None) -> int:
     if run_dir is None:
         return 0
     try:

@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from replicast.audits.report import AuditReport, Declared, Difference, Policy, checked_policy
 from replicast.core.commands import Ended
 from replicast.core.operations.audit import AuditResult
 from replicast.core.refusal import Refusal
 from replicast.errors import ClusterError, ReplicasDiverged
+from replicast.files import RunDir
 from replicast.runtime import Session
 from replicast.storage.auditfiles import append_audit
 from replicast.update.edits import FLOAT_DTYPES
@@ -66,7 +66,7 @@ class Auditing:
         ClusterError: The workers have different plans or different `may_differ`.
     """
 
-    def __init__(self, session: Session, schema: Schema, run_dir: Path | None, plan: AuditPlan) -> None:
+    def __init__(self, session: Session, schema: Schema, run_dir: RunDir | None, plan: AuditPlan) -> None:
         self._session = session
         self._schema = schema
         self._run_dir = run_dir

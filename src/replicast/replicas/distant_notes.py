@@ -17,8 +17,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
+from replicast.files import RunDir, below
 from replicast.runtime import Session
 from replicast.storage.runfiles import ENDED, WorkerNote, sent_every_secs, write_worker_note
 from replicast.strictjson import parse_object
@@ -75,7 +75,7 @@ class DistantNotes:
         warn: Warns about a path, once: the path, what does not work, and the error.
     """
 
-    def __init__(self, attempt: int, warn: Callable[[Path, str, Exception], None]) -> None:
+    def __init__(self, attempt: int, warn: Callable[[RunDir, str, Exception], None]) -> None:
         self._attempt = attempt
         self._warn = warn
         self._lock = threading.Lock()
@@ -88,7 +88,7 @@ class DistantNotes:
         with self._lock:
             self._received[rank] = time.time(), str(text)[: _MAX_CHARS + 1]
 
-    def write(self, run_dir: Path, secs: float = _WRITE_SECS) -> None:
+    def write(self, run_dir: RunDir, secs: float = _WRITE_SECS) -> None:
         """Writes what has arrived, one note at least, and others for `secs`; the longest waiting come first.
 
         Raises:
@@ -100,7 +100,7 @@ class DistantNotes:
             if time.monotonic() >= ends:
                 return
 
-    def end(self, run_dir: Path) -> None:
+    def end(self, run_dir: RunDir) -> None:
         """Marks the notes as those of workers that have ended. At a normal end, when all have met.
 
         Raises:
@@ -120,14 +120,14 @@ class DistantNotes:
             rank = next(iter(self._received), None)
             return None if rank is None else (rank, *self._received.pop(rank))
 
-    def _write(self, run_dir: Path, rank: int, received_at: float, text: str) -> None:
+    def _write(self, run_dir: RunDir, rank: int, received_at: float, text: str) -> None:
         if not text:
             self._notes.pop(rank, None)
             return
         try:
             note = self._checked(rank, received_at, text)
         except ValueError as error:
-            path = run_dir / "workers" / f"{rank}.json"
+            path = below(run_dir) / "workers" / f"{rank}.json"
             self._warn(path, f"a note of worker {rank} is not valid and is ignored", error)
             return
         self._notes[rank] = note

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import NamedTuple
 
 from replicast.errors import ReplicastError
+from replicast.files import RunDir
 from replicast.runtime import Session
 from replicast.storage.checkpoint import CheckpointStore, Manifest, saved_of
 from replicast.storage.updates import CommittedUpdate, committed_updates, load_update
@@ -42,7 +42,7 @@ class Expectation:
     value, and decides nothing.
     """
 
-    def __init__(self, session: Session, state: State, run_dir: Path, *, durable: bool) -> None:
+    def __init__(self, session: Session, state: State, run_dir: RunDir, *, durable: bool) -> None:
         self._session = session
         self._state = state
         self._run_dir = run_dir

@@ -10,18 +10,20 @@ import queue
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from replicast.core.entries import Receipt
 from replicast.core.messages import Tell
 from replicast.core.stage import Stage
 from replicast.errors import FileDamaged, ReplicastError, UpdateRefused
+from replicast.files import RunDir, RunPath
 from replicast.processes import this_process
 from replicast.runtime import Session
 from replicast.runtime.ticket import diverged, refused
 from replicast.storage import inbox
 from replicast.storage.entry_files import fields_of
+from replicast.update.update import Update
+from replicast.update.validate import check_outline
 
 logger = logging.getLogger("replicast")
 
@@ -41,28 +43,29 @@ class Inbox:
         warn: Warns about a path, once: the path, what does not work, and the error.
     """
 
-    def __init__(self, session: Session, warn: Callable[[Path, str, Exception], None]) -> None:
+    def __init__(self, session: Session, warn: Callable[[RunDir, str, Exception], None]) -> None:
         self._session = session
         self._warn = warn
-        self._proposed: dict[str, Path] = {}
-        self._noted: dict[Path, tuple[Any, ...]] = {}
+        self._proposed: dict[str, RunPath] = {}
+        self._noted: dict[RunPath, tuple[Any, ...]] = {}
         self._outcomes: queue.SimpleQueue[tuple[str, Tell]] = queue.SimpleQueue()
         self._unsettled: dict[str, Tell] = {}
         self._withdrawals = 0
-        self._aside: dict[Path, float] = {}
+        self._aside: dict[RunPath, float] = {}
         session.on_inbox = lambda ticket, tell: self._outcomes.put((ticket, tell))
 
-    def propose(self, run_dir: Path) -> None:
+    def propose(self, run_dir: RunDir) -> None:
         """Proposes what is new in the inbox. Only while a training runs: otherwise the script may be over."""
         ends = time.monotonic() + _TAKE_SECS
         known = set(self._proposed.values())
+        inbox.put_back(run_dir)
         for waiting in inbox.waiting(run_dir):
             if waiting.path not in known:
                 self._with_entry(waiting.path, self._propose, run_dir)
             if time.monotonic() > ends:
                 return
 
-    def withdraw(self, run_dir: Path) -> None:
+    def withdraw(self, run_dir: RunDir) -> None:
         """Withdraws what others want to have withdrawn. Only while a training runs."""
         for update_id in inbox.take_withdrawals(run_dir):
             self._withdrawals += 1
@@ -70,14 +73,14 @@ class Inbox:
                 f"withdraw-{update_id}-{self._withdrawals}", update_id
             )
 
-    def take_outcomes(self, run_dir: Path) -> None:
+    def take_outcomes(self, run_dir: RunDir) -> None:
         """Takes the outcomes that have come, for `settle`: check in between whose run it is."""
         while not self._outcomes.empty():
             ticket, tell = self._outcomes.get()
             if ticket in self._proposed:
                 self._unsettled[ticket] = tell
 
-    def settle(self, run_dir: Path) -> None:
+    def settle(self, run_dir: RunDir) -> None:
         """Notes the stage of each proposal, and removes settled ones from the inbox."""
         settled = False
         for ticket in list(self._unsettled):
@@ -88,12 +91,21 @@ class Inbox:
             inbox.clean(run_dir)
         self._note_stages(run_dir)
 
-    def settle_last(self, run_dir: Path) -> None:
-        """The same at the end of the job: also tries again what was set aside."""
+    def settle_last(self, run_dir: RunDir) -> None:
+        """The same at the end of the job: also tries again what was set aside, and says what is left."""
         self._aside.clear()
         self.settle(run_dir)
+        known = set(self._proposed.values())
+        left = [ascii(one.id[:8]) for one in inbox.waiting(run_dir) if one.path not in known]
+        if left and self._session.rank == 0:
+            logger.warning(
+                "not applied, because no step was trained since: %s in the inbox, for the next start that "
+                "trains: %s",
+                "1 update waits" if len(left) == 1 else f"{len(left)} updates wait",
+                ", ".join(left[:5]) + (", …" if len(left) > 5 else ""),
+            )
 
-    def _with_entry(self, path: Path, act: Callable[[Path, Path], None], run_dir: Path) -> None:
+    def _with_entry(self, path: RunPath, act: Callable[[RunDir, RunPath], None], run_dir: RunDir) -> None:
         """Processes one update of the inbox; sets it aside for a while after a disk error.
 
         A full disk may have space again, so the update is retried; not often, since a refusal is fsynced. Any
@@ -114,12 +126,12 @@ class Inbox:
             self._aside[path] = time.monotonic() + ASIDE_SECS
             self._warn(path, f"{path} stays in the inbox and will be retried after the others", error)
 
-    def _propose(self, run_dir: Path, path: Path) -> None:
+    def _propose(self, run_dir: RunDir, path: RunPath) -> None:
         try:
             # Identifies this file: the same update may be submitted again after a refusal.
             status = path.stat()
             ticket = f"{path.name}@{status.st_ino}-{status.st_mtime_ns}"
-            taken = inbox.take(run_dir, path, self._session.limits.max_bytes)
+            taken = inbox.take(run_dir, path, self._session.limits.max_bytes, self._check)
             if taken is not None:
                 self._propose_taken(ticket, taken)
                 self._proposed[ticket] = path
@@ -128,6 +140,11 @@ class Inbox:
         except (UpdateRefused, FileDamaged) as error:
             inbox.refuse(run_dir, path, error, durably=False)
 
+    def _check(self, update: Update) -> None:
+        """Refuses by its header alone what does not fit the state; a revert gets its edits later."""
+        if update.edits:
+            check_outline(update, self._session.replica.state.schema, self._session.limits)
+
     def _propose_taken(self, ticket: str, taken: inbox.Submitted) -> None:
         proposals = self._session.proposals
         if taken.reverts is None:
@@ -135,7 +152,7 @@ class Inbox:
         else:
             proposals.revert_from_outside(ticket, taken.update, taken.reverts, forced=taken.forced)
 
-    def _note_stages(self, run_dir: Path) -> None:
+    def _note_stages(self, run_dir: RunDir) -> None:
         under_way = {one["id"]: one for one in self._session.operations()} if self._proposed else {}
         for path in self._proposed.values():
             one = under_way.get(path.name.removesuffix(".safetensors"))
@@ -146,10 +163,10 @@ class Inbox:
                 waits = {name: one[name] for name in ("waits_for", "trial_until")}
                 self._note(run_dir, one["id"], Stage(one["stage"]), one["step"], **waits)
 
-    def _note(self, run_dir: Path, id_: str, stage: Stage, step: int | None, **fields: Any) -> None:
+    def _note(self, run_dir: RunDir, id_: str, stage: Stage, step: int | None, **fields: Any) -> None:
         inbox.note_stage(run_dir, id_, stage, step=step, taken_by=this_process(), **fields)
 
-    def _settle(self, ticket: str, run_dir: Path, path: Path) -> None:
+    def _settle(self, ticket: str, run_dir: RunDir, path: RunPath) -> None:
         tell = self._unsettled[ticket]
         match tell.stage, tell.outcome:
             case ((Stage.VERIFIED | Stage.REVERTED), Receipt()):

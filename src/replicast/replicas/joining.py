@@ -8,15 +8,16 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import keras
+import tensorflow as tf
 
 from replicast.config import read_launch
 from replicast.core.commands import Ended
 from replicast.core.operation import Timeouts
 from replicast.errors import ClusterError, NotSupported, ReplicastError
+from replicast.files import RunDir, below
 from replicast.replicas.attempts import attempt_of
 from replicast.replicas.auditing import Auditing, AuditPlan, declared
 from replicast.replicas.checkpoints import Checkpoints
@@ -28,8 +29,9 @@ from replicast.replicas.training import Training
 from replicast.replicas.uncounted import Uncounted
 from replicast.runtime import Channel, Exchange, Session, Writer
 from replicast.storage.checkpoint import CheckpointStore, saved_of
-from replicast.storage.fence import Fence, check_free
+from replicast.storage.fence import Fence
 from replicast.storage.journal import FileJournal, MemoryJournal
+from replicast.storage.liveness import check_free
 from replicast.storage.runfiles import FORMAT, RunInfo, clean_run, read_run_info, write_run_info
 from replicast.strategy import KerasState, Strategy, optimizers_by_name
 from replicast.transport import Transport, open_transport
@@ -52,10 +54,11 @@ class Settings:
         durable: Whether the journal is on disk.
         audits: When replicas are compared outside of `fit`.
         may_differ: Patterns for the names of the variables that may differ.
+        take_over: Which running job of another host may be taken over (`liveness.check_free`).
     """
 
     name: str
-    run_dir: Path | None
+    run_dir: RunDir | None
     attempt: int
     durable: bool
     limits: Limits
@@ -63,6 +66,7 @@ class Settings:
     guard: Guard | None
     audits: AuditPlan
     may_differ: tuple[str, ...]
+    take_over: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,7 @@ class Parts:
 
 
 def settle(
-    run_dir: Path | None,
+    run_dir: RunDir | None,
     durability: Durability | None,
     limits: Limits | None,
     timeouts: Timeouts | None,
@@ -96,7 +100,7 @@ def settle(
     launch = read_launch(os.environ)
     name = strategy.next_name("replicas")
     if run_dir is None and launch.run_dir is not None:
-        run_dir = launch.run_dir if name == "replicas-1" else launch.run_dir / name
+        run_dir = launch.run_dir if name == "replicas-1" else below(launch.run_dir) / name
     if durability not in (None, "disk", "memory"):
         raise ValueError(f'durability must be "disk" or "memory". Received: {durability!r}')
     if durability == "disk" and run_dir is None:
@@ -114,12 +118,19 @@ def settle(
         guard=checked_guard(guard),
         audits=audits,
         may_differ=(may_differ,) if isinstance(may_differ, str) else tuple(may_differ),
+        take_over=launch.take_over,
     )
 
 
 def strategy_of(model: keras.Model) -> Strategy:
     """The strategy in whose scope the model was created."""
     strategy = getattr(model, "distribute_strategy", None)
+    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy) and not isinstance(strategy, Strategy):
+        raise NotSupported(
+            "A model that was created in the scope of a tf.distribute.MultiWorkerMirroredStrategy",
+            reason="Replicas needs a strategy whose workers can meet between two steps",
+            remedy="Write 'strategy = replicast.Strategy()' instead: it is a MultiWorkerMirroredStrategy",
+        )
     if not isinstance(strategy, Strategy):
         raise NotSupported(
             "A model that was created outside the scope of a replicast.Strategy",
@@ -145,6 +156,8 @@ def join(
         settings.guard.check_patterns(state.schema)
     local = strategy.statistics == "local"
     may_differ = declared(state.schema, settings.may_differ, local_statistics=local)
+    if strategy.rank == 0:
+        settings = _free(settings)
     exchange = _agreed(state, strategy, settings)
     settings = replace(settings, attempt=attempt_of(settings.run_dir, exchange, settings.timeouts.join_secs))
     transport = open_transport(
@@ -199,12 +212,19 @@ def _built_optimizers(
     return optimizers
 
 
+def _free(settings: Settings) -> Settings:
+    """On worker 0: no job runs in its directory, and one of another host is not watched a second time."""
+    if settings.run_dir is None:
+        return settings
+    found = check_free(settings.run_dir, settings.take_over, tell=logger.warning)
+    return replace(settings, take_over=found)
+
+
 def _agreed(state: KerasState, strategy: Strategy, settings: Settings) -> Exchange:
     """All workers are here, with the same model; worker 0 has the run directory for itself."""
     rank, secs = strategy.rank, settings.timeouts.join_secs
     exchange = Exchange(strategy.coordination, settings.name, rank, strategy.size, strategy.has_left)
     if rank == 0 and settings.run_dir is not None:
-        check_free(settings.run_dir)
         # Before the others hear from this worker: until then none of them writes.
         with contextlib.suppress(OSError):  # If the disk has a problem, the first write reports it.
             clean_run(settings.run_dir)
@@ -221,14 +241,15 @@ def _stores(
     run_dir = settings.run_dir
     if strategy.rank > 0:
         return None, None, None if run_dir is None else CheckpointStore(run_dir)
+    _free(settings)  # Again: the others may have let this worker wait, and another job may have begun.
     fence = None if run_dir is None else Fence(run_dir, settings.attempt)
     return fence, *_writer(state, strategy.size, settings, fence)
 
 
-def _launcher_reads(run_dir: Path | None) -> bool:
+def _launcher_reads(run_dir: RunDir | None) -> bool:
     """Whether the launcher of this host reads the notes in this directory, which it has made."""
     launch = read_launch(os.environ)
-    return launch.launched and run_dir is not None and run_dir.absolute() == launch.run_dir
+    return launch.launched and run_dir is not None and below(run_dir).as_path().absolute() == launch.run_dir
 
 
 def _session(
@@ -304,7 +325,7 @@ def _connect_requests(
     checkpoints: Checkpoints,
     auditing: Auditing,
     training: Training,
-    run_dir: Path,
+    run_dir: RunDir,
 ) -> None:
     """Worker 0: each request from outside the job is answered by the part that has handled it."""
     requests.may_save = lambda: not checkpoints.is_busy
@@ -319,7 +340,7 @@ def _connect_requests(
     session.on_ended = on_ended
 
 
-def _warn_if_other_size(run_dir: Path, size: int) -> None:
+def _warn_if_other_size(run_dir: RunDir, size: int) -> None:
     with contextlib.suppress(ReplicastError, OSError):
         before = read_run_info(run_dir).workers
         if before != size:

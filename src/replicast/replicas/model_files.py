@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from replicast.errors import CheckpointError
 from replicast.runtime import Exchange
+from replicast.strategy.writing import writing_alone
 
 WRITE_SECS = 3600.0
 
@@ -36,13 +37,13 @@ def on_worker_0(exchange: Exchange, number: int, act: Callable[[], None]) -> Non
 def write_model(model: keras.Model, path: Path) -> None:
     """Writes a model in the format given by the path's suffix. Called by one worker."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.name.endswith(".keras"):
-        keras.saving.save_model(model, path)
-    elif path.name.endswith(".weights.h5"):
-        # Not model.save_weights, which is patched for all workers: it writes once and waits for the others.
-        type(model).save_weights(model, path, overwrite=True)
-    else:
-        _tracked(model).write(str(path))
+    with writing_alone():  # the others do not save here
+        if path.name.endswith(".keras"):
+            model.save(path)
+        elif path.name.endswith(".weights.h5"):
+            model.save_weights(path)
+        else:
+            _tracked(model).write(str(path))
 
 
 def read_model(model: keras.Model, path: Path) -> None:
@@ -51,7 +52,7 @@ def read_model(model: keras.Model, path: Path) -> None:
         loaded = keras.saving.load_model(path, compile=False, safe_mode=True)
         model.set_weights(loaded.get_weights())
     elif path.name.endswith(".weights.h5"):
-        type(model).load_weights(model, path)
+        model.load_weights(path)
     else:
         _tracked(model).read(str(path)).assert_existing_objects_matched()
 

@@ -14,7 +14,6 @@ import queue
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
@@ -24,6 +23,7 @@ from replicast.core.operations.pull import Pulled
 from replicast.core.refusal import Refusal
 from replicast.core.stage import Stage
 from replicast.errors import UpdateRefused
+from replicast.files import RunDir, RunPath
 from replicast.runtime import Session
 from replicast.storage import requests
 from replicast.storage.requests import Answer, NoRequest, Request
@@ -54,17 +54,23 @@ class Requests:
         self._attempt = attempt
         self._taken: dict[str, Request] = {}
         self._answered: set[str] = set()
+        self._older: set[str] | None = None
+        """The requests that were there at the first look: only the wall clock tells how old they are."""
+        self._until: dict[str, float] = {}
+        """For those that came later: when their time has passed by the monotonic clock of this process."""
         self._failed: queue.SimpleQueue[tuple[float, Callable[[], None]]] = queue.SimpleQueue()
         self._cleaned_at = -CLEAN_SECS
         self.may_save: Callable[[], bool] = lambda: True
 
-    def look(self, run_dir: Path, *, training: bool) -> None:
+    def look(self, run_dir: RunDir, *, training: bool) -> None:
         """Takes requests, and writes answers that could not be written before."""
         ends = time.monotonic() + LOOK_SECS
         if time.monotonic() - self._cleaned_at >= CLEAN_SECS:
             self._cleaned_at = time.monotonic()
             requests.clean(run_dir)
         self._retry(at_once=False)
+        if self._older is None:
+            self._older = {requests.id_of(path) for path in requests.waiting(run_dir)}
         for path in requests.waiting(run_dir):
             id_ = requests.id_of(path)
             if id_ in self._taken or id_ in self._answered:
@@ -73,7 +79,7 @@ class Requests:
             if time.monotonic() > ends:
                 return
 
-    def ended(self, run_dir: Path, ended: Ended) -> None:
+    def ended(self, run_dir: RunDir, ended: Ended) -> None:
         """An operation has ended: its requests are answered. Any thread but the training thread."""
         values = self._session.replica.pulled.pop(ended.id, None)
         result, stage = ended.outcome.result, ended.outcome.stage
@@ -90,19 +96,19 @@ class Requests:
             elif ended.kind == "save":
                 self._refuse(run_dir, id_, "The checkpoint was skipped: another one was being written")
 
-    def audited(self, run_dir: Path, ids: tuple[str, ...], step: int, report: Mapping[str, Any]) -> None:
+    def audited(self, run_dir: RunDir, ids: tuple[str, ...], step: int, report: Mapping[str, Any]) -> None:
         """An audit has its report. Called before a training thread raises it, which may end the process."""
         for id_ in ids:
             self._done(run_dir, id_, step, report, at_once=True)
 
-    def left(self, run_dir: Path, problem: str) -> None:
+    def left(self, run_dir: RunDir, problem: str) -> None:
         """All workers exit on request. Called in the training thread."""
         for id_, request in list(self._taken.items()):
             if request.kind == "leave":
                 details = {"saved": not problem}
                 self._done(run_dir, id_, self._session.step, details, problem=problem, at_once=True)
 
-    def finish(self, run_dir: Path) -> None:
+    def finish(self, run_dir: RunDir) -> None:
         """The job has ended: requests that still wait are refused."""
         self._retry(at_once=True)
         for path in requests.waiting(run_dir):
@@ -112,12 +118,12 @@ class Requests:
 
     # One request.
 
-    def _consider(self, run_dir: Path, path: Path, id_: str, *, training: bool) -> None:
+    def _consider(self, run_dir: RunDir, path: RunPath, id_: str, *, training: bool) -> None:
         try:
             request = requests.read(path)
             if isinstance(request, NoRequest):
                 self._refuse(run_dir, id_, request.problem)
-            elif request is not None and time.time() > request.deadline:
+            elif request is not None and self._is_late(id_, request):
                 self._taken[id_] = request
                 self._refuse(run_dir, id_, "The deadline passed before the job could do it")
             elif request is not None and training:
@@ -129,6 +135,13 @@ class Requests:
         except Exception as error:
             logger.exception("the request %s is refused: unexpected error while reading it", path)
             self._refuse(run_dir, id_, f"Unexpected {type(error).__name__} while reading it: {error}")
+
+    def _is_late(self, id_: str, request: Request) -> bool:
+        """Whether its time has passed. The author's clock may be another one: see `_older` and `_until`."""
+        if self._older is not None and id_ in self._older:
+            return time.time() > request.deadline
+        now, secs = time.monotonic(), request.deadline - request.requested_at
+        return now >= self._until.setdefault(id_, now + secs)
 
     def _take(self, id_: str, request: Request) -> None:
         """Hands a request to the coordinator; or leaves it for later."""
@@ -168,12 +181,12 @@ class Requests:
 
     # Answers.
 
-    def _refuse(self, run_dir: Path, id_: str, problem: str, *, at_once: bool = False) -> None:
+    def _refuse(self, run_dir: RunDir, id_: str, problem: str, *, at_once: bool = False) -> None:
         self._put(run_dir, id_, Answer("", "", False, self._session.step, 0, 0.0, problem), None, at_once)
 
     def _done(
         self,
-        run_dir: Path,
+        run_dir: RunDir,
         id_: str,
         step: int,
         details: Mapping[str, Any],
@@ -185,7 +198,7 @@ class Requests:
         self._put(run_dir, id_, Answer("", "", True, step, 0, 0.0, problem, details), values, at_once)
 
     def _put(
-        self, run_dir: Path, id_: str, found: Answer, values: npt.NDArray[Any] | None, at_once: bool
+        self, run_dir: RunDir, id_: str, found: Answer, values: npt.NDArray[Any] | None, at_once: bool
     ) -> None:
         request = self._taken.pop(id_, None)
         self._answered.add(id_)
@@ -205,7 +218,7 @@ class Requests:
         else:
             self._session.files.do(write)
 
-    def _write(self, run_dir: Path, id_: str, answer: Answer, values: npt.NDArray[Any] | None) -> None:
+    def _write(self, run_dir: RunDir, id_: str, answer: Answer, values: npt.NDArray[Any] | None) -> None:
         """Writes an answer. What a full disk does not take is tried again later."""
         try:
             if requests.answer(run_dir, id_, answer, values):

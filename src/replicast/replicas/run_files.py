@@ -19,12 +19,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from replicast import import_environment
-from replicast.errors import FileDamaged, JobFailed, ReplicastError
-from replicast.files import write_quickly
+from replicast.errors import FileDamaged, JobFailed, ReplicastError, printable
+from replicast.files import RunDir, below, write_quickly
+from replicast.processes import this_machine
 from replicast.replicas.checkpoint_writer import numbers
 from replicast.replicas.distant_notes import DistantNotes, NoteSender
 from replicast.replicas.inbox import Inbox
@@ -71,7 +71,7 @@ class RunFiles:
     def __init__(
         self,
         session: Session,
-        run_dir: Path | None,
+        run_dir: RunDir | None,
         attempt: int,
         fence: Fence | None = None,
         group: str | None = None,
@@ -84,10 +84,9 @@ class RunFiles:
         self._fence = fence
         self._run_dir = run_dir
         self._attempt = attempt
-        self._environment_noted = False
         self._operations: list[dict[str, Any]] = []
         self._last_metrics_step = -1
-        self._warned: set[Path] = set()
+        self._warned: set[RunDir] = set()
         self._inbox = Inbox(session, self._warn)
         self._distant = DistantNotes(attempt, self._warn)
         self._sender = NoteSender(session, self._note)
@@ -102,6 +101,15 @@ class RunFiles:
 
     def start(self) -> None:
         """Starts the thread, if this worker or worker 0 has a run directory."""
+        # Before the first note: once that says that the job trains, the launcher starts standby processes.
+        import_environment.note_changes()
+        late = import_environment.without_effect()
+        if late:
+            logger.warning(
+                "This worker was a standby and had imported TensorFlow before the script set %s: too late "
+                "for the imports. Set it in the environment of `replicast run`",
+                ", ".join(late),
+            )
         if self._run_dir is not None or self._unseen_group:
             self._session.threads.start("run-files", self._run)
 
@@ -142,12 +150,7 @@ class RunFiles:
             now = time.monotonic()
             if now - noted >= NOTE_SECS:
                 noted = now
-                self._with_files(
-                    self._note_environment,
-                    self._write_note,
-                    self._write_metrics,
-                    self._write_operations,
-                )
+                self._with_files(self._write_note, self._write_metrics, self._write_operations)
                 self._send_note()
             if is_first:
                 self._with_files(
@@ -159,14 +162,14 @@ class RunFiles:
                     self._inbox.settle,
                 )
 
-    def _write_last(self, *acts: Callable[[Path], None]) -> None:
+    def _write_last(self, *acts: Callable[[RunDir], None]) -> None:
         """Runs last writes in the training thread, which reaches no further boundary that could raise."""
         try:
             self._with_files(*acts)
         except JobFailed as error:
             logger.warning("%s", error)
 
-    def _with_files(self, *acts: Callable[[Path], None]) -> None:
+    def _with_files(self, *acts: Callable[[RunDir], None]) -> None:
         """Runs each action if this worker writes; a disk error in one does not prevent the others.
 
         Raises:
@@ -207,29 +210,13 @@ class RunFiles:
             return True
         return False
 
-    def _warn(self, path: Path, problem: str, error: Exception) -> None:
+    def _warn(self, path: RunDir, problem: str, error: Exception) -> None:
         """Warns about a path, once."""
         if path not in self._warned:
             self._warned.add(path)
-            logger.warning("%s: %s", problem, error)
+            logger.warning("%s: %s", problem, printable(error))
 
-    def _note_environment(self, run_dir: Path) -> None:
-        """Notes what the script has changed in its environment, before the first note says that it runs."""
-        if self._environment_noted:
-            return
-        self._environment_noted = True
-        late = import_environment.without_effect()
-        if late:
-            logger.warning(
-                "This worker was a standby and had imported TensorFlow before the script set %s: too late "
-                "for the imports. Set it in the environment of `replicast run`",
-                ", ".join(late),
-            )
-        path = import_environment.path_in(run_dir, self._session.rank)
-        path.parent.mkdir(exist_ok=True)
-        write_quickly(path, import_environment.to_text(self._attempt))
-
-    def _write_note(self, run_dir: Path) -> None:
+    def _write_note(self, run_dir: RunDir) -> None:
         write_worker_note(run_dir, self._note())
 
     def _note(self) -> WorkerNote:
@@ -241,6 +228,7 @@ class RunFiles:
             rank=self._session.rank,
             pid=os.getpid(),
             host=socket.gethostname(),
+            machine=this_machine(),
             step=step,
             attempt=self._attempt,
             time=now,
@@ -251,16 +239,16 @@ class RunFiles:
             **progress(self.position(), training=training),
         )
 
-    def _write_metrics(self, run_dir: Path) -> None:
+    def _write_metrics(self, run_dir: RunDir) -> None:
         step, logs = self._session.step, self.logs
         if self._session.rank != 0 or logs is None or step == self._last_metrics_step:
             return
         self._last_metrics_step = step
         append_metrics(run_dir, step, numbers(logs))
 
-    def _write_operations(self, run_dir: Path) -> None:
+    def _write_operations(self, run_dir: RunDir) -> None:
         operations = [] if self.waiting_for == ENDED else self._session.operations()
         if self._session.rank == 0 and operations != self._operations:
             said = json.dumps({"step": self._session.step, "operations": operations})
-            write_quickly(run_dir / OPERATIONS, said)
+            write_quickly(below(run_dir) / OPERATIONS, said)
             self._operations = operations

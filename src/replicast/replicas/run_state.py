@@ -6,10 +6,10 @@ import logging
 import os
 import sys
 import traceback
-from pathlib import Path
 
 from replicast.config import read_launch
 from replicast.errors import JobFailed
+from replicast.files import RunDir
 from replicast.storage.states import Change, State, write_change
 
 logger = logging.getLogger("replicast")
@@ -25,7 +25,7 @@ class RunStates:
         attempt: The number of this attempt of the job.
     """
 
-    def __init__(self, run_dir: Path | None, rank: int, workers: int, attempt: int) -> None:
+    def __init__(self, run_dir: RunDir | None, rank: int, workers: int, attempt: int) -> None:
         writes = rank == 0 and not read_launch(os.environ).launched
         self._run_dir = run_dir if writes else None
         self._workers = workers

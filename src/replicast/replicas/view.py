@@ -11,6 +11,7 @@ import numpy.typing as npt
 from replicast.audits.report import AuditReport
 from replicast.core.entries import Receipt
 from replicast.errors import NotSupported
+from replicast.files import below
 from replicast.replicas.auditing import Auditing
 from replicast.replicas.joining import Parts, Settings
 from replicast.replicas.position import Position
@@ -51,7 +52,8 @@ class ReplicasView:
     @property
     def run_dir(self) -> Path | None:
         """The run directory, if there is one."""
-        return self._settings.run_dir
+        run_dir = self._settings.run_dir
+        return None if run_dir is None else below(run_dir).as_path()
 
     @property
     def history(self) -> Sequence[Receipt]:

@@ -15,7 +15,7 @@ from replicast.core.messages import OUTSIDE, Propose, Tell, Withdraw
 from replicast.core.proposal import Proposal
 from replicast.core.refusal import Refusal
 from replicast.core.stage import Stage
-from replicast.errors import JobFailed, UpdatePending, UpdateRefused
+from replicast.errors import JobFailed, UpdatePending, UpdateRefused, printable
 from replicast.errors import refusal_of as unexpected_refusal
 from replicast.runtime.functions import Function
 from replicast.runtime.parcels import Parcels
@@ -157,7 +157,7 @@ class Proposals:
         ticket.told(tell)
         if tell.stage is Stage.REFUSED:
             problem = tell.outcome.problem if isinstance(tell.outcome, Refusal) else "in an earlier attempt"
-            logger.warning("update %s is refused: %s", tell.id, problem)
+            logger.warning("update %s is refused: %s", tell.id, printable(problem))
         if ticket.done():
             del self._tickets[number]
             self._releasing.do(lambda: self._parcels.release_ticket(number, tell.stage))

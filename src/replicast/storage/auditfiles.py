@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from replicast.audits.report import AuditReport
 from replicast.errors import ReplicastError
+from replicast.files import RunDir, below
 from replicast.storage.runfiles import append_line, lines_from_the_end, read_run_info
 from replicast.strictjson import parse_object
 
 
-def append_audit(run_dir: Path, report: AuditReport) -> None:
+def append_audit(run_dir: RunDir, report: AuditReport) -> None:
     """Appends the report of an audit. Only worker 0.
 
     Raises:
@@ -23,16 +24,16 @@ def append_audit(run_dir: Path, report: AuditReport) -> None:
     """
     with contextlib.suppress(ReplicastError, OSError):  # audit numbers start over with each attempt
         report = replace(report, attempt=read_run_info(run_dir).attempt)
-    append_line(Path(run_dir) / "audits.jsonl", json.dumps(report.to_json()))
+    append_line(below(run_dir) / "audits.jsonl", json.dumps(report.to_json()))
 
 
-def last_audits(run_dir: Path, count: int) -> list[AuditReport]:
+def last_audits(run_dir: RunDir, count: int) -> list[AuditReport]:
     """The last reports, oldest first. Reads only the end of the file; a damaged line is skipped."""
-    return list(itertools.islice(_from_the_end(run_dir), count))[::-1]
+    return list(itertools.islice(_from_the_end(run_dir), min(count, sys.maxsize)))[::-1]
 
 
-def _from_the_end(run_dir: Path) -> Iterator[AuditReport]:
-    for line in lines_from_the_end(Path(run_dir) / "audits.jsonl"):
+def _from_the_end(run_dir: RunDir) -> Iterator[AuditReport]:
+    for line in lines_from_the_end(below(run_dir) / "audits.jsonl"):
         report = _report(line)
         if report is not None:
             yield report

@@ -13,10 +13,9 @@ import hashlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from replicast.errors import FileDamaged
-from replicast.files import read_bytes
+from replicast.files import RunDir, RunPath, read_bytes
 from replicast.storage.groups import CLAIM, Claim, entry_kinds, entry_path, group_directory, last_claim
 from replicast.strictjson import parse_object
 
@@ -38,7 +37,7 @@ class Chain:
     problems: tuple[str, ...]
 
 
-def read_chain(run_dir: Path) -> Chain:
+def read_chain(run_dir: RunDir) -> Chain:
     """Follows the chain through every record of the journal that counts. Reads all of them."""
     try:
         claim = last_claim(run_dir)
@@ -64,7 +63,7 @@ def read_chain(run_dir: Path) -> Chain:
     return Chain(length, before, tuple(problems))
 
 
-def last_digest(run_dir: Path, counted: Sequence[tuple[int, int]]) -> str:
+def last_digest(run_dir: RunDir, counted: Sequence[tuple[int, int]]) -> str:
     """The hash of the last of the entries that count; empty if there is none, or it cannot be read.
 
     Args:
@@ -82,7 +81,7 @@ def last_digest(run_dir: Path, counted: Sequence[tuple[int, int]]) -> str:
         return ""
 
 
-def _records(run_dir: Path, claim: Claim) -> Iterator[tuple[Path, str]]:
+def _records(run_dir: RunDir, claim: Claim) -> Iterator[tuple[RunPath, str]]:
     """The claims and entries that count, in order, each with what to say if it is missing, else nothing.
 
     A group without entries counts only if it is the last.
@@ -95,7 +94,7 @@ def _records(run_dir: Path, claim: Claim) -> Iterator[tuple[Path, str]]:
             if number in kinds:
                 yield entry_path(directory, number, kinds[number]), ""
             else:
-                yield directory, f"entry {number} of {directory.relative_to(run_dir)} is missing"
+                yield directory, f"entry {number} of {directory.parent.name}/{directory.name} is missing"
 
 
 def digest(content: bytes | memoryview) -> str:

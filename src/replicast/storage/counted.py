@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from replicast.core.entries import Committed
 from replicast.errors import FileDamaged
+from replicast.files import RunDir, RunPath
 from replicast.storage.damage import DamagedEntry
 from replicast.storage.entry_files import EntryFile, bytes_path, read_entry
 from replicast.storage.groups import Claim, entry_kinds, group_directory, last_claim
@@ -32,7 +32,7 @@ class Counted(NamedTuple):
     damaged: list[DamagedEntry]
 
 
-def counted_entries(run_dir: Path) -> Counted:
+def counted_entries(run_dir: RunDir) -> Counted:
     """Reads the entries that count: an index, and the entries after it. One that is damaged hides no other.
 
     Raises:
@@ -48,7 +48,7 @@ def counted_entries(run_dir: Path) -> Counted:
     return counted
 
 
-def _counted_under(run_dir: Path, claim: Claim | None) -> Counted:
+def _counted_under(run_dir: RunDir, claim: Claim | None) -> Counted:
     if claim is None:
         return Counted([], 0, [])
     counted = [*claim.counted, (claim.group, sys.maxsize)]
@@ -61,7 +61,7 @@ def _counted_under(run_dir: Path, claim: Claim | None) -> Counted:
     return Counted(_in_order(run_dir, files, damaged), indexed, sorted(damaged, key=lambda one: one.place))
 
 
-def _indexed(run_dir: Path, last_group: int, counted: Covered) -> list[EntryFile]:
+def _indexed(run_dir: RunDir, last_group: int, counted: Covered) -> list[EntryFile]:
     """The entries of the last index that is readable and covers only entries that count."""
     for path in indexes_of(run_dir, last_group):
         with contextlib.suppress(OSError, ValueError):
@@ -72,7 +72,7 @@ def _indexed(run_dir: Path, last_group: int, counted: Covered) -> list[EntryFile
 
 
 def _read_group(
-    run_dir: Path, group: int, first: int, most: int, files: list[EntryFile], damaged: list[DamagedEntry]
+    run_dir: RunDir, group: int, first: int, most: int, files: list[EntryFile], damaged: list[DamagedEntry]
 ) -> None:
     """Adds the entries of a group from `first` to the last one that counts."""
     directory = group_directory(run_dir, group)
@@ -93,7 +93,7 @@ def _read_group(
         damaged.append(_missing(directory, group, expected, last))
 
 
-def _missing(directory: Path, group: int, first: int, last: int) -> DamagedEntry:
+def _missing(directory: RunPath, group: int, first: int, last: int) -> DamagedEntry:
     if first < last:
         error = FileDamaged(
             directory / f"{first:06d}", f"the entries up to {last:06d} are missing too", verdict="is missing"
@@ -104,7 +104,7 @@ def _missing(directory: Path, group: int, first: int, last: int) -> DamagedEntry
     return DamagedEntry(group, first, next(left, None), error)
 
 
-def _in_order(run_dir: Path, files: Sequence[EntryFile], damaged: list[DamagedEntry]) -> list[EntryFile]:
+def _in_order(run_dir: RunDir, files: Sequence[EntryFile], damaged: list[DamagedEntry]) -> list[EntryFile]:
     """The entries without records whose number does not fit: those are added to the damaged ones.
 
     Committed updates are numbered consecutively from 1. Each damaged entry between two may be another one.

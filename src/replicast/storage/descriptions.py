@@ -6,18 +6,15 @@ import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from replicast.errors import FileDamaged, UpdateRefused
-from replicast.files import open_plain
+from replicast.files import RunPath, open_plain
 from replicast.storage.entry_files import summary
-from replicast.tensorfiles import Array, check_header, header_bytes
+from replicast.tensorfiles import check_header, header_bytes
 from replicast.update.parts import MAX_TENSORS
 from replicast.update.trial import Trial
-from replicast.update.update import description_in
+from replicast.update.update import Update
 
 _MAX_HEADER_BYTES = 2**20
 
@@ -53,14 +50,14 @@ class Description:
         return first + (f" (+{len(self.edits) - 1})" if len(self.edits) > 1 else "")
 
 
-def describe(path: Path) -> Description | None:
+def describe(path: RunPath) -> Description | None:
     """The description in a file of the inbox; None if it is gone, very long, or not that of an update."""
     with contextlib.suppress(OSError, FileDamaged, UpdateRefused, ValueError, TypeError, AttributeError):
         return _read(path)
     return None
 
 
-def _read(path: Path) -> Description | None:
+def _read(path: RunPath) -> Description | None:
     descriptor = open_plain(path)
     try:
         length = header_bytes(os.pread(descriptor, 8, 0))
@@ -69,20 +66,13 @@ def _read(path: Path) -> Description | None:
         begin, nbytes = os.pread(descriptor, length, 0), os.fstat(descriptor).st_size
     finally:
         os.close(descriptor)
-    metadata, shapes = check_header(begin, nbytes, path.name, max_tensors=MAX_TENSORS)
-
-    def array_of(_what: str, name: Any) -> Array:
-        """An array of the right shape that takes no memory: only its shape is told."""
-        if name not in shapes:
-            raise FileDamaged(path.name, "an array is missing")
-        return np.broadcast_to(np.zeros((), np.uint8), shapes[name])
-
-    head, edits, extra = description_in(metadata, path.name, array_of)
+    outline = check_header(begin, nbytes, path.name, max_tensors=MAX_TENSORS)
+    update, extra = Update.of_file(outline, path.name)
     trial, step, reverts = extra.get("trial"), extra.get("at_step"), extra.get("reverts")
     return Description(
-        author=head["author"],
-        note=head["note"],
-        edits=tuple(summary(edit) for edit in edits),
+        author=update.author,
+        note=update.note,
+        edits=tuple(summary(edit) for edit in update.edits),
         at_step=step if type(step) is int else None,
         trial=None if trial is None else Trial.from_json(trial),
         reverts=reverts if type(reverts) is int else None,

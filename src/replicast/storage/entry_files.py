@@ -15,7 +15,6 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
@@ -33,7 +32,7 @@ from replicast.core.entries import (
     Withdrawn,
 )
 from replicast.errors import FileDamaged, PayloadRemoved, UpdateRefused
-from replicast.files import read_bytes, read_sealed
+from replicast.files import RunDir, RunPath, read_bytes, read_sealed
 from replicast.storage.groups import entry_path, group_directory
 from replicast.strictjson import described
 from replicast.update.edits import Edit
@@ -134,11 +133,11 @@ class EntryFile:
         stored = self.stored
         return (stored.id, stored.digest) if isinstance(stored, StoredPayload) else None
 
-    def path(self, run_dir: Path) -> Path:
+    def path(self, run_dir: RunDir) -> RunPath:
         """Its file."""
         return entry_path(group_directory(run_dir, self.group), self.number, self.kind)
 
-    def payload_path(self, run_dir: Path) -> Path:
+    def payload_path(self, run_dir: RunDir) -> RunPath:
         """The file of its bytes, if it is a payload or has values before an update."""
         return bytes_path(group_directory(run_dir, self.group), self.number, self.kind)
 
@@ -165,7 +164,7 @@ class EntryFile:
         return fields_of(self.stored) | place
 
 
-def bytes_path(directory: Path, number: int, kind: str) -> Path:
+def bytes_path(directory: RunPath, number: int, kind: str) -> RunPath:
     """The file of an entry's bytes in the directory of a group."""
     return directory / f"{number:06d}{BEFORE if kind == 'before' else PAYLOAD}"
 
@@ -193,7 +192,7 @@ def parsed(kind: str, fields: Mapping[str, Any]) -> EntryFile:
     return EntryFile(place.group, place.entry, place.written_at, described(KINDS[kind], kind, fields))
 
 
-def read_entry(run_dir: Path, group: int, number: int, kind: str) -> EntryFile:
+def read_entry(run_dir: RunDir, group: int, number: int, kind: str) -> EntryFile:
     """Reads an entry from its file.
 
     Raises:
@@ -209,7 +208,7 @@ def read_entry(run_dir: Path, group: int, number: int, kind: str) -> EntryFile:
     return file
 
 
-def read_before(path: Path, stored: StoredBefore) -> Update:
+def read_before(path: RunPath, stored: StoredBefore) -> Update:
     """Reads the values before an update, as the update that assigns them.
 
     Raises:
@@ -225,7 +224,7 @@ def read_before(path: Path, stored: StoredBefore) -> Update:
         raise UpdateRefused(problem, remedy=NOT_KEPT) from error
 
 
-def read_payload(path: Path, stored: StoredPayload | StoredBefore) -> Update:
+def read_payload(path: RunPath, stored: StoredPayload | StoredBefore) -> Update:
     """Reads the update in a payload's file.
 
     Raises:

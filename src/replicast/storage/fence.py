@@ -10,16 +10,16 @@ import os
 import time
 import uuid
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from replicast.errors import ClusterError, FileDamaged, JobFailed
-from replicast.files import make_durably, sync_directory, write_durably
-from replicast.processes import is_alive, is_on_this_host, this_process
+from replicast.errors import FileDamaged, JobFailed
+from replicast.files import RunDir, below, make_durably, sync_directory, write_durably
+from replicast.processes import this_process
 from replicast.storage.chain import digest, last_digest
 from replicast.storage.groups import (
     CLAIM,
     GROUPS,
+    RELEASED,
     Claim,
     checkpoint_parts,
     entry_kinds,
@@ -30,11 +30,11 @@ from replicast.storage.groups import (
 )
 from replicast.strictjson import sealed
 
-_ENDED = "ended"
-
 
 class Fence:
     """One group's claim on a run directory. Created by its worker 0, before it writes anything else.
+
+    A job that runs there is ended by it: call `liveness.check_free` before.
 
     Args:
         run_dir: The run directory.
@@ -46,21 +46,19 @@ class Fence:
         run: The id of the run.
 
     Raises:
-        ClusterError: A job is running in this directory.
         JobFailed: Another group took over the run at the same time.
         FileDamaged: The claim of the previous group is damaged.
         OSError: The claim cannot be written.
     """
 
-    def __init__(self, run_dir: Path, attempt: int) -> None:
-        self._run_dir = Path(run_dir)
+    def __init__(self, run_dir: RunDir, attempt: int) -> None:
+        self._run_dir = below(run_dir)
         self._entries = 0
-        check_free(self._run_dir)
         groups = self._run_dir / GROUPS
         make_durably(groups)
         with contextlib.suppress(PermissionError):  # Then this user did not create the run in it.
             # A launcher or a user may have created the run directory without syncing its parent.
-            sync_directory(self._run_dir.resolve().parent)
+            sync_directory(self._run_dir.as_path().resolve().parent)
         self.number = _next_number(self._run_dir)
         self.directory = group_directory(self._run_dir, self.number)
         sync_directory(groups)
@@ -121,9 +119,12 @@ class Fence:
         content = sealed({**fields, **place})
         try:
             write_durably(path, [content])
-        finally:
-            if path.exists():
-                self._entries, self._previous = number, digest(content)
+        except BaseException:
+            if not path.exists():
+                raise
+            self._entries, self._previous = number, digest(content)
+            raise
+        self._entries, self._previous = number, digest(content)
         self.check()
 
     @property
@@ -139,7 +140,7 @@ class Fence:
     def release(self) -> None:
         """Marks that the job has ended normally: another group may take over the run at once."""
         with contextlib.suppress(OSError):
-            (self.directory / _ENDED).touch()
+            os.close((self.directory / RELEASED).open(os.O_WRONLY | os.O_CREAT))
 
     def _later(self) -> str:
         with contextlib.suppress(FileDamaged):
@@ -149,7 +150,7 @@ class Fence:
         return ""
 
 
-def _next_number(run_dir: Path) -> int:
+def _next_number(run_dir: RunDir) -> int:
     """Creates the directory of a new group. `mkdir` fails if it exists, so each number has one owner."""
     number = max(group_numbers(run_dir), default=0) + 1
     while True:
@@ -161,7 +162,7 @@ def _next_number(run_dir: Path) -> int:
             return number
 
 
-def _taken_over(run_dir: Path, number: int, attempt: int) -> Claim:
+def _taken_over(run_dir: RunDir, number: int, attempt: int) -> Claim:
     before = last_claim(run_dir, before=number)
     counted: tuple[tuple[int, int], ...] = ()
     if before is not None:
@@ -178,32 +179,12 @@ def _taken_over(run_dir: Path, number: int, attempt: int) -> Claim:
     return Claim(number, counted, checkpoints, attempt, this_process(), time.time(), run, previous)
 
 
-def _checkpoints(run_dir: Path) -> list[str]:
+def _checkpoints(run_dir: RunDir) -> list[str]:
     """The names of the checkpoints that jobs wrote."""
     found = []
     with contextlib.suppress(FileNotFoundError):
-        for path in (run_dir / "checkpoints").iterdir():
+        for path in (below(run_dir) / "checkpoints").iterdir():
             with contextlib.suppress(ValueError):
                 if checkpoint_parts(path.name)[1]:
                     found.append(path.name)
     return sorted(found)
-
-
-def check_free(run_dir: Path) -> None:
-    """Checks that no live process on this host is running a job in this directory.
-
-    Raises:
-        ClusterError: A job is running.
-        FileDamaged: The last claim is damaged.
-    """
-    claim = last_claim(run_dir)
-    if claim is None or (group_directory(run_dir, claim.group) / _ENDED).exists():
-        return
-    process = claim.process
-    if process.get("pid") == os.getpid() or not is_on_this_host(process):
-        return
-    if is_alive(process):
-        raise ClusterError(
-            f"A job is running in {run_dir}: process {process.get('pid')} on this host",
-            remedy="Stop it first, or choose another run directory",
-        )

@@ -21,14 +21,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from replicast.errors import FileDamaged
-from replicast.files import read_sealed
+from replicast.files import RunDir, RunPath, below, read_sealed
 from replicast.strictjson import described
 
-GROUPS, CLAIM = "groups", "claim.json"
+GROUPS, CLAIM, RELEASED = "groups", "claim.json", "ended"
 _CLAIM_REMEDY = (
     "It says which entries and checkpoints count. Restore it from a backup, or copy a checkpoint to "
     "NEW/checkpoints/ and start the job in the new run directory NEW"
@@ -80,22 +79,22 @@ class Claim:
         return described(cls, "claim", fields)
 
 
-def group_directory(run_dir: Path, group: int) -> Path:
+def group_directory(run_dir: RunDir, group: int) -> RunPath:
     """Where a group writes."""
-    return Path(run_dir) / GROUPS / f"{group:06d}"
+    return below(run_dir) / GROUPS / f"{group:06d}"
 
 
-def group_numbers(run_dir: Path) -> list[int]:
-    """The groups that have a directory, with or without a claim; the last one first."""
+def group_numbers(run_dir: RunDir) -> list[int]:
+    """The groups that have a directory, not a link, with or without a claim; the last one first."""
     try:
-        names = [path.name for path in (Path(run_dir) / GROUPS).iterdir()]
+        names = [path.name for path in (below(run_dir) / GROUPS).iterdir() if path.is_dir()]
     except FileNotFoundError:
         return []
     found = {int(name) for name in names if name.isascii() and name.isdigit() and f"{int(name):06d}" == name}
     return sorted(found, reverse=True)
 
 
-def last_claim(run_dir: Path, before: int | None = None) -> Claim | None:
+def last_claim(run_dir: RunDir, before: int | None = None) -> Claim | None:
     """The last claim, which says what counts; with `before`, the last claim of an earlier group.
 
     Raises:
@@ -114,7 +113,7 @@ def last_claim(run_dir: Path, before: int | None = None) -> Claim | None:
     return None
 
 
-def _read_claim(path: Path, group: int) -> Claim:
+def _read_claim(path: RunPath, group: int) -> Claim:
     try:
         claim = Claim.from_json(read_sealed(path))
         if claim.group != group:
@@ -125,7 +124,7 @@ def _read_claim(path: Path, group: int) -> Claim:
     return claim
 
 
-def sees_group(run_dir: Path, identity: str) -> bool:
+def sees_group(run_dir: RunDir, identity: str) -> bool:
     """Whether this path leads to the directory in which a group has its claim.
 
     On another host it may lead to another directory, or nowhere. A shared file system may show a new file
@@ -145,14 +144,14 @@ def sees_group(run_dir: Path, identity: str) -> bool:
         return False
 
 
-def entry_kinds(directory: Path) -> dict[int, str]:
+def entry_kinds(directory: RunPath) -> dict[int, str]:
     """The kind of each entry of a group's log, by number."""
     names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     matches = (_ENTRY.fullmatch(name) for name in names)
     return {int(match[1]): match[2] for match in matches if match is not None}
 
 
-def entry_path(directory: Path, number: int, kind: str) -> Path:
+def entry_path(directory: RunPath, number: int, kind: str) -> RunPath:
     """The file of an entry."""
     return directory / f"{number:06d}.{kind}.json"
 

@@ -3,17 +3,23 @@
 inbox/<id>.safetensors      a waiting update; renamed into place once it is complete
 inbox/<id>.stage.json       its stage; kept for an hour after the end, for authors that still wait
 inbox/<id>.withdraw.json    asks the job that has taken the update to withdraw it
+inbox/<id>.<random>.aside   the update while somebody withdraws it
 refused/<id>.json           why it was refused; the update's file is next to it
 
 Taking and withdrawing an update may race. The job first notes that it has taken the update and then opens the
 file; a withdrawal first renames the file and then reads the note. So the second of the two sees the first.
+
+A withdrawal may be killed while the update is aside. So anybody may put it back at any time, and the job does
+before it looks for updates. The one operation on the file that is aside decides: the update is withdrawn if
+the withdrawal removes it, and waits if it is put back first. Each withdrawal uses a name of its own: it must
+not remove what was put back, taken and set aside again by another.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
+import secrets
 import shlex
 import time
 from collections.abc import Callable
@@ -24,10 +30,14 @@ from typing import Any
 from replicast.core.stage import Stage
 from replicast.errors import FileDamaged, UpdateRefused, refusal_of
 from replicast.files import (
-    TEMPORARY,
-    check_tensor_file,
+    RunDir,
+    RunPath,
+    TensorFile,
+    below,
     json_bytes,
     make_durably,
+    outline_of,
+    parse_tensors,
     read_json,
     read_tensor_bytes,
     remove_leftovers,
@@ -42,7 +52,7 @@ from replicast.update.parts import MAX_STEP, MAX_TENSORS, checked_id
 from replicast.update.trial import Trial
 from replicast.update.update import Update
 
-_UPDATE, _STAGE, _WITHDRAW = ".safetensors", ".stage.json", ".withdraw.json"
+_UPDATE, _STAGE, _WITHDRAW, _ASIDE = ".safetensors", ".stage.json", ".withdraw.json", ".aside"
 _KEEP_SECS = 3600.0
 _MAX_NOTE_BYTES = 4 * 2**20
 
@@ -59,7 +69,7 @@ class Waiting:
     """
 
     id: str
-    path: Path
+    path: RunPath
     nbytes: int
     submitted_at: float
 
@@ -84,14 +94,14 @@ class Submitted:
 
 
 def submit(
-    run_dir: Path,
+    run_dir: RunDir,
     update: Update,
     at_step: int | None = None,
     trial: Trial | None = None,
     *,
     reverts: int | None = None,
     forced: bool = False,
-) -> Path:
+) -> RunPath:
     """Puts an update into the inbox, atomically and durably. Submitting the same update again is a no-op.
 
     Args:
@@ -113,14 +123,20 @@ def submit(
     path = _inbox(run_dir) / f"{update.id}{_UPDATE}"
     step = _checked_step(at_step)
     if path.exists():
-        other = read(path)
+        is_other = UpdateRefused(
+            "Another update with this id waits in the inbox",
+            expected="a unique id, or the same content",
+            received=update.id,
+        )
+
+        def check_size(other: Update) -> None:
+            if other.nbytes != update.nbytes:
+                raise is_other
+
+        other = read(path, check=check_size)
         wanted = (update.content_digest(), step, trial, reverts)
         if (other.update.content_digest(), other.at_step, other.trial, other.reverts) != wanted:
-            raise UpdateRefused(
-                "Another update with this id waits in the inbox",
-                expected="a unique id, or the same content",
-                received=update.id,
-            )
+            raise is_other
         return path
     make_durably(path.parent)
     # Before the update is in place: after that, the job writes its stage. An old refusal no longer applies.
@@ -133,38 +149,54 @@ def submit(
     return path
 
 
-def waiting(run_dir: Path) -> list[Waiting]:
+def waiting(run_dir: RunDir) -> list[Waiting]:
     """The updates that wait in the inbox, oldest first, without those still being written."""
     found = []
-    inbox = _inbox(run_dir)
-    for path in inbox.iterdir() if inbox.is_dir() else ():
-        if path.name.startswith(".") or not path.name.endswith(_UPDATE):
+    for path in _inbox(run_dir).glob(f"*{_UPDATE}"):
+        if path.name.startswith("."):
             continue
         with contextlib.suppress(FileNotFoundError):  # It was removed in the meantime.
-            status = path.lstat()
+            status = path.stat()
             name = path.name.removesuffix(_UPDATE)
             found.append(Waiting(name, path, status.st_size, status.st_mtime))
     return sorted(found, key=lambda entry: (entry.submitted_at, entry.id))
 
 
-def read(path: Path, max_bytes: int | None = None) -> Submitted:
+def read(
+    path: RunPath, max_bytes: int | None = None, check: Callable[[Update], None] = lambda _update: None
+) -> Submitted:
     """Reads an update from the inbox, with its step and trial.
+
+    Anybody may have put it there: before memory is allocated for its values, all that its header and its size
+    say is checked, and that it is on disk.
 
     Args:
         path: Its file.
         max_bytes: The largest file to read. Default: 4 GiB.
+        check: Called with the update in outline, without values; what it raises ends the reading.
 
     Raises:
-        FileDamaged: The file cannot be read, is damaged, too large or not an update.
+        FileDamaged: The file cannot be read, is damaged, too large or not an update, or has large holes.
         UpdateRefused: Its name, step or trial is not valid.
     """
+    content = read_tensor_bytes(
+        path,
+        max_tensors=MAX_TENSORS,
+        max_bytes=max_bytes,
+        follow=False,
+        holes=False,
+        check=lambda outline: check(_submitted(path, outline).update),
+    )
+    return _submitted(path, parse_tensors(content, path.name, max_tensors=MAX_TENSORS))
+
+
+def _submitted(path: RunPath, file: TensorFile) -> Submitted:
+    """The update in a file of the inbox, or its outline in the outline of a file."""
     run_dir = path.parent.parent
     later = _refused(run_dir) / path.name
     command = f"replicast push {shlex.quote(str(run_dir))} --add {shlex.quote(str(later))}"
-    content = read_tensor_bytes(path, max_tensors=MAX_TENSORS, max_bytes=max_bytes, follow=False)
-    update, description = Update.parse(
-        content, path.name, remedy=f"Say what to do with them, for example: {command}"
-    )
+    remedy = f"Say what to do with them, for example: {command}"
+    update, description = Update.of_file(file, path.name, remedy)
     if path.name != f"{update.id}{_UPDATE}":
         raise UpdateRefused(
             "The file in the inbox must be named like the update in it",
@@ -178,10 +210,15 @@ def read(path: Path, max_bytes: int | None = None) -> Submitted:
     return Submitted(update, step, trial, reverts, forced is True)
 
 
-def take(run_dir: Path, path: Path, max_bytes: int | None = None) -> Submitted | None:
+def take(
+    run_dir: RunDir,
+    path: RunPath,
+    max_bytes: int | None = None,
+    check: Callable[[Update], None] = lambda _update: None,
+) -> Submitted | None:
     """Reads an update that the job will propose: `withdraw` cannot remove it any more. Only worker 0.
 
-    The header is checked first: if the file is not an update, no more is read, and nothing is noted.
+    The header is checked first: of what is not an update, or not one for this job, nothing is noted.
 
     Returns:
         What `read` returns; None if the update was withdrawn in the meantime.
@@ -191,16 +228,16 @@ def take(run_dir: Path, path: Path, max_bytes: int | None = None) -> Submitted |
         OSError: The note cannot be written.
     """
     try:
-        check_tensor_file(path, max_tensors=MAX_TENSORS)
+        check(_submitted(path, outline_of(path, max_tensors=MAX_TENSORS)).update)
         note_stage(run_dir, path.name.removesuffix(_UPDATE), Stage.PROPOSED, taken_by=this_process())
-        return read(path, max_bytes)
+        return read(path, max_bytes, check)  # Checks again: it may be another file by now.
     except FileDamaged as error:
         if isinstance(error.__cause__, FileNotFoundError):
             return None
         raise
 
 
-def withdraw(run_dir: Path, update_id: str, *, job_is_running: Callable[[], bool]) -> bool:
+def withdraw(run_dir: RunDir, update_id: str, *, job_is_running: Callable[[], bool]) -> bool:
     """Removes a waiting update, unless a job has taken it already.
 
     Args:
@@ -211,7 +248,7 @@ def withdraw(run_dir: Path, update_id: str, *, job_is_running: Callable[[], bool
 
     Returns:
         True if the update was removed and will not be applied. False if there was none, or if it was too
-        late; the update is then still in place.
+        late; the update is then still in place, or is put back by the job.
 
     Raises:
         FileDamaged: The journal cannot tell whether it is committed; the update is still in place.
@@ -220,7 +257,7 @@ def withdraw(run_dir: Path, update_id: str, *, job_is_running: Callable[[], bool
     if Path(update_id).name != update_id:
         return False
     path = _inbox(run_dir) / f"{update_id}{_UPDATE}"
-    aside = path.with_name(f"{TEMPORARY}withdrawn-{os.getpid()}-{time.monotonic_ns()}")
+    aside = path.with_name(f"{update_id}.{secrets.token_hex(8)}{_ASIDE}")
     try:
         path.rename(aside)
     except FileNotFoundError:
@@ -230,16 +267,40 @@ def withdraw(run_dir: Path, update_id: str, *, job_is_running: Callable[[], bool
         taken = _is_taken(run_dir, update_id, job_is_running=job_is_running)
     finally:
         if taken:
-            aside.rename(path)
+            _put_back(aside)
     if taken:
         return False
-    aside.unlink(missing_ok=True)
+    try:
+        aside.unlink()
+    except FileNotFoundError:  # It was put back, and may be taken by now.
+        return False
     (_inbox(run_dir) / f"{update_id}{_STAGE}").unlink(missing_ok=True)
     sync_directory(path.parent)
     return True
 
 
-def request_withdrawal(run_dir: Path, update_id: str) -> Path:
+def put_back(run_dir: RunDir) -> None:
+    """Puts back what withdrawals have set aside: one that was killed has had no effect.
+
+    What cannot be put back stays: a name that is too long, or another user's file. It stops no other update.
+    """
+    for aside in _inbox(run_dir).glob(f"*{_ASIDE}"):
+        with contextlib.suppress(OSError):
+            _put_back(aside)
+
+
+def _put_back(aside: RunPath) -> None:
+    path = aside.with_name(f"{aside.name.rsplit('.', 2)[0]}{_UPDATE}")
+    with contextlib.suppress(
+        FileNotFoundError
+    ):  # Its withdrawal has just ended, or somebody else puts it back.
+        if path.exists():  # Submitted again since: that one counts.
+            aside.unlink()
+        else:
+            aside.rename(path)
+
+
+def request_withdrawal(run_dir: RunDir, update_id: str) -> RunPath:
     """Asks a running job to withdraw an update that it has taken and not yet applied.
 
     Returns:
@@ -254,7 +315,7 @@ def request_withdrawal(run_dir: Path, update_id: str) -> Path:
     return path
 
 
-def take_withdrawals(run_dir: Path) -> list[str]:
+def take_withdrawals(run_dir: RunDir) -> list[str]:
     """Reads and removes all withdrawal requests; returns the ids of their updates. Only worker 0."""
     found = []
     for path in _inbox(run_dir).glob(f"*{_WITHDRAW}"):
@@ -265,7 +326,7 @@ def take_withdrawals(run_dir: Path) -> list[str]:
     return found
 
 
-def clean(run_dir: Path) -> None:
+def clean(run_dir: RunDir) -> None:
     """Removes the notes of updates that left the inbox long ago, and half-written files.
 
     Raises:
@@ -276,11 +337,11 @@ def clean(run_dir: Path) -> None:
     for path in list(inbox.glob(f"*{_STAGE}")):
         update = path.with_name(f"{path.name.removesuffix(_STAGE)}{_UPDATE}")
         with contextlib.suppress(FileNotFoundError):
-            if time.time() - path.lstat().st_mtime >= _KEEP_SECS and not update.exists():
+            if time.time() - path.stat().st_mtime >= _KEEP_SECS and not update.exists():
                 path.unlink()
 
 
-def refuse(run_dir: Path, path: Path, error: Exception, *, durably: bool = True) -> None:
+def refuse(run_dir: RunDir, path: RunPath, error: Exception, *, durably: bool = True) -> None:
     """Writes why an update is refused, then moves its file out of the inbox.
 
     Args:
@@ -309,12 +370,12 @@ def refuse(run_dir: Path, path: Path, error: Exception, *, durably: bool = True)
         note_stage(run_dir, update_id, Stage.REFUSED)
 
 
-def done(path: Path) -> None:
+def done(path: RunPath) -> None:
     """Removes an update that the job has taken. No-op if it is gone already."""
     path.unlink(missing_ok=True)
 
 
-def refusals(run_dir: Path) -> dict[str, UpdateRefused]:
+def refusals(run_dir: RunDir) -> dict[str, UpdateRefused]:
     """Why updates were refused, by id. A damaged file yields an error that says so, and hides no other."""
     found = {}
     for path in sorted(_refused(run_dir).glob("*.json")):
@@ -323,7 +384,7 @@ def refusals(run_dir: Path) -> dict[str, UpdateRefused]:
     return found
 
 
-def note_stage(run_dir: Path, update_id: str, stage: Stage, **fields: Any) -> None:
+def note_stage(run_dir: RunDir, update_id: str, stage: Stage, **fields: Any) -> None:
     """Writes the stage of an update, for its author outside the job.
 
     Args:
@@ -340,7 +401,7 @@ def note_stage(run_dir: Path, update_id: str, stage: Stage, **fields: Any) -> No
     write_quickly(path, json.dumps({**fields, "stage": str(stage), "time": time.time()}))
 
 
-def stage_of(run_dir: Path, update_id: str) -> dict[str, Any] | None:
+def stage_of(run_dir: RunDir, update_id: str) -> dict[str, Any] | None:
     """The last note about an update; None if there is none, or it cannot be read."""
     if Path(update_id).name != update_id:
         return None
@@ -350,7 +411,7 @@ def stage_of(run_dir: Path, update_id: str) -> dict[str, Any] | None:
         return None
 
 
-def _is_taken(run_dir: Path, update_id: str, *, job_is_running: Callable[[], bool]) -> bool:
+def _is_taken(run_dir: RunDir, update_id: str, *, job_is_running: Callable[[], bool]) -> bool:
     taker = (stage_of(run_dir, update_id) or {}).get("taken_by")
     if isinstance(taker, dict):
         alive = is_alive(taker) if is_on_this_host(taker) else None
@@ -363,7 +424,7 @@ def _is_taken(run_dir: Path, update_id: str, *, job_is_running: Callable[[], boo
     return update_id in pending and update_id not in refused(run_dir)
 
 
-def _reason_in(path: Path) -> UpdateRefused:
+def _reason_in(path: RunPath) -> UpdateRefused:
     try:
         reason = read_json(path, max_bytes=_MAX_NOTE_BYTES).get("reason")
     except FileDamaged as error:
@@ -373,12 +434,12 @@ def _reason_in(path: Path) -> UpdateRefused:
     return UpdateRefused.from_json(reason)
 
 
-def _inbox(run_dir: Path) -> Path:
-    return Path(run_dir) / "inbox"
+def _inbox(run_dir: RunDir) -> RunPath:
+    return below(run_dir) / "inbox"
 
 
-def _refused(run_dir: Path) -> Path:
-    return Path(run_dir) / "refused"
+def _refused(run_dir: RunDir) -> RunPath:
+    return below(run_dir) / "refused"
 
 
 def _checked_step(value: Any) -> int | None:

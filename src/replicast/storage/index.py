@@ -14,10 +14,9 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TypeAlias
 
-from replicast.files import MAX_JSON_BYTES, read_small, write_quickly
+from replicast.files import MAX_JSON_BYTES, RunDir, RunPath, read_small, write_quickly
 from replicast.storage.entry_files import EntryFile, parsed
 from replicast.storage.groups import group_directory, group_numbers
 from replicast.strictjson import parse_object
@@ -29,7 +28,7 @@ Covered: TypeAlias = Sequence[tuple[int, int]]
 """Groups in order, each with its number of entries."""
 
 
-def write_index(run_dir: Path, group: int, files: Sequence[EntryFile]) -> None:
+def write_index(run_dir: RunDir, group: int, files: Sequence[EntryFile]) -> None:
     """Writes an index of the entries that count so far, and removes the earlier indexes of this run.
 
     Args:
@@ -53,7 +52,7 @@ def write_index(run_dir: Path, group: int, files: Sequence[EntryFile]) -> None:
                 old.unlink()
 
 
-def read_index(path: Path) -> list[EntryFile]:
+def read_index(path: RunPath) -> list[EntryFile]:
     """Reads the entries in an index.
 
     Raises:
@@ -99,7 +98,7 @@ def counts(covers: Covered, counted: Covered) -> bool:
     return list(covers[:-1]) == list(counted[:before]) and group == last_group and entries <= most
 
 
-def indexes_of(run_dir: Path, last_group: int) -> Iterator[Path]:
+def indexes_of(run_dir: RunDir, last_group: int) -> Iterator[RunPath]:
     """The indexes of the groups up to this one, the last one first."""
     for group in group_numbers(run_dir):
         directory = group_directory(run_dir, group)

@@ -14,7 +14,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from replicast import faults
@@ -22,7 +21,7 @@ from replicast.core.entries import Before, Committed, Entry, Payload, Saved
 from replicast.core.history import History
 from replicast.core.proposal import Content
 from replicast.errors import FileDamaged, PayloadRemoved, ReplicastError, UpdateRefused
-from replicast.files import TEMPORARY, sync_directory, write_durably
+from replicast.files import TEMPORARY, RunDir, RunPath, below, sync_directory, write_durably
 from replicast.mapping import copied
 from replicast.storage.counted import counted_entries
 from replicast.storage.entry_files import (
@@ -166,8 +165,8 @@ class FileJournal(Journal):
         OSError: Leftovers of an earlier group cannot be removed.
     """
 
-    def __init__(self, run_dir: Path, fence: Fence) -> None:
-        self._run_dir, self._fence = Path(run_dir), fence
+    def __init__(self, run_dir: RunDir, fence: Fence) -> None:
+        self._run_dir, self._fence = below(run_dir), fence
         remove_void(self._run_dir, fence.number)
         files, self._indexed, self._damaged = counted_entries(self._run_dir)
         self._files = [file.without_edits() for file in files]
@@ -233,7 +232,7 @@ class FileJournal(Journal):
         # A name that readers ignore: the entry's number is not known yet.
         path = self._fence.directory / f"{TEMPORARY}before-{next(self._staged)}"
         sha256, nbytes = _write_update(path, before)
-        return str(path), sha256, nbytes
+        return path.name, sha256, nbytes
 
     def load_before(self, sequence: int) -> Update | None:
         """As in `Journal`."""
@@ -362,7 +361,7 @@ class MemoryJournal(Journal):
         self._kept_bytes -= 0 if update is None else update.nbytes
 
 
-def _stored(entry: Entry, update: Update | None, path: Path) -> Stored:
+def _stored(entry: Entry, update: Update | None, path: RunPath) -> Stored:
     """The content of an entry's file. For a payload, first writes its bytes durably."""
     if isinstance(entry, Saved):
         raise ValueError(_NO_ENTRY)
@@ -377,17 +376,17 @@ def _stored(entry: Entry, update: Update | None, path: Path) -> Stored:
     return StoredPayload(entry.id, entry.digest, entry.author, entry.note, sha256, nbytes, edits)
 
 
-def _stored_before(entry: Before, path: Path) -> StoredBefore:
+def _stored_before(entry: Before, path: RunPath) -> StoredBefore:
     """Gives values that were staged their final name."""
     if not isinstance(entry.content, tuple):
         return StoredBefore(entry.sequence, entry.id, problem=entry.problem)
     staged, sha256, nbytes = entry.content
-    Path(staged).rename(path)
+    path.with_name(staged).rename(path)
     sync_directory(path.parent)
     return StoredBefore(entry.sequence, entry.id, sha256, nbytes)
 
 
-def _write_update(path: Path, update: Update) -> tuple[str, int]:
+def _write_update(path: RunPath, update: Update) -> tuple[str, int]:
     """Writes an update's file durably; gives its sha256 and its size."""
     hasher, nbytes = hashlib.sha256(), 0
 
@@ -409,15 +408,15 @@ def _checked(payload: Payload, update: Update | None) -> Update:
     return update
 
 
-def _not_written(run_dir: Path, error: OSError) -> str:
+def _not_written(run_dir: RunDir, error: OSError) -> str:
     return (
         f"The journal cannot be written ({error.strerror}). "
         f"Free space on the disk of {run_dir}, or repair it, and propose the update again."
     )
 
 
-def _perhaps_written(path: Path, error: OSError) -> str:
+def _perhaps_written(path: RunPath, error: OSError) -> str:
     return (
-        f"{path.stem} of {path.parent} was renamed, and then its directory could not be synced "
-        f"({error.strerror}). Only the next attempt of the job can tell whether it was written."
+        f"{path.name.partition('.')[0]} of {path.parent} was renamed, and then its directory could not be "
+        f"synced ({error.strerror}). Only the next attempt of the job can tell whether it was written."
     )

@@ -17,7 +17,6 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -25,6 +24,10 @@ import numpy.typing as npt
 
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import (
+    RunDir,
+    RunPath,
+    TensorFile,
+    below,
     json_bytes,
     make_durably,
     parse_tensors,
@@ -114,7 +117,14 @@ class Answer:
 
 
 def submit(
-    run_dir: Path, kind: Kind, *, author: str, timeout_secs: float, name: str = "", rows: Rows = ()
+    run_dir: RunDir,
+    kind: Kind,
+    *,
+    author: str,
+    timeout_secs: float,
+    now: float | None = None,
+    name: str = "",
+    rows: Rows = (),
 ) -> Request:
     """Asks the running job for something.
 
@@ -123,6 +133,7 @@ def submit(
         kind: What for.
         author: Who asks.
         timeout_secs: After this time the job refuses it.
+        now: The time by the clock of the job. Default: by the clock of this host.
         name: For a pull: the variable.
         rows: For a pull: which rows; empty for all.
 
@@ -130,7 +141,7 @@ def submit(
         UpdateRefused: It is not valid.
         OSError: It cannot be written.
     """
-    now = time.time()
+    now = time.time() if now is None else now
     request = Request(kind, author[:_MAX_AUTHOR], now, now + timeout_secs, name, rows, uuid.uuid4().hex)
     try:
         _check(request)
@@ -142,19 +153,18 @@ def submit(
     return request
 
 
-def waiting(run_dir: Path) -> Iterator[Path]:
+def waiting(run_dir: RunDir) -> Iterator[RunPath]:
     """The files of requests that wait for an answer."""
-    inbox = _inbox(run_dir)
-    paths = inbox.glob(f"*{_REQUEST}") if inbox.is_dir() else ()
+    paths = _inbox(run_dir).glob(f"*{_REQUEST}")
     yield from sorted(path for path in paths if not path.name.startswith("."))
 
 
-def id_of(path: Path) -> str:
+def id_of(path: RunPath) -> str:
     """The id of a request, according to its file's name."""
     return path.name.removesuffix(_REQUEST)
 
 
-def read(path: Path) -> Request | NoRequest | None:
+def read(path: RunPath) -> Request | NoRequest | None:
     """Reads the file of a request. Only worker 0.
 
     Returns:
@@ -171,7 +181,7 @@ def read(path: Path) -> Request | NoRequest | None:
     return request
 
 
-def answer(run_dir: Path, id_: str, given: Answer, values: npt.NDArray[Any] | None = None) -> bool:
+def answer(run_dir: RunDir, id_: str, given: Answer, values: npt.NDArray[Any] | None = None) -> bool:
     """Answers a request, then removes it. Only worker 0. No-op if its author has withdrawn it.
 
     Returns:
@@ -182,7 +192,7 @@ def answer(run_dir: Path, id_: str, given: Answer, values: npt.NDArray[Any] | No
     """
     inbox = _inbox(run_dir)
     path = inbox / f"{id_}{_REQUEST}"
-    if not path.is_symlink() and not path.exists():
+    if not path.exists():
         return True
     if values is not None:
         write_durably(inbox / f"{id_}{_VALUES}", tensor_chunks({_TENSOR: values}, {}))
@@ -194,7 +204,7 @@ def answer(run_dir: Path, id_: str, given: Answer, values: npt.NDArray[Any] | No
     return False
 
 
-def read_answer(run_dir: Path, id_: str) -> Answer | None:
+def read_answer(run_dir: RunDir, id_: str) -> Answer | None:
     """The answer to a request; None if there is none yet.
 
     Raises:
@@ -209,42 +219,44 @@ def read_answer(run_dir: Path, id_: str) -> Answer | None:
         raise FileDamaged(path, str(error)) from error
 
 
-def read_values(run_dir: Path, id_: str) -> npt.NDArray[Any]:
+def read_values(run_dir: RunDir, id_: str, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
     """The values that were pulled.
 
     Raises:
-        FileDamaged: They are missing or damaged.
+        FileDamaged: They are missing or damaged, or not of this shape and dtype: those are not read.
     """
     path = _inbox(run_dir) / f"{id_}{_VALUES}"
-    try:
-        content = read_tensor_bytes(path, max_tensors=1, follow=False)
-        values: npt.NDArray[Any] = parse_tensors(content, path.name, max_tensors=1).tensors[_TENSOR]
-    except (UpdateRefused, KeyError) as error:
-        raise FileDamaged(path, str(error)) from error
-    return values
+
+    def check(outline: TensorFile) -> None:
+        found = {name: (array.shape, array.dtype.name) for name, array in outline.tensors.items()}
+        if found != {_TENSOR: (shape, dtype)}:
+            expected = f"{_TENSOR} of shape {shape}, {dtype}"
+            raise FileDamaged(path, "other values", expected=expected, received=str(found)[:200])
+
+    content = read_tensor_bytes(path, max_tensors=1, follow=False, check=check)
+    return parse_tensors(content, path.name, max_tensors=1).tensors[_TENSOR]
 
 
-def forget(run_dir: Path, id_: str) -> None:
+def forget(run_dir: RunDir, id_: str) -> None:
     """Withdraws a request that nobody waits for any more, or removes its answer. No-op if both are gone."""
     for suffix in (_REQUEST, _ANSWER, _VALUES):
         with contextlib.suppress(OSError):
             (_inbox(run_dir) / f"{id_}{suffix}").unlink()
 
 
-def clean(run_dir: Path) -> None:
+def clean(run_dir: RunDir) -> None:
     """Removes answers that nobody has fetched for an hour."""
     inbox = _inbox(run_dir)
     for suffix in (_ANSWER, _VALUES):
         for path in list(inbox.glob(f"*{suffix}")):
             with contextlib.suppress(OSError):
-                if time.time() - path.lstat().st_mtime >= _KEEP_SECS:
+                if time.time() - path.stat().st_mtime >= _KEEP_SECS:
                     path.unlink()
 
 
-def stopped_by(run_dir: Path, attempt: int) -> Answer | None:
+def stopped_by(run_dir: RunDir, attempt: int) -> Answer | None:
     """The answer to the request because of which an attempt of the job has stopped; None if there is none."""
-    inbox = _inbox(run_dir)
-    for path in inbox.glob(f"*{_ANSWER}") if inbox.is_dir() else ():
+    for path in _inbox(run_dir).glob(f"*{_ANSWER}"):
         with contextlib.suppress(FileDamaged):
             given = read_answer(run_dir, path.name.removesuffix(_ANSWER))
             if given is not None and (given.kind, given.attempt, given.done) == ("leave", attempt, True):
@@ -289,5 +301,5 @@ def _check(request: Request) -> None:
         raise ValueError(str(error)) from error
 
 
-def _inbox(run_dir: Path) -> Path:
-    return Path(run_dir) / "inbox"
+def _inbox(run_dir: RunDir) -> RunPath:
+    return below(run_dir) / "inbox"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
-from pathlib import Path
 
 from replicast.core.entries import Committed, Refused, Scheduled, Withdrawn
-from replicast.files import remove_leftovers
+from replicast.files import RunDir, RunPath, remove_leftovers
 from replicast.storage.entry_files import PAYLOAD, EntryFile, StoredBefore, StoredPayload, bytes_path
 from replicast.storage.groups import entry_kinds, entry_path, group_directory, group_numbers, last_claim
 
@@ -75,7 +74,7 @@ def _beyond_reverting(*kept: Mapping[int, EntryFile]) -> Iterator[EntryFile]:
             yield from files
 
 
-def remove_void(run_dir: Path, group: int) -> None:
+def remove_void(run_dir: RunDir, group: int) -> None:
     """Removes files of earlier groups that do not count: they use disk space and would confuse readers.
 
     Args:
@@ -95,7 +94,7 @@ def remove_void(run_dir: Path, group: int) -> None:
             _remove_void_of(group_directory(run_dir, earlier), counted.get(earlier, 0))
 
 
-def _remove_void_of(directory: Path, counted: int) -> None:
+def _remove_void_of(directory: RunPath, counted: int) -> None:
     remove_leftovers(directory, older_than_secs=0.0)
     kinds = entry_kinds(directory)
     void = [entry_path(directory, number, kind) for number, kind in kinds.items() if number > counted]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from replicast.core.entries import Committed
 from replicast.core.history import History
 from replicast.core.operations.revert import why_not
 from replicast.errors import PayloadRemoved, UpdateRefused
+from replicast.files import RunDir
 from replicast.storage.entry_files import HELD_BY_ALL, read_before, read_payload
 from replicast.storage.updates import Updates
+from replicast.strictjson import parse_integer
 from replicast.update.edits import EditKind
 from replicast.update.inverse import NOT_KEPT, disturbs, inverse
 from replicast.update.update import Update
@@ -41,7 +42,9 @@ class Undo:
             )
 
 
-def undo(run_dir: Path, which: int | str, *, note: str = "", author: str = "", forced: bool = False) -> Undo:
+def undo(
+    run_dir: RunDir, which: int | str, *, note: str = "", author: str = "", forced: bool = False
+) -> Undo:
     """The update that undoes a committed update of a run. Changes nothing.
 
     Args:
@@ -162,12 +165,12 @@ def number_of(which: int | str) -> int:
     Raises:
         UpdateRefused: It is not one.
     """
-    text = str(which)
-    if not (text.isascii() and text.isdigit() and len(text) < 19):
+    try:
+        return parse_integer(str(which))
+    except ValueError as error:
         raise UpdateRefused(
             "There is no such update",
             expected="the number or the id of a committed update",
-            received=text[:200],
+            received=str(which)[:200],
             remedy="replicast log lists them",
-        )
-    return int(text)
+        ) from error

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
-import stat
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from replicast.errors import FileDamaged
 from replicast.files import (
+    RunDir,
+    RunPath,
+    below,
     make_durably,
     open_plain,
     read_json,
@@ -108,6 +108,7 @@ class WorkerNote:
         step_secs: The mean time of the last steps.
         stepped_at: When it finished the last step, roughly, in seconds since 1970.
         memory_bytes: The resident memory of its process.
+        machine: As `processes.this_machine`.
     """
 
     rank: int
@@ -124,6 +125,7 @@ class WorkerNote:
     step_secs: float | None = None
     stepped_at: float | None = None
     memory_bytes: int | None = None
+    machine: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
@@ -147,13 +149,13 @@ def sent_every_secs(workers: int) -> float:
     return max(_SENT_SECS, workers / _MOST_SENT_PER_SEC)
 
 
-def clean_run(run_dir: Path) -> None:
+def clean_run(run_dir: RunDir) -> None:
     """Removes temporary files of writers that died. Only before a worker writes its first note.
 
     Raises:
         OSError: Something cannot be removed.
     """
-    for directory in (Path(run_dir), Path(run_dir) / "workers"):
+    for directory in (run_dir, below(run_dir) / "workers"):
         remove_leftovers(directory, older_than_secs=0.0)
 
 
@@ -168,7 +170,7 @@ def write_run_info(fence: Fence, info: RunInfo) -> None:
     fence.check()
 
 
-def read_run_info(run_dir: Path) -> RunInfo:
+def read_run_info(run_dir: RunDir) -> RunInfo:
     """Reads the description of a run that the last group has written.
 
     Raises:
@@ -185,22 +187,22 @@ def read_run_info(run_dir: Path) -> RunInfo:
             except ValueError as error:
                 raise FileDamaged(path, str(error)) from error
     raise FileDamaged(
-        Path(run_dir) / GROUPS,
+        below(run_dir) / GROUPS,
         f"no group has a {RUN_FILE}. Is this a run directory, and is its job still starting?",
     )
 
 
-def write_worker_note(run_dir: Path, note: WorkerNote) -> None:
+def write_worker_note(run_dir: RunDir, note: WorkerNote) -> None:
     """Replaces the note of a worker. Does not sync."""
-    directory = Path(run_dir) / "workers"
+    directory = below(run_dir) / "workers"
     make_durably(directory)
     write_quickly(directory / f"{note.rank}.json", json.dumps(note.to_json()))
 
 
-def read_worker_notes(run_dir: Path) -> list[WorkerNote]:
+def read_worker_notes(run_dir: RunDir, which: str = "*") -> list[WorkerNote]:
     """The latest notes of the workers, by rank. Damaged notes and those of another rank are skipped."""
     notes = []
-    for path in (Path(run_dir) / "workers").glob("*.json"):
+    for path in (below(run_dir) / "workers").glob(f"{which}.json"):
         with contextlib.suppress(FileDamaged, ValueError):
             note = WorkerNote.from_json(read_json(path, max_bytes=_MAX_NOTE_BYTES))
             if path.name == f"{note.rank}.json":
@@ -208,16 +210,16 @@ def read_worker_notes(run_dir: Path) -> list[WorkerNote]:
     return sorted(notes, key=lambda note: note.rank)
 
 
-def append_metrics(run_dir: Path, step: int, values: Mapping[str, float]) -> None:
+def append_metrics(run_dir: RunDir, step: int, values: Mapping[str, float]) -> None:
     """Appends one line to metrics.jsonl. Only for one process, since it repairs a torn last line."""
     numbers = {name: factor_to_json(float(value)) for name, value in values.items()}
     line = json.dumps({"step": step, "time": time.time(), "values": numbers})
-    append_line(Path(run_dir) / "metrics.jsonl", line)
+    append_line(below(run_dir) / "metrics.jsonl", line)
 
 
-def last_metrics(run_dir: Path) -> dict[str, Any] | None:
+def last_metrics(run_dir: RunDir) -> dict[str, Any] | None:
     """The last complete line of metrics.jsonl: `step`, `time`, `values`. Reads only the end of the file."""
-    for line in lines_from_the_end(Path(run_dir) / "metrics.jsonl"):
+    for line in lines_from_the_end(below(run_dir) / "metrics.jsonl"):
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             found = parse_json(line)
             values = {str(name): float(value) for name, value in found["values"].items()}
@@ -225,7 +227,7 @@ def last_metrics(run_dir: Path) -> dict[str, Any] | None:
     return None
 
 
-def append_line(path: Path, line: str) -> None:
+def append_line(path: RunPath, line: str) -> None:
     """Appends one line to a file, and creates the file if needed. Does not sync.
 
     Only for one process, since it repairs a torn last line.
@@ -234,20 +236,17 @@ def append_line(path: Path, line: str) -> None:
         OSError: It cannot be written, or is not a regular file.
     """
     content = line.encode() + b"\n"
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-    descriptor = os.open(path, flags, 0o666)
+    descriptor = path.open(os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "Not a regular file", str(path))
-        if status.st_size and os.pread(descriptor, 1, status.st_size - 1) != b"\n":
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
             content = b"\n" + content  # A writer that died left half a line: it must not corrupt this one.
         write_all(descriptor, content)
     finally:
         os.close(descriptor)
 
 
-def lines_from_the_end(path: Path) -> Iterator[bytes]:
+def lines_from_the_end(path: RunPath) -> Iterator[bytes]:
     """The complete lines of a file, the last one first. Reads only as much as is consumed.
 
     Lines longer than `_MAX_LINE_BYTES` are skipped, and at most `_MAX_BACK_BYTES` are searched. Anything but

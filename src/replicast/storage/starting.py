@@ -10,11 +10,11 @@ import contextlib
 import logging
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from replicast.core.entries import Saved
 from replicast.core.history import History
 from replicast.errors import FileDamaged, PayloadRemoved, ReplicastError
+from replicast.files import RunDir, RunPath, below
 from replicast.storage.checkpoint import CheckpointStore
 from replicast.storage.damage import DamagedEntry, Start, why_a_record, why_needed
 from replicast.storage.entry_files import EntryFile, StoredPayload
@@ -24,7 +24,7 @@ logger = logging.getLogger("replicast")
 _Key = tuple[str, str]
 
 
-def check_records(run_dir: Path, files: Sequence[EntryFile], damaged: Sequence[DamagedEntry]) -> None:
+def check_records(run_dir: RunDir, files: Sequence[EntryFile], damaged: Sequence[DamagedEntry]) -> None:
     """Checks that the record of every committed update is known: the next one follows them.
 
     Raises:
@@ -37,7 +37,7 @@ def check_records(run_dir: Path, files: Sequence[EntryFile], damaged: Sequence[D
 
 
 def check_start(
-    run_dir: Path,
+    run_dir: RunDir,
     files: Sequence[EntryFile],
     damaged: Sequence[DamagedEntry],
     payloads: Mapping[_Key, EntryFile],
@@ -70,7 +70,7 @@ def check_start(
         logger.warning("%s This start does not need it; the file is left in place", one)
 
 
-def stopped(run_dir: Path, error: FileDamaged, why: str) -> FileDamaged:
+def stopped(run_dir: RunDir, error: FileDamaged, why: str) -> FileDamaged:
     """The error of a start that needs a file: what it means, and what to do next."""
     begin, checkpoint = "start the job in a new run directory", _last_checkpoint(run_dir)
     if checkpoint is not None:
@@ -96,14 +96,14 @@ def _needed(start: Start) -> Iterator[tuple[_Key, str]]:
         yield (id_, digest), f"the checkpoint proposes update {id_} again"
 
 
-def _check_payload(run_dir: Path, key: _Key, what: str, file: EntryFile | None, start: Start) -> None:
+def _check_payload(run_dir: RunDir, key: _Key, what: str, file: EntryFile | None, start: Start) -> None:
     if file is None or not isinstance(file.stored, StoredPayload):
         lost = [one.error for one in start.damaged if one.may_be("payload")]
-        nothing = FileDamaged(run_dir / "groups", f"the journal has no payload of update {key[0]}")
+        nothing = FileDamaged(below(run_dir) / "groups", f"the journal has no payload of update {key[0]}")
         raise stopped(run_dir, lost[0] if lost else nothing, what)
     path, nbytes = file.payload_path(run_dir), file.stored.nbytes
     try:
-        status = path.lstat()
+        status = path.stat()
     except OSError as error:
         # Retention keeps what any checkpoint needs, so only a start from scratch can need what it removed.
         if isinstance(error, FileNotFoundError) and start.saved is None and _last_checkpoint(run_dir):
@@ -119,7 +119,7 @@ def _check_payload(run_dir: Path, key: _Key, what: str, file: EntryFile | None, 
         raise stopped(run_dir, found, what)
 
 
-def _last_checkpoint(run_dir: Path) -> Path | None:
+def _last_checkpoint(run_dir: RunDir) -> RunPath | None:
     with contextlib.suppress(ReplicastError, OSError):
         store = CheckpointStore(run_dir)
         last = store.last()
@@ -127,10 +127,10 @@ def _last_checkpoint(run_dir: Path) -> Path | None:
     return None
 
 
-def _waiting(run_dir: Path) -> dict[str, float]:
+def _waiting(run_dir: RunDir) -> dict[str, float]:
     """When each update in the inbox was submitted, by id."""
     found = {}
-    for path in (run_dir / "inbox").glob("*.safetensors"):
+    for path in (below(run_dir) / "inbox").glob("*.safetensors"):
         with contextlib.suppress(FileNotFoundError):
-            found[path.name.removesuffix(".safetensors")] = path.lstat().st_mtime
+            found[path.name.removesuffix(".safetensors")] = path.stat().st_mtime
     return found

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
+from replicast.files import RunDir, below
 from replicast.processes import is_alive, is_on_this_host, this_process
 from replicast.storage.runfiles import ENDED, WorkerNote, append_line, lines_from_the_end, sent_every_secs
 from replicast.strictjson import described, parse_json
@@ -104,7 +104,7 @@ class RunState:
     change: Change | None
 
 
-def write_change(run_dir: Path, change: Change) -> None:
+def write_change(run_dir: RunDir, change: Change) -> None:
     """Appends a line. Only for one process at a time.
 
     Raises:
@@ -117,26 +117,39 @@ def write_change(run_dir: Path, change: Change) -> None:
         reason=change.reason[:_MAX_TEXT],
         last_lines=tuple(line[:_MAX_TEXT] for line in change.last_lines[-_MAX_LINES:]),
     )
-    append_line(Path(run_dir) / FILE, json.dumps(asdict(stamped)))
+    append_line(below(run_dir) / FILE, json.dumps(asdict(stamped)))
 
 
-def changes(run_dir: Path, last: int = _MOST_CHANGES) -> list[Change]:
+def changes(run_dir: RunDir, last: int = _MOST_CHANGES) -> list[Change]:
     """The last changes of the run, the oldest first; damaged lines are skipped."""
     return list(islice(_from_the_end(run_dir), last))[::-1]
 
 
-def read_state(run_dir: Path, notes: Sequence[WorkerNote]) -> RunState:
-    """How a run is, by its last change and by what its workers last said."""
+def read_state(run_dir: RunDir, notes: Sequence[WorkerNote], now: float | None = None) -> RunState:
+    """How a run is, by its last change and by what its workers last said.
+
+    Args:
+        run_dir: The run directory.
+        notes: What the workers last said.
+        now: The time by the clock of the workers. Default: by the clock of this host.
+    """
+    now = time.time() if now is None else now
     change = next(_from_the_end(run_dir), None)
     heard = [note for note in notes if change is None or note.time >= change.time or _is_same(note, change)]
     attempt = max([0 if change is None else change.attempt, *(note.attempt for note in heard)])
-    state = _state(change, heard)
-    return RunState(state, _sentence(state, change, heard, attempt), attempt, change)
+    state = _state(change, heard, now)
+    return RunState(state, _sentence(state, change, heard, attempt, now), attempt, change)
 
 
-def damage(run_dir: Path) -> str:
+def has_ended(run_dir: RunDir, notes: Sequence[WorkerNote]) -> bool:
+    """Whether the job has said how it ended, and no worker has written a note since."""
+    change = next(_from_the_end(run_dir), None)
+    return change is not None and change.state.is_over and not _newer(notes, change)
+
+
+def damage(run_dir: RunDir) -> str:
     """One line: how much of the file is damaged and skipped; empty if nothing is."""
-    lines = islice(lines_from_the_end(Path(run_dir) / FILE), _MOST_CHANGES)
+    lines = islice(lines_from_the_end(below(run_dir) / FILE), _MOST_CHANGES)
     count = sum(_change_in(line) is None for line in lines)
     if not count:
         return ""
@@ -144,8 +157,8 @@ def damage(run_dir: Path) -> str:
     return f"{FILE} is damaged: {lines_are} not readable and left out"
 
 
-def _from_the_end(run_dir: Path) -> Iterator[Change]:
-    changes = map(_change_in, lines_from_the_end(Path(run_dir) / FILE))
+def _from_the_end(run_dir: RunDir) -> Iterator[Change]:
+    changes = map(_change_in, lines_from_the_end(below(run_dir) / FILE))
     return (change for change in changes if change is not None)
 
 
@@ -162,13 +175,16 @@ def _is_same(note: WorkerNote, change: Change) -> bool:
     return note.attempt == change.attempt
 
 
-def _state(change: Change | None, heard: Sequence[WorkerNote]) -> State:
-    running = [note for note in heard if note.waiting_for != ENDED and _secs_since(note.time) <= ABSENT_SECS]
+def _newer(notes: Sequence[WorkerNote], change: Change) -> list[WorkerNote]:
+    return [note for note in notes if note.attempt > change.attempt or note.time > change.time]
+
+
+def _state(change: Change | None, heard: Sequence[WorkerNote], now: float) -> State:
+    running = [note for note in heard if note.waiting_for != ENDED and abs(now - note.time) <= ABSENT_SECS]
     if change is not None and change.state.is_over:
-        newer = [note for note in running if note.attempt > change.attempt or note.time > change.time]
-        if not newer:  # A note that was written just before the end is not news.
+        running = _newer(running, change)
+        if not running:  # A note that was written just before the end is not news.
             return change.state
-        running = newer
     if running:
         return State.TRAINING if any(note.training for note in running) else State.WAITING
     if change is None:
@@ -176,7 +192,7 @@ def _state(change: Change | None, heard: Sequence[WorkerNote]) -> State:
             return State.NEVER_STARTED
         return State.FINISHED if all(note.waiting_for == ENDED for note in heard) else State.LOST
     said = [note for note in heard if note.attempt == change.attempt and note.time > change.time]
-    if change.state.is_over or not _may_live(change):
+    if change.state.is_over or not _may_live(change, now):
         return State.LOST
     if not said:
         return change.state
@@ -184,13 +200,15 @@ def _state(change: Change | None, heard: Sequence[WorkerNote]) -> State:
     return State.ENDING if len(ended) == len(said) else State.WAITING  # a silent worker; its launcher decides
 
 
-def _may_live(change: Change) -> bool:
+def _may_live(change: Change, now: float) -> bool:
     """Whether the process that wrote a change may be alive."""
     alive = is_alive(change.process) if is_on_this_host(change.process) else None
-    return _secs_since(change.time) <= _START_SECS if alive is None else alive
+    return now - change.time <= _START_SECS if alive is None else alive
 
 
-def _sentence(state: State, change: Change | None, heard: Sequence[WorkerNote], attempt: int) -> str:
+def _sentence(
+    state: State, change: Change | None, heard: Sequence[WorkerNote], attempt: int, now: float
+) -> str:
     step = max((note.step for note in heard), default=None)
     if change is not None and change.step is not None and state.is_over:
         step = change.step
@@ -198,7 +216,7 @@ def _sentence(state: State, change: Change | None, heard: Sequence[WorkerNote], 
     tries = f", attempt {attempt}" if attempt else ""
     reason = "" if change is None or not change.reason else f": {change.reason}"
     who = "" if change is None or change.worker is None else f" (worker {change.worker})"
-    ago = "" if change is None else f", {age(_secs_since(change.time))} ago"
+    ago = "" if change is None else f", {age(now - change.time)} ago"
     match state:
         case State.NEVER_STARTED:
             return "No worker has been heard of yet"
@@ -209,7 +227,7 @@ def _sentence(state: State, change: Change | None, heard: Sequence[WorkerNote], 
         case State.TRAINING:
             return f"Training{at}{tries}"
         case State.WAITING:
-            silent = min((_secs_since(note.time) for note in heard), default=0.0)
+            silent = min((now - note.time for note in heard), default=0.0)
             if silent > ABSENT_SECS:
                 return f"Running{at}{tries}: no worker has been heard of for {age(silent)}"
             return f"Running{at}{tries}, not inside a training loop"
@@ -223,11 +241,7 @@ def _sentence(state: State, change: Change | None, heard: Sequence[WorkerNote], 
             return f"Stopped{at}{reason.replace(':', ' by', 1)}{ago}"
         case State.LOST:
             silent = max((note.time for note in heard), default=0.0 if change is None else change.time)
-            return f"Not running: last heard of {age(_secs_since(silent))} ago{at}{tries}; it did not say why"
-
-
-def _secs_since(moment: float) -> float:
-    return time.time() - moment
+            return f"Not running: last heard of {age(now - silent)} ago{at}{tries}; it did not say why"
 
 
 def absent_secs(workers: int) -> float:

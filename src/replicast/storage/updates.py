@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from replicast.core.entries import Committed, Decided, Receipt, Refused, Scheduled, Withdrawn
 from replicast.core.history import History
 from replicast.core.stage import Stage
 from replicast.errors import FileDamaged
+from replicast.files import RunDir, below
 from replicast.storage.counted import counted_entries
 from replicast.storage.damage import DamagedEntry
 from replicast.storage.entry_files import EntryFile, StoredBefore, StoredPayload, read_entry, read_payload
@@ -96,7 +96,7 @@ class ScheduledUpdate:
     nbytes: int
 
 
-def committed_updates(run_dir: Path, last: int | None = None) -> list[CommittedUpdate]:
+def committed_updates(run_dir: RunDir, last: int | None = None) -> list[CommittedUpdate]:
     """The committed updates in their order.
 
     Args:
@@ -113,7 +113,7 @@ def committed_updates(run_dir: Path, last: int | None = None) -> list[CommittedU
     return [run.committed_update(*record) for record in wanted]
 
 
-def scheduled_updates(run_dir: Path) -> list[ScheduledUpdate]:
+def scheduled_updates(run_dir: RunDir) -> list[ScheduledUpdate]:
     """The updates that wait for their step, in the order of the steps.
 
     Raises:
@@ -124,7 +124,7 @@ def scheduled_updates(run_dir: Path) -> list[ScheduledUpdate]:
     return [run.scheduled_update(one) for one in sorted(run.scheduled.values(), key=lambda one: one.at_step)]
 
 
-def withdrawn_ids(run_dir: Path) -> frozenset[str]:
+def withdrawn_ids(run_dir: RunDir) -> frozenset[str]:
     """The ids of the updates that are known to be withdrawn.
 
     Raises:
@@ -133,7 +133,7 @@ def withdrawn_ids(run_dir: Path) -> frozenset[str]:
     return frozenset(Updates(run_dir).withdrawn)
 
 
-def refused(run_dir: Path) -> dict[str, str]:
+def refused(run_dir: RunDir) -> dict[str, str]:
     """The reasons of the known refusals in the journal, by update id, without updates accepted later.
 
     Raises:
@@ -142,7 +142,7 @@ def refused(run_dir: Path) -> dict[str, str]:
     return Updates(run_dir).refused
 
 
-def has_promised(run_dir: Path, id_: str) -> bool:
+def has_promised(run_dir: RunDir, id_: str) -> bool:
     """Whether an update is committed or scheduled, so that every attempt of the job will apply it.
 
     Raises:
@@ -157,7 +157,7 @@ def has_promised(run_dir: Path, id_: str) -> bool:
     return False
 
 
-def load_update(run_dir: Path, sequence: int) -> Update:
+def load_update(run_dir: RunDir, sequence: int) -> Update:
     """A committed update with its values.
 
     Raises:
@@ -165,7 +165,7 @@ def load_update(run_dir: Path, sequence: int) -> Update:
     """
     run = Updates(run_dir)
     if sequence not in run.committed:
-        raise FileDamaged(Path(run_dir) / "groups", f"the journal has no update {sequence}")
+        raise FileDamaged(below(run_dir) / "groups", f"the journal has no update {sequence}")
     record, _ = run.committed[sequence]
     file, payload = run.payload(record.id, record.digest)
     return read_payload(file.payload_path(run_dir), payload)
@@ -190,8 +190,8 @@ class Updates:
         FileDamaged: The claim of the last group, which says what counts, is damaged.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = Path(run_dir)
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
         self.committed: dict[int, tuple[Committed, float]] = {}
         self.scheduled: dict[str, Scheduled] = {}
         self.withdrawn: set[str] = set()
@@ -244,7 +244,7 @@ class Updates:
         """
         found = self._payloads.get((id_, digest))
         if found is None:
-            raise FileDamaged(self._run_dir / "groups", f"the journal has no payload of update {id_}")
+            raise FileDamaged(below(self._run_dir) / "groups", f"the journal has no payload of update {id_}")
         return found
 
     def committed_update(self, record: Committed, committed_at: float) -> CommittedUpdate:

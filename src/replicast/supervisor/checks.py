@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from replicast.config import read_cluster
+from replicast.config import SECRETS, read_cluster, without
 from replicast.errors import ClusterError
 from replicast.options import TRUSTED_NETWORKS, trusted_networks
 from replicast.supervisor.machine import Machine, this_machine
@@ -276,7 +276,7 @@ def _run_probe(
     """Runs the probe on two workers; the exit code is None when the deadline passed."""
     command = [sys.executable, "-m", "replicast.cli", "run", "-n", "2", "--run-dir", run_dir, "--grace", "5"]
     command += ["-m", _PROBE]
-    environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    environ = without(os.environ, "TF_CONFIG", *SECRETS)
     quiet, pipe = subprocess.DEVNULL, subprocess.PIPE
     with subprocess.Popen(command, env=environ, stdout=quiet, stderr=pipe, errors="replace") as launcher:
         try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
+from replicast.paths import RunPath
 from replicast.supervisor.chatter import is_chatter
 from replicast.supervisor.lines import without_colours
 
@@ -16,14 +16,14 @@ _TRACEBACK = "Traceback (most recent call last):"
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*|$)")
 
 
-def traceback_in(log: Path, before: int = 0) -> list[str]:
+def traceback_in(log: RunPath, before: int = 0) -> list[str]:
     """The last traceback in a log with its exception, shortened in its middle; empty if there is none.
 
     Args:
         log: The log of a worker.
         before: How many lines before it to include, without TensorFlow's informational ones.
     """
-    lines = [line for line in map(without_colours, _end_of(log)) if not is_chatter(line)]
+    lines = [line for line in map(without_colours, end_of(log)) if not is_chatter(line)]
     starts = [number for number, line in enumerate(lines) if line.strip() == _TRACEBACK]
     for start in reversed(starts):
         end = _end_of_traceback(lines, start)
@@ -55,9 +55,10 @@ def _shortened(lines: Sequence[str]) -> list[str]:
     return [*lines[:_FIRST_LINES], f"  … {left_out} lines: see the log", *lines[-_LAST_LINES:]]
 
 
-def _end_of(log: Path) -> list[str]:
+def end_of(log: RunPath) -> list[str]:
+    """The last lines of a log; none if it cannot be read."""
     try:
-        with log.open("rb") as file:
+        with os.fdopen(log.open(os.O_RDONLY), "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _READ_BYTES))
             return file.read(_READ_BYTES).decode(errors="replace").splitlines()
     except OSError:

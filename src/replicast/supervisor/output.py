@@ -8,8 +8,8 @@ import os
 import struct
 import termios
 from collections import deque
-from pathlib import Path
 
+from replicast.paths import RunPath
 from replicast.supervisor.chatter import is_chatter
 from replicast.supervisor.lines import LineAssembler
 from replicast.supervisor.screen import Screen
@@ -40,7 +40,7 @@ class Output:
     """
 
     def __init__(
-        self, rank: int, log: Path, *, screen: Screen | None, columns: int | None, chatter: bool = True
+        self, rank: int, log: RunPath, *, screen: Screen | None, columns: int | None, chatter: bool = True
     ) -> None:
         self._rank = rank
         self._screen = screen
@@ -49,7 +49,7 @@ class Output:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.at_end = False
         self.is_terminal = columns is not None
-        self._log = log.open("ab", buffering=0)
+        self._log = os.fdopen(log.open(os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)
         try:
             self.reading_end, self.writing_end = os.pipe() if columns is None else os.openpty()
         except OSError:

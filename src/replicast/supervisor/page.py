@@ -11,7 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from replicast.errors import LaunchRefused
+from replicast.config import JOB_SECRET, without
+from replicast.errors import LaunchRefused, printable
+from replicast.paths import RunDir, RunPath, make_durably
+from replicast.supervisor.failure import end_of
 
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 _START_SECS = 15.0
@@ -40,7 +43,7 @@ class PageAddress:
 
 @contextlib.contextmanager
 def page_beside(
-    address: PageAddress, run_dir: Path, log_dir: Path, environ: Mapping[str, str]
+    address: PageAddress, run_dir: RunDir, log_dir: RunPath, environ: Mapping[str, str]
 ) -> Iterator[str]:
     """Serves the page of a run as long as the context lasts.
 
@@ -50,9 +53,9 @@ def page_beside(
         Where it is served, or why it is not, in a line.
     """
     try:
-        log_dir.mkdir(parents=True, exist_ok=True)
+        make_durably(log_dir)
         log = log_dir / "serve.log"
-        with log.open("ab") as errors:
+        with os.fdopen(log.open(os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as errors:
             process = _start(address, run_dir, errors.fileno(), environ)
     except OSError as error:
         yield f"the page is not served ({error.strerror})"
@@ -71,13 +74,13 @@ def page_beside(
 
 
 def _start(
-    address: PageAddress, run_dir: Path, errors: int, environ: Mapping[str, str]
+    address: PageAddress, run_dir: RunDir, errors: int, environ: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     serve = [sys.executable, "-m", "replicast", "serve", str(run_dir)]
     options = ["--host", address.host, "--port", str(address.port)]
     return subprocess.Popen(
         [sys.executable, "-I", "-S", str(_BOOTSTRAP), str(os.getpid()), *serve, *options],
-        env=dict(environ),
+        env=without(environ, JOB_SECRET),  # The token is for it.
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=errors,
@@ -85,7 +88,7 @@ def _start(
     )
 
 
-def _first_line(process: subprocess.Popen[bytes], log: Path) -> str:
+def _first_line(process: subprocess.Popen[bytes], log: RunPath) -> str:
     if process.stdout is None:
         return "the page is not served"
     readable, _, _ = select.select([process.stdout], [], [], _START_SECS)
@@ -93,6 +96,6 @@ def _first_line(process: subprocess.Popen[bytes], log: Path) -> str:
     if line:
         return line[0].lower() + line[1:]
     if readable:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return f"the page is not served: {lines[-1] if lines else 'see ' + str(log)}"
+        said = printable(next((line for line in reversed(end_of(log)) if line.strip()), f"see {log}"))
+        return f"the page is not served: {said.strip()}"
     return f"the page is still starting; see {log}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from replicast.config import ATTEMPT, LAUNCHED, RUN_DIR, Cluster, read_faults
 from replicast.errors import ClusterError
 from replicast.faults import Fault
+from replicast.paths import RunDir, RunPath
 from replicast.supervisor.machine import CUDA_VISIBLE_DEVICES, Machine, assign_gpus, thread_settings
 
 DEFAULT_PORT = 29500
@@ -81,7 +81,7 @@ class WorkerPlan:
     rank: int
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    log: Path
+    log: RunPath
 
 
 def check_job(job: Job) -> None:
@@ -198,8 +198,8 @@ def plan_workers(
     *,
     ports: Sequence[int],
     attempt: int,
-    run_dir: Path,
-    log_dir: Path,
+    run_dir: RunDir,
+    log_dir: RunPath,
     machine: Machine,
     environ: Mapping[str, str],
 ) -> tuple[WorkerPlan, ...]:
@@ -252,6 +252,6 @@ def proxy_settings(addresses: Sequence[str], environ: Mapping[str, str]) -> dict
     return {_NO_GRPC_PROXY: ",".join([*filter(None, [exempt]), *hosts])}
 
 
-def log_path(log_dir: Path, attempt: int, rank: int) -> Path:
+def log_path(log_dir: RunPath, attempt: int, rank: int) -> RunPath:
     """The log file of one worker in one attempt."""
     return log_dir / f"attempt-{attempt}" / f"worker-{rank}.log"

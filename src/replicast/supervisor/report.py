@@ -6,11 +6,12 @@ import os
 import re
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TextIO
 
 from replicast.config import FAULTS, PEER_FAILED, TOLD_TO_END
+from replicast.errors import printable
 from replicast.faults import Fault
+from replicast.paths import RunDir, RunPath, below
 from replicast.supervisor.failure import traceback_in
 from replicast.supervisor.group import GroupEnd
 from replicast.supervisor.lines import cropped, without_colours
@@ -56,7 +57,7 @@ def sigterm_line(first: WorkerExit, by: str = "") -> str:
         first: The worker that exited first.
         by: Who has requested it, and where; empty for SIGTERM.
     """
-    by = "".join(character if character.isprintable() else "?" for character in by)
+    by = printable(by)
     told = by or "the group was told to stop (SIGTERM)"
     return (
         f"replicast: {told}; worker {first.rank}{_on(first)} exited first, with "
@@ -119,7 +120,7 @@ def standby_words(workers: int) -> str:
     return f"; --standby: {more} once it trains, about 0.3 GB each, no core while they wait"
 
 
-def finished_line(who: str, *, step: int | None, secs: float, restarts: int, logs: Path) -> str:
+def finished_line(who: str, *, step: int | None, secs: float, restarts: int, logs: RunPath) -> str:
     """One line: the job succeeded.
 
     Args:
@@ -195,9 +196,9 @@ def duration(secs: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
 
 
-def short_path(path: Path) -> str:
+def short_path(path: RunDir) -> str:
     """The path, relative to the working directory if it is below it."""
-    relative = os.path.relpath(path)
+    relative = os.path.relpath(str(below(path)))
     return str(path) if relative.startswith("..") else relative
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import socket
-import stat
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
 from replicast.errors import LaunchRefused
+from replicast.paths import RunDir, RunPath, below, make_durably
 from replicast.supervisor.plan import log_path
 
 RUNS = Path("runs")
@@ -30,18 +29,29 @@ def make_run_dir(chosen: Path | None, *, program: str, now: datetime) -> Path:
         Its absolute path.
     """
     path = chosen if chosen is not None else RUNS / f"{now:%Y%m%d-%H%M%S}-{program}"
-    return _made(path, "--run-dir")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_made(path, error, "--run-dir") from None
+    return path.resolve()
 
 
-def make_attempt_dir(log_dir: Path, attempt: int) -> Path:
+def make_attempt_dir(log_dir: RunPath, attempt: int) -> RunPath:
     """Creates the directory of one attempt's logs, and checks that it is writable."""
-    path = _made(log_dir / f"attempt-{attempt}", "--log-dir")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise LaunchRefused(f"{path} is not writable", remedy="Choose another directory with --log-dir")
+    path = log_dir / f"attempt-{attempt}"
+    try:
+        make_durably(path)
+        with path.entered() as directory:
+            if not os.access(".", os.W_OK | os.X_OK, dir_fd=directory):
+                raise LaunchRefused(
+                    f"{path} is not writable", remedy="Choose another directory with --log-dir"
+                )
+    except OSError as error:
+        raise _not_made(path, error, "--log-dir") from None
     return path
 
 
-def next_attempt(log_dir: Path, ranks: Sequence[int]) -> int:
+def next_attempt(log_dir: RunPath, ranks: Sequence[int]) -> int:
     """The first attempt for which none of these workers has a log yet.
 
     On a file system shared by several hosts, each host's launcher counts its own workers only.
@@ -53,7 +63,7 @@ def next_attempt(log_dir: Path, ranks: Sequence[int]) -> int:
 
 
 @contextlib.contextmanager
-def locked(run_dir: Path, first_rank: int) -> Iterator[None]:
+def locked(run_dir: RunDir, first_rank: int) -> Iterator[None]:
     """Locks the run directory against a second launcher, as a context manager.
 
     Args:
@@ -79,15 +89,11 @@ def locked(run_dir: Path, first_rank: int) -> Iterator[None]:
         os.close(lock)
 
 
-def _take_lock(run_dir: Path, first_rank: int) -> int:
+def _take_lock(run_dir: RunDir, first_rank: int) -> int:
     """Takes the lock, writes into its file which process of which host has it, and returns the descriptor."""
-    path = run_dir / f"launcher-{first_rank}.lock"
-    # O_NOFOLLOW: the target of a symbolic link would be truncated.
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    lock = os.open(path, flags, 0o666)
+    path = below(run_dir) / f"launcher-{first_rank}.lock"
+    lock = path.open(os.O_RDWR | os.O_CREAT)
     try:
-        if not stat.S_ISREG(os.fstat(lock).st_mode):
-            raise OSError(errno.EINVAL, "Not a regular file", str(path))
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(lock, 0)
         os.write(lock, f"{os.getpid()} on {socket.gethostname()}\n".encode())
@@ -106,11 +112,7 @@ def _take_lock(run_dir: Path, first_rank: int) -> int:
     return lock
 
 
-def _made(path: Path, option: str) -> Path:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LaunchRefused(
-            f"{path} cannot be created ({error.strerror})", remedy=f"Choose another directory with {option}"
-        ) from None
-    return path.resolve()
+def _not_made(path: object, error: OSError, option: str) -> LaunchRefused:
+    return LaunchRefused(
+        f"{path} cannot be created ({error.strerror})", remedy=f"Choose another directory with {option}"
+    )

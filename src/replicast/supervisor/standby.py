@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from replicast.config import FAULTS
-from replicast.import_environment import read_changes, relevant, with_changes
+from replicast.config import FAULTS, without
+from replicast.import_environment import make_memory, read_changes, relevant, with_changes
 from replicast.processes import is_frozen
 from replicast.supervisor.plan import WorkerPlan
 from replicast.supervisor.screen import Screen
@@ -43,9 +43,12 @@ class Standby:
         program: What the workers run: a script or `-m` and a module, with arguments.
         environ: Its environment during the imports.
         imports: The modules to import.
+        memory: A descriptor that it keeps, as a worker that is started cold does.
     """
 
-    def __init__(self, program: Sequence[str], environ: Mapping[str, str], imports: Sequence[str]) -> None:
+    def __init__(
+        self, program: Sequence[str], environ: Mapping[str, str], imports: Sequence[str], memory: int
+    ) -> None:
         self.is_ready = False
         self._control, theirs = socket.socketpair()
         self._control.setblocking(False)
@@ -58,7 +61,7 @@ class Standby:
                     stdin=subprocess.DEVNULL,
                     stdout=captured,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(theirs.fileno(), memory),
                     start_new_session=True,
                 )
             except BaseException:
@@ -120,7 +123,6 @@ class StandbySet:
 
     Args:
         program: What the workers run.
-        run_dir: The run directory, in which workers note what their scripts change in the environment.
         screen: Where it says how much memory they take.
         trains: Whether the workers of an attempt train.
         imports: The modules to import.
@@ -129,18 +131,17 @@ class StandbySet:
     def __init__(
         self,
         program: Sequence[str],
-        run_dir: Path,
         screen: Screen,
         trains: Callable[[int], bool],
         imports: Sequence[str] = IMPORTS,
     ) -> None:
         self._program = tuple(program)
-        self._run_dir = run_dir
         self._screen = screen
         self._trains = trains
         self._imports = imports
         self._waiting: dict[int, Standby] = {}
         self._environs: dict[int, dict[str, str]] = {}
+        self._memories: dict[int, int] = {}
         self._wanted: list[int] = []
         self._imported_with: dict[int, dict[str, str]] = {}
         self._attempt = 0
@@ -174,6 +175,12 @@ class StandbySet:
             self._told = True
             self._screen.tell(self._ready_line())
 
+    def memory_of(self, rank: int) -> int:
+        """The descriptor that a worker inherits, to tell what its script changes in the environment."""
+        if rank not in self._memories:
+            self._memories[rank] = make_memory()
+        return self._memories[rank]
+
     def call(
         self, plan: WorkerPlan, environ: Mapping[str, str], output: int
     ) -> subprocess.Popen[bytes] | None:
@@ -201,8 +208,10 @@ class StandbySet:
             standby.kill()
         for standby in self._waiting.values():
             standby.end()
-        self._waiting.clear()
-        self._wanted.clear()
+        for memory in self._memories.values():
+            os.close(memory)
+        for kept in (self._waiting, self._wanted, self._memories):
+            kept.clear()
 
     def _may_start(self) -> bool:
         waited_secs = time.monotonic() - self._since
@@ -210,11 +219,11 @@ class StandbySet:
 
     def _start(self, rank: int) -> None:
         self._imported_with[rank] = relevant(self._environs[rank])
-        environ = with_changes(self._environs[rank], read_changes(self._run_dir, rank))
-        for name in ("TF_CONFIG", FAULTS):  # of the attempt that runs now
-            environ.pop(name, None)
+        memory = self.memory_of(rank)
+        of_now = without(self._environs[rank], "TF_CONFIG", FAULTS)  # of the attempt that runs now
+        environ = with_changes(of_now, read_changes(memory))
         try:
-            self._waiting[rank] = Standby(self._program, environ, self._imports)
+            self._waiting[rank] = Standby(self._program, environ, self._imports, memory)
         except OSError as error:
             self._screen.tell(f"replicast: standby: worker {rank} has none ({error.strerror})")
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from replicast.config import TOLD_TO_END
+from replicast.errors import printable
+from replicast.paths import RunDir, below
 from replicast.supervisor.failure import exception_in, traceback_in
 from replicast.supervisor.group import GroupEnd
 from replicast.supervisor.report import short_path
@@ -27,7 +28,7 @@ class States:
         writes: Whether this launcher is the one that writes.
     """
 
-    def __init__(self, run_dir: Path, screen: Screen, workers: int, *, writes: bool) -> None:
+    def __init__(self, run_dir: RunDir, screen: Screen, workers: int, *, writes: bool) -> None:
         self._run_dir = run_dir
         self._workers = workers
         self._screen = screen
@@ -108,9 +109,9 @@ def last_lines(failure: WorkerExit) -> tuple[str, ...]:
     return failure.tail if failure.host else tuple(traceback_in(failure.log)) or failure.tail
 
 
-def what_is_taken_over(run_dir: Path) -> str:
+def what_is_taken_over(run_dir: RunDir) -> str:
     """One line: what a start finds in a run directory that was used before; empty if nothing."""
-    if not (run_dir / "groups").is_dir():
+    if not (below(run_dir) / "groups").is_dir():
         return ""
     try:
         found = _contents(run_dir)
@@ -119,7 +120,7 @@ def what_is_taken_over(run_dir: Path) -> str:
     return f"replicast: {short_path(run_dir)} was used before; it has {'; '.join(found)}" if found else ""
 
 
-def _contents(run_dir: Path) -> list[str]:
+def _contents(run_dir: RunDir) -> list[str]:
     from replicast.errors import FileDamaged
     from replicast.storage import inbox  # These import numpy: not for a new run.
     from replicast.storage.checkpoint import CheckpointStore
@@ -128,9 +129,9 @@ def _contents(run_dir: Path) -> list[str]:
 
     found = []
     try:
-        checkpoints = CheckpointStore(run_dir).list()
-        if checkpoints:
-            found.append(f"a checkpoint of step {checkpoints[-1].step}")
+        last = CheckpointStore(run_dir).last()
+        if last is not None:
+            found.append(f"a checkpoint of step {last.step}")
         journal = Updates(run_dir)
         found += _counted(len(journal.committed), "in the journal")
         found += _counted(len(journal.scheduled), "scheduled")
@@ -140,14 +141,14 @@ def _contents(run_dir: Path) -> list[str]:
     shown = ", ".join(_waiting(one.id, describe(one.path)) for one in waiting[:3]) + (
         ", …" if len(waiting) > 3 else ""
     )
-    found += [f"{one}: {shown}" for one in _counted(len(waiting), "waiting in the inbox, to be applied now")]
+    found += [f"{one}: {shown}" for one in _counted(len(waiting), "waiting in the inbox, for its first step")]
     return found
 
 
 def _waiting(update_id: str, told: Description | None) -> str:
     """An update by the beginning of its id, and what it does."""
     text = update_id[:8] + ("" if told is None else f" ({told.words})")
-    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
+    return printable(text)
 
 
 def _counted(count: int, where: str) -> list[str]:

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from replicast.config import shared_memory_directory
+from replicast.config import ANY, SECRETS, TAKE_OVER, shared_memory_directory, without
 from replicast.errors import ClusterError
+from replicast.paths import RunDir, RunPath
 from replicast.supervisor.attempts import Attempts, Begin, LocalAttempts, Verdict
 from replicast.supervisor.group import EndTimeouts, Group, GroupEnd
 from replicast.supervisor.hosts.attempts import HostsAttempts
@@ -56,16 +57,18 @@ class Settings:
         standby: Whether a second set of processes waits for a restart.
         secret: The secret of a job on several hosts; empty if there is none.
         host_timeouts: The time limits between the launchers of several hosts.
+        take_over: Whether the directory is taken over even from a running job of another host.
     """
 
     run_dir: Path
-    log_dir: Path
+    log_dir: RunPath
     tee: frozenset[int]
     max_restarts: int = 0
     timeouts: EndTimeouts = field(default_factory=EndTimeouts)
     standby: bool = False
     secret: bytes = b""
     host_timeouts: HostTimeouts = field(default_factory=HostTimeouts)
+    take_over: bool = False
 
 
 def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
@@ -79,9 +82,11 @@ def supervise(job: Job, settings: Settings, environ: Mapping[str, str]) -> int:
         ReplicastError: The job was refused before anything was started.
     """
     check_job(job)
+    environ = without(environ, *SECRETS)  # No worker and no standby needs them.
     faults, absent = planned_faults(environ), absent_workers(job, environ)
     with (
         locked(settings.run_dir, job.ranks[0]),
+        _free(job, settings, environ) as environ,
         Interruptions() as interruptions,
         contextlib.closing(make_screen(sys.stdout, sys.stderr, tee=settings.tee, environ=environ)) as screen,
         _standbys(job, settings, screen) as standbys,
@@ -191,6 +196,27 @@ class _Supervision:
 
 
 @contextlib.contextmanager
+def _free(job: Job, settings: Settings, environ: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
+    """No job of another host runs in the directory; one of this host would hold the lock.
+
+    Before anything is started or written there, and before signals are caught: Ctrl-C ends the wait. Yields
+    the environment of the workers: their first one need not watch again what was watched here.
+
+    Raises:
+        ClusterError: A job runs there.
+    """
+    allowed = ""
+    if 0 in job.ranks and (settings.run_dir / "groups").is_dir():
+        from replicast.storage.liveness import check_free  # Imports numpy: not for a new run.
+
+        any_job = ANY if settings.take_over else environ.get(TAKE_OVER, "")
+        allowed = check_free(
+            settings.run_dir, any_job, tell=lambda line: print(f"replicast: {line}", file=sys.stderr)
+        )
+    yield {**without(environ, TAKE_OVER), **({TAKE_OVER: allowed} if allowed else {})}
+
+
+@contextlib.contextmanager
 def _attempts(
     job: Job, settings: Settings, screen: Screen, interruptions: Interruptions
 ) -> Iterator[Attempts]:
@@ -229,7 +255,7 @@ def _standbys(job: Job, settings: Settings, screen: Screen) -> Iterator[StandbyS
         return
     program = job.argv[1:]
     with contextlib.closing(
-        StandbySet(program, settings.run_dir, screen, lambda attempt: _trains(settings.run_dir, attempt))
+        StandbySet(program, screen, lambda attempt: _trains(settings.run_dir, attempt))
     ) as standbys:
         yield standbys
 
@@ -248,14 +274,14 @@ def _who(job: Job) -> str:
     return f"{'workers' if job.workers > 1 else 'worker'} {ranks} of {job.world_size}"
 
 
-def _last_step(run_dir: Path, attempt: int) -> int | None:
+def _last_step(run_dir: RunDir, attempt: int) -> int | None:
     """The last step of an attempt; None if its workers write no notes, as in a job without Replicas."""
     from replicast.storage.runfiles import read_worker_notes  # Imports numpy, which nothing else here needs.
 
     return max((note.step for note in read_worker_notes(run_dir) if note.attempt == attempt), default=None)
 
 
-def _trains(run_dir: Path, attempt: int) -> bool:
+def _trains(run_dir: RunDir, attempt: int) -> bool:
     """Whether a worker notes that it has finished a step in this attempt."""
     from replicast.storage.runfiles import read_worker_notes  # Imports numpy, which nothing else here needs.
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from replicast.config import TOLD_TO_END
+from replicast.paths import RunDir
 from replicast.supervisor.attempts import Verdict
 from replicast.supervisor.report import (
     failure_line,
@@ -17,7 +17,7 @@ from replicast.supervisor.report import (
 from replicast.supervisor.screen import Screen
 
 
-def report_verdict(verdict: Verdict, screen: Screen, run_dir: Path, attempt: int | None) -> None:
+def report_verdict(verdict: Verdict, screen: Screen, run_dir: RunDir, attempt: int | None) -> None:
     """Says who failed first, how the others ended, and who stopped the job.
 
     Args:
@@ -41,7 +41,7 @@ def report_verdict(verdict: Verdict, screen: Screen, run_dir: Path, attempt: int
         screen.tell(interruption_line(end.interrupted_by, end, verdict.stopped_on, verdict.unreached))
 
 
-def _told_by(run_dir: Path, attempt: int) -> str:
+def _told_by(run_dir: RunDir, attempt: int) -> str:
     """Who has asked the job to stop, and where it did; empty if nobody has."""
     from replicast.storage.requests import stopped_by  # Imports numpy, which nothing else here needs.
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from replicast.config import CHANGES_FD
+from replicast.paths import RunPath
 from replicast.processes import is_frozen
 from replicast.supervisor.output import Output
 from replicast.supervisor.plan import WorkerPlan
@@ -43,7 +45,7 @@ class WorkerExit:
     rank: int
     code: int
     ran_secs: float
-    log: Path
+    log: RunPath
     tail: tuple[str, ...] = ()
     stopped: bool = False
     frozen: bool = False
@@ -97,8 +99,11 @@ class Worker:
         self.blamed_as_frozen = False
         """Whether the group ends because this worker was stopped by a signal."""
         self._started = time.monotonic()
-        env = {**environ, **plan.env}
-        called = None if standbys is None else standbys.call(plan, env, output.writing_end)
+        env, called = {**environ, **plan.env}, None
+        inherited = [] if standbys is None else [standbys.memory_of(plan.rank)]
+        if standbys is not None:
+            env[CHANGES_FD] = str(inherited[0])
+            called = standbys.call(plan, env, output.writing_end)
         self.was_standby = called is not None
         """Whether the process had waited for its place."""
         self._process = called or subprocess.Popen(
@@ -107,6 +112,7 @@ class Worker:
             stdin=subprocess.DEVNULL,
             stdout=output.writing_end,
             stderr=subprocess.STDOUT,
+            pass_fds=inherited,
             start_new_session=True,
         )
         try:

@@ -31,7 +31,7 @@ from replicast.client import (
 from replicast.client.examination import examine
 from replicast.core.entries import Receipt
 from replicast.core.stage import Stage
-from replicast.errors import NoAnswer, NotFound, UpdateRefused
+from replicast.errors import NoAnswer, NotFound, RequestRefused, UpdateRefused
 from replicast.storage.runfiles import WorkerNote
 from replicast.update.parts import edit_to_json
 from replicast.update.schema import Schema
@@ -113,7 +113,7 @@ class MemoryRun(Run):
         found = [view for view in self._views.values() if view.sequence is not None]
         return found if last is None else found[-last:]
 
-    def show(self, which: str | int) -> UpdateView:
+    def show(self, which: str | int, max_bytes: int | None = None) -> UpdateView:
         """As `Run.show`."""
         given = str(which)
         found = [view for view in self._views.values() if given in (view.id, str(view.sequence))]
@@ -221,9 +221,17 @@ class MemoryRun(Run):
             inverse = inverse.add(edit.variable, -edit.arrays["value"])
         return self.examine(inverse) if dry_run else self.push(inverse, next_start=next_start)
 
-    def pull(self, name: str, rows: Sequence[int] | None = None, timeout: float = 300.0) -> Pulled:
+    def pull(
+        self,
+        name: str,
+        rows: Sequence[int] | None = None,
+        timeout: float = 300.0,
+        max_bytes: int | None = None,
+    ) -> Pulled:
         """As `Run.pull`."""
         variable = self._schema.resolve(name)
+        if max_bytes is not None and rows is None and variable.nbytes > max_bytes:
+            raise RequestRefused(f"These are too many values of {variable.name}")
         self._ask("pull")
         whole = np.zeros(variable.shape, np.float32)
         if rows is not None and (not variable.shape or any(row >= variable.shape[0] for row in rows)):

@@ -13,6 +13,9 @@ import numpy as np
 
 from replicast.errors import FileDamaged, UpdateRefused
 from replicast.files import (
+    RunDir,
+    RunPath,
+    TensorFile,
     loads_strictly,
     parse_tensors,
     read_tensor_bytes,
@@ -266,13 +269,14 @@ class Update:
         return tensor_chunks(tensors, {_METADATA: json.dumps(described, ensure_ascii=False)})
 
     @classmethod
-    def load(cls, path: Path | str, *, max_bytes: int | None = None) -> Update:
+    def load(cls, path: RunDir, *, max_bytes: int | None = None) -> Update:
         """Reads what `save` wrote, if it has no more than `max_bytes` (4 GiB unless given).
 
         Raises:
             FileDamaged: The file cannot be read, is damaged, too large, or not an update.
         """
-        content = read_tensor_bytes(Path(path), max_tensors=MAX_TENSORS, max_bytes=max_bytes)
+        file = path if isinstance(path, RunPath) else Path(path)
+        content = read_tensor_bytes(file, max_tensors=MAX_TENSORS, max_bytes=max_bytes)
         return cls.parse(content, str(path))[0]
 
     @classmethod
@@ -284,7 +288,11 @@ class Update:
         Raises:
             FileDamaged: The bytes are damaged, or not an update.
         """
-        file = parse_tensors(content, source, max_tensors=MAX_TENSORS)
+        return cls.of_file(parse_tensors(content, source, max_tensors=MAX_TENSORS), source, remedy)
+
+    @classmethod
+    def of_file(cls, file: TensorFile, source: str, remedy: str = "") -> tuple[Update, dict[str, Any]]:
+        """What `parse` returns; of a file in outline (`outline_of`), an update in outline: without values."""
         if _METADATA not in file.metadata:
             raise FileDamaged(
                 source,
@@ -383,20 +391,6 @@ class Update:
 def _from_description(description: Any, array_of: Callable[[str, Any], Array]) -> Update:
     head = head_from_json(description, FORMAT)
     return Update(**head)._copy(edits_from_json(description.get("edits"), array_of))
-
-
-def description_in(
-    metadata: Mapping[str, str], source: str, array_of: Callable[[str, Any], Array]
-) -> tuple[dict[str, Any], tuple[Edit, ...], dict[str, Any]]:
-    """What the metadata of an update's file says: labels and flags, the edits, and the whole description.
-
-    Raises:
-        FileDamaged: It is not that of an update.
-        UpdateRefused: Something in it is not valid.
-    """
-    description = loads_strictly(metadata.get(_METADATA, ""), source, "description")
-    head = head_from_json(description, FORMAT)
-    return head, edits_from_json(description.get("edits"), array_of), description
 
 
 def _unpickled(content: bytes, id_was_given: bool) -> Update:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -89,6 +90,39 @@ def planned(
     return update.replaced(edits)
 
 
+def check_outline(update: Update, schema: Schema, limits: Limits = Limits()) -> None:
+    """Checks what of an update can be known without its values: names, operations, shapes, dtypes, sizes.
+
+    For an update in outline (`Update.of_file`): what `planned` would refuse is refused before a byte is read.
+
+    Raises:
+        UpdateRefused: As `planned`.
+    """
+    _check_size(update, limits)
+    for edit in update.edits:
+        _check_fit(edit, schema.resolve(edit.variable))
+
+
+def _check_fit(edit: Edit, variable: Variable) -> None:
+    _check_operation(edit.operation, variable)
+    if edit.operation in ROWS:
+        _check_form(edit.arrays["indices"], variable)
+    _check_shapes(edit.operation, edit.arrays, variable)
+    for key, array in edit.arrays.items():
+        if key != "indices" and not edit.loose and array.dtype != _dtype_of(variable):
+            raise UpdateRefused(
+                "Wrong dtype",
+                variable=variable.name,
+                expected=_dtype_of(variable).name,
+                received=array.dtype.name,
+                remedy=f'Use .astype("{_dtype_of(variable).name}")',
+            )
+
+
+def _dtype_of(variable: Variable) -> np.dtype[Any]:
+    return BFLOAT16 if variable.dtype == "bfloat16" else np.dtype(variable.dtype)
+
+
 def _check_size(update: Update, limits: Limits) -> None:
     if len(update.edits) > limits.max_edits:
         raise _too_many(len(update.edits), limits)
@@ -157,31 +191,20 @@ def _planned_reset(edit: Edit, variable: Variable, touched: dict[str, Variable])
 
 
 def _planned_edit(edit: Edit, variable: Variable, *, allow_nonfinite: bool, look: bool) -> Edit:
-    name, operation = variable.name, edit.operation
-    _check_operation(operation, variable)
+    _check_fit(edit, variable)
     if edit.factor is not None:
-        _check_factor(edit.factor, operation, variable, allow_nonfinite=allow_nonfinite)
+        _check_factor(edit.factor, edit.operation, variable, allow_nonfinite=allow_nonfinite)
     arrays = dict(edit.arrays)
-    dtype = BFLOAT16 if variable.dtype == "bfloat16" else np.dtype(variable.dtype)
-    if operation in ROWS:
+    if edit.operation in ROWS:
         arrays["indices"] = _checked_indices(arrays["indices"], variable)
-    _check_shapes(operation, arrays, variable)
     for key, array in arrays.items():
         if key == "indices":
             continue
         if edit.loose:
-            array = arrays[key] = cast_loose(name, array, dtype)
-        if array.dtype != dtype:
-            raise UpdateRefused(
-                "Wrong dtype",
-                variable=name,
-                expected=dtype.name,
-                received=array.dtype.name,
-                remedy=f'Use .astype("{dtype.name}")',
-            )
+            array = arrays[key] = cast_loose(variable.name, array, _dtype_of(variable))
         if look:
             _check_finite(array, variable)
-    return Edit(operation, name, arrays, edit.factor)
+    return Edit(edit.operation, variable.name, arrays, edit.factor)
 
 
 def _check_operation(operation: EditKind, variable: Variable) -> None:
@@ -217,7 +240,7 @@ def _check_factor(factor: float, operation: EditKind, variable: Variable, *, all
         )
 
 
-def _check_shapes(operation: EditKind, arrays: dict[str, Array], variable: Variable) -> None:
+def _check_shapes(operation: EditKind, arrays: Mapping[str, Array], variable: Variable) -> None:
     shape = variable.shape
     if operation is EditKind.ADD_LOW_RANK:
         a, b = arrays["a"].shape, arrays["b"].shape
@@ -247,8 +270,8 @@ def _check_shapes(operation: EditKind, arrays: dict[str, Array], variable: Varia
         )
 
 
-def _checked_indices(indices: Array, variable: Variable) -> Array:
-    """The indices as int64, after checking that they are one-dimensional, in range and unique."""
+def _check_form(indices: Array, variable: Variable) -> None:
+    """Checks that indices are one-dimensional integers, and a variable has rows."""
     if not variable.shape:
         raise UpdateRefused(
             "A scalar variable has no rows",
@@ -262,6 +285,11 @@ def _checked_indices(indices: Array, variable: Variable) -> Array:
             expected="a one-dimensional array of integers",
             received=f"{indices.dtype.name} of shape {indices.shape}",
         )
+
+
+def _checked_indices(indices: Array, variable: Variable) -> Array:
+    """The indices as int64, after checking that they are one-dimensional, in range and unique."""
+    _check_form(indices, variable)
     count = variable.shape[0]
     wrong = (indices < 0) | (indices >= count)
     if wrong.any():

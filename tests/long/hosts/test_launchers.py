@@ -191,6 +191,6 @@ def test_status_on_the_first_host_shows_all_workers_also_where_the_run_directory
         assert status() == [("host0", 1, 120, ENDED), ("host1", 1, 120, ENDED)]
         there = two.hosts[1].namespaces.run("find", str(runs), "-type", "f", "-printf", "%P\n").split()
         others = [path for path in there if not path.startswith("first/logs/")]
-        made = ["launcher-1.lock", "workers/1.environment", "workers/1.json"]
+        made = ["launcher-1.lock", "workers/1.json"]
         assert sorted(others) == [f"first/{name}" for name in made], "for its launcher, and nothing else"
         assert "finished after 1 restart: worker 1 of 2, step 120" in job.launched[1].text

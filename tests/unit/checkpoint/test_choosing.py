@@ -37,7 +37,7 @@ def test_the_last_one_or_the_one_that_was_asked_for_is_chosen(store: CheckpointS
 def test_one_that_is_seen_to_be_damaged_is_passed_over_and_remembered(
     store: CheckpointStore, file: str
 ) -> None:
-    flip(store.path(15) / file, 5)
+    flip(store.path(15).as_path() / file, 5)
     damaged: dict[int, str] = {}
     assert chosen(store, None, damaged) == 10
     assert list(damaged) == [15]
@@ -52,25 +52,25 @@ def test_an_uncommitted_checkpoint_is_skipped_with_a_warning(
     store: CheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (5, 10, 15):
-        (store.path(step) / "COMMITTED").unlink()
+        (store.path(step).as_path() / "COMMITTED").unlink()
     with caplog.at_level(logging.WARNING):
         assert choose(store, None, {}) is None
     assert [f"step {step} is skipped" in caplog.text for step in (5, 10, 15)] == [True] * 3
 
 
 def test_a_damaged_one_that_was_asked_for_is_refused_with_one_that_is_whole(store: CheckpointStore) -> None:
-    flip(store.path(10) / "state.safetensors", -1)
+    flip(store.path(10).as_path() / "state.safetensors", -1)
     with pytest.raises(CheckpointError) as refused:
         choose(store, 15, {15: "worker 1 reads other bytes."})
     assert str(refused.value).startswith("The checkpoint of step 15 is damaged: worker 1 reads other bytes. ")
     assert str(refused.value).endswith("restore(step=5) is intact."), "that of step 10 is damaged too"
-    assert (refused.value.step, refused.value.path) == (15, store.path(15))
+    assert (refused.value.step, refused.value.path) == (15, store.path(15).as_path())
 
 
 @pytest.mark.parametrize("step", [None, 15])
 def test_a_start_without_an_undamaged_checkpoint_is_refused(store: CheckpointStore, step: int | None) -> None:
     for each in (5, 10, 15):
-        flip(store.path(each) / "manifest.json", 5)
+        flip(store.path(each).as_path() / "manifest.json", 5)
     with pytest.raises(
         CheckpointError, match=r"manifest.json is damaged.*remove .* to start from scratch\.$"
     ):

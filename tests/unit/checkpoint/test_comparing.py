@@ -26,7 +26,7 @@ from tests.unit.checkpoint.samples import BFLOAT16, Arrays, draft_of, flip, sche
 def made(folder: Path, step: int, arrays: Arrays) -> Path:
     store = CheckpointStore(folder)
     store.write(draft_of(arrays, step), arrays.items())
-    return store.path(step)
+    return store.path(step).as_path()
 
 
 def compared(folder: Path, left: npt.NDArray[Any], right: npt.NDArray[Any]) -> Comparison:

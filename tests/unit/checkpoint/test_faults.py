@@ -49,7 +49,7 @@ def digests(store: CheckpointStore) -> dict[int, str]:
 
 
 def leftovers(store: CheckpointStore) -> list[str]:
-    return sorted(path.name for path in store.directory.glob(".tmp-*"))
+    return sorted(path.name for path in store.directory.as_path().glob(".tmp-*"))
 
 
 @pytest.mark.parametrize("code", ERRORS, ids=errno.errorcode.get)
@@ -150,7 +150,7 @@ def test_each_failing_operation_of_a_patch_leaves_all_or_nothing(tmp_path: Path)
         with pytest.MonkeyPatch.context() as patching:
             operations.install(patching.setattr)
             try:
-                patch(store.path(5), Update(id="u").scale("half", 2.0), destination)
+                patch(store.path(5).as_path(), Update(id="u").scale("half", 2.0), destination)
             except OSError:
                 assert operations.fired is not None
         assert not list(destination.parent.glob(".tmp-*"))

@@ -63,7 +63,7 @@ def test_a_script_that_goes_back_at_every_start_continues_from_its_last_start(st
             saved(store, step, named=500, seed=start)
             assert chosen(store) == step
             assert store.manifest(step).line == start
-    assert store.path(500).exists()
+    assert store.path(500).as_path().exists()
 
 
 def test_the_one_that_was_asked_for_by_its_step_stays(store: CheckpointStore) -> None:
@@ -89,7 +89,7 @@ def test_should_the_last_one_be_damaged_what_it_came_from_is_taken(store: Checkp
 
 def test_an_unreadable_checkpoint_may_have_been_the_last(store: CheckpointStore) -> None:
     written(store, 600)
-    flip(store.path(1500) / "manifest.json", 5)
+    flip(store.path(1500).as_path() / "manifest.json", 5)
     damaged: dict[int, str] = {}
     assert chosen(store, damaged) == 600
     assert list(damaged) == [1500]
@@ -102,7 +102,7 @@ def test_an_unreadable_checkpoint_may_have_been_the_last(store: CheckpointStore)
 
 def test_damaged_bytes_of_a_later_step_cost_no_whole_checkpoint(store: CheckpointStore) -> None:
     """That of step 2000 was found damaged, and training went on from 1500."""
-    flip(store.path(2000) / "state.safetensors", -1)
+    flip(store.path(2000).as_path() / "state.safetensors", -1)
     written(store, 1600)
     store.prune(1)
     assert [manifest.step for manifest in store.list()] == [1600]
@@ -126,5 +126,5 @@ def test_an_old_one_that_cannot_be_removed_is_reported_once_and_does_not_stop_pr
         assert store.prune(1) == []
     assert [manifest.step for manifest in store.list()] == [1000, 2000]
     (said,) = caplog.messages
-    assert str(store.path(1000)) in said
+    assert str(store.path(1000).as_path()) in said
     assert "Permission denied" in said

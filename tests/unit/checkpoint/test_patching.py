@@ -23,7 +23,7 @@ from tests.unit.checkpoint.samples import BFLOAT16, Arrays, draft_of, state_of
 def made(arrays: Arrays, folder: Path, **fields: Any) -> Path:
     store = CheckpointStore(folder)
     store.write(draft_of(arrays, **fields), arrays.items())
-    return store.path(1200)
+    return store.path(1200).as_path()
 
 
 def values(path: Path) -> Arrays:
@@ -74,9 +74,9 @@ def test_the_new_checkpoint_names_its_parent_and_keeps_its_position(tmp_path: Pa
 
 def test_a_patched_checkpoint_can_be_that_of_another_run_and_be_patched_again(tmp_path: Path) -> None:
     source, other = made(state_of(), tmp_path), CheckpointStore(tmp_path / "other")
-    patch(source, Update(id="u1").scale("half", 2.0), other.path(1200))
+    patch(source, Update(id="u1").scale("half", 2.0), other.path(1200).as_path())
     assert [manifest.step for manifest in other.list()] == [1200]
-    again = patch(other.path(1200), Update(id="u2").scale("half", 0.5), tmp_path / "again")
+    again = patch(other.path(1200).as_path(), Update(id="u2").scale("half", 0.5), tmp_path / "again")
     assert again.digests == open_checkpoint(source).manifest.digests
     assert again.parent is not None
     assert again.parent["update_id"] == "u2"

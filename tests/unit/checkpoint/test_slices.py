@@ -34,7 +34,7 @@ def finite(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def stored(arrays: Arrays, folder: Path) -> Path:
     store = CheckpointStore(folder)
     store.write(draft_of(arrays), arrays.items())
-    return store.path(1200)
+    return store.path(1200).as_path()
 
 
 def in_slices(
@@ -108,7 +108,7 @@ def test_edits_on_slices_give_the_bits_of_edits_on_the_whole(
     assert in_slices(edits, variable, before, elements).tobytes() == whole.tobytes()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases())
 def test_a_patched_file_holds_the_bits_of_edits_on_the_whole(
     case: tuple[Variable, npt.NDArray[Any], list[Edit], int],

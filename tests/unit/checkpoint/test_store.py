@@ -45,20 +45,22 @@ def test_the_order_in_which_variables_come_changes_no_byte(store: CheckpointStor
     store.write(draft_of(arrays), arrays.items())
     other.write(draft_of(arrays), reversed(arrays.items()))
     for name in ("state.safetensors", "manifest.json", "COMMITTED"):
-        assert (store.path(1200) / name).read_bytes() == (other.path(1200) / name).read_bytes()
+        assert (store.path(1200).as_path() / name).read_bytes() == (
+            other.path(1200).as_path() / name
+        ).read_bytes()
 
 
 def test_the_directory_holds_three_files_and_nothing_is_left_beside_it(store: CheckpointStore) -> None:
     written(store, 7)
-    assert sorted(os.listdir(store.path(7))) == ["COMMITTED", "manifest.json", "state.safetensors"]  # noqa: PTH208
-    assert [path.name for path in store.path(7).parent.iterdir()] == ["00000007"]
+    assert sorted(os.listdir(store.path(7).as_path())) == ["COMMITTED", "manifest.json", "state.safetensors"]  # noqa: PTH208
+    assert [path.name for path in store.path(7).as_path().parent.iterdir()] == ["00000007"]
 
 
 def test_another_tool_can_read_the_state(store: CheckpointStore) -> None:
     arrays = state_of()
     del arrays["table"]  # The numpy reader of safetensors needs ml_dtypes for it, and does not look.
     store.write(draft_of(arrays), arrays.items())
-    found = safetensors.numpy.load_file(store.path(1200) / "state.safetensors")
+    found = safetensors.numpy.load_file(store.path(1200).as_path() / "state.safetensors")
     assert {name: array.tobytes() for name, array in found.items()} == {
         name: array.tobytes() for name, array in arrays.items()
     }
@@ -142,7 +144,7 @@ def test_other_variables_than_the_schemas_are_refused(
     with pytest.raises(CheckpointError, match=received) as caught:
         store.write(draft, arrays.items())
     assert caught.value.variable == variable
-    assert list(store.path(1200).parent.iterdir()) == []
+    assert list(store.path(1200).as_path().parent.iterdir()) == []
 
 
 def test_a_variable_that_comes_twice_is_refused(store: CheckpointStore) -> None:
@@ -176,7 +178,7 @@ def test_the_error_of_who_supplies_the_arrays_leaves_nothing_behind(store: Check
 
     with pytest.raises(KeyboardInterrupt):
         store.write(draft_of(state_of()), arrays())
-    assert list(store.path(1200).parent.iterdir()) == []
+    assert list(store.path(1200).as_path().parent.iterdir()) == []
 
 
 def test_other_bytes_than_those_of_the_digests_are_not_put_in_place(store: CheckpointStore) -> None:
@@ -189,7 +191,7 @@ def test_other_bytes_than_those_of_the_digests_are_not_put_in_place(store: Check
         store.write(draft_of(arrays, 5), (arrays | {"half": changed["half"]}).items(), digests)
     assert refused.value.variable == "half"
     assert store.list() == [first]
-    assert [path.name for path in store.path(5).parent.iterdir()] == ["00000005"]
+    assert [path.name for path in store.path(5).as_path().parent.iterdir()] == ["00000005"]
 
 
 def test_the_same_checkpoint_again_is_left_as_it_is(store: CheckpointStore) -> None:
@@ -197,7 +199,7 @@ def test_the_same_checkpoint_again_is_left_as_it_is(store: CheckpointStore) -> N
     inode = store.path(5).stat().st_ino
     assert written(store, 5, created_at=2.0, attempt=1) == first
     assert store.path(5).stat().st_ino == inode
-    assert [path.name for path in store.path(5).parent.iterdir()] == ["00000005"]
+    assert [path.name for path in store.path(5).as_path().parent.iterdir()] == ["00000005"]
 
 
 @pytest.mark.parametrize(
@@ -218,12 +220,12 @@ def test_another_checkpoint_of_the_same_step_takes_its_place(
     assert first != second
     assert store.list() == [second]
     assert_holds(store, 5, state_of(fields.get("seed", 0)))
-    assert list(store.directory.iterdir()) == [store.path(5)]
+    assert list(store.directory.as_path().iterdir()) == [store.path(5).as_path()]
 
 
 def test_a_damaged_checkpoint_is_replaced_by_the_same_one(store: CheckpointStore) -> None:
     written(store, 5)
-    flip(store.path(5) / "state.safetensors", -1)
+    flip(store.path(5).as_path() / "state.safetensors", -1)
     written(store, 5)
     assert_holds(store, 5, state_of())
 
@@ -231,9 +233,9 @@ def test_a_damaged_checkpoint_is_replaced_by_the_same_one(store: CheckpointStore
 def two_of_a_step(store: CheckpointStore, tmp_path: Path) -> tuple[Manifest, Manifest]:
     """What a crash leaves that comes after the rename of the second one, and before the first is removed."""
     first = written(store, 5)
-    shutil.copytree(store.path(5), tmp_path / "copy")
+    shutil.copytree(store.path(5).as_path(), tmp_path / "copy")
     second = written(store, 5, seed=1)
-    (tmp_path / "copy").rename(store.directory / "00000005")
+    (tmp_path / "copy").rename(store.directory.as_path() / "00000005")
     return first, second
 
 
@@ -245,17 +247,17 @@ def test_a_crash_before_the_old_one_of_a_step_is_removed_leaves_the_new_one(
     assert store.list() == [second]
     assert_holds(store, 5, state_of(1))
     store.clean()
-    assert len(list(store.directory.iterdir())) == 1
+    assert len(list(store.directory.as_path().iterdir())) == 1
     assert store.list() == [second]
 
 
 def test_cleaning_removes_what_is_under_a_temporary_name(store: CheckpointStore) -> None:
     store.clean()
     first, second = written(store, 5), written(store, 6)
-    (store.directory / ".tmp-0123").mkdir()
-    (store.directory / ".tmp-0123" / "state.safetensors").write_bytes(b"half")
+    (store.directory.as_path() / ".tmp-0123").mkdir()
+    (store.directory.as_path() / ".tmp-0123" / "state.safetensors").write_bytes(b"half")
     store.clean()
-    assert sorted(path.name for path in store.directory.iterdir()) == ["00000005", "00000006"]
+    assert sorted(path.name for path in store.directory.as_path().iterdir()) == ["00000005", "00000006"]
     assert store.list() == [first, second]
 
 
@@ -287,7 +289,7 @@ def test_a_run_without_checkpoints_has_none(store: CheckpointStore) -> None:
     assert store.last() is None
     with pytest.raises(CheckpointError, match="Received: 3") as caught:
         store.open(3)
-    assert (caught.value.step, caught.value.path) == (3, store.path(3))
+    assert (caught.value.step, caught.value.path) == (3, store.path(3).as_path())
 
 
 def test_a_missing_step_names_those_that_are_there(store: CheckpointStore) -> None:
@@ -299,7 +301,7 @@ def test_a_missing_step_names_those_that_are_there(store: CheckpointStore) -> No
 def test_steps_of_more_digits_and_other_names(store: CheckpointStore) -> None:
     written(store, 123456789)
     for name in ("7", "000000007", "latest", "00000007.bak"):
-        (store.path(1).parent / name).mkdir()
+        (store.path(1).as_path().parent / name).mkdir()
     assert [manifest.step for manifest in store.list()] == [123456789]
     assert store.problems() == []
 
@@ -312,7 +314,7 @@ def test_a_variable_that_is_not_there_is_named(store: CheckpointStore) -> None:
 
 def test_a_checkpoint_is_opened_by_its_path(store: CheckpointStore, tmp_path: Path) -> None:
     manifest = written(store, 5)
-    with open_checkpoint(store.path(5), verify=True) as reader:
+    with open_checkpoint(store.path(5).as_path(), verify=True) as reader:
         assert reader.manifest == manifest
     with pytest.raises(CheckpointError, match="no checkpoint here"):
         open_checkpoint(tmp_path / "none")

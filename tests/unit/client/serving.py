@@ -97,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
         return act(run, rest, query, content, self.server.work)
 
     def _send(self, status: int, answer: Any, **headers: str) -> None:
-        content = json.dumps(answer, allow_nan=False).encode()
+        content = answer if isinstance(answer, bytes) else json.dumps(answer, allow_nan=False).encode()
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(content))}.items():
             self.send_header(name.replace("_", "-"), value)
@@ -132,7 +132,8 @@ def read(run: Run, path: str, query: Query) -> Any:
         case "variables":
             rows = [int(row) for row in query["rows"].split(",")] if "rows" in query else None
             pulled = run.pull(rest, rows, float(query["timeout"]))
-            return pulled.to_json() | {"values": pulled.array.astype("float64").tolist()}
+            assert query["format"] == "safetensors"
+            return b"".join(pulled.file_chunks())
     raise AnswerError(404, "There is no such address")
 
 
@@ -182,4 +183,4 @@ def served(run: Run, work: Path) -> Iterator[Served]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(10)
+        thread.join(120)

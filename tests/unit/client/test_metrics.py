@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from replicast.client.metrics import MAX_POINTS, MAX_SERIES, Metrics, MetricsFile, Series
@@ -57,13 +57,45 @@ def test_what_was_read_once_is_not_read_again(path: Path, monkeypatch: pytest.Mo
     path.write_text("".join(line(step, loss=step) for step in range(1000)))
     metrics = MetricsFile(path)
     assert len(metrics.read(None, 2000).series["loss"]) == 1000
-    size = path.stat().st_size
-    path.write_bytes(b"x" * (size - 1) + b"\n")
+    size, begins = path.stat().st_size, path.read_bytes()[:300]
+    path.write_bytes(begins.ljust(size - 1, b"x") + b"\n")
     with path.open("a") as file:
         file.write(line(1000, loss=7))
     assert points(metrics.read(None, 2000))[-2:] == [(999, 999.0), (1000, 7.0)]
     path.write_text(line(3, loss=1))
     assert points(metrics.read(None, 2000)) == [(3, 1.0)]
+
+
+@pytest.mark.parametrize("is_seen_gone", [True, False])
+def test_the_metrics_of_a_removed_run_are_not_mixed_with_those_of_a_new_one(
+    path: Path, is_seen_gone: bool
+) -> None:
+    path.write_text("".join(line(step, loss=0.25) for step in range(1000)))
+    metrics = MetricsFile(path)
+    before = metrics.read(None, 2000)
+    begun = "".join(line(step, loss=7.5) for step in range(3, 900))
+    path.unlink()
+    if is_seen_gone:
+        assert not metrics.read(before.position, 2000).series
+    path.write_text(begun + "".join(line(step, loss=7.5) for step in range(900, 2000)))
+    expected = [(step, 7.5) for step in range(3, 2000)]
+    # Who knows points of the former run gets everything, and learns from `since` that they do not count.
+    news = metrics.read(before.position, 2000)
+    assert (points(news), news.since) == (expected, None)
+    assert points(metrics.read(None, 2000)) == expected
+    with path.open("a") as file:
+        file.write(line(2000, loss=8.5))
+    later = metrics.read(news.position, 2000)
+    assert (points(later), later.since) == ([(2000, 8.5)], news.position)
+    assert metrics.read(before.position, 2000).since is None
+
+
+def test_all_series_together_have_a_bounded_number_of_points(path: Path) -> None:
+    values = {f"name {number}": 1.0 for number in range(MAX_SERIES)}
+    path.write_text("".join(line(step, **values) for step in range(1200)))
+    found = MetricsFile(path).read(None, MAX_POINTS)
+    assert len(found.series) == MAX_SERIES
+    assert sum(map(len, found.series.values())) <= 100_000
 
 
 def test_of_steps_that_a_restart_repeats_the_later_attempt_counts(path: Path) -> None:
@@ -127,6 +159,7 @@ def test_names_without_end_fill_no_memory(path: Path) -> None:
 STEPS = st.lists(st.tuples(st.integers(0, 12), st.sampled_from(["loss", "accuracy"])), max_size=40)
 
 
+@example([(5, "accuracy"), (5, "loss"), (6, "loss"), (5, "loss")], [0])
 @given(STEPS, st.lists(st.integers(0, 40), max_size=3))
 def test_however_often_a_job_goes_back_only_the_last_attempt_counts(
     tmp_path_factory: pytest.TempPathFactory, written: list[tuple[int, str]], reads: list[int]

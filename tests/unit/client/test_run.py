@@ -29,6 +29,8 @@ from replicast.update.update import Update
 from tests.unit.client.serving import TOKEN, served
 from tests.unit.played_job import BIAS, PlayedJob, heard_of, made_run, meanwhile
 
+pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
+
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -60,14 +62,14 @@ def slower() -> Update:
 def test_a_push_ends_with_its_receipt(run: Run, job: PlayedJob) -> None:
     pushed = run.push(slower())
     assert pushed.view().stage is Stage.PROPOSED
-    receipt = pushed.result(timeout=30)
+    receipt = pushed.result(timeout=120)
     assert (receipt.id, receipt.sequence, receipt.step) == ("slower", 1, 7)
     assert dict(receipt.digests) == {0: "a" * 32, 1: "a" * 32}
     assert pushed.view().stage is Stage.VERIFIED
 
 
 def test_a_push_without_an_author_is_signed_by_whoever_pushes(run: Run, job: PlayedJob) -> None:
-    run.push(slower()).result(timeout=30)
+    run.push(slower()).result(timeout=120)
     (view,) = run.log()
     assert (view.note, "@" in view.author) == ("too fast", True)
 
@@ -81,7 +83,7 @@ def test_the_same_update_again_is_a_no_op_and_another_one_with_its_id_is_refused
     other = Update(id="slower").assign("learning_rate", 0.25)
     with pytest.raises(UpdateRefused, match="Another update with this id"):
         run.push(other)
-    run.push(slower()).result(timeout=30)
+    run.push(slower()).result(timeout=120)
     again = run.push(slower())
     assert (again.number, again.result(timeout=0).sequence) == (1, 1)
     with pytest.raises(UpdateRefused, match="Another update with this id"):
@@ -132,7 +134,7 @@ def test_a_push_that_ends_badly_raises_as_a_ticket_does(
 ) -> None:
     job.fate = fate
     with pytest.raises(error, match=said):
-        run.push(slower()).result(timeout=30)
+        run.push(slower()).result(timeout=120)
 
 
 def test_what_waits_can_be_withdrawn_by_the_beginning_of_its_id(run: Run, directory: Path) -> None:
@@ -143,7 +145,7 @@ def test_what_waits_can_be_withdrawn_by_the_beginning_of_its_id(run: Run, direct
     with pytest.raises(NotFound, match="no update nothing"):
         run.withdraw("nothing")
     with pytest.raises(NotFound, match="Nothing is known of update slower"):
-        pushed.result(timeout=30)
+        pushed.result(timeout=120)
 
 
 def test_what_a_job_does_not_give_back_in_time_is_told(
@@ -197,7 +199,7 @@ def test_refused_updates_are_known_with_their_reason(run: Run, job: PlayedJob) -
 
 
 def test_status_tells_workers_metrics_and_updates(run: Run, directory: Path, job: PlayedJob) -> None:
-    run.push(slower()).result(timeout=30)
+    run.push(slower()).result(timeout=120)
     run.push(Update(id="waits").assign("learning_rate", 1))
     append_metrics(directory, 5, {"loss": 0.125, "accuracy": float("nan")})
     seen = run.status()
@@ -263,10 +265,10 @@ def test_audits_are_listed_and_one_can_be_asked_for(
             requests.answer(directory, requests.id_of(path), answer)
 
     meanwhile(monkeypatch, answers)
-    assert run.audit(timeout=30).number == 4
+    assert run.audit(timeout=120).number == 4
     heard_of(directory, secs_ago=60)
     with pytest.raises(NoAnswer, match="only a running job can be asked for an audit"):
-        run.audit(timeout=30)
+        run.audit(timeout=120)
 
 
 def test_metrics_come_with_the_place_to_go_on_from(run: Run, directory: Path) -> None:

@@ -16,7 +16,9 @@ from replicast.errors import NotFound, RequestFailed, UpdateRefused
 from replicast.storage import inbox
 from replicast.update.update import Update
 from tests.unit.client.serving import TOKEN, AnswerError, Served, served
-from tests.unit.played_job import BIAS, invoke, made_run, meanwhile, tensors
+from tests.unit.played_job import BIAS, heard_of_always, invoke, made_run, meanwhile, tensors
+
+pytestmark = pytest.mark.usefixtures("wall_clock_stands_still")
 
 
 @pytest.fixture
@@ -166,9 +168,9 @@ def test_a_server_that_is_not_there_is_told_at_once(monkeypatch: pytest.MonkeyPa
     waited = meanwhile(monkeypatch, lambda _secs: None)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{free.getsockname()[1]}/first"
-    with pytest.raises(RequestFailed, match=r"cannot be reached \(Connection refused\)"):
-        connect(address)
+        address = f"http://127.0.0.1:{free.getsockname()[1]}/first"  # bound, and nobody listens
+        with pytest.raises(RequestFailed, match=r"cannot be reached \(Connection refused\)"):
+            connect(address)
     assert not waited
 
 
@@ -237,5 +239,6 @@ def test_a_client_loads_neither_tensorflow_nor_what_the_command_line_needs(direc
         "found = [name for name in ('tensorflow', 'keras', 'click', 'rich') if name in sys.modules]\n"
         "assert not found, found"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    with heard_of_always(directory):
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

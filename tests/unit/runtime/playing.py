@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,11 @@ from replicast.errors import UpdatePending, UpdateRefused
 from replicast.runtime import Ticket
 from replicast.testing.job import DEADLINE_SECS, Worker, eventually
 from replicast.update.update import Update
+
+
+def own_threads() -> set[threading.Thread]:
+    """The threads of replicast in this process, also those that other tests have left."""
+    return {one for one in threading.enumerate() if one.name.startswith("replicast-")}
 
 
 def bias(amount: float, **options: Any) -> Update:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from replicast.runtime import Ticket
 from replicast.storage.fence import Fence
 from replicast.storage.journal import FileJournal, Journal, MemoryJournal
 from replicast.testing.job import DEADLINE_SECS, Job, Worker, eventually
-from tests.unit.runtime.playing import bias, bias_of, pending, scheduled
+from tests.unit.runtime.playing import bias, bias_of, own_threads, pending, scheduled
 
 
 @pytest.fixture(params=["memory", "files"])
@@ -83,9 +82,11 @@ def test_open_tickets_of_a_job_that_ends_say_so() -> None:
 
 
 def test_a_job_that_stops_leaves_no_thread() -> None:
+    before = own_threads()
     with Job(3) as job:
         job.train(2)
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("replicast-")]
+        assert own_threads() - before
+    eventually(lambda: not own_threads() - before)
 
 
 def test_a_group_that_another_one_has_taken_over_ends_and_says_so(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ DELTA = np.array([0.5, -1.25, 3.0], np.float32)
 def committed(job: Job, ticket: Ticket) -> int:
     """Trains until the update is applied; gives its number."""
     job.train(3)
-    return ticket.result(10).sequence
+    return ticket.result(120).sequence
 
 
 def propose(job: Job, update: Update, rank: int = 0) -> int:
@@ -137,7 +137,7 @@ def test_an_update_that_failed_its_trial_or_does_not_exist_cannot_be_reverted() 
         job.train(2, one_step=lambda worker, step: {"loss": 1.0}, closes=False)
         ticket = session.propose(overwriting(), None, trial)
         job.train(6, one_step=lambda worker, step: {"loss": 1.0})
-        assert ticket.result(10).stage == "reverted"
+        assert ticket.result(120).stage == "reverted"
         with pytest.raises(UpdateRefused, match="failed its trial"):
             revert(job, 1)
         with pytest.raises(UpdateRefused, match="There is no update 9: the journal has updates 1 to 1"):

@@ -26,10 +26,11 @@ from replicast.update.edits import apply_edit
 from replicast.update.state import MemoryState
 from replicast.update.update import Update
 from replicast.update.validate import planned
+from tests.unit.runtime.playing import own_threads
 
 STEPS = 12
 EXAMPLES = int(os.environ.get("REPLICAST_TEST_EXAMPLES", "150"))
-TIMEOUTS = replace(QUICK, prepare_secs=10.0, answer_secs=10.0, meet_secs=15.0, wait_secs=0.1)
+TIMEOUTS = replace(QUICK, wait_secs=0.1)
 SCHEMA = MemoryState(start_values()).schema
 GOOD: list[Callable[[Update], Update]] = [
     lambda u: u.add("dense/bias", np.full(3, 1.0, np.float32)),
@@ -186,10 +187,11 @@ class Story:
 def test_whatever_is_proposed_all_replicas_end_where_the_sequential_model_does(
     size: int, deeds: list[Deed]
 ) -> None:
+    before = own_threads()
     with Job(size, timeouts=TIMEOUTS) as job:
         story = Story(job, deeds)
         job.train(STEPS, story.after_each, one_step=lambda worker, step: trained(worker, step))
         eventually(lambda: story.withdrawals <= job.outcomes.keys())
         story.check()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("replicast-")]
+    eventually(lambda: not own_threads() - before)
     assert not job.board.buffers

@@ -55,7 +55,7 @@ def test_a_training_thread_that_has_to_train_first_is_told_soon() -> None:
 
         job.train(10, ask)
         assert "this thread has to train first" in str(told[0])
-        assert job.workers[0].applied[0][0] == 4
+        assert job.workers[0].applied[0][0] > 3
 
 
 def test_what_is_scheduled_for_a_later_step_is_not_waited_for() -> None:
@@ -99,12 +99,15 @@ def test_a_time_limit_in_the_training_thread_is_kept_and_training_continues() ->
         def ask(worker: Worker, step: int) -> None:
             if worker.rank == 1 and step == 3:
                 eventually(lambda: job.workers[0].session.step == 3)  # else it still could stop here
-                ticket, started = worker.session.propose(bias(1.0)), time.monotonic()
+                ticket = worker.session.propose(bias(1.0))
+                eventually(lambda: ticket.stage is Stage.PREPARED)
+                until = time.monotonic() + 0.2
                 assert "0.2 s have passed, and it is prepared" in str(pending(ticket, 0.2))
-                assert 0.2 <= time.monotonic() - started < 5.0
+                assert time.monotonic() >= until
 
         job.train(12, ask)
-        assert [step for step, _ in job.workers[0].applied] == [4]
+        (step,) = [step for step, _ in job.workers[0].applied]
+        assert step > 3
 
 
 def test_a_time_limit_that_was_not_waited_for_is_not_said_to_have_passed() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from replicast.audits.distances import Distance, distance
+from replicast.files import RunDir
 from replicast.storage.checkpoint.layout import dtype_of
 from replicast.storage.checkpoint.reading import CheckpointReader, Progress, open_checkpoint
 from replicast.update.edits import Array
@@ -88,9 +88,7 @@ def differences(a: Schema, b: Schema) -> list[Difference]:
     ]
 
 
-def diff(
-    a: Path | str, b: Path | str, *, values: bool = True, progress: Progress | None = None
-) -> list[Comparison]:
+def diff(a: RunDir, b: RunDir, *, values: bool = True, progress: Progress | None = None) -> list[Comparison]:
     """Compares two checkpoints variable by variable, in a stream.
 
     Every byte of both is read and checked against its digest, even if both have the same digest.

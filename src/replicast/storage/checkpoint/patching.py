@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from replicast.errors import CheckpointError
+from replicast.files import RunDir, RunPath
 from replicast.storage.checkpoint.layout import dtype_of
 from replicast.storage.checkpoint.manifest import Draft, Manifest
 from replicast.storage.checkpoint.reading import CheckpointReader, Progress, open_checkpoint
@@ -22,7 +23,7 @@ from replicast.update.validate import planned
 
 
 def patch(
-    source: Path | str, update: Update, destination: Path | str, *, progress: Progress | None = None
+    source: RunDir, update: Update, destination: Path | str, *, progress: Progress | None = None
 ) -> Manifest:
     """Writes the checkpoint that would exist if the update had been applied at its step.
 
@@ -45,27 +46,27 @@ def patch(
         FileDamaged: The source is damaged.
         OSError: The destination cannot be written; nothing is left there.
     """
-    source, destination = Path(source), Path(destination)
+    target = RunPath(Path(destination).absolute().parent) / Path(destination).name
     with open_checkpoint(source) as reader:
-        _check_destination(destination, reader.manifest)
+        _check_destination(target, reader.manifest)
         plan = planned(update, reader.manifest.schema)
-        with temporary_directory(destination.absolute().parent) as temporary:
+        with temporary_directory(target.parent) as temporary:
             variables = patched_variables(reader, plan, progress)
             manifest = write_contents(temporary, patched_draft(reader, update), variables)
-            _check_destination(destination, manifest)  # It may exist by now.
-            put_in_place(temporary, destination.absolute())
+            _check_destination(target, manifest)  # It may exist by now.
+            put_in_place(temporary, target)
     return manifest
 
 
-def _check_destination(destination: Path, manifest: Manifest) -> None:
+def _check_destination(destination: RunPath, manifest: Manifest) -> None:
     try:
         step = checkpoint_parts(destination.name)[0]
     except ValueError:
         step = None  # Not the name of a run's checkpoint.
     beside = [destination]
     if step is not None:  # A job may find it there, so nothing else may have this step.
-        beside += destination.absolute().parent.glob(f"{step:08d}-*")
-    there = [path for path in beside if path.exists() or path.is_symlink()]
+        beside += destination.parent.glob(f"{step:08d}-*")
+    there = [path for path in beside if path.exists()]
     if there:
         raise CheckpointError(
             "The destination exists already",
@@ -86,7 +87,7 @@ def patched_draft(reader: CheckpointReader, update: Update) -> Draft:
     """The draft of the checkpoint that an update makes of another one, whose place it has in the journal."""
     manifest = reader.manifest
     known = {each.name: getattr(manifest, each.name) for each in fields(Draft)}
-    parent = {"step": manifest.step, "path": str(reader.path.resolve()), "update_id": update.id}
+    parent = {"step": manifest.step, "path": str(reader.path.as_path().resolve()), "update_id": update.id}
     return Draft(**known | {"parent": parent, "created_at": time.time(), "metrics": {}})
 
 

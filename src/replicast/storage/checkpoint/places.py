@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import shutil
 from collections.abc import Iterable
-from pathlib import Path
 
-from replicast.files import TEMPORARY, sync_directory
+from replicast.files import TEMPORARY, RunDir, RunPath, below, sync_directory
 from replicast.storage.groups import checkpoint_name, checkpoint_parts, last_claim
 
 logger = logging.getLogger("replicast")
@@ -26,19 +24,19 @@ class Places:
         directory: Where they are.
     """
 
-    def __init__(self, run_dir: Path, group: int) -> None:
+    def __init__(self, run_dir: RunDir, group: int) -> None:
         self._run_dir = run_dir
         self._group = group
-        self.directory = run_dir / "checkpoints"
+        self.directory = below(run_dir) / "checkpoints"
 
-    def counting(self) -> dict[int, list[Path]]:
+    def counting(self) -> dict[int, list[RunPath]]:
         """The directories of the checkpoints that count, by step; those of one step with the newest last.
 
         Raises:
             FileDamaged: The claim that says what counts is damaged.
         """
         claim = last_claim(self._run_dir)
-        counting: dict[int, list[Path]] = {}
+        counting: dict[int, list[RunPath]] = {}
         for (step, _, _), path in self._named():
             if claim is None or claim.counts(path.name):
                 counting.setdefault(step, []).append(path)
@@ -53,12 +51,12 @@ class Places:
         claim = last_claim(self._run_dir)
         return "" if claim is None else claim.run
 
-    def new(self, step: int) -> Path:
+    def new(self, step: int) -> RunPath:
         """A name for a checkpoint of this step that this group has not used."""
         own = [parts[2] for parts, _ in self._named() if parts[:2] == (step, self._group)]
         return self.directory / checkpoint_name(step, self._group, max(own, default=0) + 1)
 
-    def remove(self, paths: Iterable[Path]) -> None:
+    def remove(self, paths: Iterable[RunPath]) -> None:
         """Removes checkpoints in this order, each atomically for readers.
 
         Raises:
@@ -68,7 +66,7 @@ class Places:
             aside = self.directory / f"{TEMPORARY}{secrets.token_hex(8)}"
             with contextlib.suppress(FileNotFoundError):
                 path.rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
+            aside.rmtree()
 
     def clean(self) -> None:
         """Removes leftovers of a writer that died. Only while no one is writing.
@@ -79,7 +77,7 @@ class Places:
             return
         for path in self.directory.iterdir():
             if path.name.startswith(TEMPORARY):
-                shutil.rmtree(path, ignore_errors=True)
+                path.rmtree()
         counting = self.counting()
         self.remove(path for paths in counting.values() for path in paths[:-1])
         sync_directory(self.directory)
@@ -92,7 +90,7 @@ class Places:
                     step,
                 )
 
-    def _named(self) -> list[tuple[tuple[int, int, int], Path]]:
+    def _named(self) -> list[tuple[tuple[int, int, int], RunPath]]:
         """All directories named like a checkpoint, with the parts of their names, in order."""
         found = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

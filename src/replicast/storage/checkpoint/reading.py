@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
 from replicast.errors import CheckpointError, FileDamaged
-from replicast.files import MAX_JSON_BYTES, open_plain, read_small
+from replicast.files import MAX_JSON_BYTES, RunDir, RunPath, below, open_plain, read_small
 from replicast.storage.checkpoint.digests import PassingDigest
 from replicast.storage.checkpoint.layout import Layout, Span, dtype_of, layout_of
 from replicast.storage.checkpoint.manifest import Manifest
@@ -35,7 +35,7 @@ class CheckpointReader:
         manifest: The checkpoint's manifest.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, layout: Layout, descriptor: int) -> None:
+    def __init__(self, path: RunPath, manifest: Manifest, layout: Layout, descriptor: int) -> None:
         self.path = path
         self.manifest = manifest
         self.layout = layout
@@ -197,20 +197,20 @@ class CheckpointReader:
         return _damaged(self.path / STATE, "; ".join(problems))
 
 
-def advice(path: Path) -> str:
+def advice(path: RunPath) -> str:
     """What to do about a damaged checkpoint."""
     return f"Use another checkpoint, or replace this one with a backup copy; remove {path} to discard it"
 
 
-def _unreadable(file: Path, error: OSError | ValueError) -> FileDamaged:
+def _unreadable(file: RunPath, error: OSError | ValueError) -> FileDamaged:
     return _damaged(file, f"it cannot be read ({getattr(error, 'strerror', None) or error})")
 
 
-def _damaged(file: Path, problem: str) -> FileDamaged:
+def _damaged(file: RunPath, problem: str) -> FileDamaged:
     return FileDamaged(file, f"{problem.rstrip('.')}. {advice(file.parent)}")
 
 
-def open_checkpoint(path: Path | str, *, verify: bool = False) -> CheckpointReader:
+def open_checkpoint(path: RunDir, *, verify: bool = False) -> CheckpointReader:
     """Opens a committed checkpoint by its directory.
 
     Checks everything but the variables' bytes: that it is committed, that the manifest is intact, and that
@@ -224,26 +224,24 @@ def open_checkpoint(path: Path | str, *, verify: bool = False) -> CheckpointRead
         CheckpointError: It does not exist, or is not committed.
         FileDamaged: One of its files is damaged.
     """
-    path = Path(path)
-    try:
-        # All files are opened relative to this descriptor: they belong to one checkpoint, even if replaced.
-        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(
-            f"There is no checkpoint here ({error.strerror})", path=path, received=str(path)
-        ) from error
-    try:
+    path = below(path)
+    with contextlib.ExitStack() as stack:
+        try:
+            # All files are opened relative to it: they belong to one checkpoint, even if it is replaced.
+            directory = stack.enter_context(path.entered())
+        except OSError as error:
+            raise CheckpointError(
+                f"There is no checkpoint here ({error.strerror})", path=path, received=str(path)
+            ) from error
         manifest = _read_manifest(path, directory)
         layout = layout_of(manifest.schema)
         reader = CheckpointReader(path, manifest, layout, _open_state(path, directory, manifest, layout))
-    finally:
-        os.close(directory)
     if verify:
         reader.verify()
     return reader
 
 
-def _read_manifest(path: Path, directory: int) -> Manifest:
+def _read_manifest(path: RunPath, directory: int) -> Manifest:
     try:
         committed = read_small(COMMITTED, max_bytes=_MAX_COMMITTED, directory=directory)
     except FileNotFoundError:
@@ -272,9 +270,9 @@ def _read_manifest(path: Path, directory: int) -> Manifest:
         raise _damaged(path / MANIFEST, f"it is not a valid manifest: {error}") from error
 
 
-def _open_state(path: Path, directory: int, manifest: Manifest, layout: Layout) -> int:
+def _open_state(path: RunPath, directory: int, manifest: Manifest, layout: Layout) -> int:
     try:
-        descriptor = open_plain(STATE, directory=directory, follow=True)
+        descriptor = open_plain(STATE, directory=directory)
     except OSError as error:
         raise _unreadable(path / STATE, error) from error
     try:

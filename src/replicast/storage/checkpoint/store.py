@@ -11,11 +11,10 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeAlias
 
 from replicast.errors import CheckpointError, FileDamaged
-from replicast.files import sync_directory
+from replicast.files import RunDir, RunPath, sync_directory
 from replicast.storage.checkpoint.manifest import Draft, Manifest
 from replicast.storage.checkpoint.ordering import Best, best_of, latest_first, line_of_next, with_unreadable
 from replicast.storage.checkpoint.places import Places
@@ -49,18 +48,18 @@ class CheckpointStore:
         directory: Where they are.
     """
 
-    def __init__(self, run_dir: Path, fence: Fence | None = None) -> None:
+    def __init__(self, run_dir: RunDir, fence: Fence | None = None) -> None:
         self._fence = fence
-        self._places = Places(Path(run_dir), 0 if fence is None else fence.number)
+        self._places = Places(run_dir, 0 if fence is None else fence.number)
         self.directory = self._places.directory
-        self._stuck: set[Path] = set()
+        self._stuck: set[RunPath] = set()
 
-    def path(self, step: int) -> Path:
+    def path(self, step: int) -> RunPath:
         """The directory that the checkpoint of a step has, or would have."""
         there = self._places.counting().get(step)
         return there[-1] if there else self._places.new(step)
 
-    def find(self, step: int) -> Path:
+    def find(self, step: int) -> RunPath:
         """The directory of the checkpoint of a step.
 
         Raises:
@@ -77,7 +76,7 @@ class CheckpointStore:
         )
 
     def list(self) -> _Manifests:
-        """The committed checkpoints by step, without damaged ones."""
+        """The committed checkpoints by step, without damaged ones. The last of them need not be `last`."""
         return [found for found in self._look().values() if isinstance(found, Manifest)]
 
     def problems(self) -> _Problems:
@@ -87,7 +86,8 @@ class CheckpointStore:
     def last(self) -> Manifest | None:
         """The committed checkpoint that training would go on from, if there is one.
 
-        That is the one of the latest step; where training has gone back behind one, of those written since.
+        The one answer to that question, for starts, launchers, readers and commands: it is the one of the
+        latest step; where training has gone back behind one, of those written since.
         """
         return self.last_and_skipped()[0]
 
@@ -265,7 +265,7 @@ class CheckpointStore:
         """The draft of a checkpoint that is the last one of this run once it is written."""
         return replace(draft, line=line_of_next(self.list(), draft.step), run=self._places.run())
 
-    def _put_in_place(self, temporary: Path, step: int) -> None:
+    def _put_in_place(self, temporary: RunPath, step: int) -> None:
         """Gives a written checkpoint its name, and removes those of the same step."""
         replaced = self._places.counting().get(step, [])
         put_in_place(temporary, self._places.new(step))

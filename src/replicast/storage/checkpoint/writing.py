@@ -10,15 +10,13 @@ import contextlib
 import hashlib
 import os
 import secrets
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 import numpy as np
 
 from replicast import faults
 from replicast.errors import CheckpointError
-from replicast.files import TEMPORARY, json_bytes, make_durably, start_writing, sync_directory
+from replicast.files import TEMPORARY, RunPath, json_bytes, make_durably, start_writing, sync_directory
 from replicast.storage.checkpoint.digests import PassingDigest, digest_of_digests
 from replicast.storage.checkpoint.layout import Layout, dtype_of, layout_of
 from replicast.storage.checkpoint.manifest import Draft, Manifest
@@ -32,7 +30,7 @@ Pieces = Iterable[memoryview]
 
 
 @contextlib.contextmanager
-def temporary_directory(parent: Path) -> Iterator[Path]:
+def temporary_directory(parent: RunPath) -> Iterator[RunPath]:
     """A new directory in `parent`, removed afterwards unless it was renamed."""
     make_durably(parent)
     path = parent / f"{TEMPORARY}{secrets.token_hex(8)}"
@@ -40,10 +38,10 @@ def temporary_directory(parent: Path) -> Iterator[Path]:
     try:
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        path.rmtree()
 
 
-def write_contents(directory: Path, draft: Draft, variables: Iterable[tuple[str, Pieces]]) -> Manifest:
+def write_contents(directory: RunPath, draft: Draft, variables: Iterable[tuple[str, Pieces]]) -> Manifest:
     """Writes the three files of a checkpoint, `COMMITTED` last, and makes them durable.
 
     Args:
@@ -64,7 +62,7 @@ def write_contents(directory: Path, draft: Draft, variables: Iterable[tuple[str,
     return manifest
 
 
-def put_in_place(temporary: Path, path: Path) -> None:
+def put_in_place(temporary: RunPath, path: RunPath) -> None:
     """Gives a written checkpoint its final name, which must not be taken.
 
     Raises:
@@ -109,9 +107,9 @@ def _pieces(array: Array, variable: Variable | None, name: str) -> Pieces:
     return (native[start : start + PIECE_BYTES] for start in range(0, len(native), PIECE_BYTES))
 
 
-def _write_state(path: Path, draft: Draft, variables: Iterable[tuple[str, Pieces]]) -> Manifest:
+def _write_state(path: RunPath, draft: Draft, variables: Iterable[tuple[str, Pieces]]) -> Manifest:
     layout = layout_of(draft.schema)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    descriptor = path.open(os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         writer = _StateWriter(descriptor, layout)
         for name, pieces in variables:
@@ -169,8 +167,8 @@ class _StateWriter:
         return {name: self._digests[name] for name in self._layout.spans}
 
 
-def _write_file(path: Path, content: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+def _write_file(path: RunPath, content: bytes) -> None:
+    descriptor = path.open(os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         _write_at(descriptor, memoryview(content), 0)
         faults.point("write")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import selectors
 import signal
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 from replicast.config import PEER_FAILED
 from replicast.errors import ClusterError, LaunchRefused
+from replicast.paths import below
 from replicast.supervisor.attempts import Begin, Verdict, nothing_ran
 from replicast.supervisor.group import GroupEnd, Peers
 from replicast.supervisor.hosts.events import Broken, Event, NotWelcome, Tell
@@ -222,7 +222,7 @@ class HostsAttempts:
             rank=rank,
             code=failure.code,
             ran_secs=failure.ran_secs,
-            log=Path(failure.log),
+            log=below(failure.log),
             tail=failure.lines,
             frozen=failure.frozen,
             host=self._names[failure.host],

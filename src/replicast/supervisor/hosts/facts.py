@@ -16,6 +16,7 @@ from replicast.config import shared_memory_directory
 from replicast.errors import ClusterError
 from replicast.names import NAMES_SECS, Dialer, Lookups
 from replicast.options import TRUSTED_NETWORKS
+from replicast.paths import RunDir, below
 from replicast.supervisor.checks import installed
 from replicast.supervisor.machine import this_machine
 
@@ -79,7 +80,7 @@ class Look:
 
 
 def gather_facts(
-    node: int, hosts: Sequence[str], environ: Mapping[str, str], run_dir: Path | None, port: str
+    node: int, hosts: Sequence[str], environ: Mapping[str, str], run_dir: RunDir | None, port: str
 ) -> Facts:
     """Looks at this machine. Blocks until the names of the hosts are resolved, at most `NAMES_SECS`.
 
@@ -106,10 +107,10 @@ def gather_facts(
     )
 
 
-def look_around(look: Look, hosts: Sequence[str], port: int, run_dir: Path | None) -> Found:
+def look_around(look: Look, hosts: Sequence[str], port: int, run_dir: RunDir | None) -> Found:
     """Connects to every host that came and looks for the mark; 2 s for each host that does not answer."""
     reach = {str(node): _reach(hosts[node], port) for node in look.present}
-    sees = (run_dir / Path(look.mark).name).exists() if look.mark and run_dir is not None else None
+    sees = (below(run_dir) / Path(look.mark).name).exists() if look.mark and run_dir is not None else None
     return Found(reach=reach, sees_mark=sees)
 
 
@@ -141,10 +142,11 @@ def _shared_bytes(environ: Mapping[str, str]) -> int | None:
         return None
 
 
-def _state_of(run_dir: Path) -> str:
-    if not run_dir.is_dir():
+def _state_of(run_dir: RunDir) -> str:
+    path = below(run_dir).as_path()  # Only whether a user's choice can be used: nothing is opened.
+    if not path.is_dir():
         return "missing"
-    return "writable" if os.access(run_dir, os.W_OK | os.X_OK) else "not writable"
+    return "writable" if os.access(path, os.W_OK | os.X_OK) else "not writable"
 
 
 def _reach(host: str, port: int) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import time
 
+from replicast.errors import printable
 from replicast.processes import accept_problem
 from replicast.supervisor.hosts.connection import Connection, Malformed, is_closed
 from replicast.supervisor.hosts.events import Event
@@ -185,5 +186,5 @@ class First:
         return [*notices.say(text, time.monotonic())]
 
     def _note_refusal(self, node: int | None, connection: Connection, why: str) -> None:
-        shown = "".join(character if character.isprintable() else "�" for character in why)
+        shown = printable(why)
         self._leader.on_refused(node, f"A launcher at {connection.host} was refused: {shown}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 
+from replicast.errors import printable
 from replicast.supervisor.hosts.events import Tell
 
 EVERY_SECS = 300.0
@@ -38,7 +39,7 @@ class Notices:
         if len(self._said) >= MAX_LINES or any(text == said for _, said in self._said):
             return []
         self._said.append((now, text))
-        shown = "".join(character if character.isprintable() else "�" for character in text)
+        shown = printable(text)
         if len(self._said) == MAX_LINES:
             shown = f"{shown} (more lines like this are not shown for {EVERY_SECS / 60:.0f} min)"
         return [Tell(shown)]

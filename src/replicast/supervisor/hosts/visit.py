@@ -12,17 +12,18 @@ Everything blocks, each step with a deadline. Lines are those of `wire.py`.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from replicast.errors import ClusterError
 from replicast.names import Dialer
+from replicast.paths import RunDir, below
 from replicast.processes import accept_problem
 from replicast.strictjson import described
 from replicast.supervisor.checks import Check, Verdict
@@ -61,7 +62,7 @@ class Visit:
         port: int,
         secret: bytes,
         timeout_secs: float,
-        run_dir: Path | None,
+        run_dir: RunDir | None,
         report: Callable[[str], object],
     ) -> None:
         self._hosts, self._port, self._secret = hosts, port, secret
@@ -235,7 +236,7 @@ def check_hosts(
     *,
     secret: bytes,
     timeout_secs: float,
-    run_dir: Path | None,
+    run_dir: RunDir | None,
     environ: Mapping[str, str],
     report: Callable[[str], object],
 ) -> list[Check]:
@@ -269,14 +270,14 @@ def check_hosts(
 
 
 @contextlib.contextmanager
-def _mark(run_dir: Path | None) -> Iterator[str]:
+def _mark(run_dir: RunDir | None) -> Iterator[str]:
     """A file in the run directory that other hosts can look for; yields its name, empty if there is none."""
     if run_dir is None:
         yield ""
         return
-    mark = run_dir / f"doctor-{secrets.token_hex(8)}"
+    mark = below(run_dir) / f"doctor-{secrets.token_hex(8)}"
     try:
-        mark.touch()
+        os.close(mark.open(os.O_WRONLY | os.O_CREAT | os.O_EXCL))
     except OSError:
         yield ""
         return

@@ -1,0 +1,286 @@
+"""What is below a run directory: paths that follow no link.
+
+Others than the owner of a job may be allowed to write into its run directory. Whoever may do so can replace
+any name in it by a link, at any moment, also between a check and an open. So everything below a run directory
+is a `RunPath`: each operation starts from a descriptor of the run directory and follows no link on its way.
+A `Path` is what a user named: it is used as it is, links included.
+
+A module of its own, since the launcher needs it before it may import numpy, which `files.py` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TypeAlias
+
+from replicast.errors import printable
+
+WALKED = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+_LINK = "it is a symbolic link, and links in a run directory are not followed"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class RunPath:
+    """A file or directory below a run directory. No operation follows a link below the root.
+
+    It has no `__fspath__`: `open(path)` and `os.stat(path)` raise TypeError. A name that no file can have,
+    such as "..", names nothing: FileNotFoundError. Every OSError has the whole path as its `filename`.
+
+    Attributes:
+        root: The run directory, or whatever else a user named. Links up to it, and it, are followed.
+        parts: The names below it.
+    """
+
+    root: Path
+    parts: tuple[str, ...] = ()
+
+    def __truediv__(self, name: str) -> RunPath:
+        return RunPath(self.root, (*self.parts, name))
+
+    def __str__(self) -> str:
+        """For messages: characters that are not printable are escaped, since others choose the names."""
+        return printable(self.as_path())
+
+    def as_path(self) -> Path:
+        """For users and other programs. Whoever opens it follows links; nothing in this package may."""
+        return self.root.joinpath(*self.parts)
+
+    @property
+    def name(self) -> str:
+        """The last name."""
+        return self.parts[-1] if self.parts else self.root.name
+
+    @property
+    def parent(self) -> RunPath:
+        """The directory that it is in; never one above the root.
+
+        Raises:
+            ValueError: It is the root.
+        """
+        if not self.parts:
+            raise ValueError(f"The parent of a run directory does not belong to it. Received: {self}")
+        return RunPath(self.root, self.parts[:-1])
+
+    def with_name(self, name: str) -> RunPath:
+        """What has this name in the same directory."""
+        return self.parent / name
+
+    def stat(self) -> os.stat_result:
+        """Its status; that of the link if it is one."""
+        with self._place() as (directory, name):
+            return os.stat(name, dir_fd=directory, follow_symlinks=False)
+
+    def exists(self) -> bool:
+        """Whether there is anything with this name, a link included.
+
+        Raises:
+            OSError: A directory that it is in is a link, or cannot be searched. That is not an empty run.
+        """
+        return self._mode() != 0
+
+    def is_dir(self) -> bool:
+        """Whether it is a directory; not a link to one."""
+        return stat.S_ISDIR(self._mode())
+
+    def is_file(self) -> bool:
+        """Whether it is a regular file; not a link to one."""
+        return stat.S_ISREG(self._mode())
+
+    def iterdir(self) -> list[RunPath]:
+        """What is in this directory."""
+        with self.entered() as directory:
+            return [self / name for name in os.listdir(directory)]  # noqa: PTH208 - a descriptor
+
+    def glob(self, pattern: str) -> list[RunPath]:
+        """What is in this directory under such a name; nothing if there is no such directory."""
+        try:
+            return [path for path in self.iterdir() if fnmatchcase(path.name, pattern)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def open(self, flags: int, mode: int = 0o666) -> int:
+        """Opens a regular file; returns its descriptor. A pipe or a device could block, or have side effects.
+
+        Raises:
+            OSError: It cannot be opened, or is not a regular file.
+        """
+        flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+        with self._place() as (directory, name):
+            return _regular(os.open(name, flags, mode, dir_fd=directory))
+
+    def mkdir(self, *, exist_ok: bool = False) -> None:
+        """Creates this directory; the one that it is in must exist."""
+        with self._place() as (directory, name):
+            try:
+                os.mkdir(name, dir_fd=directory)
+            except FileExistsError:
+                if not exist_ok or not stat.S_ISDIR(_mode_of(name, directory)):
+                    raise
+
+    def rename(self, target: RunPath) -> None:
+        """Gives it another name. What had that name is replaced; a link itself, not what it leads to."""
+        with self._place() as (directory, name), target._place() as (other, new):
+            os.rename(name, new, src_dir_fd=directory, dst_dir_fd=other)
+
+    def unlink(self, *, missing_ok: bool = False) -> None:
+        """Removes this file, or this link."""
+        try:
+            with self._place() as (directory, name):
+                os.unlink(name, dir_fd=directory)
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+    def rmdir(self) -> None:
+        """Removes this empty directory."""
+        with self._place() as (directory, name):
+            os.rmdir(name, dir_fd=directory)
+
+    def rmtree(self) -> None:
+        """Removes this directory and all in it, as far as possible. Errors are ignored."""
+        with contextlib.suppress(OSError), self._place() as (directory, name):
+            shutil.rmtree(name, ignore_errors=True, dir_fd=directory)
+
+    @contextlib.contextmanager
+    def entered(self, flags: int = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) -> Iterator[int]:
+        """A descriptor of this directory: what is opened relative to it is in this directory."""
+        with self._place() as (parent, name):
+            directory = os.open(name, flags | os.O_NOFOLLOW, dir_fd=parent)
+        try:
+            yield directory
+        finally:
+            os.close(directory)
+
+    def _mode(self) -> int:
+        try:
+            return self.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
+
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[tuple[int, str]]:
+        """The descriptor of the directory that it is in, and its name there; "." for the root."""
+        directory = os.open(self.root, WALKED)
+        count, name = 0, "."
+        try:
+            for count, name in enumerate(self.parts, 1):
+                check_name(name)
+                if count < len(self.parts):
+                    outer, directory = directory, os.open(name, WALKED | os.O_NOFOLLOW, dir_fd=directory)
+                    os.close(outer)
+            yield directory, name
+        except OSError as error:
+            if error.filename not in (name, None):  # Of another path, which has told it.
+                raise
+            at = RunPath(self.root, self.parts[:count])
+            error.filename = str(at)
+            del error.filename2  # That of a rename.
+            # The system says "not a directory" of a link to one, and "exists" where one was to be made.
+            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EEXIST) and stat.S_ISLNK(
+                _mode_of(name, directory)
+            ):
+                raise OSError(errno.ELOOP, _LINK, str(at)) from error
+            raise
+        finally:
+            os.close(directory)
+
+
+RunDir: TypeAlias = RunPath | Path | str
+"""A run directory as functions accept it. `below(run_dir) / "inbox"` is the only way into it."""
+
+
+def below(run_dir: RunDir) -> RunPath:
+    """A run directory as the root of paths; one below a served directory, or below another run, stays so."""
+    return run_dir if isinstance(run_dir, RunPath) else RunPath(Path(run_dir))
+
+
+def check_name(name: str) -> None:
+    """Raises FileNotFoundError unless a file in a directory can have this name."""
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError:
+        encoded = b""
+    if encoded in (b"", b".", b"..") or b"/" in encoded or b"\0" in encoded:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+
+
+def _mode_of(name: str, directory: int) -> int:
+    try:
+        return os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
+    except OSError:
+        return 0
+
+
+def _regular(descriptor: int) -> int:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "Not a regular file")
+    return descriptor
+
+
+def sync_directory(path: RunDir) -> None:
+    """Makes the names in a directory durable."""
+    with below(path).entered() as directory:
+        os.fsync(directory)
+
+
+def make_durably(directory: RunDir) -> None:
+    """Creates a directory and its parents, so that their names survive a power failure.
+
+    Raises:
+        OSError: It cannot be created, or its name cannot be made durable.
+    """
+    path = below(directory)
+    if path.is_dir():
+        return
+    if not path.parts:  # A run directory that a user named: its parents are outside it.
+        path = RunPath(path.root.parent) / path.name
+    make_durably(path.parent)
+    path.mkdir(exist_ok=True)
+    try:
+        sync_directory(path.parent)
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.rmdir()  # Otherwise the next caller would find it and assume that it is durable.
+        raise
+
+
+def read_small(path: RunPath | Path | str, *, max_bytes: int, directory: int | None = None) -> bytes:
+    """Reads a regular file. Links, pipes and devices are not read, and do not block.
+
+    Args:
+        path: The file.
+        max_bytes: The maximum size.
+        directory: The descriptor of the directory that a relative path starts from.
+
+    Raises:
+        OSError: It cannot be read, or is not a regular file.
+        ValueError: It is larger than `max_bytes`.
+    """
+    descriptor = open_plain(path, directory=directory)
+    with os.fdopen(descriptor, "rb") as file:
+        content = file.read(min(max_bytes, os.fstat(descriptor).st_size) + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes} bytes")
+    return content
+
+
+def open_plain(path: RunPath | Path | str, *, directory: int | None = None, follow: bool = False) -> int:
+    """Opens a regular file for reading. Opening a pipe or a device could block or have side effects.
+
+    Raises:
+        OSError: It cannot be opened, or is not a regular file; also for a link, unless `follow` is true and
+            it is not below a run directory.
+    """
+    if isinstance(path, RunPath):
+        return path.open(os.O_RDONLY)
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
+    return _regular(os.open(path, flags, dir_fd=directory))
