@@ -231,6 +231,7 @@ def test_a_planned_save_in_a_trial_is_made_when_it_is_over() -> None:
         run.train(20, {4: run.propose(1, bias(1.0), at_step=6), 8: lambda worker: worker.save_in_passing()})
         eventually(lambda: job.checkpoints)
         assert job.checkpoints[0].step >= 11
+        eventually(lambda: "save" in [ended.kind for ended in job.ended])
         assert [ended.kind for ended in job.ended].count("save") == 1
 
 

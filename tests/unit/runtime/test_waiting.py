@@ -35,10 +35,15 @@ def test_a_result_can_be_waited_for_in_the_training_thread_when_the_others_rest(
 
 def test_all_training_threads_may_wait_for_their_own_results_at_one_boundary() -> None:
     with Job(3) as job:
+        tickets: list[Ticket] = []
 
         def wait(worker: Worker, step: int) -> None:
             if step == 3:
-                assert worker.session.propose(bias(1.0)).result().step == 3
+                ticket = worker.session.propose(bias(1.0))
+                tickets.append(ticket)
+                # Whoever has its result trains on: before all are known, the others would have to train first.
+                eventually(lambda: [one.stage for one in tickets] == [Stage.PREPARED] * 3)
+                assert ticket.result().step == 3
 
         job.train(5, wait)
         assert [step for step, _ in job.workers[0].applied] == [3, 3, 3]
