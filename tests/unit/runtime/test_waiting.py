@@ -41,7 +41,7 @@ def test_all_training_threads_may_wait_for_their_own_results_at_one_boundary() -
             if step == 3:
                 ticket = worker.session.propose(bias(1.0))
                 tickets.append(ticket)
-                # Whoever has its result trains on: before all are known, the others would have to train first.
+                # Who has its result trains on: before all are known, the others would have to train first.
                 eventually(lambda: [one.stage for one in tickets] == [Stage.PREPARED] * 3)
                 assert ticket.result().step == 3
 
